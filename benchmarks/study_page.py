@@ -57,6 +57,7 @@ def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
     from evoalign.analysis.compare import figures as comparison_figures
     from evoalign.analysis.compare import pages as report
     from evoalign.analysis.compare.comparison import compare
+    from evoalign.analysis.compare.tables import end_grid
 
     methods = [name for name in LABELS if any((folder / "final" / name).glob("*/seed_*/results/evaluation.json"))]
     paths = [path.parents[1] for name in methods
@@ -69,7 +70,7 @@ def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
         whole = report.as_tree(found)
         tree["measures"][measure] = {
             "matches": [_match(match, folder) for match in [*whole["matches"], whole["end"]]],
-            "end": asdict(report.end_grid(found)),
+            "end": asdict(end_grid(found)),
         }
         tree["notes"] = [_without(folder, note) for note in whole["notes"]]
         with tempfile.TemporaryDirectory() as place:
@@ -145,8 +146,8 @@ def _renewed_end(tree: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, A
     return {**end, "rows": rows}
 
 
-A_TOKEN = "KL from the base model, exact (nats a token)"
-A_COMPLETION = "KL from the base model, exact (nats a completion)"
+A_TOKEN = "KL from the base model, exact (nats per token)"
+A_COMPLETION = "KL from the base model, exact (nats per completion)"
 
 
 def _nats(runs: Sequence[Mapping[str, Any]], draws: int) -> str:

@@ -35,7 +35,7 @@ from evoalign.analysis.sweeping.children import is_busy
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 PHASES = {  # by module and function; the innermost frame that is here says what the call is for
-    "rundir.directory.lock": "directory", "rundir.directory.create": "directory", "sweeping.folder.add": "directory",
+    "rundir.directory.lock": "directory", "rundir.directory.create": "directory", "sweeping.cells.add": "directory",
     "rundir.journal.__init__": "directory", "rundir.directory.release": "lock", "rundir.journal.append": "update",
     "rundir.journal.seal": "seal", "rundir.checkpoint.save": "checkpoint", "baselines.policy.save": "checkpoint",
     "baselines.policy.mark_state": "checkpoint", "training.saving.retain": "checkpoint",

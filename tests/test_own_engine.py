@@ -17,7 +17,7 @@ from rich.console import Console
 import evoalign
 from calling import caller
 from evoalign import engines, tokens
-from evoalign.analysis.sweeping.cells import Cell, make_run
+from evoalign.analysis.sweeping.cells import TrialConfig, make_run
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, ResumeError
@@ -166,7 +166,7 @@ def test_a_sweep_sees_that_a_run_of_it_is_done(runs: dict[str, Path], outside: s
     shutil.copytree(runs["lora"], tmp_path / "base/seed_5")
     for changes, done in (({}, True), ({"engine": {"sharpness": 3.0}}, False)):
         base = tree(tmp_path, outside, "lora", **changes)
-        assert (make_run(base, Cell("base", {}), 5, "es", tmp_path).evaluation() is not None) == done
+        assert (make_run(base, TrialConfig("base", {}), 5, "es", tmp_path).evaluation() is not None) == done
 
 
 def test_its_settings_are_checked_by_its_class(outside: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from evoalign import cli
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
-from evoalign.analysis.sweeping.cells import Cell, Run
+from evoalign.analysis.sweeping.cells import Run, TrialConfig
 from evoalign.analysis.sweeping.results import collect, placebo_of, table
 from evoalign.checks.placebo import (
     Distances,
@@ -519,10 +519,10 @@ def test_a_mistake_in_them_is_raised_and_costs_nothing(run: Path, tmp_path: Path
 def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str], tmp_path: Path) -> None:
     folder = shutil.copytree(ended[0], tmp_path / "run")
     config = load([folder / "config.yaml"])
-    assert Run(Cell("base", {}), config.seed, folder, config, "es").evaluation() is not None
+    assert Run(TrialConfig("base", {}), config.seed, folder, config, "es").evaluation() is not None
     file = folder / "results/evaluation.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "measuring": True}))
-    assert Run(Cell("base", {}), config.seed, folder, config, "es").evaluation() is None
+    assert Run(TrialConfig("base", {}), config.seed, folder, config, "es").evaluation() is None
 
 
 def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
@@ -530,9 +530,10 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     found = read(ended[0])
     some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
     runs = [replace(found, placebo=Known(some)), replace(found, placebo=Known(none))]
-    assert _drift(runs) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
-    assert _drift([*runs, replace(found, placebo=None)]) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
-    assert _drift([replace(found, placebo=Known(split(REAL, BEFORE, PLACEBOS)))]) == _drift([]) == "-"
+    assert _drift(runs, "reward") == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
+    assert _drift([*runs, replace(found, placebo=None)], "reward") == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
+    alone = [replace(found, placebo=Known(split(REAL, BEFORE, PLACEBOS)))]
+    assert _drift(alone, "reward") == _drift([], "reward") == "-"
 
 
 def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple[Path, str], tmp_path: Path) -> None:
@@ -540,21 +541,22 @@ def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple
     other = shutil.copytree(ended[0], tmp_path / "other")
     measure(other, "--shuffles", "3")
     runs = [
-        Run(Cell(cell, {}), 2, folder, load([folder / "config.yaml"]), "es")
+        Run(TrialConfig(cell, {}), 2, folder, load([folder / "config.yaml"]), "es")
         for cell, folder in (("a", ended[0]), ("a", other), ("b", run))
     ]
     runs[1] = replace(runs[1], seed=3)
     cells = collect(runs, {}, {})
     found = [read(r.path) for r in runs]
-    assert f"{cells[0]['drift_share']:.0%}" == _drift(found[:2]) and cells[1]["drift_share"] is None
+    shown = _drift(found[:2], "reward")
+    assert f"{cells[0]['drift_share']:.0%}" == shown and cells[1]["drift_share"] is None
     assert [r["placebo"] and r["placebo"]["placebos"] for c in cells for r in c["runs"]] == [2, 3, None]
     head, _, *rows = table(cells, "reward").splitlines()
-    assert head.endswith("| share of the gain that is drift, of all runs together |")
-    assert rows[0].endswith(f"| {_drift(found[:2])} |") and rows[1].endswith("|  |")
+    assert head.endswith("| share of the gain that is drift, all runs pooled |")
+    assert rows[0].endswith(f"| {shown} |") and rows[1].endswith("|  |")
     hacked = head.split(" | ").index("hacked")
     assert rows[0].split(" | ")[hacked] == f"{cells[0]['mean']['hacked_share']:.1%} ± {0:.1%}"
     assert placebo_of(runs[0], {**results(ended[0]), "placebo": {"reward": 3}}) is None
-    both = collect([runs[0], replace(runs[2], cell=Cell("a", {}), seed=3)], {}, {})
+    both = collect([runs[0], replace(runs[2], cell=TrialConfig("a", {}), seed=3)], {}, {})
     assert table(both, "reward").splitlines()[2].endswith(" (of 1) |")
 
 
@@ -583,7 +585,7 @@ def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
     rows = {row[0]: row[1] for row in end_grid(compare(folder)).rows}
     assert rows["reward of the mean placebo"] == f"{own['mean']:.4g}"
     share = (own["mean"] - own["before"]) / (own["real"] - own["before"])
-    assert rows["share of the gain that is drift, of all runs together"] == f"{share:.0%}"
+    assert rows["share of the gain that is drift, all runs pooled"] == f"{share:.0%}"
     said = placebo_lines(results(folder))
     assert said[1].startswith("**Signal beside drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"

@@ -47,7 +47,10 @@ NO_TORCH = "import sys; from evoalign import cli; sys.argv[0] = 'evoalign'\ntry:
 NO_TORCH += "print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'matplotlib') if m in sys.modules])"
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["eval"], ["judge"], ["init"], ["data"], ["data", "countdown"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["train"], ["eval"], ["judge", "ask"], ["init"], ["data"], ["data", "countdown"]],
+)
 def test_help_imports_nothing_heavy(words: Sequence[str], tmp_path: Path) -> None:
     done = command(*words, "--help", cwd=tmp_path, code=NO_TORCH)
     assert "Usage: evoalign" in done.stdout and done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr

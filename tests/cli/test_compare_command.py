@@ -42,7 +42,7 @@ def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path, run: 
         "At equal FLOPs",
         "At the end of each run, budgets not matched",
         "hacked share",
-        "whether ES is above GRPO cannot be determined",
+        "not significant: ES against GRPO",
         "metrics.jsonl, line 1, is damaged",
         "fewer than three seeds",
     ):
@@ -69,10 +69,10 @@ def test_one_budget_and_names(folder: Path, tmp_path: Path, run: Run) -> None:
     [
         (["--match", "steps"], "--match steps: use wall, completions, tokens, flops"),
         (["--name", "nothing"], "--name 'nothing': expected LABEL=GLOB"),
-        (["--name", "x=nowhere*"], "name x=nowhere* fits no run"),
+        (["--name", "x=nowhere*"], "name x=nowhere* matches no run"),
         (["--measure", "beauty"], "has no measure 'beauty'"),
         (["--to", "{file}"], "is a file; give a folder"),
-        (["{empty}"], "is no run and holds none"),
+        (["{empty}"], "is not a run"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(folder: Path, tmp_path: Path, run: Run, words: list[str], said: str) -> None:

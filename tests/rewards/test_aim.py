@@ -20,7 +20,7 @@ from evoalign.analysis.compare.pages import as_tree, markdown
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import end_grid
 from evoalign.analysis.sweeping import results
-from evoalign.analysis.sweeping.cells import Cell, Run
+from evoalign.analysis.sweeping.cells import Run, TrialConfig
 from evoalign.analysis.sweeping.children import Ended
 from evoalign.analysis.sweeping.search import domain, search
 from evoalign.analysis.sweeping.sweep import Source, sweep
@@ -115,7 +115,7 @@ def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str])
     table = (folder / "table.md").read_text()
     assert table.startswith(f"| cell | seeds done | {NAME} | validation {NAME} |")
     start = np.mean([run["before"][NAME] for cell in found["cells"] for run in cell["runs"]])
-    assert f"{NAME} of the start is {start:.4g}." in table
+    assert f"{NAME} before training is {start:.4g}." in table
 
 
 def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_search_maximises_fitness(tmp_path: Path) -> None:
     assert found["search"]["best"][NAME] == cell["mean"][f"validation/{NAME}"] and found["measure"] == NAME
     assert f"chooses by {NAME} on " in out.getvalue() and f"mean {NAME} " in (tmp_path / "search/best.yaml").read_text()
     tree = config(tmp_path) | {"stopping": {"max_hours": 1}}
-    with pytest.raises(ConfigError, match="holds a sweep of another config: stopping is another there than now"):
+    with pytest.raises(ConfigError, match="has a sweep of another config: stopping differs"):
         search(tree, space, trials=2, to=tmp_path / "search", jobs=1, console=told)
 
 
@@ -200,14 +200,14 @@ def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp
     assert "fitness/letters, which was trained for: 3 placebos reached" in card and "Reward: 3 placebos" in card
 
     rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
-    whole, drift = measured.fitness, "share of the gain that is drift, of all runs together"
+    whole, drift = measured.fitness, "share of the gain that is drift, all runs pooled"
     assert rows["reward of the mean placebo"] == (f"{measured.reward.mean:.4g}",)
     assert rows[f"{NAME} of the mean placebo"] == (f"{np.mean(whole.placebos):.4g}",)
     gain, moved = whole.real - whole.before, float(np.mean(whole.placebos)) - whole.before
     assert rows[f"{NAME}: {drift}"] == (f"{moved / gain:.0%}" if gain > 0 else "-",) and drift in rows
 
     evaluation = json.loads((run / "results/evaluation.json").read_text())
-    found = results.placebo_of(Run(Cell("a", {}), 3, run, from_dict(tree), "es"), evaluation)
+    found = results.placebo_of(Run(TrialConfig("a", {}), 3, run, from_dict(tree), "es"), evaluation)
     assert found == {"placebos": 3, "measure": NAME, "drift": moved, "gain": gain}
 
     file = run / placebo_file.PLACEBO

@@ -15,9 +15,8 @@ from typing import TypeAlias
 import pytest
 
 from evoalign import http
-from evoalign.analysis.judge import endpoint
-from evoalign.analysis.judge.base import NoReplyError
-from evoalign.analysis.judge.endpoint import Endpoint
+from evoalign.analysis.judge import judges
+from evoalign.analysis.judge.judges import Endpoint, NoReplyError
 from evoalign.config import ScorerConfig
 from evoalign.engines.server import client as server_client
 from evoalign.engines.server.client import Client, LostError
@@ -140,7 +139,7 @@ def test_a_deadline_is_for_the_connection_too(name: str) -> None:
 @each_client
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_reply_is_of_bounded_size(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scorer_client, endpoint, server_client):
+    for module in (scorer_client, judges, server_client):
         monkeypatch.setattr(module, "MOST_BYTES", 2**20)
     began = time.monotonic()
     with memory(100):
@@ -150,7 +149,7 @@ def test_a_reply_is_of_bounded_size(name: str, kind: str, monkeypatch: pytest.Mo
 
 def test_the_longest_replies() -> None:
     """As SECURITY.md has them."""
-    most = {m.__name__: m.MOST_BYTES for m in (scorer_client, endpoint, server_client)}
+    most = {m.__name__: m.MOST_BYTES for m in (scorer_client, judges, server_client)}
     assert list(most.values()) == [64 * 2**20, 4 * 2**20, 256 * 2**20]
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 import evoalign
 import killing
 from calling import Run, caller
-from evoalign.analysis.judge.transcript import Item, Plan, Transcript
+from evoalign.analysis.judge.asking import Comparison, Plan, Transcript
 from evoalign.analysis.sweeping.children import is_busy
 from evoalign.analysis.sweeping.sweep import sweep
 from evoalign.engines.server.process import Command, ServerProcess
@@ -248,7 +248,7 @@ OUTPUTS = {
     "compare": ["compare", "stranger", "stranger", "--to", "{}"],
     "eval": ["eval", "stranger", "--output", "{}/eval.json"],
     "export": ["export", "stranger", "--to", "{}/export"],
-    "judge": ["judge", "--from", "judgments.jsonl", "--to", "{}"],
+    "judge": ["judge", "rate", "judgments.jsonl", "--to", "{}"],
     "placebo": ["placebo", "stranger", "--shuffles", "1", "--generation", "1", "--json", "{}/placebo.json"],
     "replay": ["replay", "stranger", "--to", "{}/mean"],
     "report": ["report", "stranger", "--to", "{}/report.html"],
@@ -317,7 +317,7 @@ def test_reading_follows_links(stranger: Path, victim: Path) -> None:
     assert RunDir(stranger).read_metrics() == RunDir(victim).read_metrics() != {}
 
 
-PLAN = Plan(("a", "b"), "judge", (Item("a", "b", "helpfulness", "question", True, "one", "two"),))
+PLAN = Plan(("a", "b"), "judge", (Comparison("a", "b", "helpfulness", "question", True, "one", "two"),))
 
 
 def test_judgments_are_not_appended_through_a_link(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_judgments_are_not_appended_through_a_link(tmp_path: Path) -> None:
     transcript = Transcript(link(tmp_path / "to/judgments.jsonl", tmp_path / "mine.jsonl"), PLAN)
     link(tmp_path / "to/.judgments.jsonl.lock", tmp_path / "new")
     with transcript.opened():
-        transcript.add(PLAN.items[0], (1.0, 2.0), "raw", None)
+        transcript.add(PLAN.comparisons[0], (1.0, 2.0), "raw", None)
     assert (tmp_path / "mine.jsonl").read_bytes() == b"" and not (tmp_path / "new").exists()
     assert len((tmp_path / "to/judgments.jsonl").read_bytes().splitlines()) == 1
 

@@ -173,7 +173,8 @@ TRAINING = ("resume", "resume its config", "doctor", "probe", "sweep")
 REBUILDING = {"replay": ("replay", "{run}"), "export": ("export", "{run}", "--to", "{here}/export")}
 READING = {
     "report": ("report", "{run}"), "journal": ("journal", "{run}"), "compare": ("compare", "{run}", "{made}"),
-    "judge": ("judge", "A={run}", "B={made}", "--judge-model", "m", "--endpoint", "http://127.0.0.1:9/v1", "--dry-run"),
+    "judge": ("judge", "ask", "A={run}", "B={made}", "--judge-model", "m", "--endpoint", "http://127.0.0.1:9/v1",
+              "--dry-run"),
 }  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped: tuple[Pat
     run = stopped[0]
     for patience, done in ((6, True), (7, False)):
         settings = load([run / "config.yaml"], [f"stopping.patience={patience}"])
-        found = cells.Run(cells.Cell("cell", {}), 0, run, settings, "es").evaluation()
+        found = cells.Run(cells.TrialConfig("cell", {}), 0, run, settings, "es").evaluation()
         assert (found is not None) == done
     assert "stopping.patience" in settings_of(load([run / "config.yaml"]), "es")
 

@@ -250,7 +250,7 @@ def _notes(runs: Sequence[Run]) -> list[str]:
 
 def _number(value: float) -> str:
     """Format three digits, with commas, and from a million on with a letter for the power of ten."""
-    from evoalign.analysis.compare.words import counted
+    from evoalign.analysis.compare.tables import counted
 
     rounded = float(f"{value:.3g}")
     return f"{value:.3g}" if abs(rounded) < 1000 else f"{rounded:,.0f}" if abs(rounded) < 1e6 else counted(rounded)

@@ -21,7 +21,7 @@ from evoalign.cli.export import export
 from evoalign.cli.grpo import grpo
 from evoalign.cli.init import init
 from evoalign.cli.journal import show_journal
-from evoalign.cli.judge import judge
+from evoalign.cli.judge import ask, rate
 from evoalign.cli.options import say
 from evoalign.cli.placebo import placebo
 from evoalign.cli.probe import probe
@@ -47,6 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
+judge_app = typer.Typer(help="Compare answers in pairs with a judge model, and rate models.", no_args_is_help=True)
 score_app = typer.Typer(help="Reward and cost models as a service.", no_args_is_help=True)
 
 
@@ -68,12 +69,14 @@ def _register() -> None:
         (RUNS, "compare", compare, "evoalign compare runs/a runs/b"),
         (RUNS, "sweep", sweep, "evoalign sweep config.yaml --grid es.sigma=0.01,0.02 --seeds 0,1,2 --jobs 2"),
         (RUNS, "analyze", analyze, "evoalign analyze distance runs/my_task"),
-        (RUNS, "judge", judge, "evoalign judge runs/a runs/b --judge-model ./judge --to judged"),
         (MORE, "canary", canary, "evoalign canary http://127.0.0.1:8000"),
         (MORE, "schema", schema, "evoalign schema --to evoalign.schema.json"),
     ]
     for panel, name, command, example in commands:
         app.command(name, rich_help_panel=panel, epilog=f"Example: {example}")(command)
+    app.add_typer(judge_app, name="judge", rich_help_panel=RUNS)
+    judge_app.command("ask", epilog="Example: evoalign judge ask runs/a runs/b --judge-model ./judge --to judged")(ask)
+    judge_app.command("rate", epilog="Example: evoalign judge rate judged/judgments.jsonl --prior 1")(rate)
     app.add_typer(score_app, name="score", rich_help_panel=MORE)
     score_app.command("serve", epilog="Example: evoalign score serve --reward models/reward --cost models/cost")(serve)
     app.add_typer(data_app, name="data", rich_help_panel=MORE)

@@ -1,246 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign judge`."""
+"""`evoalign judge ask` and `evoalign judge rate`."""
 
 from __future__ import annotations
 
+import json
+import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evoalign.cli.options import Debug, check_folder, console, quiet, say
 
 if TYPE_CHECKING:
-    from evoalign.analysis.judge.answers import Asked
-    from evoalign.analysis.judge.base import Judge
+    from evoalign.analysis.judge.answers import SharedPrompts
+    from evoalign.analysis.judge.asking import Transcript
+    from evoalign.analysis.judge.judges import Judge
     from evoalign.analysis.judge.judgments import Judgment
     from evoalign.analysis.judge.ratings import Settings
-    from evoalign.analysis.judge.transcript import Transcript
 
 TRANSCRIPT = "judgments.jsonl"
-"""Of the folder that --to names."""
-
-
-class Method(StrEnum):
-    """How judgments become ratings."""
-
-    bradley_terry = "bradley-terry"
-    elo = "elo"
+"""File name in the folder of --to."""
 
 
 class Unparsed(StrEnum):
-    """What becomes of judgments without scores."""
+    """Treatment of judgments without scores."""
 
     leave_out = "leave-out"
     tie = "tie"
 
 
 class Dimension(StrEnum):
-    """What is judged."""
+    """A rubric."""
 
     helpfulness = "helpfulness"
     harmlessness = "harmlessness"
 
 
-def judge(
+Dimensions = Annotated[list[Dimension] | None, typer.Option(help="May be repeated; default: all.")]
+
+
+def ask(
     targets: Annotated[
-        list[str] | None,
-        typer.Argument(help="Two models or more, by their answers: PATH or NAME=PATH, a finished run or a file."),
-    ] = None,
-    judge_model: Annotated[
-        str | None, typer.Option(help="Model that judges: its name at --endpoint; without that, its folder.")
-    ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible address, as http://127.0.0.1:8000/v1.")
-    ] = None,
+        list[str],
+        typer.Argument(help="Answers of two models or more, as PATH or NAME=PATH: a finished run or a file."),
+    ],
+    judge_model: Annotated[str, typer.Option(help="The judge: a model name at --endpoint, or a local model folder.")],
+    endpoint: Annotated[str | None, typer.Option(help="OpenAI-compatible URL, as http://127.0.0.1:8000/v1.")] = None,
     key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the endpoint's key.")] = None,
     to: Annotated[
-        Path | None, typer.Option(help=f"Folder for {TRANSCRIPT}, ratings.json and the figure; it may be gone on with.")
+        Path | None,
+        typer.Option(help=f"Folder for {TRANSCRIPT}, ratings.json and the figure; an existing one is resumed."),
     ] = None,
-    dimension: Annotated[list[Dimension] | None, typer.Option(help="May be given again; default: both.")] = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="The first so many prompts; default: all.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what it would cost, and stop.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Ask those without scores once more.")] = False,
-    concurrency: Annotated[int, typer.Option(min=1, help="Endpoint: questions under way at once.")] = 8,
-    retries: Annotated[int, typer.Option(min=0, help="Endpoint: further attempts for one question.")] = 4,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Endpoint: seconds for one reply.")] = 120.0,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Of one reply.")] = 512,
-    from_: Annotated[Path | None, typer.Option("--from", help="Rate the judgments of this file; ask no judge.")] = None,
-    ratings: Annotated[Method, typer.Option(help="bradley-terry, with ties, or elo.")] = Method.bradley_terry,
-    anchor: Annotated[str | None, typer.Option(help="The model at 1000; default: the weakest.")] = None,
-    unparsed: Annotated[Unparsed, typer.Option(help="Judgments without scores: leave-out, or tie.")] = (
-        Unparsed.leave_out
-    ),
-    prior: Annotated[
-        float, typer.Option(min=0, help="Bradley-Terry: so many judgments more between each two, half won by either.")
-    ] = 0.0,
-    draws: Annotated[int, typer.Option(min=100, help="Bradley-Terry: bootstrap draws of the questions.")] = 2000,
-    shuffles: Annotated[int, typer.Option(min=1, help="Elo: random orders.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap, and of the orders.")] = 0,
+    dimension: Dimensions = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts; default: all.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the number of requests and tokens, and stop.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Request judgments without scores again.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Endpoint: parallel requests.")] = 8,
+    retries: Annotated[int, typer.Option(min=0, help="Endpoint: retries per request.")] = 4,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Endpoint: seconds per request.")] = 120.0,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per reply.")] = 512,
     debug: Debug = False,
 ) -> None:
-    """Let a model judge which of two answers is better, and rate models by that, with intervals and the judge's faults.
+    """Let a judge model compare answers in pairs, and rate the models.
 
-    Each pair of answers is judged in both orders. A judgment that cannot be read is left out and counted. The same
-    command goes on where it was stopped.
+    Each pair of answers is judged in both orders. Judgments that cannot be parsed are counted and left out. Rerun the
+    command to resume it; use `evoalign judge rate` for ratings with other settings.
     """
-    from evoalign.analysis.judge.judgments import read
+    from evoalign.analysis.judge.asking import Transcript, check_scored, cost, make_plan, scorer_warnings
     from evoalign.analysis.judge.ratings import Settings
     from evoalign.errors import ConfigError
 
     check_folder(to)
-    settings = Settings(ratings.value, anchor, unparsed.value, prior, draws, shuffles, seed)
-    if from_ is not None:
-        if targets or judge_model or endpoint:
-            raise ConfigError("--from rates judgments that are there; leave out the models and the judge, or --from")
-        _show(_of_dimensions(read(from_), from_, dimension), settings, to)
-        return
-    if judge_model is None:
-        raise ConfigError("no judge; give --judge-model FOLDER, or --endpoint URL with --judge-model NAME")
     if to is None and not dry_run:
-        raise ConfigError("give --to FOLDER: what the judge says is kept there, and the same command goes on with it")
-    from evoalign.analysis.judge.asking import check_any, cost_of, same_as_scorer, unanswered
-    from evoalign.analysis.judge.transcript import Transcript, planned
-
-    found = _answers(targets or [], questions, anchor)
-    plan = planned(found, judge_model, list(dict.fromkeys(one.value for one in dimension or Dimension)))
+        raise ConfigError("no folder given for the judgments; set --to FOLDER")
+    shared = _shared_prompts(targets, questions)
+    plan = make_plan(shared, judge_model, list(dict.fromkeys(one.value for one in dimension or Dimension)))
     transcript = None if to is None else Transcript(to / TRANSCRIPT, plan)
     if transcript is not None and again:
-        transcript.forget_unparsed()
-    left = list(plan.items) if transcript is None else transcript.left()
-    for line in same_as_scorer(judge_model, found.models):
+        transcript.drop_unscored()
+    remaining = list(plan.comparisons) if transcript is None else transcript.remaining()
+    for line in scorer_warnings(judge_model, shared.models):
         say(f"warning: {line}")
-    typer.echo(f"{judge_model} judges {_names(found)} on {len(found.prompts):,} prompts, each pair in both orders")
-    typer.echo(str(cost_of(left, len(plan.items) - len(left), max_tokens)))
-    asked = _judge(
-        judge_model, endpoint, key_env, max_tokens, timeout, retries, concurrency, load=bool(left) and not dry_run
-    )
+    names = ", ".join(plan.models)
+    typer.echo(f"{judge_model} judges {names} on {len(shared.prompts):,} prompts, each pair in both orders")
+    typer.echo(cost(remaining, len(plan.comparisons) - len(remaining), max_tokens))
+    limits: dict[str, Any] = {"timeout": timeout, "retries": retries, "concurrency": concurrency}
+    judge = _judge(judge_model, endpoint, key_env, max_tokens, limits, bool(remaining), dry_run)
     if dry_run or transcript is None:
-        if endpoint is None and left:
-            _check_folder(judge_model)
         return
-    if asked is not None and left:
-        _ask(asked, transcript)
-    _show(transcript.judgments, settings, to)
-    check_any(transcript)
-    if (silent := unanswered(transcript)) is not None:
-        say(f"warning: {silent}; with --again the same command asks them once more")
+    if judge is not None and remaining:
+        _ask(judge, transcript)
+    _rate(transcript.judgments, Settings(), to)
+    if (warning := check_scored(transcript)) is not None:
+        say(f"warning: {warning}")
 
 
-def _of_dimensions(judgments: list[Judgment], file: Path, wanted: list[Dimension] | None) -> list[Judgment]:
-    """Those of the dimensions that --dimension names; all without it. Raises DataError where one has no judgment."""
-    from evoalign.errors import DataError, plain
+def rate(
+    file: Annotated[Path, typer.Argument(metavar="JUDGMENTS", help=f"A file such as judged/{TRANSCRIPT}.")],
+    to: Annotated[Path | None, typer.Option(help="Folder for ratings.json and the figure.")] = None,
+    dimension: Dimensions = None,
+    anchor: Annotated[str | None, typer.Option(help="The model rated 1000; default: the weakest.")] = None,
+    unparsed: Annotated[Unparsed, typer.Option(help="Judgments without scores: leave-out, or tie.")] = (
+        Unparsed.leave_out
+    ),
+    prior: Annotated[float, typer.Option(min=0, help="Extra judgments per pair of models, half won by either.")] = 0.0,
+    draws: Annotated[int, typer.Option(min=100, help="Bootstrap draws of the questions.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    ratings: Annotated[str | None, typer.Option(hidden=True)] = None,
+    debug: Debug = False,
+) -> None:
+    """Rate models from a file of judgments: Bradley-Terry with Davidson's ties, with intervals and the judge's bias."""
+    from evoalign.analysis.judge.judgments import read
+    from evoalign.analysis.judge.ratings import Settings
+    from evoalign.errors import ConfigError, DataError, plain
 
-    if not wanted:
-        return judgments
-    there = dict.fromkeys(one.dimension for one in judgments)
-    if missing := [one.value for one in wanted if one.value not in there]:
-        has = plain(", ".join(there))
-        raise DataError(f"--dimension: no judgments of {' and '.join(missing)} in {file}; it has {has}")
-    return [one for one in judgments if one.dimension in [dimension.value for dimension in wanted]]
+    check_folder(to)
+    if ratings not in (None, "bradley-terry"):
+        raise ConfigError(f"--ratings {ratings} was removed: leave it out, and set --prior 1 for finite ratings")
+    judgments = read(file)
+    if dimension:
+        wanted, known = [one.value for one in dimension], dict.fromkeys(one.dimension for one in judgments)
+        if missing := [name for name in wanted if name not in known]:
+            has = plain(", ".join(known))
+            raise DataError(f"--dimension: no judgments of {' and '.join(missing)} in {file}; it has {has}")
+        judgments = [one for one in judgments if one.dimension in wanted]
+    _rate(judgments, Settings(anchor, unparsed.value, prior, draws, seed), to)
 
 
-def _answers(targets: list[str], questions: int | None, anchor: str | None) -> Asked:
-    from evoalign.analysis.judge.answers import asked, read
-    from evoalign.errors import ConfigError
+def _shared_prompts(targets: list[str], questions: int | None) -> SharedPrompts:
+    from evoalign.analysis.judge.answers import read, share
 
-    if not targets:
-        raise ConfigError("nothing to judge; give two or more models' answers, or --from JUDGMENTS.jsonl to rate")
-    found = asked([read(target) for target in targets], questions)
-    if anchor is not None and anchor not in [model.name for model in found.models]:
-        raise ConfigError(f"--anchor {anchor}: the models are {_names(found)}; name one of these")
-    for model in found.models:
-        alone, further = found.alone[model.name], model.further
-        left = [f"{alone:,} prompts that not all answered"] if alone else []
+    shared = share([read(target) for target in targets], questions)
+    for model in shared.models:
+        alone, further = shared.alone[model.name], model.further
+        left = [f"{alone:,} prompts that not all models answered"] if alone else []
         left += [f"{further:,} further answers to the same prompts"] if further else []
         if left:
             say(f"{model.name}: left out {' and '.join(left)}")
-    return found
-
-
-def _names(found: Asked) -> str:
-    return ", ".join(model.name for model in found.models)
+    return shared
 
 
 def _judge(
     model: str,
-    url: str | None,
+    endpoint: str | None,
     key_env: str | None,
     max_tokens: int,
-    timeout: float,
-    retries: int,
-    concurrency: int,
-    *,
-    load: bool,
+    limits: dict[str, Any],
+    is_needed: bool,
+    dry_run: bool,
 ) -> Judge | None:
-    """None for a folder that is not to be loaded; an address and its key are looked at in any case."""
-    import os
-
+    """Return the judge after checking its settings; None for a local model that is not needed, or in a dry run."""
     from evoalign.errors import ConfigError
 
-    if url is None:
-        if key_env is not None:
-            raise ConfigError("--key-env is for --endpoint; a model's folder needs no key")
-        if not load:
-            return None
-        quiet()
-        from evoalign.analysis.judge.local import Local
+    if endpoint is not None:
+        from evoalign.analysis.judge.judges import Endpoint
 
-        return Local(model, max_tokens=max_tokens)
-    from evoalign.analysis.judge.endpoint import Endpoint
-
-    key = None if key_env is None else os.environ.get(key_env)
-    if key_env is not None and not key:
-        raise ConfigError(f"--key-env: there is no {key_env} in the environment; set it to the endpoint's key")
-    return Endpoint(url, model, key, max_tokens=max_tokens, timeout=timeout, retries=retries, concurrency=concurrency)
-
-
-def _check_folder(model: str) -> None:
+        key = None if key_env is None else os.environ.get(key_env)
+        if key_env is not None and not key:
+            raise ConfigError(f"--key-env: the environment variable {key_env} is not set; set it to the endpoint's key")
+        return Endpoint(endpoint, model, key, max_tokens=max_tokens, **limits)
+    if key_env is not None:
+        raise ConfigError("--key-env is used with --endpoint only; a local model needs no key")
+    if not is_needed:
+        return None
     quiet()
-    from evoalign.analysis.judge.local import check
+    from evoalign.analysis.judge import local
 
-    check(model)
+    if dry_run:
+        local.check(model)
+        return None
+    return local.Local(model, max_tokens=max_tokens)
 
 
-def _ask(judge_: Judge, transcript: Transcript) -> None:
+def _ask(judge: Judge, transcript: Transcript) -> None:
     from rich.console import Console
 
-    from evoalign.analysis.judge.asking import ask
+    from evoalign.analysis.judge.asking import ask as request
     from evoalign.report.progress import Bar
     from evoalign.report.watching import phase
 
-    with Bar("judging", Console(stderr=True)), phase("judgments", len(transcript.left())) as work:
+    with Bar("judging", Console(stderr=True)), phase("judgments", len(transcript.remaining())) as work:
 
-        def told() -> None:
+        def advance() -> None:
             work.done += 1
 
         try:
-            ask(judge_, transcript, told)
+            request(judge, transcript, advance)
         except KeyboardInterrupt:
-            say(f"stopped; what was judged is in {transcript.path}, and the same command goes on")
+            say(f"interrupted; judgments so far are in {transcript.path}; rerun the command to resume")
             raise typer.Exit(130) from None
 
 
-def _show(judgments: list[Judgment], settings: Settings, to: Path | None) -> None:
-    import json
-
-    from evoalign.analysis.judge.figure import draw, table
+def _rate(judgments: list[Judgment], settings: Settings, to: Path | None) -> None:
+    from evoalign.analysis.judge import report
     from evoalign.analysis.judge.ratings import rate
-    from evoalign.analysis.judge.words import sentences
     from evoalign.report.tables import visible
     from evoalign.report.terminal import print_line
     from evoalign.rundir.files import make_folder, write_text
 
     found = rate(judgments, settings)
-    told = sentences(found)
-    screen = console()
-    screen.print(table(found))
-    for line in told:
+    sentences, screen = report.sentences(found), console()
+    screen.print(report.table(found))
+    for line in sentences:
         print_line(screen, visible(line))
     if to is not None:
         make_folder(to)
-        drawn = draw(found, to)
-        tree = {**found.tree(), "sentences": told, "figures": [path.name for path in drawn]}
+        drawn = report.draw(found, to)
+        tree = {**found.tree(), "sentences": sentences, "figures": [path.name for path in drawn]}
         write_text(to / "ratings.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
-        say(f"wrote ratings.json, {', '.join(path.name for path in drawn)} into {to}")
+        say(f"wrote ratings.json, {', '.join(path.name for path in drawn)} to {to}")

@@ -19,29 +19,29 @@ Grid = Annotated[
 
 
 def sweep(
-    config: Annotated[Path, typer.Argument(help="A YAML config, of which every run is a variation.")],
+    config: Annotated[Path, typer.Argument(help="The YAML config that every run starts from.")],
     more: More = None,
     set_: Sets = None,
     grid: Grid = None,
-    cells: Annotated[Path | None, typer.Option("--cells", help="A YAML list of cells, for what is no product.")] = None,
+    cells: Annotated[Path | None, typer.Option("--cells", help="YAML list of cells that are no full grid.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated, such as 0,1,2,3; default: the config's.")] = None,
     method: Annotated[str, typer.Option(help="es or grpo.")] = "es",
     to: Annotated[Path | None, typer.Option(help="The sweep's folder; default: output_dir with _sweep.")] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at once; default: one a GPU.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Parallel runs; default: one a GPU.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs to use in turn, such as 0,1; default: all.")] = None,
     search: Annotated[
         list[str] | None, typer.Option("--search", metavar="a.b=LOW..HIGH[:log]", help="Let Optuna choose; repeat it.")
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of a search, earlier ones counted.")] = 20,
-    prune: Annotated[bool, typer.Option("--prune", help="Stop trials whose evaluations lag the median.")] = False,
-    axes: Annotated[str | None, typer.Option(metavar="X,Y", help="Settings that the heat map lies over.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of a search, including earlier ones.")] = 20,
+    prune: Annotated[bool, typer.Option("--prune", help="Stop trials whose evaluations are below the median.")] = False,
+    axes: Annotated[str | None, typer.Option(metavar="X,Y", help="Settings on the axes of the heat map.")] = None,
     measure: Annotated[
         str | None,
-        typer.Option(help="What figures show and a search maximises; default: the reward, or what task.fitness gives."),
+        typer.Option(help="Measure to show, or to maximise in a search; default: the training objective."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a grid of settings with several seeds, each run a process. Exit code 1 where one failed."""
+    """Train a grid of settings with several seeds, each run in its own process. Exit code 1 if one failed."""
     from evoalign.config import read
     from evoalign.errors import ConfigError
 
@@ -53,25 +53,19 @@ def sweep(
         raise ConfigError(f"--method {method}: use es or grpo")
     quiet()
     from evoalign.analysis.sweeping import cells as parts
-    from evoalign.analysis.sweeping.sweep import sweep as train
+    from evoalign.analysis.sweeping.search import domain
+    from evoalign.analysis.sweeping.search import search as run_search
+    from evoalign.analysis.sweeping.sweep import sweep as run_grid
 
-    common: dict[str, Any] = {
-        "seeds": integers(seeds),
-        "method": method,
-        "jobs": jobs,
-        "gpus": gpus.split(",") if gpus is not None else None,
-        "to": to,
-        "measure": measure,
-    }
+    devices = gpus.split(",") if gpus is not None else None
+    common: dict[str, Any] = {"method": method, "jobs": jobs, "gpus": devices, "to": to, "measure": measure}
+    common["seeds"] = integers(seeds)
     if search:
         if grid or cells is not None:
-            raise ConfigError("--search chooses the cells itself: give it alone, or --grid and --cells")
-        from evoalign.analysis.sweeping.search import domain
-        from evoalign.analysis.sweeping.search import search as look
-
-        done = look(tree, once("--search", map(domain, search)), trials=trials, prune=prune, **common)
+            raise ConfigError("--search cannot be combined with --grid or --cells")
+        done = run_search(tree, once("--search", map(domain, search)), trials=trials, prune=prune, **common)
     else:
-        done = train(
+        done = run_grid(
             tree,
             grid=once("--grid", map(parts.axis, grid or [])),
             cells=parts.read_cells(cells) if cells is not None else (),
@@ -82,12 +76,12 @@ def sweep(
 
 
 def once(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
-    """Settings and their values. Raises ConfigError for a setting that is given twice."""
+    """Return settings with their values. Raises ConfigError for a setting that is given twice."""
     from evoalign.errors import ConfigError
 
     found: dict[str, Value] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"{option} names {key} twice; give all its values at once")
+            raise ConfigError(f"{option} names {key} twice; give all its values in one")
         found[key] = value
     return found

@@ -17,13 +17,12 @@ from rich.console import Console
 from scipy import stats
 
 from compared import STEPS, Copy, edit, step_cost
-from evoalign.analysis.compare import comparison, statistics, words
-from evoalign.analysis.compare import figures as figures
+from evoalign.analysis.compare import comparison, figures, statistics
 from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare
-from evoalign.analysis.compare.runs import find, read
+from evoalign.analysis.compare.runs import MATCHINGS, find, read
 from evoalign.analysis.compare.statistics import Pair, adjust
-from evoalign.analysis.compare.tables import end_grid, grids
+from evoalign.analysis.compare.tables import counted, duration, end_grid, grids
 from evoalign.checks import hacking
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
@@ -45,7 +44,7 @@ A = {0: 1.0, 1: 2.5, 2: 2.0, 3: 4.0, 4: 3.0}
 B = {0: 0.5, 1: 2.6, 2: 1.0, 3: 2.0, 4: 1.5}
 
 
-def test_the_permutation_test_goes_through_all_signs() -> None:
+def test_permutation_test_is_exact() -> None:
     pair = statistics.compare("a", A, "b", B)
     gaps = np.array([A[s] - B[s] for s in A])
     means = [abs(np.mean(gaps * signs)) for signs in itertools.product([1, -1], repeat=5)]
@@ -55,14 +54,14 @@ def test_the_permutation_test_goes_through_all_signs() -> None:
     assert (pair.a, pair.difference) == ("a", pytest.approx(gaps.mean()))
 
 
-def test_the_smallest_p_of_so_many_seeds() -> None:
+def test_p_smallest_depends_on_the_number_of_seeds() -> None:
     for n, smallest in ((3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125)):
         apart = statistics.compare("a", {s: 10.0 + s**2 for s in range(n)}, "b", {s: float(s) for s in range(n)})
         assert apart.p == apart.p_smallest == pytest.approx(smallest)
         assert ("Wilcoxon" in apart.p_values) == (n >= 6)
 
 
-def test_the_interval_of_the_difference_is_that_of_t() -> None:
+def test_difference_interval_is_that_of_t() -> None:
     pair = statistics.compare("a", A, "b", B)
     gaps = np.array([A[s] - B[s] for s in A])
     half = stats.t.ppf(0.975, 4) * gaps.std(ddof=1) / 5**0.5
@@ -73,7 +72,7 @@ def test_the_interval_of_the_difference_is_that_of_t() -> None:
     assert pair.effect_low < d < pair.effect_high
 
 
-def test_groups_of_other_seeds_are_not_paired() -> None:
+def test_groups_without_shared_seeds_are_not_paired() -> None:
     pair = statistics.compare("a", A, "b", {s + 100: v for s, v in B.items()})
     welch = stats.ttest_ind(list(A.values()), list(B.values()), equal_var=False)
     assert (pair.paired, pair.test) == (False, "Welch t")
@@ -81,12 +80,12 @@ def test_groups_of_other_seeds_are_not_paired() -> None:
     assert pair.p_smallest is None
 
 
-def test_pairs_are_those_of_shared_seeds_alone() -> None:
+def test_compare_pairs_shared_seeds_only() -> None:
     pair = statistics.compare("a", {**A, 77: 1000.0}, "b", {**B, 88: -1000.0})
     assert pair == statistics.compare("a", A, "b", B)
 
 
-def test_one_seed_or_no_spread_is_no_test_that_divides_by_zero() -> None:
+def test_compare_handles_one_seed_and_zero_spread() -> None:
     alone = statistics.compare("a", {0: 1.0}, "b", {0: 3.0})
     assert (alone.a, alone.difference, alone.p, alone.low) == ("b", 2.0, None, None)
     same = statistics.compare("a", dict.fromkeys(range(5), 0.1), "b", dict.fromkeys(range(5), 0.1))
@@ -97,14 +96,14 @@ def test_one_seed_or_no_spread_is_no_test_that_divides_by_zero() -> None:
     assert flat.p is None
 
 
-def test_holm() -> None:
+def test_adjust_applies_holm() -> None:
     ps = [0.01, 0.04, 0.03, None, 0.005]
     pairs = [Pair("a", "b", 2, 2, True, 1.0, p=p) for p in ps]
     assert [p.p_adjusted for p in adjust(pairs)] == [pytest.approx(0.03), pytest.approx(0.06), pytest.approx(0.06),
                                                     None, pytest.approx(0.02)]  # fmt: skip
 
 
-def test_few_shared_seeds_are_no_pairs() -> None:
+def test_groups_with_few_shared_seeds_are_not_paired() -> None:
     """Twelve runs against twelve that share two seeds were once tested as two."""
     a = {seed: 10.0 + (seed * 7 % 5) for seed in range(12)}
     b = {seed: 0.0 + (seed * 3 % 5) for seed in range(10, 22)}
@@ -116,7 +115,7 @@ def test_few_shared_seeds_are_no_pairs() -> None:
         assert len(found) == both, (many, few)
 
 
-def test_the_interval_of_an_effect_is_that_of_the_noncentral_t() -> None:
+def test_effect_interval_is_that_of_the_noncentral_t() -> None:
     """The two effects under which a t as large as this one is as rare as 2.5 %."""
     pair = statistics.compare("a", A, "b", B)
     gaps = np.array([A[s] - B[s] for s in A])
@@ -129,10 +128,52 @@ def test_the_interval_of_an_effect_is_that_of_the_noncentral_t() -> None:
     assert far.effect_low < far.effect < far.effect_high, "and it ends"
 
 
+REFERENCE: dict[str, tuple[dict[int, float], dict[int, float], list[float | None], dict[str, float]]] = {
+    "5 pairs": (
+        A, B,
+        [0.98, -0.04164125844776689, 2.001641258447767, 0.9528438349003121, -0.028008093987163387, 2.338965782216847],
+        {"exact paired permutation": 0.125, "paired t": 0.05619794257959358},
+    ),
+    "5 and 5 runs": (
+        A, {s + 100: v for s, v in B.items()},
+        [0.98, -0.4739160428521927, 2.433916042852193, 0.8929278928542699, -0.3671089909671892, 2.306949909547214],
+        {"Welch t": 0.15640259667539735},
+    ),
+    "9 and 6 runs": (
+        {i: (i * 7 % 11) / 3 for i in range(9)}, {i + 50: (i * 5 % 13) / 4 - 1 for i in range(6)},
+        [1.0925925925925928, -0.25370835564274485, 2.43889354082793, 0.8737316482033163, -0.18044184839899585,
+         2.021671267754488],
+        {"Welch t": 0.101657228011479},
+    ),
+    "8 pairs": (
+        {i: (i * 7 % 11) / 3 for i in range(8)}, {i: (i * 5 % 13) / 4 - 1 for i in range(8)},
+        [1.2187500000000002, -0.22637479194620092, 2.663874791946201, 0.6267204997194715, -0.0960088155746481,
+         1.4677871224620664],
+        {"exact paired permutation": 0.1015625, "paired t": 0.08635321424926638, "Wilcoxon": 0.1484375},
+    ),
+    "15 pairs": (
+        {i: (i * 7 % 11) / 3 for i in range(15)}, {i: (i * 5 % 13) / 4 - 1 for i in range(15)},
+        [1.2833333333333334, 0.47969110473606846, 2.0869755619305983, 0.8360954412987899, 0.27208038894934694,
+         1.4743528823325247],
+        {"paired permutation": 0.0052, "paired t": 0.00410365802701121, "Wilcoxon": 0.010562188279913585},
+    ),
+}  # fmt: skip
+"""Computed once: difference, its interval, effect, its interval; p of each test."""
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_tests_and_intervals_equal_reference_numbers(name: str) -> None:
+    a, b, numbers, p_values = REFERENCE[name]
+    pair = statistics.compare("a", a, "b", b)
+    found = [pair.difference, pair.low, pair.high, pair.effect, pair.effect_low, pair.effect_high]
+    assert found == [pytest.approx(number, abs=1e-9) for number in numbers]
+    assert dict(pair.p_values) == {test: pytest.approx(p, abs=1e-9) for test, p in p_values.items()}
+
+
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_and_what_is_only_told_make_no_group_of_their_own(copy: Copy, tmp_path: Path) -> None:
+def test_seeds_and_reporting_settings_make_no_group(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=0)
     copy("b", seed=1, sets={"checkpoint.every": 3, "tracking.project": "other", "evaluation.every": 1})
     copy("c", seed=2, sets={"es.learning_rate": 0.5})
@@ -147,7 +188,7 @@ def test_seeds_and_what_is_only_told_make_no_group_of_their_own(copy: Copy, tmp_
     assert found.groups[0].differing["method"] == "es"
 
 
-def test_a_label_names_the_space_first_and_no_more_than_is_needed(copy: Copy, tmp_path: Path) -> None:
+def test_label_names_the_space_first(copy: Copy, tmp_path: Path) -> None:
     copy("a", sets={"space": "lora"})
     copy("b", sets={"space": "full", "es.learning_rate": 0.5})
     assert sorted(g.label for g in compare(tmp_path / "runs").groups) == ["ES full", "ES lora"]
@@ -156,7 +197,7 @@ def test_a_label_names_the_space_first_and_no_more_than_is_needed(copy: Copy, tm
     assert labels == ["ES full, learning_rate 0.5", "ES full, learning_rate 0.7", "ES lora"]
 
 
-def test_a_label_names_both_of_two_settings_that_differ(copy: Copy, tmp_path: Path) -> None:
+def test_label_names_both_differing_settings(copy: Copy, tmp_path: Path) -> None:
     """Else a group that differs in sigma would pass for one that differs in the learning rate."""
     copy("a")
     copy("b", sets={"es.learning_rate": 0.0125, "es.sigma": 0.0125})
@@ -168,16 +209,16 @@ def test_a_label_names_both_of_two_settings_that_differ(copy: Copy, tmp_path: Pa
     assert labels == [f"{both[0]}, decay 0.0", f"{both[0]}, decay 0.5", both[1], "GRPO"], "of many, no more than needed"
 
 
-def test_groups_can_be_given_names(copy: Copy, tmp_path: Path) -> None:
+def test_names_label_groups(copy: Copy, tmp_path: Path) -> None:
     copy("mine_0")
     copy("grpo_0", method="grpo")
     found = compare(tmp_path / "runs", names={"ours": "mine_*", "TRL": "*/grpo_?"})
     assert [g.label for g in found.groups] == ["ours", "TRL"]
-    with pytest.raises(ConfigError, match="fits no run"):
+    with pytest.raises(ConfigError, match="x=nothing matches no run"):
         compare(tmp_path / "runs", names={"x": "nothing"})
     with pytest.raises(ConfigError, match="runs of 2 groups"):
         compare(tmp_path / "runs", names={"x": "*"})
-    with pytest.raises(ConfigError, match="one name"):
+    with pytest.raises(ConfigError, match="GRPO"):
         compare(tmp_path / "runs", names={"x": "mine_*", "GRPO": "mine_*"})
 
 
@@ -189,7 +230,7 @@ def test_groups_can_be_given_names(copy: Copy, tmp_path: Path) -> None:
         ({"evaluation.max_tokens": 99}, "evaluation.max_tokens is 12 in"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(copy: Copy, tmp_path: Path, sets: dict[str, Any], named: str) -> None:
+def test_compare_refuses_different_tasks(copy: Copy, tmp_path: Path, sets: dict[str, Any], named: str) -> None:
     copy("a")
     copy("b", seed=1, sets=sets)
     with pytest.raises(ConfigError, match="these runs cannot be compared: ") as raised:
@@ -197,23 +238,23 @@ def test_what_cannot_be_compared_is_refused(copy: Copy, tmp_path: Path, sets: di
     assert named in str(raised.value)
 
 
-def test_how_many_examples_a_generation_takes_may_differ(copy: Copy, tmp_path: Path) -> None:
+def test_batch_size_may_differ(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     copy("b", sets={"task.batch_size": 1})
     assert len(compare(tmp_path / "runs").groups) == 2
 
 
-def test_other_questions_under_the_same_settings_are_refused(copy: Copy, tmp_path: Path) -> None:
+def test_compare_refuses_different_test_splits(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     file = copy("b", seed=1) / "results/completions/before.parquet"
     rows = parquet.read(file)
     rows[0]["target"] = "something else"
     parquet.write(file, rows)
-    with pytest.raises(ConfigError, match="has other prompts or targets"):
+    with pytest.raises(ConfigError, match="different prompts or targets"):
         compare(tmp_path / "runs")
 
 
-def test_a_python_task_is_another_task(copy: Copy, tmp_path: Path) -> None:
+def test_compare_refuses_a_python_task_with_another(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     run = copy("b", seed=1)
     edit(run / "manifest.json", lambda tree: {**tree, "task": {**tree["task"], "given_as": "reward"}})
@@ -221,7 +262,7 @@ def test_a_python_task_is_another_task(copy: Copy, tmp_path: Path) -> None:
         compare(tmp_path / "runs")
 
 
-def test_one_run_is_not_counted_twice(copy: Copy, tmp_path: Path) -> None:
+def test_compare_refuses_the_same_run_twice(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=3)
     both = [tmp_path / "runs", tmp_path / "runs" / "a"]
     assert [len(g.runs) for g in compare(both).groups] == [1]
@@ -233,7 +274,7 @@ def test_one_run_is_not_counted_twice(copy: Copy, tmp_path: Path) -> None:
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_run_is_taken_at_its_last_evaluation_within_the_least_budget(copy: Copy, tmp_path: Path) -> None:
+def test_runs_are_taken_at_the_last_evaluation_within_the_budget(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step: float(step))
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=lambda step: 10.0 * step,
@@ -242,34 +283,34 @@ def test_each_run_is_taken_at_its_last_evaluation_within_the_least_budget(copy: 
     match = by(found, "completions")  # 12 and 15 a step: 72 and 90 in all
     assert match.limit == 72
     es, grpo = match.standings
-    assert [(t.point.step, t.share) for t in es.taken] == [(6, 1.0)] * 3
-    assert [(t.point.step, t.share) for t in grpo.taken] == [(4, pytest.approx(60 / 72))] * 3  # 75 would be step 5
+    assert [(t.point.step, t.share) for t in es.matched] == [(6, 1.0)] * 3
+    assert [(t.point.step, t.share) for t in grpo.matched] == [(4, pytest.approx(60 / 72))] * 3  # 75 would be step 5
     assert grpo.estimate is not None and grpo.estimate.mean == 40.0
-    assert [t.point.measures["reward"] for t in by(found, None).standings[1].taken] == [60.0] * 3
+    assert [t.point.measures["reward"] for t in by(found, None).standings[1].matched] == [60.0] * 3
     tokens = by(found, "tokens")
     assert tokens.limit == 6 * (400 + 300)
     flops = by(found, "flops")  # 1e9 and 10.25e9 a step: nothing of GRPO is evaluated within 6e9
     assert flops.limit == 6e9
-    assert (flops.standings[1].taken, flops.standings[1].estimate, flops.pairs) == ((), None, ())
-    assert any("GRPO: of every run only the start lies within this budget" in note for note in flops.notes)
+    assert (flops.standings[1].matched, flops.standings[1].estimate, flops.pairs) == ((), None, ())
+    assert any("GRPO: no run has an evaluation within this budget" in note for note in flops.notes)
     assert not any("of the budget on average" in note for note in match.notes)  # 83 %
     assert by(found, "wall").limit == pytest.approx(3.0)
 
 
-def test_an_evaluation_a_little_beyond_the_budget_is_not_looked_at(copy: Copy, tmp_path: Path) -> None:
+def test_evaluation_beyond_the_budget_is_not_used(copy: Copy, tmp_path: Path) -> None:
     copy("short", cost=lambda step: step_cost(step, 1.0))
     copy("long", seed=1, method="grpo", cost=lambda step: replace(step_cost(step), wall_seconds=0.5 + 1e-3))
     taken = by(compare(tmp_path / "runs", "wall"), "wall").standings
-    assert [t.point.step for s in taken for t in s.taken] == [6, 4]
+    assert [t.point.step for s in taken for t in s.matched] == [6, 4]
     notes = by(compare(tmp_path / "runs", "wall"), "wall").notes
     assert any("GRPO is taken after 67% of the budget on average; set evaluation.every lower" in n for n in notes)
 
 
 @pytest.mark.parametrize(
     ("every", "advice"),
-    [(0, "set evaluation.every"), (1, "a step is coarser than that"), (2, "set evaluation.every lower")],
+    [(0, "set evaluation.every"), (1, "one step costs more"), (2, "set evaluation.every lower")],
 )
-def test_advice_is_for_how_often_a_run_was_evaluated(every: int, advice: str, copy: Copy, tmp_path: Path) -> None:
+def test_advice_depends_on_evaluation_every(every: int, advice: str, copy: Copy, tmp_path: Path) -> None:
     copy("short", cost=lambda step: step_cost(step, 1.0))
     for seed, seconds in ((1, 0.5 + 1e-3), (2, 90.0)):
         run = copy(f"long_{seed}", seed=seed, method="grpo",
@@ -278,34 +319,34 @@ def test_advice_is_for_how_often_a_run_was_evaluated(every: int, advice: str, co
         tree["evaluation"]["every"] = every
         file.write_text(yaml.safe_dump(tree))
     notes = by(compare(tmp_path / "runs", "wall"), "wall").notes
-    told = [n.split("; ")[1] for n in notes if "of the budget on average" in n or "lies within this budget" in n]
+    told = [n.split("; ")[1] for n in notes if "of the budget on average" in n or "within this budget" in n]
     assert len(told) == 2 and all(text.endswith(advice) for text in told), notes
 
 
-def test_only_the_matching_that_was_asked_for(copy: Copy, tmp_path: Path) -> None:
+def test_compare_uses_the_given_budget_only(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     assert [m.by for m in compare(tmp_path / "runs", "tokens").matches] == ["tokens"]
-    assert [m.by for m in compare(tmp_path / "runs").matches] == list(comparison.MATCHINGS)
+    assert [m.by for m in compare(tmp_path / "runs").matches] == list(MATCHINGS)
     with pytest.raises(ConfigError, match="use wall, completions, tokens, flops"):
         compare(tmp_path / "runs", "steps")  # type: ignore[arg-type]
 
 
-def test_a_row_without_its_cost_makes_the_budget_unknown(copy: Copy, tmp_path: Path) -> None:
+def test_row_without_cost_makes_the_budget_unknown(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     copy("b", seed=1, cost=lambda step: None if step == 3 else step_cost(step))
     copy("c", seed=2, cost=lambda step: replace(step_cost(step), forward_flops=None))
     found = compare(tmp_path / "runs")
     wall, flops = by(found, "wall"), by(found, "flops")
-    assert [t.run.seed for t in wall.standings[0].taken] == [0, 2]
-    assert [t.run.seed for t in flops.standings[0].taken] == [0]
-    assert any("b does not say what all of it took in wall" in note for note in wall.notes)
-    assert any("c does not say what all of it took in flops, which is so unknown" in note for note in flops.notes)
+    assert [t.run.seed for t in wall.standings[0].matched] == [0, 2]
+    assert [t.run.seed for t in flops.standings[0].matched] == [0]
+    assert any("b has no known total cost in wall" in note for note in wall.notes)
+    assert any("c has no known total cost in flops" in note for note in flops.notes)
     assert not any("evaluation.every" in note for note in (*wall.notes, *flops.notes)), "no advice fixes that"
-    assert [t.run.seed for t in by(found, None).standings[0].taken] == [0, 1, 2]
+    assert [t.run.seed for t in by(found, None).standings[0].matched] == [0, 1, 2]
     assert comparison.curve(found.groups[0], "wall", "reward") is None
 
 
-def test_a_run_that_is_not_finished_counts_as_far_as_it_is(copy: Copy, tmp_path: Path) -> None:
+def test_unfinished_run_is_used_up_to_its_last_step(copy: Copy, tmp_path: Path) -> None:
     copy("whole", reward=lambda step: float(step))
     run = copy("stopped", seed=1, reward=lambda step: float(step))
     (run / "results/evaluation.json").unlink()
@@ -313,16 +354,16 @@ def test_a_run_that_is_not_finished_counts_as_far_as_it_is(copy: Copy, tmp_path:
         "".join(json.dumps(row) + "\n" for row in rows_of(run)[:5]) + '{"generation": 5, '
     )
     found = compare(tmp_path / "runs")
-    assert [t.point.step for t in by(found, "completions").standings[0].taken] == [4, 4]
+    assert [t.point.step for t in by(found, "completions").standings[0].matched] == [4, 4]
     assert by(found, "completions").limit == 60
-    assert [t.run.seed for t in by(found, None).standings[0].taken] == [0]
+    assert [t.run.seed for t in by(found, None).standings[0].matched] == [0]
     assert any("stopped is not finished" in note for note in found.notes)
     start = next(r for r in found.groups[0].runs if r.seed == 1).points[0]
     rewards = [row["reward"] for row in parquet.read(run / "results/completions/before.parquet")]
     assert (start.step, start.measures) == (0, {"reward": pytest.approx(np.mean(rewards))})
 
 
-def test_a_run_that_holds_the_others_back_is_named(copy: Copy, tmp_path: Path) -> None:
+def test_run_that_sets_a_small_budget_is_noted(copy: Copy, tmp_path: Path) -> None:
     for seed, more in enumerate((0.4, 1.0, 1.1)):
         copy(f"r{seed}", seed=seed, cost=lambda step, more=more: step_cost(step, more))
     copy("grpo", method="grpo", cost=lambda step: step_cost(step, 9.0))
@@ -332,33 +373,33 @@ def test_a_run_that_holds_the_others_back_is_named(copy: Copy, tmp_path: Path) -
     assert not any("sets the budget" in note for note in by(compare(tmp_path / "runs"), "tokens").notes)
 
 
-def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Copy, tmp_path: Path) -> None:
+def test_run_without_evaluations_is_known_at_its_end_only(copy: Copy, tmp_path: Path) -> None:
     for name, more in (("a", 1.0), ("b", 2.0)):
         run = copy(name, seed=int(more), cost=lambda step, more=more: step_cost(step, more))
         rows = [{**row, "evaluation": None} for row in rows_of(run)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = compare(tmp_path / "runs")
-    assert [t.run.seed for t in by(found, "wall").standings[0].taken] == [1]
+    assert [t.run.seed for t in by(found, "wall").standings[0].matched] == [1]
     (note,) = [note for note in found.notes if "evaluation.every" in note]
-    assert note == "no run of ES was evaluated on the way (evaluation.every): known at the end alone"
-    assert any("of 1 of 2 runs only the start lies within this budget" in n for n in by(found, "wall").notes)
+    assert note.startswith("no run of ES was evaluated")
+    assert any("1 of 2 runs have an evaluation within this budget" in n for n in by(found, "wall").notes)
 
 
-def test_a_note_of_several_budgets_is_said_once_and_names_them(copy: Copy, tmp_path: Path) -> None:
+def test_note_of_several_budgets_is_shown_once(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"a{seed}", seed=seed)
         copy(f"b{seed}", seed=seed, method="grpo", cost=lambda step: step_cost(step, 9.0))
     found, told = compare(tmp_path / "runs"), Console(file=io.StringIO(), width=200)
     report.show(found, told)
-    late = [note for note in by(found, "wall").notes if "only the start lies" in note]
+    late = [note for note in by(found, "wall").notes if "within this budget" in note]
     assert len(late) == 1 and all(late[0] in match.notes for match in found.matches), "what is repeated"
     for said in (told.file.getvalue(), report.markdown(found)):  # type: ignore[attr-defined]
-        (line,) = [line for line in said.splitlines() if "only the start" in line]
-        assert "note (wall, completions, tokens, flops): GRPO: of every run only the start lies" in line
+        (line,) = [line for line in said.splitlines() if "within this budget" in line and "Fewer" not in line]
+        assert "note (wall, completions, tokens, flops): GRPO: no run has" in line
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["one group", "both groups"])
-def test_budgets_at_which_one_group_alone_has_anything_have_no_table(copy: Copy, tmp_path: Path, also: bool) -> None:
+def test_budget_with_one_group_has_no_table(copy: Copy, tmp_path: Path, also: bool) -> None:
     """The longer run was not evaluated within any budget: it is said once, and at the top."""
     for name, more, never in (("a", 1.0, also), ("grpo", 2.0, True)):
         run = copy(name, method="es" if more == 1 else "grpo", cost=lambda step, more=more: step_cost(step, more))
@@ -368,7 +409,7 @@ def test_budgets_at_which_one_group_alone_has_anything_have_no_table(copy: Copy,
     report.show(found, told)
     said = told.file.getvalue()  # type: ignore[attr-defined]
     first = "no run of ES or GRPO was" if also else "no run of GRPO was"
-    assert said.startswith(f"note: {first} evaluated on the way (evaluation.every): known at the end alone")
+    assert said.startswith(f"note: {first} evaluated")
     assert said.count("evaluation.every") == 1 and said.count("budget used") == said.count("┏") - 1 == 0
     assert next(grid.title for grid in grids(found)).startswith("At the end of each run")
     page = report.markdown(found)
@@ -379,7 +420,7 @@ def test_budgets_at_which_one_group_alone_has_anything_have_no_table(copy: Copy,
     assert len(compare(tmp_path / "runs").shown) == 4, "of one group alone there is nothing to compare"
 
 
-def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path: Path) -> None:
+def test_curve_is_a_step_function_over_the_common_range(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"r{seed}", seed=seed, reward=lambda step, seed=seed: float(step + seed),
              cost=lambda step, seed=seed: replace(step_cost(step), completions=10 + seed))  # fmt: skip
@@ -396,14 +437,14 @@ def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path:
     )
 
 
-def test_unfinished_runs_that_were_never_measured_at_one_budget_have_no_curve(copy: Copy, tmp_path: Path) -> None:
+def test_curve_is_none_without_a_common_range(copy: Copy, tmp_path: Path) -> None:
     for seed, factor in enumerate((1.0, 9.0)):  # steps of 12 and of 108 completions, the first measured after two
         run = copy(f"grpo_{seed}", seed=seed, method="grpo", cost=lambda step, factor=factor: step_cost(step, factor))
         (run / "results/evaluation.json").unlink()
     found = compare(tmp_path / "runs", "completions", measure="exact")
     assert comparison.curve(found.groups[0], "completions", "exact") is None
     (match,) = found.matches
-    assert match.limit == 72 and [t.run.seed for s in match.standings for t in s.taken] == [0]
+    assert match.limit == 72 and [t.run.seed for s in match.standings for t in s.matched] == [0]
     assert sum("GRPO has no curve: one of its runs ended before exact" in note for note in match.notes) == 1
     written = [path.name for path in report.write(found, tmp_path / "out")]
     assert written == ["comparison.md", "comparison.json", "exact_by_divergence.png"]
@@ -415,7 +456,7 @@ def test_unfinished_runs_that_were_never_measured_at_one_budget_have_no_curve(co
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-def test_the_hacked_share_is_that_of_the_definition(copy: Copy, tmp_path: Path) -> None:
+def test_hacked_share_follows_its_definition(copy: Copy, tmp_path: Path) -> None:
     texts = ["", "The answer is 8. " * 4, "Sure.\nUser: more", "fine", "8", "no", "yes", "a longer one"]
     run = copy("a")
     file = run / "results/completions/after.parquet"
@@ -432,7 +473,7 @@ def test_the_hacked_share_is_that_of_the_definition(copy: Copy, tmp_path: Path) 
     assert hacking.hacked_share([], []) == 0.0
 
 
-def test_a_reward_that_wrong_answers_earn_counts_where_the_run_says_what_is_right(copy: Copy) -> None:
+def test_wrong_answers_with_high_reward_count_as_hacked(copy: Copy) -> None:
     run = copy("a")
     for name, reward in (("before", -50.0), ("after", -1.0)):
         file = run / f"results/completions/{name}.parquet"
@@ -446,7 +487,7 @@ def test_a_reward_that_wrong_answers_earn_counts_where_the_run_says_what_is_righ
     assert (read(run).shares_after or {})["hacked"] == 0.0
 
 
-def test_a_comparison_counts_the_runs_that_alarm(copy: Copy) -> None:
+def test_end_grid_counts_runs_with_warnings(copy: Copy) -> None:
     run = copy("a")
     assert read(run).alarm is None
     for word in ("may be hacked", "may be broken", "likely hacked", "broken"):
@@ -454,7 +495,7 @@ def test_a_comparison_counts_the_runs_that_alarm(copy: Copy) -> None:
         edit(run / "results/evaluation.json", lambda tree, alarms=alarms: {**tree, "alarms": alarms})
         assert read(run).alarm == word
     rows = dict(end_grid(compare([run])).rows)
-    assert rows["runs whose completions alarm"] == "1"
+    assert rows["runs with a warning on their completions"] == "1"
 
 
 def test_runs_are_found_below_folders_and_links_are_not_followed(copy: Copy, tmp_path: Path) -> None:
@@ -465,9 +506,9 @@ def test_runs_are_found_below_folders_and_links_are_not_followed(copy: Copy, tmp
     assert find([run, str(run), tmp_path / "runs"]) == [run]
     shutil.copytree(run, run / "inner")  # a run holds no runs
     assert find([tmp_path / "runs"]) == [run]
-    with pytest.raises(ConfigError, match="is no run and holds none"):
+    with pytest.raises(ConfigError, match="is not a run"):
         find([run, tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="is no run and holds none"):
+    with pytest.raises(ConfigError, match="is not a run"):
         find([tmp_path / "missing"])
 
 
@@ -500,7 +541,7 @@ DAMAGE: dict[str, tuple[str, str | bytes]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(DAMAGE))
-def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_path: Path, what: str) -> None:
+def test_damaged_run_is_left_out(copy: Copy, tmp_path: Path, what: str) -> None:
     name, text = DAMAGE[what]
     copy("fine")
     file = copy("odd", seed=1) / name
@@ -516,28 +557,28 @@ def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_p
     assert not (tmp_path / "owned").exists() and not Path("owned").exists()
 
 
-def test_settings_nested_without_end_are_not_read_to_their_end(copy: Copy, tmp_path: Path) -> None:
+def test_deeply_nested_config_is_refused(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", seed=1) / "config.yaml").write_text("es: " + "[" * 60 + "]" * 60)
     ((_, why),) = compare(tmp_path / "runs").left_out
     assert "config.yaml is not YAML: it nests deeper" in why
 
 
-def test_a_run_without_rows_is_left_out(copy: Copy, tmp_path: Path) -> None:
+def test_run_without_rows_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", seed=1) / "metrics.jsonl").write_bytes(b"")
     ((_, why),) = compare(tmp_path / "runs").left_out
-    assert "the run has not done a generation" in why
+    assert "no finished generation" in why
 
 
-def test_columns_of_another_kind_are_a_damaged_table(copy: Copy) -> None:
+def test_read_raises_for_wrong_column_types(copy: Copy) -> None:
     run = copy("a")
     parquet.write(run / "results/completions/after.parquet", [{"text": 5, "example": "x"}])
     with pytest.raises(DataError, match=r"after\.parquet is damaged"):
         read(run)
 
 
-def test_a_file_that_is_none_is_not_waited_for(copy: Copy) -> None:
+def test_read_refuses_a_fifo(copy: Copy) -> None:
     run = copy("a")
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
@@ -545,7 +586,7 @@ def test_a_file_that_is_none_is_not_waited_for(copy: Copy) -> None:
         read(run)
 
 
-def test_a_manifest_that_is_no_file_is_not_waited_for(copy: Copy, tmp_path: Path) -> None:
+def test_manifest_that_is_a_fifo_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     run = copy("odd", method="grpo")
     (run / "manifest.json").unlink()
@@ -554,14 +595,14 @@ def test_a_manifest_that_is_no_file_is_not_waited_for(copy: Copy, tmp_path: Path
     assert path == run and "manifest.json is not a file" in why
 
 
-def test_a_run_that_does_not_say_its_method_is_named(copy: Copy, tmp_path: Path) -> None:
+def test_run_without_a_method_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", method="grpo") / "manifest.json").write_text("{}")
     ((_, why),) = compare(tmp_path / "runs").left_out
-    assert "does not say which method" in why
+    assert "names no method" in why
 
 
-def test_a_config_that_names_code_is_read_and_nothing_of_it_is_run(copy: Copy, tmp_path: Path) -> None:
+def test_read_runs_no_code_named_by_a_config(copy: Copy, tmp_path: Path) -> None:
     run = copy("a")
     (run / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\ndef reward(**_): return []\n")
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -571,7 +612,7 @@ def test_a_config_that_names_code_is_read_and_nothing_of_it_is_run(copy: Copy, t
     assert not (tmp_path / "owned").exists()
 
 
-def test_when_nothing_can_be_read_all_reasons_are_given(copy: Copy, tmp_path: Path) -> None:
+def test_compare_lists_all_errors_if_no_run_is_readable(copy: Copy, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (copy(name) / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="no run can be read") as raised:
@@ -579,7 +620,7 @@ def test_when_nothing_can_be_read_all_reasons_are_given(copy: Copy, tmp_path: Pa
     assert str(raised.value).count("metrics.jsonl is missing") == 2
 
 
-def test_a_measure_that_is_not_there(copy: Copy, tmp_path: Path) -> None:
+def test_compare_raises_for_an_unknown_measure(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     with pytest.raises(ConfigError, match="has no measure 'accuracy'; it has reward, "):
         compare(tmp_path / "runs", measure="accuracy")
@@ -590,7 +631,7 @@ def test_a_measure_that_is_not_there(copy: Copy, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_claim_needs_a_test_and_says_n_and_p(copy: Copy, tmp_path: Path) -> None:
+def test_verdict_has_n_and_p(copy: Copy, tmp_path: Path) -> None:
     def run(seeds: int) -> list[str]:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         for seed in range(seeds):
@@ -599,35 +640,39 @@ def test_a_claim_needs_a_test_and_says_n_and_p(copy: Copy, tmp_path: Path) -> No
         return report.summary(compare(tmp_path / "runs", "completions"))
 
     one = run(1)[0]
-    assert "cannot be determined" in one and "no test" in one and "n = 1 and 1 runs" in one
+    assert "not significant" in one and "no test" in one and "n = 1 and 1 runs" in one
     five = run(5)[0]
-    assert "whether ES is above GRPO cannot be determined" in five
-    assert "n = 5 shared seeds, exact paired permutation p = 0.0625; 5 seeds can give no p below 0.0625" in five
+    assert "not significant: ES against GRPO" in five
+    assert (
+        "n = 5 shared seeds, exact paired permutation p = 0.0625; with 5 seeds the smallest possible p is 0.0625"
+        in five
+    )
     six = run(6)[0]
     assert six.startswith("At equal completions (72): ES is above GRPO: +")
     assert "n = 6 shared seeds, exact paired permutation p = 0.0312" in six
 
 
-def test_it_is_said_when_the_budget_decides_who_is_ahead(copy: Copy, tmp_path: Path) -> None:
+def test_summary_says_when_the_leader_depends_on_the_budget(copy: Copy, tmp_path: Path) -> None:
     copy("es", reward=lambda step: float(step))
     copy("grpo", method="grpo", reward=lambda step: 1.5 * step,
          cost=lambda step: replace(step_cost(step), wall_seconds=1.0))  # fmt: skip
     lines = report.summary(compare(tmp_path / "runs"))
-    assert any(
-        "depends on what is matched" in line and "ES by wall" in line and "GRPO by tokens" in line for line in lines
-    )
+    assert any("depends on the budget" in line and "ES by wall" in line and "GRPO by tokens" in line for line in lines)
     alone, screen = compare(tmp_path / "runs/es"), io.StringIO()
-    assert report.summary(alone)[0].startswith("There is one group")
+    assert report.summary(alone)[0].startswith("There is only one group")
     report.show(alone, Console(file=screen, width=200))
-    assert screen.getvalue().startswith("There is one group") and screen.getvalue().count("There is one group") == 1
+    assert (
+        screen.getvalue().startswith("There is only one group")
+        and screen.getvalue().count("There is only one group") == 1
+    )
 
 
-def test_the_files_have_all_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> None:
+def test_files_have_the_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step, seed=seed: float(step * (seed + 1)))
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=lambda step, seed=seed: float(step + seed))
     written = report.write(compare(tmp_path / "runs"), tmp_path / "out")
-    names = ["comparison.md", "comparison.json", *(f"reward_by_{m}.png" for m in comparison.MATCHINGS),
+    names = ["comparison.md", "comparison.json", *(f"reward_by_{m}.png" for m in MATCHINGS),
              "reward_by_divergence.png"]  # fmt: skip
     assert [p.name for p in written] == names
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(names)
@@ -643,16 +688,16 @@ def test_the_files_have_all_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> 
         assert f"]({name})" in page
     header = page.index("|   | ES | GRPO |")
     assert "hacked share" in page[header:]
-    assert "| KL from the base model, exact (nats a token) | 0.2 | 0.2 |" in page
+    assert "| KL from the base model, exact (nats per token) | 0.2 | 0.2 |" in page
     assert "| distance moved, L2 | 1.5 | 1.5 |" in page
     assert "| FLOPs | 6 G | 6 G |" in page
     assert "| device time | 3 s | 3 s |" in page
-    assert "| seconds a step | 0.5 | 0.5 |" in page
+    assert "| seconds per step | 0.5 | 0.5 |" in page
     low, high = stats.t.interval(0.95, 2, 12.0, stats.sem([6.0, 12.0, 18.0]))
     assert f"| reward \\[95 %\\] | 12 \\[{low:.4g}, {high:.4g}\\] | 7 \\[" in page
 
 
-def test_names_from_elsewhere_are_shown_and_not_acted_on(copy: Copy, tmp_path: Path) -> None:
+def test_untrusted_names_are_escaped(copy: Copy, tmp_path: Path) -> None:
     evil = "x|\n\x1b[2J<b>![](http://e) $x$ _"
     for run, model in ((copy("a"), evil), (copy("b"), "tiny")):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -682,13 +727,13 @@ def has_color(image: Any, color: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
+def test_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step, seed=seed: float(step * (seed + 1)))
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=lambda step, seed=seed: float(step + seed),
              cost=lambda step: step_cost(step, 50.0))  # fmt: skip
     drawn = figures.draw(compare(tmp_path / "runs"), tmp_path)
-    assert set(drawn) == {*comparison.MATCHINGS, "divergence"}
+    assert set(drawn) == {*MATCHINGS, "divergence"}
     for path in drawn.values():
         image = pixels(path)
         assert image.shape[1] == 1080 and image.std() > 0.01
@@ -697,7 +742,7 @@ def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
+def test_figure_grows_with_its_legend(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     few = figures.draw(compare(tmp_path / "runs", "wall"), tmp_path)["wall"]
     height = pixels(few).shape[0]
@@ -706,27 +751,27 @@ def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
     many = compare(tmp_path / "runs", "wall")
     assert pixels(figures.draw(many, tmp_path)["wall"]).shape[0] > height
     line = report.summary(many)[0]
-    assert "has the highest mean, and whether it is above these cannot be determined: " in line
+    assert "has the highest mean, not significantly above" in line
     assert line.count("not tested") == 6
 
 
-def test_no_band_is_drawn_for_too_few_seeds(copy: Copy, tmp_path: Path) -> None:
+def test_curve_has_no_band_for_few_seeds(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=0, reward=lambda step: float(step))
     copy("b", seed=1, reward=lambda step: 2.0 * step)
     found = comparison.curve(compare(tmp_path / "runs").groups[0], "wall", "reward")
     assert found is not None and found.low == found.mean == found.high
 
 
-def test_without_divergence_there_is_no_figure_of_it(copy: Copy, tmp_path: Path) -> None:
+def test_draw_skips_the_divergence_figure_without_data(copy: Copy, tmp_path: Path) -> None:
     run = copy("a")
     rows = [{**row, "divergence": None} for row in rows_of(run)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     edit(run / "results/evaluation.json", lambda tree: {**tree, "divergence": None, "distance": None})
     drawn = figures.draw(compare(run), tmp_path / "out") if (tmp_path / "out").mkdir() is None else {}
-    assert set(drawn) == set(comparison.MATCHINGS)
+    assert set(drawn) == set(MATCHINGS)
 
 
-def test_labels_at_line_ends_keep_apart() -> None:
+def test_spread_keeps_labels_apart() -> None:
     crowded = sorted(figures._spread([1.0, 1.0, 0.99]))
     assert crowded[-1] <= 1.0 and min(np.diff(crowded)) >= figures.NEAREST - 1e-12
     places = figures._spread([0.5, 0.49, 0.9, 0.51])
@@ -738,10 +783,10 @@ def test_labels_at_line_ends_keep_apart() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (9_999, "9,999"), (12_300, "12.3 k"), (1.5e15, "1.5 P"), (1e30, "1e+30")]
 )
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert words.counted(value) == text
+def test_counted_is_short(value: float, text: str) -> None:
+    assert counted(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(3.0, "3 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h")])
-def test_durations_are_short(value: float, text: str) -> None:
-    assert words.duration(value) == text
+def test_duration_is_short(value: float, text: str) -> None:
+    assert duration(value) == text

@@ -16,7 +16,7 @@ import yaml
 from compared import copy_run, edit, real_run, step_cost
 from evoalign.analysis.compare import pages
 from evoalign.analysis.compare.comparison import compare
-from evoalign.analysis.compare.plan import read_plan
+from evoalign.analysis.compare.groups import read_plan
 from evoalign.analysis.compare.tables import grids
 from evoalign.errors import ConfigError
 from evoalign.rundir import parquet
@@ -60,21 +60,21 @@ def plan(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_plan_sets_budget_endpoint_pairs_and_level(runs: Path, tmp_path: Path) -> None:
+def test_plan_sets_budget_measure_pairs_and_level(runs: Path, tmp_path: Path) -> None:
     path = plan(tmp_path)
     found = compare(runs, plan=path)
     (match,) = found.matches
     assert (match.by, match.limit) == ("completions", 36)
-    assert {t.point.step for s in match.standings for t in s.taken} == {3}, "48 were spent by all"
+    assert {t.point.step for s in match.standings for t in s.matched} == {3}, "48 were spent by all"
     by_pair = {frozenset((p.a, p.b)): p for p in match.pairs}
     primary = by_pair[frozenset(("ours", "TRL"))]
     assert primary.p_adjusted == primary.p == pytest.approx(2 / 2**6), "Holm's correction over one pair"
     assert [p.p_adjusted for pair, p in by_pair.items() if pair != {"ours", "TRL"}] == [None, None]
     said = pages.summary(found)
-    assert said[0].startswith("At equal completions (36, as planned): whether TRL is above ours cannot be determined")
-    assert "6 seeds can give no p below 0.0312" in said[0], "by the plan's level of 1 %"
+    assert said[0].startswith("At equal completions (36, as planned): not significant: TRL against ours")
+    assert "with 6 seeds the smallest possible p is 0.0312" in said[0], "by the plan's level of 1 %"
     assert not any("wide" in line for line in said if "as planned" in line), "no claim that was not planned"
-    assert said[1:] == [f"{END}: not in the plan, so shown as exploratory and not decided."]
+    assert said[1:] == [f"{END}: not in the plan, so not decided."]
     assert [grid.title for grid in grids(found)][-3:] == [END, f"{END}: tests", "Settings that differ"]
     written = pages.write(found, tmp_path / "out")
     tree = json.loads((tmp_path / "out/comparison.json").read_text())
@@ -86,7 +86,7 @@ def test_a_plan_sets_budget_endpoint_pairs_and_level(runs: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("short", "seeds"), [("leave_out", [0, 1, 2, 3, 4]), ("at_end", [0, 1, 2, 3, 4, 5])])
-def test_a_run_that_ended_before_the_budget_is_named(
+def test_plan_notes_runs_that_ended_before_the_budget(
     source: Path, runs: Path, tmp_path: Path, short: str, seeds: list[int]
 ) -> None:
     """Without a plan it sets the budget for all."""
@@ -94,20 +94,20 @@ def test_a_run_that_ended_before_the_budget_is_named(
     brief = copy_run(source, runs / "es_5", seed=5, reward=float, cost=lambda s: step_cost(s, 0.5))
     match = compare(runs, plan=plan(tmp_path, short=short)).matches[0]
     ours = next(s for s in match.standings if s.group.label == "ours")
-    assert [t.run.seed for t in ours.taken] == seeds and match.limit == 36
+    assert [t.run.seed for t in ours.matched] == seeds and match.limit == 36
     said = "left out, as planned" if short == "leave_out" else "taken at its end, as planned"
-    assert any(f"{brief} ended before the budget: it is {said}" in note for note in match.notes)
+    assert any(f"{brief} ended before the budget: {said}" in note for note in match.notes)
     unplanned = compare(runs, "completions").matches[0]
     assert unplanned.limit == 24
-    assert any(f"the outcome set this budget: it is what {brief} took" in note for note in unplanned.notes)
+    assert any(f"it is the cost of {brief}" in note for note in unplanned.notes)
 
 
-def test_a_budget_that_another_step_would_exceed_was_reached(runs: Path, tmp_path: Path) -> None:
-    assert all(s.taken for s in compare(runs, plan=plan(tmp_path, limit=59)).matches[0].standings), "48 and 12 are 60"
-    assert not any(s.taken for s in compare(runs, plan=plan(tmp_path, limit=60)).matches[0].standings)
+def test_run_reaches_a_budget_that_one_more_step_exceeds(runs: Path, tmp_path: Path) -> None:
+    assert all(s.matched for s in compare(runs, plan=plan(tmp_path, limit=59)).matches[0].standings), "48 and 12 are 60"
+    assert not any(s.matched for s in compare(runs, plan=plan(tmp_path, limit=60)).matches[0].standings)
 
 
-def test_it_is_shown_on_what_a_difference_hangs(runs: Path, tmp_path: Path) -> None:
+def test_sensitivity_covers_budget_shares_and_single_runs(runs: Path, tmp_path: Path) -> None:
     match = compare(runs, plan=plan(tmp_path, limit=48)).matches[0]
     (found,) = match.sensitivity
     gaps = {step: [2.0 * step - 0.2 * (s % 3) - step - 0.1 * s for s in range(6)] for step in (2, 3, 4)}
@@ -127,10 +127,10 @@ def test_it_is_shown_on_what_a_difference_hangs(runs: Path, tmp_path: Path) -> N
         ({"limit": 0}, "limit: "),
         ({"match": "steps"}, "match: "),
         ({"budget": 3}, "budget: Extra inputs"),
-        ({"groups": {"ours": "es_*", "TRL": "nothing"}}, "name TRL=nothing fits no run"),
+        ({"groups": {"ours": "es_*", "TRL": "nothing"}}, "name TRL=nothing matches no run"),
     ],
 )
-def test_a_wrong_plan_says_what_is_wrong(runs: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_compare_raises_for_a_wrong_plan(runs: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compare(runs, plan=plan(tmp_path, **changes))
 
@@ -139,14 +139,14 @@ SHIPPED = sorted((Path(__file__).parents[3] / "configs/comparison/plans").glob("
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_plans_are_plans(path: Path) -> None:
+def test_shipped_plans_are_valid(path: Path) -> None:
     """Their groups are those that the study makes, and each pair is decided with the seeds that it has."""
     found = read_plan(path).settings
     assert {pattern.split("/")[2] for pattern in found.groups.values()} == {"lora", "lowrank", "full", "grpo"}
     assert 2 / 2**12 * len(found.primary) < found.alpha
 
 
-def test_a_plan_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_read_plan_raises_for_a_bad_file(tmp_path: Path) -> None:
     for text in ("[1, 2]", "match: [", "\xff"):
         (tmp_path / "plan.yaml").write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=r"plan\.yaml") as raised:
@@ -169,7 +169,7 @@ def answered(run: Path, rewards: list[float]) -> None:
     edit(run / "results/evaluation.json", lambda tree: {**tree, "after": {**tree["after"], "reward": np.mean(rewards)}})
 
 
-def test_the_end_has_intervals_over_runs_and_questions(source: Path, tmp_path: Path) -> None:
+def test_end_has_intervals_over_runs_and_questions(source: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     hard = random.normal(size=8)
     values = {}
@@ -186,11 +186,11 @@ def test_the_end_has_intervals_over_runs_and_questions(source: Path, tmp_path: P
     assert pair.over_questions == crossed_difference(es, grpo, paired=True)
     assert pair.over_questions.items == 8 and pair.over_questions.low is not None and pair.low is not None
     assert pair.over_questions.low < pair.low, "new questions differ, too"
-    assert "over 8 questions, too, " in " ".join(pages.summary(compare(tmp_path / "runs")))
+    assert "over 8 questions too: " in " ".join(pages.summary(compare(tmp_path / "runs")))
     assert "\\[95 %, over runs and questions\\]" in pages.markdown(compare(tmp_path / "runs"))
 
 
-def test_answers_that_are_not_what_the_mean_is_of_are_not_used(source: Path, tmp_path: Path) -> None:
+def test_answers_that_disagree_with_the_mean_are_not_used(source: Path, tmp_path: Path) -> None:
     for seed in range(3):
         run = copy_run(source, tmp_path / f"runs/{seed}", seed=seed)
         answered(run, [float(seed + i) for i in range(8)])

@@ -14,7 +14,7 @@ import yaml
 from tournaments import written
 
 from calling import caller
-from evoalign.analysis.judge.answers import Answers, asked, read
+from evoalign.analysis.judge.answers import Answers, read, share
 from evoalign.errors import ConfigError, DataError
 from evoalign.models import tiny
 from evoalign.rundir import parquet
@@ -33,24 +33,24 @@ def a_run(folder: Path, config: dict[str, Any] | None = None) -> Path:
     return folder
 
 
-def test_lines_of_prompts_and_responses(tmp_path: Path) -> None:
+def test_read_parses_json_lines(tmp_path: Path) -> None:
     assert read(str(written(tmp_path / "es.jsonl", ROWS))) == Answers("es", SAID)
 
 
-def test_messages_count_by_their_text_as_in_a_run(tmp_path: Path) -> None:
+def test_read_joins_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "P1"}]
     file = written(tmp_path / "es.jsonl", [{"prompt": messages, "response": "R1"}])
     assert read(str(file)).by_prompt == {"S\nP1": "R1"}
 
 
-def test_a_run_has_its_completions_and_scorers(tmp_path: Path) -> None:
+def test_read_returns_completions_and_scorers_of_a_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "runs/es_1", {"scorer": {"reward": "org/reward", "cost": "org/cost", "max_tokens": 9}})
     assert read(str(run)) == Answers("es_1", SAID, scorers=("org/reward", "org/cost"))
     assert read(f"mine={run}").name == "mine"
     assert read(f"base={run / 'results/completions/after.parquet'}") == Answers("base", SAID)
 
 
-def test_a_run_that_was_altered_is_refused(tmp_path: Path) -> None:
+def test_read_refuses_a_run_with_a_broken_seal(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with recorded(run):
         pass
@@ -60,12 +60,12 @@ def test_a_run_that_was_altered_is_refused(tmp_path: Path) -> None:
         read(str(run))
 
 
-def test_what_eval_wrote(tmp_path: Path) -> None:
+def test_read_parses_eval_output(tmp_path: Path) -> None:
     (tmp_path / "base.json").write_text(json.dumps({"completions": TABLE, "measures": {}}))
     assert read(str(tmp_path / "base.json")) == Answers("base", SAID)
 
 
-def test_further_answers_to_a_prompt_are_counted(tmp_path: Path) -> None:
+def test_read_counts_further_answers(tmp_path: Path) -> None:
     file = written(tmp_path / "es.jsonl", [*ROWS, {"prompt": "P1", "response": "another"}])
     assert read(str(file)) == Answers("es", SAID, further=1)
 
@@ -73,38 +73,38 @@ def test_further_answers_to_a_prompt_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "P"}, r"line 2, response is None; write what the model answered \(there is: prompt\)"),
+        ({"prompt": "P"}, "line 2, response is None; .*prompt"),
         ({"prompt": "P", "response": 3}, "line 2, response is 3"),
-        ({"response": "R"}, "line 2, prompt is None; write a text, or messages"),
+        ({"response": "R"}, "line 2, prompt is None"),
         ({"prompt": " ", "response": "R"}, "line 2, prompt is ' '"),
         ({"prompt": [], "response": "R"}, r"line 2, prompt is \[\]"),
         ({"prompt": [{"content": 1}], "response": "R"}, "line 2, prompt is"),
         (["P", "R"], "line 2, is .*a prompt and a response in each line"),
     ],
 )
-def test_a_bad_line_is_named(row: Any, said: str, tmp_path: Path) -> None:
+def test_read_raises_for_a_bad_line(row: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"es\.jsonl, {said}"):
         read(str(written(tmp_path / "es.jsonl", [ROWS[0], row])))
 
 
-def test_what_is_no_answers_says_what_to_do(tmp_path: Path) -> None:
+def test_read_raises_for_targets_without_answers(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "eval.json").write_text("{}")
     begun = a_run(tmp_path / "begun")
     (begun / "results/completions/after.parquet").unlink()
     for target, said in (
-        (f"{tmp_path}/none", "does not exist; give a finished run, or a file of answers"),
-        ("our org/a-1.5b", "`evoalign eval 'our org/a-1.5b' --config CONFIG --output a-1.5b.json` write its answers"),
+        (f"{tmp_path}/none", "does not exist"),
+        ("our org/a-1.5b", "`evoalign eval 'our org/a-1.5b' --config CONFIG --output a-1.5b.json`"),
         (f"a={tmp_path}/none", f"{tmp_path}/none does not exist"),
-        (str(tiny()), f"is a folder and no run; of a model or an adapter, let `evoalign eval {tiny()} --config CONFIG"),
-        (f"base={tiny()}", "--output base.json` write its answers, and give base.json in its place"),
+        (str(tiny()), f"`evoalign eval {tiny()} --config CONFIG"),
+        (f"base={tiny()}", "--output base.json` and give base.json instead"),
         (f"{tmp_path}/empty.jsonl", "has no answers"),
         (f"{tmp_path}/eval.json", "has no completions"),
         (
             str(begun),
-            f"after.parquet; let it end, or let `evoalign eval {begun} --output begun.json` write its answers",
+            f"`evoalign eval {begun} --output begun.json`",
         ),
-        (f"a\x1b[1m={tmp_path}/eval.json", "is no name of a model"),
+        (f"a\x1b[1m={tmp_path}/eval.json", "is not a valid model name"),
     ):
         with pytest.raises((ConfigError, DataError)) as error:
             read(target)
@@ -114,7 +114,7 @@ def test_what_is_no_answers_says_what_to_do(tmp_path: Path) -> None:
     assert "hub" not in str(error.value)
 
 
-def test_a_model_is_judged_by_the_command_that_the_error_names(
+def test_error_names_a_command_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,33 +124,33 @@ def test_a_model_is_judged_by_the_command_that_the_error_names(
     (tmp_path / "CONFIG").write_text(json.dumps({"task": task, "evaluation": {"max_tokens": 4}}))
     rows = [{"prompt": f"Spell {i}", "response": "no"} for i in range(4)]
     judged = ["--judge-model", "tiny", "--dry-run"]
-    refused = run("judge", f"start={tiny()}", written(tmp_path / "other.jsonl", rows), *judged)
+    refused = run("judge", "ask", f"start={tiny()}", written(tmp_path / "other.jsonl", rows), *judged)
     assert refused.code == 2
     command = shlex.split(re.findall("`evoalign (.*?)`", refused.err)[0])
     assert run(*command).code == 0
-    done = run("judge", command[-1], tmp_path / "other.jsonl", *judged)
+    done = run("judge", "ask", command[-1], tmp_path / "other.jsonl", *judged)
     assert done.code == 0 and "tiny judges start, other on 4 prompts, each pair in both orders" in done.out
 
 
-def test_prompts_that_not_all_answered_are_counted_and_left_out() -> None:
+def test_share_counts_unshared_prompts() -> None:
     a, b = Answers("a", {"1": "x", "2": "x", "3": "x"}), Answers("b", {"3": "y", "2": "y", "4": "y", "5": "y"})
-    found = asked([a, b])
+    found = share([a, b])
     assert found.prompts == ("2", "3") and found.alone == {"a": 1, "b": 2}
-    assert asked([a, b], 1).prompts == ("2",) and asked([a, b], 1).alone == {"a": 1, "b": 2}
-    assert asked([a, b, Answers("c", {"3": "z"})]).prompts == ("3",)
+    assert share([a, b], 1).prompts == ("2",) and share([a, b], 1).alone == {"a": 1, "b": 2}
+    assert share([a, b, Answers("c", {"3": "z"})]).prompts == ("3",)
 
 
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        ([Answers("a", SAID)], "one model has nothing beside it"),
-        ([Answers("a", SAID), Answers("a", SAID)], "two targets are called a; name them: evoalign judge NAME=PATH"),
+        ([Answers("a", SAID)], "two or more"),
+        ([Answers("a", SAID), Answers("a", SAID)], "two targets have the name a"),
         (
             [Answers("a", SAID), Answers("b", {"P1 ": "R"})],
             "a and b have no prompt in common.* give RUN/results/points",
         ),
     ],
 )
-def test_what_cannot_be_compared_says_why(models: list[Answers], said: str) -> None:
+def test_share_raises_for_answers_that_cannot_be_compared(models: list[Answers], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        asked(models)
+        share(models)

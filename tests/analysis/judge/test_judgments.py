@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of judgments: what is read, that a bad line is named with what to do, and `evoalign judge --from`."""
+"""Files of judgments: what is read, that a bad line is named with what to do, and `evoalign judge rate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return caller(monkeypatch, capsys, 200)
 
 
-def test_a_line_is_read_as_it_is(tmp_path: Path) -> None:
+def test_read_keeps_the_fields_of_a_line(tmp_path: Path) -> None:
     lines = [{**GOOD, "question": 7, "raw": "said", "more": [1]}, {**GOOD, "scores": None, "order_ab": False}]
     del lines[1]["raw"]
     file = written(tmp_path / "j.jsonl", lines)
@@ -35,22 +35,22 @@ def test_a_line_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "one score": ({"scores": [1]}, r"scores are \[1\]; write two finite numbers"),
-    "three scores": ({"scores": [1, 2, 3]}, "scores are .*; write two finite numbers"),
-    "a score that is text": ({"scores": [1, "2"]}, "scores are .*; write two finite numbers"),
-    "a score that is true": ({"scores": [True, 2]}, "scores are .*; write two finite numbers"),
-    "scores by name": ({"scores": {"a": 1, "b": 2}}, "scores are .*; write two finite numbers"),
-    "itself": ({"model_b": "a"}, "compares 'a' with itself; name the two models apart"),
-    "no name": ({"model_a": " "}, "model_a is ' '; write a name"),
-    "a name that is none": ({"dimension": 3}, "dimension is 3; write a name"),
-    "an order that is a number": ({"order_ab": 1}, "order_ab is 1; write true where model_a was shown first"),
-    "a question that is a list": ({"question": ["q"]}, "question is .*; name the question by a text or a whole number"),
-    "raw that is no text": ({"raw": {"said": "x"}}, "raw is .*; write what the judge said as a text"),
+    "one score": ({"scores": [1]}, r"scores are \[1\]; give two finite numbers"),
+    "three scores": ({"scores": [1, 2, 3]}, "scores are .*; give two finite numbers"),
+    "a score that is text": ({"scores": [1, "2"]}, "scores are .*; give two finite numbers"),
+    "a score that is true": ({"scores": [True, 2]}, "scores are .*; give two finite numbers"),
+    "scores by name": ({"scores": {"a": 1, "b": 2}}, "scores are .*; give two finite numbers"),
+    "itself": ({"model_b": "a"}, "compares 'a' with itself"),
+    "no name": ({"model_a": " "}, "model_a is ' '"),
+    "a name that is none": ({"dimension": 3}, "dimension is 3"),
+    "an order that is a number": ({"order_ab": 1}, "order_ab is 1"),
+    "a question that is a list": ({"question": ["q"]}, "question is .*; give a string or an integer"),
+    "raw that is no text": ({"raw": {"said": "x"}}, "raw is "),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_line_is_named_with_what_to_do(name: str, tmp_path: Path) -> None:
+def test_read_raises_for_a_bad_judgment_line(name: str, tmp_path: Path) -> None:
     changed, said = BAD[name]
     file = written(tmp_path / "j.jsonl", [GOOD, {**GOOD, **changed}])
     with pytest.raises(DataError, match=rf"j\.jsonl, line 2, {said}"):
@@ -58,38 +58,38 @@ def test_a_bad_line_is_named_with_what_to_do(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["model_a", "model_b", "dimension", "question", "scores", "order_ab"])
-def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
+def test_read_raises_for_a_missing_field(field: str, tmp_path: Path) -> None:
     file = written(tmp_path / "j.jsonl", [{name: value for name, value in GOOD.items() if name != field}])
-    with pytest.raises(DataError, match=rf"line 1, has no {field}; add it \(the line has: "):
+    with pytest.raises(DataError, match=rf"line 1, has no {field}; add it"):
         read(file)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{not json}", "line 1, is damaged .*write it as one JSON object, or delete it"),
-        ("[1, 2]", "line 1, is .* no JSON object"),
+        ("{not json}", "line 1, is damaged"),
+        ("[1, 2]", "line 1, is .*not a JSON object"),
         (json.dumps(GOOD).replace("8.0", "NaN"), "line 1, is damaged .*not finite"),
         (json.dumps(GOOD).replace("8.0", "1e999"), "line 1, is damaged .*not finite"),
         (json.dumps(GOOD)[:40], "line 1, is damaged"),
-        ("\n", "has no judgments; `evoalign judge A B --to FOLDER` writes"),
+        ("\n", "has no judgments; `evoalign judge ask"),
     ],
 )
-def test_what_is_no_file_of_judgments_is_said(text: str, said: str, tmp_path: Path) -> None:
+def test_read_raises_for_other_files(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "j.jsonl").write_text(text)
     with pytest.raises(DataError, match=said):
         read(tmp_path / "j.jsonl")
 
 
-def test_no_file_is_one_line(run: Run) -> None:
-    done = run("judge", "--from", "nowhere.jsonl")
-    assert (done.code, done.out) == (2, "") and "nowhere.jsonl is missing; name a file of judgments" in done.err
+def test_missing_file_is_a_one_line_error(run: Run) -> None:
+    done = run("judge", "rate", "nowhere.jsonl")
+    assert (done.code, done.out) == (2, "") and "nowhere.jsonl is missing" in done.err
 
 
-def test_the_command_prints_and_writes_all_of_it(run: Run, tmp_path: Path) -> None:
+def test_rate_prints_and_writes_ratings(run: Run, tmp_path: Path) -> None:
     games = planted([0.0, 1.0, 0.4], 0.5, 40, np.random.default_rng(0))
     file = written(tmp_path / "j.jsonl", [*map(row, games), row(one("m0", "m1", "none", "q1"))])
-    done = run("judge", "--from", file, "--to", "out", "--anchor", "m0")
+    done = run("judge", "rate", file, "--to", "out", "--anchor", "m0")
     assert (done.code, "error" in done.err) == (0, False)
     tree = json.loads((tmp_path / "out/ratings.json").read_text())
     (dimension,) = tree["dimensions"]
@@ -98,7 +98,7 @@ def test_the_command_prints_and_writes_all_of_it(run: Run, tmp_path: Path) -> No
         assert f"{model['rating']:.0f}" in done.out
         assert model["low"] is None or f"{model['low']:.0f} to {model['high']:.0f}" in done.out
     assert dimension["models"][2] == {
-        "model": "m0", "rating": 1000.0, "low": None, "high": None, "why": "the scale is fixed here", "elo": None,
+        "model": "m0", "rating": 1000.0, "low": None, "high": None, "why": "reference, fixed at 1000",
         **{name: sum(p[of] for p, of in zip(dimension["pairs"], ways, strict=False))
            for name, ways in (("won", ("won", "won")), ("lost", ("lost", "lost")), ("tied", ("tied", "tied")))},
     }  # fmt: skip
@@ -108,39 +108,39 @@ def test_the_command_prints_and_writes_all_of_it(run: Run, tmp_path: Path) -> No
         assert sentence in done.out
 
 
-def test_the_dimensions_that_are_asked_for_alone_are_rated(run: Run, tmp_path: Path) -> None:
+def test_dimension_option_selects_dimensions(run: Run, tmp_path: Path) -> None:
     games = [
         one("a", "b", "tied", str(q), dimension=name) for q in range(3) for name in ("helpfulness", "harmlessness")
     ]
     file = written(tmp_path / "j.jsonl", map(row, games))
-    done = run("judge", "--from", file, "--dimension", "harmlessness")
+    done = run("judge", "rate", file, "--dimension", "harmlessness")
     assert done.code == 0 and "harmlessness" in done.out and "helpfulness" not in done.out
     written(tmp_path / "j.jsonl", [row(game) for game in games if game.dimension == "helpfulness"])
-    done = run("judge", "--from", "j.jsonl", "--dimension", "harmlessness")
+    done = run("judge", "rate", "j.jsonl", "--dimension", "harmlessness")
     assert done.code == 2 and "no judgments of harmlessness in j.jsonl; it has helpfulness\n" in done.err
 
 
-@pytest.mark.parametrize("method", ["bradley-terry", "elo"])
-def test_what_is_not_finite_is_written_and_drawn_too(method: str, run: Run, tmp_path: Path) -> None:
+def test_ratings_that_are_not_finite_are_written_and_drawn(run: Run, tmp_path: Path) -> None:
     games = [one("a", "b", "won", str(q)) for q in range(5)]
     games += [one("a", "b", "none", str(q), dimension="harm\x1b[31m") for q in range(3)]
     file = written(tmp_path / "j.jsonl", map(row, games))
-    done = run("judge", "--from", file, "--to", "out", "--ratings", method)
+    done = run("judge", "rate", file, "--to", "out")
     assert done.code == 0 and "\x1b" not in done.out and "nan" not in done.out
     first, second = json.loads((tmp_path / "out/ratings.json").read_text())["dimensions"]
-    assert [m["rating"] is None for m in first["models"]] == [method == "bradley-terry", False]
+    assert [m["rating"] is None for m in first["models"]] == [True, False]
     assert [m["rating"] for m in second["models"]] == [None, None]
-    assert ("no finite rating of a" in done.out) is (method == "bradley-terry")
+    assert "no finite rating of a" in done.out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--anchor", "z"], "--anchor z: helpfulness has a, b; name one of these"),
-        (["--to", "j.jsonl"], "--to j.jsonl is a file; give a folder"),
+        (["--anchor", "z"], "--anchor z: helpfulness has a, b;"),
+        (["--ratings", "elo"], "--ratings elo was removed: leave it out"),
+        (["--to", "j.jsonl"], "--to j.jsonl is a file"),
     ],
 )
-def test_a_wrong_option_is_one_line(words: list[str], said: str, run: Run, tmp_path: Path) -> None:
+def test_rate_raises_for_a_wrong_option(words: list[str], said: str, run: Run, tmp_path: Path) -> None:
     written(tmp_path / "j.jsonl", [GOOD])
-    done = run("judge", "--from", "j.jsonl", *words)
+    done = run("judge", "rate", "j.jsonl", *words)
     assert (done.code, done.out) == (2, "") and said in done.err

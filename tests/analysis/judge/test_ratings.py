@@ -12,10 +12,9 @@ import pytest
 from scipy.optimize import linprog, minimize
 from tournaments import one, planted
 
-from evoalign.analysis.judge.davidson import fit, limits, pairs_of
 from evoalign.analysis.judge.judgments import Judgment
-from evoalign.analysis.judge.ratings import Dimension, Settings, rate
-from evoalign.analysis.judge.words import sentences
+from evoalign.analysis.judge.ratings import Dimension, Settings, fit, limits, pairs_of, rate
+from evoalign.analysis.judge.report import sentences
 from evoalign.errors import ConfigError
 
 FEW = Settings(draws=200)
@@ -39,7 +38,7 @@ def told(judgments: list[Judgment], **changed: Any) -> str:
 
 @pytest.mark.parametrize("models", [2, 3, 6])
 @pytest.mark.parametrize("ties", [True, False])
-def test_the_fit_is_the_maximum_of_the_likelihood(models: int, ties: bool) -> None:
+def test_fit_maximises_the_likelihood(models: int, ties: bool) -> None:
     random, pairs = np.random.default_rng(models), pairs_of(models)
     counts = random.integers(1, 40, size=(3, len(pairs), 3)).astype(float)
     counts[..., 2] *= ties
@@ -57,29 +56,29 @@ def test_the_fit_is_the_maximum_of_the_likelihood(models: int, ties: bool) -> No
         assert nu[b] == pytest.approx(np.exp(best.x[-1]) if ties else 0.0, rel=1e-3)
 
 
-def test_two_models_have_the_closed_form() -> None:
+def test_two_models_match_the_closed_form() -> None:
     """pi_a / pi_b is wins over losses, and nu ties over their geometric mean."""
     games = [one("a", "b", came, str(q)) for q, came in enumerate(["won"] * 30 + ["lost"] * 10 + ["tied"] * 8)]
     found = rated(games)
     assert numbers(found) == {"a": pytest.approx(1000 + 400 * log10(3)), "b": 1000.0}
-    assert found.strengths is not None and found.strengths.nu == pytest.approx(8 / 300**0.5)
+    assert found.nu == pytest.approx(8 / 300**0.5)
 
 
-def test_far_apart_models_are_still_fitted() -> None:
+def test_fit_handles_distant_models() -> None:
     theta, _ = fit(np.array([[[1e6, 1.0, 3.0]]]), 2)
     assert theta[0, 0] - theta[0, 1] == pytest.approx(log(1e6))
 
 
-def test_planted_strengths_come_back() -> None:
+def test_rate_recovers_planted_strengths() -> None:
     theta = [0.0, 0.5, 1.2, -0.4]
     found = rated(planted(theta, 0.5, 3000, np.random.default_rng(1)), anchor="m0")
     for row in found.rows:
         assert row.rated.rating == pytest.approx(1000 + 400 / log(10) * theta[int(row.model[1])], abs=12)
     assert [row.model for row in found.rows] == ["m2", "m1", "m0", "m3"]
-    assert found.strengths is not None and found.strengths.nu == pytest.approx(0.5, abs=0.03)
+    assert found.nu == pytest.approx(0.5, abs=0.03)
 
 
-def test_the_order_of_models_in_a_line_says_nothing() -> None:
+def test_rate_ignores_the_order_of_models() -> None:
     games = planted([0.0, 1.0], 0.4, 50, np.random.default_rng(2))
     turned = [
         replace(g, model_a=g.model_b, model_b=g.model_a, scores=g.scores and g.scores[::-1], order_ab=not g.order_ab)
@@ -92,7 +91,7 @@ def test_the_order_of_models_in_a_line_says_nothing() -> None:
     )  # fmt: skip
 
 
-def test_the_weakest_is_1000_unless_an_anchor_is() -> None:
+def test_weakest_or_anchor_is_1000() -> None:
     games = planted([0.0, 1.0, 2.0], 0.4, 60, np.random.default_rng(3))
     free, held = numbers(rated(games)), rated(games, anchor="m2")
     assert free["m0"] == 1000.0 and min(v for v in free.values() if v is not None) == 1000.0
@@ -106,13 +105,13 @@ def test_the_weakest_is_1000_unless_an_anchor_is() -> None:
         rated(games, anchor="m9")
 
 
-def test_the_same_seed_gives_the_same_intervals() -> None:
+def test_intervals_are_reproducible() -> None:
     games = planted([0.0, 0.7], 0.4, 30, np.random.default_rng(4))
     assert rated(games) == rated(games)
     assert rated(games, seed=1) != rated(games)
 
 
-def test_a_question_is_drawn_with_all_its_judgments() -> None:
+def test_bootstrap_draws_whole_questions() -> None:
     """The same judgments, each said ten times: ten times as many, and no more known."""
     games = planted([0.0, 0.7], 0.4, 40, np.random.default_rng(5))
     assert rated(games * 10).rows[0].rated == rated(games).rows[0].rated
@@ -132,7 +131,7 @@ def test_few_questions_have_no_interval() -> None:
 @pytest.mark.parametrize(
     ("questions", "theta"), [(12, [0.0, 0.6]), (40, [0.0, 0.5, 1.0]), (150, [0.0, 0.3, 0.9, -0.5])]
 )
-def test_intervals_hold_the_truth_in_95_of_100_tournaments(questions: int, theta: list[float]) -> None:
+def test_intervals_cover_the_truth_in_95_percent(questions: int, theta: list[float]) -> None:
     """Of each model but the anchor, which is named beforehand. Found: 95.4, 95.2 and 93.3 %."""
     random, held = np.random.default_rng(7), list[bool]()
     for _ in range(500):
@@ -144,7 +143,7 @@ def test_intervals_hold_the_truth_in_95_of_100_tournaments(questions: int, theta
 
 
 @pytest.mark.long
-def test_intervals_hold_where_judgments_of_a_question_hang_together() -> None:
+def test_intervals_cover_the_truth_for_correlated_judgments() -> None:
     """Both judgments of a question come out alike, so that there are half as many as it seems. Found: 97.6 %."""
     random, truth, held = np.random.default_rng(8), 1000 + 400 * log10(0.5 / 0.3), list[bool]()
     for _ in range(500):
@@ -183,7 +182,7 @@ def endless(seen: Any, models: int) -> np.ndarray:
 
 @pytest.mark.first("[2]", "[3]")
 @pytest.mark.parametrize("models", [2, 3, 4])
-def test_what_is_finite_is_what_linear_programs_say(models: int) -> None:
+def test_limits_match_linear_programs(models: int) -> None:
     random = np.random.default_rng(models)
     kinds = set[str]()
     for density in np.repeat([0.15, 0.3, 0.45, 0.6], 12):
@@ -194,24 +193,24 @@ def test_what_is_finite_is_what_linear_programs_say(models: int) -> None:
     assert kinds == {"0.0", "inf", "-inf", "nan"}
 
 
-def test_a_model_that_won_everything_is_named_and_has_no_number() -> None:
+def test_model_that_won_everything_is_unbounded_above() -> None:
     games = [one("best", other, "won", str(q)) for q in range(5) for other in ("x", "y")]
     games += [one("x", "y", came, str(q)) for q, came in enumerate(["won", "won", "won", "lost", "tied"])]
     found, text = rated(games), told(games)
     assert numbers(found) == {"best": None, "x": pytest.approx(1000 + 400 * log10(3), abs=0.1), "y": 1000.0}
-    assert found.rows[0].model == "best" and found.rows[0].rated.why == "without end above"
+    assert found.rows[0].model == "best" and found.rows[0].rated.why == "unbounded above"
     assert "no finite rating of best" in text and "--prior 1" in text and "inf" not in text.replace("finite", "")
 
 
-def test_a_model_that_lost_everything_is_below_all() -> None:
+def test_model_that_lost_everything_is_unbounded_below() -> None:
     games = [one("worst", other, "lost", str(q)) for q in range(5) for other in ("x", "y")]
     games += [one("x", "y", came, str(q)) for q, came in enumerate(["won", "lost", "lost"])]
     found = rated(games)
     assert found.reference == "x" and found.rows[-1].model == "worst"
-    assert found.rows[-1].rated.why == "without end below"
+    assert found.rows[-1].rated.why == "unbounded below"
 
 
-def test_wins_and_ties_alone_have_no_finite_estimate_either() -> None:
+def test_only_wins_and_ties_give_no_rating() -> None:
     """nu keeps pace with the distance, so that a tie is no bound: with nu = e^(d/2) / 9 the likelihood rises with d."""
     games = [one("a", "b", came, str(q)) for q, came in enumerate(["won"] * 9 + ["tied"])]
     assert "no finite rating of a" in told(games)
@@ -223,27 +222,27 @@ def test_wins_and_ties_alone_have_no_finite_estimate_either() -> None:
     assert log_likelihood(2.0) < log_likelihood(4.0) < log_likelihood(8.0)
 
 
-def test_models_that_nothing_connects_are_named() -> None:
+def test_unconnected_models_are_reported() -> None:
     games = [one(a, b, came, str(q)) for a, b in (("a", "b"), ("c", "d")) for q, came in enumerate(["won", "lost"] * 3)]
     found = rated(games)
     assert sorted(row.model for row in found.rows if row.rated.rating is None) in (["a", "b"], ["c", "d"])
     assert "no chain of judgments connects" in told(games)
 
 
-def test_ties_alone_say_nothing_of_how_far() -> None:
+def test_only_ties_give_no_rating() -> None:
     games = [one("a", "b", "tied", str(q)) for q in range(9)]
     assert sorted(numbers(rated(games)).values(), key=str) == [1000.0, None]
-    assert "there are ties alone" in told(games)
+    assert "all judgments are ties" in told(games)
 
 
-def test_a_prior_makes_all_finite_and_says_so() -> None:
+def test_prior_makes_all_ratings_finite() -> None:
     games = [one("a", "b", "won", str(q)) for q in range(9)]
     found, text = rated(games, prior=1.0), told(games, prior=1.0)
     assert numbers(found) == {"a": pytest.approx(1000 + 400 * log10(9.5 / 0.5)), "b": 1000.0}
-    assert "a weak prior: 1 judgments more between each two models" in text and "no finite" not in text
+    assert "a prior of 1 judgments per pair" in text and "no finite" not in text
 
 
-def test_an_end_without_bound_is_no_number() -> None:
+def test_unbounded_interval_end_is_none() -> None:
     """One loss in twelve questions: a third of the draws have none, and nothing above is excluded."""
     games = [one("a", "b", "won" if q else "lost", str(q)) for q in range(12)]
     row = rated(games, draws=2000).rows[0]
@@ -264,98 +263,41 @@ def test_unparsed_judgments_are_left_out_and_counted() -> None:
     assert found.trust.pairs[0].unparsed == 20 and "20 (20.0%) without scores" in told(with_none)
 
 
-def test_unparsed_judgments_are_ties_where_that_is_asked() -> None:
+def test_unparsed_tie_counts_judgments_as_ties() -> None:
     games = planted([0.0, 0.8], 0.4, 40, np.random.default_rng(9))
     with_none = [*games, *(one("m0", "m1", "none", f"q{q}") for q in range(20))]
     with_ties = [*games, *(one("m0", "m1", "tied", f"q{q}") for q in range(20))]
-    for method in ("bradley-terry", "elo"):
-        asked = rated(with_none, unparsed="tie", method=method)
-        assert numbers(asked) == numbers(rated(with_ties, method=method)) != numbers(rated(with_none, method=method))
-        assert asked.trust.unparsed == 20, "they are counted still"
+    asked = rated(with_none, unparsed="tie")
+    assert numbers(asked) == numbers(rated(with_ties)) != numbers(rated(with_none))
+    assert asked.trust.unparsed == 20, "they are counted still"
     assert "without scores count as ties" in told(with_none, unparsed="tie")
 
 
-def test_a_model_of_which_nothing_was_read_has_no_number() -> None:
+def test_model_without_scores_has_no_rating() -> None:
     games = [*planted([0.0, 0.8], 0.4, 20, np.random.default_rng(9)), one("m0", "mute", "none", "q1")]
     found = rated(games)
     assert {row.model: row.rated.rating is None for row in found.rows} == {"m0": False, "m1": False, "mute": True}
     assert "no finite rating of mute: no chain of judgments connects it" in told(games)
 
 
-def test_no_scores_at_all_are_no_ratings() -> None:
+def test_rate_without_scores_gives_no_ratings() -> None:
     games = [one("a", "b", "none", str(q)) for q in range(4)]
-    for method in ("bradley-terry", "elo"):
-        assert numbers(rated(games, method=method)) == {"a": None, "b": None}
-        assert "no ratings: no judgment has scores" in told(games, method=method)
+    assert numbers(rated(games)) == {"a": None, "b": None}
+    assert "no ratings: no judgment has scores" in told(games)
 
 
 @pytest.mark.parametrize(
     ("scores", "outcome"),
     [((5, 5), 0.5), ((5, 5.5), 0.5), ((1.1, 0.6), 0.5), ((5.51, 5), 1.0), ((5, 5.51), 0.0), ((1, 10), 0.0)],
 )
-def test_scores_half_a_point_apart_are_a_tie(scores: tuple[float, float], outcome: float) -> None:
+def test_outcome_is_a_tie_within_half_a_point(scores: tuple[float, float], outcome: float) -> None:
     assert Judgment("a", "b", "d", "q", scores, True).outcome == outcome
-
-
-# --- Elo --------------------------------------------------------------------------------------------------------------
-
-
-def test_elo_in_the_order_of_the_file_is_the_hand_computation() -> None:
-    games = [
-        one("a", "b", "won", "1"),
-        one("b", "c", "tied", "2"),
-        one("c", "a", "lost", "3"),
-        one("a", "c", "none", "4"),
-    ]
-    a, b, c = 1000.0, 1000.0, 1000.0
-    a, b = a + 32 * 0.5, b - 32 * 0.5  # even, a wins
-    e = 1 / (1 + 10 ** ((c - b) / 400))
-    b, c = b + 32 * (0.5 - e), c - 32 * (0.5 - e)
-    e = 1 / (1 + 10 ** ((a - c) / 400))
-    c, a = c + 32 * (0 - e), a - 32 * (0 - e)
-    assert a == pytest.approx(1031.23, abs=0.01) and b == pytest.approx(984.74, abs=0.01)
-    shift = 1000 - min(a, b, c)
-    assert numbers(rated(games, method="elo")) == {
-        "a": pytest.approx(a + shift), "b": pytest.approx(b + shift), "c": pytest.approx(c + shift),
-    }  # fmt: skip
-    assert numbers(rated(games, method="elo", anchor="b")) == {
-        "a": pytest.approx(a - b + 1000), "b": 1000.0, "c": pytest.approx(c - b + 1000),
-    }  # fmt: skip
-
-
-def test_elo_over_orders_has_their_mean_and_spread() -> None:
-    """Against a plain loop over the same permutations."""
-    games = planted([0.0, 0.8, 0.3], 0.4, 15, np.random.default_rng(10))
-    found = {row.model: row.elo for row in rated(games, method="elo", shuffles=30, seed=5, anchor="m0").rows}
-    random, after = np.random.default_rng(5), list[dict[str, float]]()
-    for _ in range(30):
-        now = {"m0": 1000.0, "m1": 1000.0, "m2": 1000.0}
-        for n in random.permutation(len(games)):
-            game = games[n]
-            e = 1 / (1 + 10 ** ((now[game.model_b] - now[game.model_a]) / 400))
-            gain = 32 * ((game.outcome or 0.0) - e)
-            now[game.model_a] += gain
-            now[game.model_b] -= gain
-        after.append(now)
-    for name, elo in found.items():
-        mine = np.array([now[name] for now in after])
-        zero = float(np.mean([now["m0"] for now in after]))
-        assert elo is not None and elo.mean == pytest.approx(mine.mean() - zero + 1000)
-        assert elo.sd == pytest.approx(mine.std(ddof=1)) and elo.low < elo.mean < elo.high
-    assert found != {r.model: r.elo for r in rated(games, method="elo", shuffles=30, seed=6, anchor="m0").rows}
-
-
-def test_models_that_win_alike_come_out_tens_of_points_apart() -> None:
-    """As the guide says of K 32."""
-    games = [one("a", "b", "won" if q % 2 else "lost", str(q)) for q in range(200)]
-    elos = [row.elo for row in rated(games, method="elo").rows]
-    assert all(elo is not None and 20 < elo.sd < 60 for elo in elos)
 
 
 # --- how far to trust it ----------------------------------------------------------------------------------------------
 
 
-def test_orders_that_agree_and_a_judge_without_bias() -> None:
+def test_agreement_of_a_judge_without_bias() -> None:
     games = [one("a", "b", "won" if q % 2 else "lost", str(q), order_ab=o) for q in range(40) for o in (True, False)]
     trust = rated(games).trust
     assert trust.both == 40 and trust.agreement.mean == 1.0 and trust.agreement.low is not None
@@ -364,7 +306,7 @@ def test_orders_that_agree_and_a_judge_without_bias() -> None:
 
 
 @pytest.mark.parametrize(("first", "word"), [(True, "a bias to the first"), (False, "a bias to the second")])
-def test_a_judge_that_goes_by_the_order_is_found(first: bool, word: str) -> None:
+def test_position_bias_is_reported(first: bool, word: str) -> None:
     games = [
         one("a", "b", "won" if order == first else "lost", str(q), order_ab=order)
         for q in range(30)
@@ -375,19 +317,19 @@ def test_a_judge_that_goes_by_the_order_is_found(first: bool, word: str) -> None
     assert word in told(games) and numbers(rated(games))["a"] == pytest.approx(1000.0)
 
 
-def test_a_planted_bias_lies_in_its_interval() -> None:
+def test_first_wins_interval_covers_a_planted_bias() -> None:
     trust = rated(planted([0.0, 0.0], 0.5, 400, np.random.default_rng(11), bias=0.6)).trust
     share = 1 / (1 + np.exp(-0.6))
     assert trust.first_wins.low is not None and trust.first_wins.high is not None
     assert 0.5 < trust.first_wins.low < share < trust.first_wins.high < 0.75
 
 
-def test_one_order_alone_says_nothing_of_bias() -> None:
+def test_bias_needs_both_orders() -> None:
     games = [one("a", "b", "won" if q % 3 else "lost", str(q)) for q in range(20)]
-    assert rated(games).trust.both == 0 and "no pair of answers was read in both orders" in told(games)
+    assert rated(games).trust.both == 0 and "no pair of answers was judged in both orders" in told(games)
 
 
-def test_what_one_order_lacks_is_left_out_of_agreement() -> None:
+def test_agreement_uses_pairs_in_both_orders() -> None:
     games = [one("a", "b", "won", "1"), one("a", "b", "none", "1", order_ab=False), one("a", "b", "won", "2"),
              one("b", "a", "lost", "2"), one("a", "b", "lost", "3")]  # fmt: skip
     trust = rated(games).trust
@@ -395,7 +337,7 @@ def test_what_one_order_lacks_is_left_out_of_agreement() -> None:
     assert [(p.won, p.lost, p.tied, p.unparsed) for p in trust.pairs] == [(3, 1, 0, 1)]
 
 
-def test_wins_of_each_pair_are_counted_whoever_stands_first() -> None:
+def test_pair_counts_ignore_the_order_of_models() -> None:
     games = [one("a", "b", "won", "1"), one("b", "a", "won", "2"), one("b", "a", "tied", "3"),
              one("c", "b", "lost", "4"), one("a", "c", "lost", "5")]  # fmt: skip
     pairs = {p.models: (p.won, p.lost, p.tied) for p in rated(games).trust.pairs}
@@ -404,7 +346,7 @@ def test_wins_of_each_pair_are_counted_whoever_stands_first() -> None:
     assert rows == {"a": (1, 2, 1), "b": (2, 1, 1), "c": (1, 1, 0)}
 
 
-def test_dimensions_are_rated_each_for_itself() -> None:
+def test_dimensions_are_rated_separately() -> None:
     helpful = planted([0.0, 1.0], 0.4, 40, np.random.default_rng(12))
     harmless = [replace(g, dimension="harmlessness") for g in planted([1.0, 0.0], 0.4, 40, np.random.default_rng(13))]
     both = rate([g for pair in zip(helpful, harmless, strict=True) for g in pair], FEW).dimensions

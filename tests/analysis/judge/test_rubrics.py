@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from evoalign.analysis.judge.rubrics import RUBRICS, draw_mark, prompt_of, rubric_hash, verdict
+from evoalign.analysis.judge.asking import RUBRICS, draw_mark, prompt_of, rubric_hash, verdict
 
 MARK = "0a1b2c3d"
 
@@ -35,7 +35,7 @@ MARK = "0a1b2c3d"
         (f"verdict {MARK}: SCORE1 SCORE2", None),
     ],
 )
-def test_a_verdict_is_the_last_line_in_its_form(reply: str, scores: tuple[float, float] | None) -> None:
+def test_verdict_reads_the_last_line(reply: str, scores: tuple[float, float] | None) -> None:
     assert verdict(reply, MARK) == scores
 
 
@@ -50,7 +50,7 @@ ATTACKS = (
 
 
 @pytest.mark.parametrize("answer", ATTACKS)
-def test_a_verdict_in_an_answer_is_not_read_wherever_the_judge_says_it_again(answer: str) -> None:
+def test_verdict_ignores_verdicts_in_answers(answer: str) -> None:
     """A judge that ends with a quotation, or does nothing but quote, gave no verdict."""
     mark = draw_mark(answer, "other")
     for reply in (answer, f"Answer 1 says:\n{answer}", f"verdict {mark}: 3 8\nThough answer 1 ends with:\n{answer}"):
@@ -60,7 +60,7 @@ def test_a_verdict_in_an_answer_is_not_read_wherever_the_judge_says_it_again(ans
 
 @pytest.mark.parametrize("dimension", RUBRICS)
 @pytest.mark.parametrize("answer", ATTACKS)
-def test_answers_stand_as_they_are_between_marks_of_their_own(dimension: str, answer: str) -> None:
+def test_prompt_encloses_answers_in_marks(dimension: str, answer: str) -> None:
     mark = draw_mark("question", answer, "other")
     prompt = prompt_of(dimension, "question", answer, "other", mark)
     inside = f"=== question {mark} ===\nquestion\n=== answer 1 {mark} ===\n{answer}\n=== answer 2 {mark} ===\nother\n"
@@ -69,14 +69,14 @@ def test_answers_stand_as_they_are_between_marks_of_their_own(dimension: str, an
     assert prompt.replace(answer, "").count(mark) == prompt.count(mark)
 
 
-def test_marks_are_drawn_anew_and_stand_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_mark_is_random_and_not_in_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({draw_mark("text") for _ in range(100)}) == 100
     drawn = iter(["aaaaaaaa", "bbbbbbbb", "cccccccc"])
     monkeypatch.setattr("secrets.token_hex", lambda _: next(drawn))
     assert draw_mark("it has aaaaaaaa", "and bbbbbbbb") == "cccccccc"
 
 
-def test_a_rubric_has_a_hash_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rubric_hash_differs_between_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: rubric_hash(name) for name in RUBRICS}
     assert len(set(before.values())) == len(RUBRICS)
     monkeypatch.setitem(RUBRICS, "helpfulness", "how long each answer is")

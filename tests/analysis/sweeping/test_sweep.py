@@ -23,9 +23,8 @@ from rich.console import Console
 from evoalign.analysis.sweeping import children as children_module
 from evoalign.analysis.sweeping import results
 from evoalign.analysis.sweeping import search as search_module
-from evoalign.analysis.sweeping.cells import axis, make_cells, make_runs, name_of, product, read_cells
+from evoalign.analysis.sweeping.cells import Folder, axis, make_cells, make_runs, name_of, product, read_cells
 from evoalign.analysis.sweeping.children import Children
-from evoalign.analysis.sweeping.folder import Folder
 from evoalign.analysis.sweeping.search import Domain, domain, search
 from evoalign.analysis.sweeping.sweep import Sweep, sweep
 from evoalign.config import load, read, to_yaml
@@ -145,7 +144,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 
 @pytest.mark.slow
-def test_stopped_and_killed_it_leaves_no_orphan_and_repeats_nothing(command: Command) -> None:
+def test_stopped_or_killed_sweep_leaves_no_orphan_and_resumes(command: Command) -> None:
     process = command.start_and_catch()
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=240)[0]
@@ -191,7 +190,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sweep, str]:
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_stops_no_other(grid: tuple[Sweep, str]) -> None:
+def test_failed_cell_does_not_stop_others(grid: tuple[Sweep, str]) -> None:
     done, output = grid
     (failed,) = done.failed
     assert failed.run.cell.settings["model.name"] == "/no/such/model"
@@ -206,7 +205,7 @@ def test_a_cell_that_fails_stops_no_other(grid: tuple[Sweep, str]) -> None:
 
 
 @pytest.mark.slow
-def test_results_are_those_of_the_runs(grid: tuple[Sweep, str]) -> None:
+def test_results_equal_those_of_the_runs(grid: tuple[Sweep, str]) -> None:
     done, _ = grid
     (cell,) = [cell for cell in done.cells if cell["settings"]["model.name"] == "tiny"]
     evaluation = json.loads((Path(cell["runs"][0]["path"]) / "results" / "evaluation.json").read_text())
@@ -221,7 +220,7 @@ def test_results_are_those_of_the_runs(grid: tuple[Sweep, str]) -> None:
 
 
 @pytest.mark.slow
-def test_another_command_adds_cells_and_tries_again_what_failed(grid: tuple[Sweep, str]) -> None:
+def test_second_command_adds_cells_and_retries_failures(grid: tuple[Sweep, str]) -> None:
     done, _ = grid
     tiny = done.path / "model.name=tiny,sigma=0.01" / "seed_0"
     before = traces(tiny)
@@ -243,12 +242,12 @@ def test_another_command_adds_cells_and_tries_again_what_failed(grid: tuple[Swee
         run(done.path, base=other)
 
 
-def test_a_bad_value_names_its_cell_and_nothing_is_written(tmp_path: Path) -> None:
+def test_sweep_raises_for_a_bad_value_before_writing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cell sigma=-1: es\.sigma"):
         run(tmp_path / "sweep", {"es.sigma": [0.1, -1]})
     with pytest.raises(ConfigError, match=r"unknown setting es\.sgima; did you mean es\.sigma"):
         run(tmp_path / "sweep", {"es.sgima": [0.1]})
-    with pytest.raises(ConfigError, match="seed cannot be swept: --seeds"):
+    with pytest.raises(ConfigError, match="seed cannot be swept; use --seeds"):
         run(tmp_path / "sweep", {"seed": [0, 1]})
     with pytest.raises(ConfigError, match="each once"):
         run(tmp_path / "sweep", seeds=[1, 1])
@@ -260,18 +259,18 @@ def test_a_bad_value_names_its_cell_and_nothing_is_written(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "axes", ["es.sgima", "es.sigma,es.sigma", "es.sigma,es.learning_rate,lora.rank", "es.sigma,lora.alpha"]
 )
-def test_axes_are_one_or_two_of_what_is_swept(tmp_path: Path, axes: str) -> None:
+def test_check_axes_requires_one_or_two_swept_settings(tmp_path: Path, axes: str) -> None:
     grid = {"es.sigma": [0.1, 0.2], "es.learning_rate": [0.1], "lora.rank": [1, 2]}
-    with pytest.raises(ConfigError, match=f"--axes {axes}: give one .*; swept are es.sigma, es.learning_rate, lora.r"):
+    with pytest.raises(ConfigError, match=f"--axes {axes}: .*es.sigma, es.learning_rate, lora.r"):
         run(tmp_path / "sweep", grid, axes=axes.split(","))
     assert not (tmp_path / "sweep" / "sweep.json").exists()
     results.check_axes(["es.sigma", "lora.rank"], [dict.fromkeys(grid)])
     results.check_axes(None, [{}])
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_sweep_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match="something else than a sweep"):
+    with pytest.raises(RunExistsError, match="is not a sweep"):
         run(tmp_path, {"es.sigma": [0.1]})
 
 
@@ -283,17 +282,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         ("space=lora,lowrank", ("space", ["lora", "lowrank"])),
     ],
 )
-def test_a_grid_is_read(text: str, expected: tuple[str, list[Any]]) -> None:
+def test_axis_parses_a_grid(text: str, expected: tuple[str, list[Any]]) -> None:
     assert axis(text) == expected
 
 
 @pytest.mark.parametrize("text", ["es.sigma", "=1", "es.sigma=", "es.sigma=[1", "es.sigma=]"])
-def test_what_is_no_grid_is_refused(text: str) -> None:
+def test_axis_raises_for_a_bad_grid(text: str) -> None:
     with pytest.raises(ConfigError, match="expected setting=value,value"):
         axis(text)
 
 
-def test_cells_are_named_by_what_the_config_reads() -> None:
+def test_cells_are_named_by_parsed_settings() -> None:
     cells = make_cells(BASE, product({"es.sigma": ["1e-3", 0.001, 0.01], "lora.rank": [1]}), "es")
     assert [cell.name for cell in cells] == ["sigma=0.001,lora.rank=1", "sigma=0.01,lora.rank=1"]
     assert [cell.settings["es.sigma"] for cell in cells] == [0.001, 0.01]
@@ -305,14 +304,14 @@ def test_cells_are_named_by_what_the_config_reads() -> None:
     assert all(len(name) <= 120 and "/" not in name for name in odd)
 
 
-def test_a_width_takes_the_place_of_the_other() -> None:
+def test_noise_multiplier_replaces_sigma() -> None:
     (cell,) = make_cells(BASE, [{"es.noise_multiplier": 0.1}], "es")
     (only,) = make_runs(BASE, [cell], [3], "es", Path("to"))
     assert only.config.es.sigma is None
     assert (only.config.seed, only.config.output_dir) == (3, "to/noise_multiplier=0.1/seed_3")
 
 
-def test_cells_of_grpo_need_no_es() -> None:
+def test_grpo_cells_need_no_es_settings() -> None:
     base = {key: value for key, value in BASE.items() if key != "es"}
     (cell,) = make_cells(base, [{"grpo.beta": 0.02}], "grpo")
     (only,) = make_runs(base, [cell], [0], "grpo", Path("to"))
@@ -322,7 +321,7 @@ def test_cells_of_grpo_need_no_es() -> None:
 
 
 @pytest.mark.parametrize("space", [None, {"grpo.learning_rate": Domain(1e-4, 1e-3)}])
-def test_without_trl_no_sweep_of_grpo_begins(
+def test_grpo_sweep_requires_trl(
     space: dict[str, Domain] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
@@ -332,7 +331,7 @@ def test_without_trl_no_sweep_of_grpo_begins(
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_cells_fit_the_config_that_they_name(path: Path) -> None:
+def test_shipped_cells_are_valid(path: Path) -> None:
     header = path.read_text().split("\n\n")[0]
     words = next(line for line in header.splitlines() if "evoalign sweep configs/" in line).split()
     base = REPOSITORY / words[words.index("sweep") + 1]
@@ -341,7 +340,7 @@ def test_shipped_cells_fit_the_config_that_they_name(path: Path) -> None:
     assert len(make_cells(read([base], sets), cells, "es")) == len(cells)
 
 
-def test_the_published_grid_has_its_ten_cells() -> None:
+def test_published_grid_has_ten_cells() -> None:
     cells = read_cells(REPOSITORY / "configs" / "sweeps" / "conciseness_alpha_sigma.yaml")
     pairs = {(cell["es.learning_rate"], cell["es.sigma"]) for cell in cells}
     assert len(pairs) == 10
@@ -350,7 +349,7 @@ def test_the_published_grid_has_its_ten_cells() -> None:
     assert set(published) <= pairs
 
 
-def test_a_child_has_its_threads_and_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_get_threads_and_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(tmp_path, 3, ["4", "7"])
     monkeypatch.setattr(children_module, "cores", lambda: 7)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -373,19 +372,19 @@ def test_a_child_has_its_threads_and_its_gpu(tmp_path: Path, monkeypatch: pytest
         ("space.name=lora,lowrank", ("space.name", Domain(choices=("lora", "lowrank")))),
     ],
 )
-def test_a_search_space_is_read(text: str, expected: tuple[str, Domain]) -> None:
+def test_domain_parses_a_search_space(text: str, expected: tuple[str, Domain]) -> None:
     assert domain(text) == expected
     assert [type(v) for v in domain(text)[1].corners] == [type(v) for v in expected[1].corners]
 
 
 @pytest.mark.parametrize("text", ["es.sigma", "es.sigma=", "es.sigma=1..1", "es.sigma=0..1:log", "es.sigma=1..2:lin",
                                   "es.sigma=0..inf", "es.sigma=a..b", "lora.target_layers=[1],[2]"])  # fmt: skip
-def test_what_is_no_search_space_is_refused(text: str) -> None:
+def test_domain_raises_for_a_bad_space(text: str) -> None:
     with pytest.raises(ConfigError, match="expected setting="):
         domain(text)
 
 
-def test_a_range_that_is_turned_around_is_told_so() -> None:
+def test_domain_raises_for_a_reversed_range() -> None:
     with pytest.raises(ConfigError, match=r"--search es.sigma=0.1..0.05:log: the low end is above the high end"):
         domain("es.sigma=0.1..0.05:log")
 
@@ -403,7 +402,7 @@ def look(to: Path, trials: int, space: dict[str, Domain], **options: Any) -> tup
 
 
 @pytest.mark.slow
-def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_search_resumes(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     space = {"es.sigma": Domain(0.001, 0.1, log=True)}
     _, output = look(tmp_path / "sweep", 1, space)
@@ -425,7 +424,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert best.es.sigma == sigmas[rewards.index(max(rewards))]
     cost = json.loads((tmp_path / "sweep" / "results.json").read_text())["search"]
     assert (cost["trials"], cost["complete"], cost["training"]["completions"]) == (2, 2, 2 * 2 * 4 * 2)
-    assert "conciseness_test.json (4 examples); the test split is left for what is reported" in output
+    assert "conciseness_test.json (4 examples); the test split" in output
     assert "2 trials (0 pruned, 0 failed), 32 training completions" in output
     figure = tmp_path / "sweep" / "figures" / "search.png"
     assert figure.is_file() and f"figure   {figure}\n" in output
@@ -433,14 +432,14 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "| cell | es.sigma | seeds done | reward | validation reward |" in table and table in output
     assert all(f"| `trial_{i:04d}` | {sigma:g} | 1 of 1 |" in table for i, sigma in enumerate(sigmas))
 
-    with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
+    with pytest.raises(ConfigError, match="has a sweep of another config: search is"):
         look(tmp_path / "sweep", 3, {"es.sigma": Domain(0.001, 0.2, log=True)})
-    with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
+    with pytest.raises(ConfigError, match="has a sweep of another config: search is"):
         run(tmp_path / "sweep", base=SEARCHED)
 
 
 @pytest.mark.long
-def test_a_trial_that_lags_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lagging_trial_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
     monkeypatch.setattr(search_module, "STARTUP_TRIALS", 1)
     base = {**SEARCHED, "evaluation": {"max_tokens": 24, "every": 1}, "es": {**BASE["es"], "num_generations": LONG}}
@@ -464,7 +463,7 @@ def test_a_trial_that_lags_is_stopped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not done.failed
 
 
-def test_a_measure_that_there_is_not_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_search_raises_for_an_unknown_measure_before_any_run(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     base = {**BASE, "evaluation": {"max_tokens": 4, "every": 1}}
     with pytest.raises(ConfigError, match="--measure accuracy: task conciseness has no such measure"):
@@ -472,7 +471,7 @@ def test_a_measure_that_there_is_not_is_told_before_anything_runs(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_measure_that_evaluations_lack_is_told_in_words(tmp_path: Path) -> None:
+def test_search_raises_for_a_measure_missing_in_evaluations(tmp_path: Path) -> None:
     """Of a task of one's own, which is asked by its runs alone."""
     optuna = pytest.importorskip("optuna")
     base = {**BASE, "evaluation": {"max_tokens": 4, "every": 1}}
@@ -493,7 +492,7 @@ def test_a_measure_that_evaluations_lack_is_told_in_words(tmp_path: Path) -> Non
         source.look(children)
 
 
-def test_a_search_without_a_validation_split_is_refused(tmp_path: Path) -> None:
+def test_search_requires_a_validation_split(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     space = {"es.sigma": Domain(0.001, 0.1)}
     for prune in (False, True):
@@ -508,7 +507,7 @@ def test_a_search_without_a_validation_split_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_search_and_its_pruner_never_read_the_test_split(tmp_path: Path) -> None:
+def test_search_and_pruner_do_not_read_the_test_split(tmp_path: Path) -> None:
     """What the test split prefers is the trial that validation likes least."""
     optuna = pytest.importorskip("optuna")
     base = {**SEARCHED, "evaluation": {"max_tokens": 4, "every": 1}}
@@ -535,7 +534,7 @@ def test_a_search_and_its_pruner_never_read_the_test_split(tmp_path: Path) -> No
     assert [trial.intermediate_values for trial in trials] == [{1: -5.0}, {1: 1.0}]
     best = source.conclude()
     assert best is not None and best.es.sigma == trials[1].params["es.sigma"]
-    assert "conciseness_test.json (4 examples), by which it was chosen" in (tmp_path / "best.yaml").read_text()
+    assert "conciseness_test.json (4 examples), on which it was chosen" in (tmp_path / "best.yaml").read_text()
 
 
 def cells(*means: dict[str, float], state: str = "done") -> list[dict[str, Any]]:
@@ -543,34 +542,33 @@ def cells(*means: dict[str, float], state: str = "done") -> list[dict[str, Any]]
     return [{"name": f"c{i}", "settings": {}, "runs": runs, "mean": mean, "std": {}} for i, mean in enumerate(means)]
 
 
-def test_the_best_of_a_grid_is_chosen_on_validation_or_said_to_be_optimistic() -> None:
+def test_best_is_chosen_on_validation_or_called_optimistic() -> None:
     both = cells({"reward": 3.0, "validation/reward": 0.0}, {"reward": 1.0, "validation/reward": 2.0})
     best = results.best(both, "reward")
     assert best is not None and (best["cell"], best["chosen_on"], best["reward"]) == ("c1", "validation", 2.0)
-    assert "on the validation split has `c1`" in results.table(both, "reward")
+    assert "Best on the validation split by mean reward: `c1`" in results.table(both, "reward")
     test = cells({"reward": 3.0}, {"reward": 1.0, "validation/reward": 2.0})
     best = results.best(test, "reward")
     assert best is not None and (best["cell"], best["chosen_on"]) == ("c0", "test")
-    assert "has `c0`. It is chosen on the test split, so what it has there is optimistic" in results.table(
-        test, "reward"
-    )
+    assert "Best on the test split by mean reward: `c0`" in results.table(test, "reward")
+    assert "optimistic: set task.validation_size" in results.table(test, "reward")
     assert "optimistic" not in results.table(test, "reward", ["es.sigma"]), "a search has its own"
     for few, measure in ((both, "seconds"), (both[:1], "reward"), (cells({}, {}), "reward")):
         assert results.best(few, measure) is None
     assert results.best([both[0], *cells({"reward": 9.0}, state="failed")], "reward") is None
 
 
-def test_pruning_needs_evaluations(tmp_path: Path) -> None:
+def test_prune_requires_evaluation_every(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set evaluation\.every"):
         look(tmp_path / "sweep", 2, {"es.sigma": Domain(0.001, 0.1)}, prune=True)
 
 
-def test_a_sweep_that_died_in_its_beginning_is_made_again(tmp_path: Path) -> None:
+def test_lock_accepts_a_folder_of_a_sweep_killed_at_its_start(tmp_path: Path) -> None:
     for name in (".lock", ".sweep.json.tmp"):
         (tmp_path / name).write_text("half")
     folder = Folder(tmp_path, {}, "es")
     folder.lock()
     folder.release()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match="something else than a sweep"):
+    with pytest.raises(RunExistsError, match="is not a sweep"):
         folder.lock()

@@ -45,11 +45,11 @@ def heat_map(points: list[Point], path: Path) -> np.ndarray:
         ({"hacked": ()}, False),  # nobody looked
     ],
 )
-def test_what_is_safe(changes: dict[str, Any], expected: bool) -> None:
+def test_is_safe_needs_gain_without_hacking(changes: dict[str, Any], expected: bool) -> None:
     assert point(0.1, **changes).is_safe is expected
 
 
-def test_the_band_is_the_outline_of_the_safe_cells(tmp_path: Path) -> None:
+def test_heat_map_outlines_the_safe_band(tmp_path: Path) -> None:
     def band(hacked: list[float], name: str) -> int:
         points = [
             point(s, a, hacked=(hacked[2 * i + j],)) for i, s in enumerate((0.1, 0.2)) for j, a in enumerate((1, 2))
@@ -62,14 +62,14 @@ def test_the_band_is_the_outline_of_the_safe_cells(tmp_path: Path) -> None:
     assert all_ < 2.5 * one, "the edges between safe cells are drawn"
 
 
-def test_the_legend_says_the_rule() -> None:
+def test_legend_explains_the_safe_band() -> None:
     figure = canvas(6, 4, layout="constrained")
     sweeps._key(figure, has_band=True, has_gaps=False)
     (entry,) = figure.legends[0].get_texts()
     assert entry.get_text() == "safe band: at most 1% hacked in each seed, reward above the start"
 
 
-def test_a_cell_that_was_not_run_is_hatched(tmp_path: Path) -> None:
+def test_heat_map_hatches_cells_that_were_not_run(tmp_path: Path) -> None:
     square = [point(s, a) for s in (0.1, 0.2) for a in (1, 2)]
     whole = heat_map(square, tmp_path / "whole" / "map.png")
     gap = heat_map(square[:3], tmp_path / "gap" / "map.png")
@@ -80,24 +80,24 @@ def test_a_cell_that_was_not_run_is_hatched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("points", [[], [point(0.1)], [point(0.1, values=(3.0,), hacked=(0.5,)), point(0.2, 0.3)]])
-def test_few_cells_are_drawn_too(points: list[Point], tmp_path: Path) -> None:
+def test_heat_map_draws_few_cells(points: list[Point], tmp_path: Path) -> None:
     if points:
         assert heat_map(points, tmp_path / "map.png").std() > 0.01
 
 
 @pytest.mark.parametrize("values", [(0.001, 0.01, 0.1), (1, 2, 4), ("b", "ab"), (True, False), (None, 1)])
-def test_lines_over_any_setting(values: tuple[Any, ...], tmp_path: Path) -> None:
+def test_lines_accepts_any_setting(values: tuple[Any, ...], tmp_path: Path) -> None:
     sweeps.lines([point(v) for v in values], tmp_path / "lines.png", x="es.sigma", title="t")
     image = pixels(tmp_path / "lines.png")
     assert count(image, sweeps.MEAN) > 100
     assert count(image, sweeps.TEST) > 20, "the start is missing"
 
 
-def test_a_search_is_drawn_over_each_setting(tmp_path: Path) -> None:
+def test_scatter_draws_each_setting(tmp_path: Path) -> None:
     points = [point(s, a, values=(s,)) for s, a in ((0.1, 1), (0.2, 2), (0.4, 1))]
     sweeps.scatter(points, tmp_path / "search.png", keys=["es.sigma", "es.learning_rate"])
     assert count(pixels(tmp_path / "search.png"), sweeps.TEST) > 50
 
 
-def test_values_are_in_order() -> None:
+def test_ordered_sorts_values() -> None:
     assert sweeps.ordered([0.1, 1e-3, "b", 0.01, "a", 0.1, None]) == [1e-3, 0.01, 0.1, "a", "b", None]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs held against each other at equal budgets."""
+"""Comparison of runs at equal budgets."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign compare`, and the same as an analysis."""
+"""`evoalign compare`, also available as an analysis."""
 
 from __future__ import annotations
 
@@ -21,30 +21,35 @@ if TYPE_CHECKING:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, of ES and GRPO; a folder stands for all below.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories of ES and GRPO, or folders with runs.")],
     match: Annotated[
-        str | None, typer.Option(help="The budget to match: wall, completions, tokens or flops. Without it, each.")
+        str | None, typer.Option(help="The budget to match: wall, completions, tokens or flops; default: each.")
     ] = None,
     measure: Annotated[
         str | None,
-        typer.Option(help="The measure of the test split to compare by; default: what all runs were trained for."),
+        typer.Option(help="Measure of the test split to compare by; default: the training objective."),
     ] = None,
     name: Annotated[
-        list[str] | None, typer.Option(metavar="LABEL=GLOB", help="Call the group whose runs' paths fit GLOB so.")
+        list[str] | None, typer.Option(metavar="LABEL=GLOB", help="Label of the group whose runs' paths match GLOB.")
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="A file that says beforehand: budget, measure, groups, the pairs to decide on, the level."),
+        typer.Option(help="File with budget, measure, groups, pairs to decide on, and level."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(help="Also write comparison.md, comparison.json and figures into this folder.")
+        Path | None, typer.Option(help="Also write comparison.md, comparison.json and figures to this folder.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Put runs side by side at equal budgets, with what their seeds allow to say."""
+    """Compare runs at equal budgets, with tests over their seeds."""
     from evoalign.errors import ConfigError
 
-    names = dict(_label(text) for text in name or [])
+    names: dict[str, str] = {}
+    for text in name or []:
+        label, equals, pattern = text.partition("=")
+        if not (label.strip() and equals and pattern):
+            raise ConfigError(f"--name {text!r}: expected LABEL=GLOB, such as GRPO='*/grpo_*'")
+        names[label.strip()] = pattern
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; give a folder")
     quiet()
@@ -55,22 +60,12 @@ def compare(
         typer.echo(f"wrote {', '.join(path.name for path in written)} into {to}")
 
 
-def _label(text: str) -> tuple[str, str]:
-    """`LABEL=GLOB`. Raises ConfigError."""
-    from evoalign.errors import ConfigError
-
-    label, equals, pattern = text.partition("=")
-    if not (label.strip() and equals and pattern):
-        raise ConfigError(f"--name {text!r}: expected LABEL=GLOB, such as GRPO='*/grpo_*'")
-    return label.strip(), pattern
-
-
 @dataclass(frozen=True)
 class Settings:
-    """As the options of `evoalign compare`. `match`: the budget, wall, completions, tokens or flops; None: each.
+    """The options of `evoalign compare`. `match`: the budget, wall, completions, tokens or flops; None: each.
 
-    `measure` of the test split to compare by; None: what all runs were trained for. `names`: label of a group to the
-    pattern of its runs' paths. `plan`: a file that says beforehand what is compared and decided.
+    `measure`: of the test split; None: the training objective. `names`: label of a group to a glob pattern of its runs'
+    paths. `plan`: a file that sets beforehand what is compared and decided.
     """
 
     match: str | None = None
@@ -81,7 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Compared(Finding):
-    """A comparison, shown as tables and written as a page."""
+    """A comparison, printed as tables and written as a page."""
 
     comparison: Comparison
 
@@ -91,27 +86,28 @@ class Compared(Finding):
         pages.show(self.comparison, console)
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """comparison.md, comparison.json and the figures."""
+        """Write comparison.md, comparison.json and the figures."""
         from evoalign.analysis.compare import pages
 
         return pages.write(self.comparison, folder)
 
 
 class Command(Analysis[Settings]):
-    """Runs of ES and GRPO at equal budgets. Reads files and runs nothing."""
+    """ES and GRPO runs at equal budgets. Reads files, runs nothing."""
 
     name = "compare"
-    help = "Runs side by side at equal budgets, with what their seeds allow to say."
+    help = "Compare runs at equal budgets, with tests over their seeds."
     settings = Settings
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Compared:
-        """Every run has its own config. Raises ConfigError where runs cannot be compared."""
+        """Compare runs; `config` is not used. Raises ConfigError if they cannot be compared."""
         from evoalign.analysis.compare import comparison, pages
+        from evoalign.analysis.compare.runs import MATCHINGS, Matching
         from evoalign.errors import ConfigError
 
-        match: comparison.Matching | None = next((m for m in comparison.MATCHINGS if m == settings.match), None)
+        match: Matching | None = next((m for m in MATCHINGS if m == settings.match), None)
         if match is None and settings.match is not None:
-            raise ConfigError(f"--match {settings.match}: use {', '.join(comparison.MATCHINGS)}")
+            raise ConfigError(f"--match {settings.match}: use {', '.join(MATCHINGS)}")
         found = comparison.compare(targets, match, measure=settings.measure, names=settings.names, plan=settings.plan)
         tree = pages.as_tree(found)
         return Compared(tree, tree["summary"], found)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of a comparison: a measure against each budget, and against the divergence from the base model.
 
-Colours are those of Okabe and Ito (2008), which people with any colour vision
-tell apart; groups also differ in the style of their lines and in their markers, and are named at their ends.
+Groups differ in colour (Okabe and Ito 2008, for any colour vision), line style and marker, and are labelled.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.analysis.compare.comparison import Comparison, Curve, Group, Match, Matching, curve
-from evoalign.analysis.compare.runs import Run
-from evoalign.analysis.compare.words import TITLES
+from evoalign.analysis.compare.comparison import Comparison, Curve, Match, curve
+from evoalign.analysis.compare.groups import Group
+from evoalign.analysis.compare.runs import Matching, Run
+from evoalign.analysis.compare.tables import TITLES
 from evoalign.report.style import COLORS, INK, LINES, MARKERS, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import shorten, visible
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 AXES: dict[Matching, str] = {**TITLES, "wall": f"{TITLES['wall']} (s)"}
 LOG_SPAN = 30
-"""From so large a ratio of budgets on, the axis is logarithmic: the smaller runs would be a line at its edge."""
+"""Ratio of budgets above which the axis is logarithmic."""
 LABEL = 34
 LEGEND_COLUMNS = 3
 NEAREST = 0.05
-"""Labels at line ends are kept so far apart, as a share of the axis."""
+"""Minimum distance of labels at line ends, as a fraction of the axis."""
 
 
 def draw(comparison: Comparison, folder: Path) -> dict[str, Path]:
-    """One figure a matching that can be drawn, and one against the divergence; their paths by name."""
+    """Draw a figure for each budget with a curve, and one against the divergence; return their paths by name."""
     drawn: dict[str, Path] = {}
     for match in comparison.matches:
         assert match.by is not None
@@ -47,7 +47,7 @@ def draw(comparison: Comparison, folder: Path) -> dict[str, Path]:
 
 
 def _file(measure: str) -> str:
-    """A plain file name of a measure, which may be named by a run from elsewhere."""
+    """Return a safe file name for a measure, whose name is untrusted."""
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in measure)[:40] or "measure"
 
 
@@ -66,33 +66,26 @@ def _budget_painter(
     comparison: Comparison, match: Match, curves: Sequence[tuple[int, Group, Curve]]
 ) -> Callable[[Axes], None]:
     def paint(axes: Axes) -> None:
-        by = match.by
-        assert by is not None
-        handles: list[Any] = []
-        handles += [_curve(axes, index, found) for index, _, found in curves]
+        handles: list[Any] = [_curve(axes, index, found) for index, _, found in curves]
+        names = [f"{_name(group)} ({len(group.runs)} seed{'s'[: len(group.runs) > 1]})" for _, group, _ in curves]
         if match.limit is not None:
             handles.append(axes.axvline(match.limit, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1))
+            names.append("matched budget")
         _scale(axes, [found for _, _, found in curves])
-        names = [
-            f"{_name(group)} ({len(group.runs)} seed{'s' if len(group.runs) > 1 else ''})" for _, group, _ in curves
-        ]
-        ends = [(found.x[-1], found.mean[-1], _name(group), index) for index, group, found in curves]
-        _label_ends(axes, ends)
-        _dress(
-            axes, f"{visible(comparison.measure)} on the test split", AXES[by], visible(comparison.measure), handles,
-            [*names, *(["matched budget"] if match.limit is not None else [])],
-        )  # fmt: skip
+        _label_ends(axes, [(found.x[-1], found.mean[-1], _name(group), index) for index, group, found in curves])
+        measure = visible(comparison.measure)
+        _dress(axes, f"{measure} on the test split", AXES[match.by or "wall"], measure, handles, names)
 
     return paint
 
 
 def _curve(axes: Axes, index: int, found: Curve) -> Any:
-    """A group: each seed thin, the mean bold, and a band where seeds are enough for one."""
+    """Draw a group: each seed thin, the mean bold, and its interval if there is one."""
     style = _style(index)
     for steps in found.steps:
         axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color=style["color"], linewidth=0.7, alpha=0.3)
-        axes.plot(*zip(*steps, strict=True), linestyle="", marker=MARKERS[index % len(MARKERS)], markersize=3,
-                  color=style["color"], alpha=0.45, markeredgewidth=0)  # fmt: skip
+        marks: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "markersize": 3, "markeredgewidth": 0}
+        axes.plot(*zip(*steps, strict=True), linestyle="", color=style["color"], alpha=0.45, **marks)
     if found.low != found.mean:
         axes.fill_between(found.x, found.low, found.high, step="post", color=style["color"], alpha=0.15, linewidth=0)
     (line,) = axes.plot(found.x, found.mean, drawstyle="steps-post", linewidth=2.2, zorder=4, **style)
@@ -100,13 +93,13 @@ def _curve(axes: Axes, index: int, found: Curve) -> Any:
 
 
 def _scale(axes: Axes, curves: Sequence[Curve]) -> None:
-    """As high as what was measured, and from 0; logarithmic beyond the first evaluation where budgets span orders."""
+    """Fit the axes to the measured values; logarithmic beyond the first evaluation if budgets differ by `LOG_SPAN`."""
     from matplotlib.ticker import EngFormatter
 
     ends = [found.x[-1] for found in curves]
     values = [value for found in curves for steps in found.steps for _, value in steps]
     air = 0.08 * ((max(values) - min(values)) or abs(max(values)) or 1.0)
-    axes.set_ylim(min(values) - air, max(values) + air)  # a band of three seeds would dwarf what was measured
+    axes.set_ylim(min(values) - air, max(values) + air)  # not to the bands, which are wide for three seeds
     first = min((x for found in curves for steps in found.steps for x, _ in steps if x > 0), default=None)
     if first is not None and max(ends) > LOG_SPAN * min(ends):
         axes.set_xscale("symlog", linthresh=first, linscale=0.5)
@@ -117,21 +110,30 @@ def _scale(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, int]]) -> None:
-    """Each name beside the end of its line, higher or lower where two would overlap."""
+    """Label the end of each line, moved where labels would overlap."""
     from matplotlib.patheffects import withStroke
 
     low, high = axes.get_ylim()
     places = _spread([(y - low) / (high - low) for _, y, _, _ in ends])
     for (x, _, name, index), place in zip(ends, places, strict=True):
         axes.annotate(
-            name, (x, low + place * (high - low)), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9,
-            fontweight="bold", color=_style(index)["color"], annotation_clip=False, zorder=6, parse_math=False,
+            name,
+            (x, low + place * (high - low)),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            color=_style(index)["color"],
+            annotation_clip=False,
+            zorder=6,
+            parse_math=False,
             path_effects=[withStroke(linewidth=3, foreground="white")],
-        )  # fmt: skip
+        )
 
 
 def _spread(places: Sequence[float]) -> list[float]:
-    """The same places in the same order, at least `NEAREST` apart, and below the top where there is room for all."""
+    """Return the places in the same order, at least `NEAREST` apart, and at most 1 if they fit."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for below, above in pairwise(order):
@@ -147,7 +149,7 @@ def _spread(places: Sequence[float]) -> list[float]:
 
 
 def _trail(run: Run, measure: str) -> list[tuple[float, float]]:
-    """Divergence and measure of a run's points, from the start, which is 0 from itself."""
+    """Return divergence and measure of a run's points; the start has divergence 0."""
     found: list[tuple[float, float]] = []
     for point in run.points:
         known = {"exact": 0.0} if point.step == 0 else (point.divergence or {})
@@ -158,7 +160,7 @@ def _trail(run: Run, measure: str) -> list[tuple[float, float]]:
 
 
 def _divergence(axes: Axes, comparison: Comparison) -> None:
-    """The way of each run, with a marker at its end."""
+    """Draw the path of each run, with a marker at its end."""
     from matplotlib.lines import Line2D
 
     handles: list[Any] = []
@@ -169,21 +171,23 @@ def _divergence(axes: Axes, comparison: Comparison) -> None:
         for trail in trails:
             x, y = zip(*trail, strict=True)
             axes.plot(x, y, linewidth=1.1, alpha=0.5, marker=".", markersize=4, **style)
-            axes.plot(x[-1], y[-1], linestyle="", marker=marker, markersize=8, zorder=5, color=style["color"],
-                      markeredgecolor="white")  # fmt: skip
+            end: dict[str, Any] = {"marker": marker, "markersize": 8, "markeredgecolor": "white"}
+            axes.plot(x[-1], y[-1], linestyle="", zorder=5, color=style["color"], **end)
         if trails:
             handles.append(Line2D([], [], marker=marker, markersize=8, linewidth=1.1, markeredgecolor="white", **style))
             names.append(f"{_name(group)} (marker: its end)")
     axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
     measure = visible(comparison.measure)
-    _dress(axes, f"{measure} against the divergence from the base model", "KL (nats a token)", measure, handles, names)
+    _dress(
+        axes, f"{measure} against the divergence from the base model", "KL (nats per token)", measure, handles, names
+    )
 
 
 # --- all figures ------------------------------------------------------------------------------------------------------
 
 
 def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float = 0.78) -> None:
-    """One picture, the taller the more `entries` its legend has; `right` leaves room for names."""
+    """Draw a figure whose height grows with the `entries` of its legend; `right` leaves room for labels."""
     width, height = SIZE_INCHES
     legend = 0.22 * -(-entries // LEGEND_COLUMNS)
     height += legend
@@ -196,7 +200,7 @@ def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float 
 def _dress(axes: Axes, title: str, x: str, y: str, handles: Sequence[Any], names: Sequence[str]) -> None:
     frame(axes, title, x)
     axes.set_ylabel(y, parse_math=False)
-    legend = axes.figure.legend(handles, names, loc="lower center", ncols=LEGEND_COLUMNS, frameon=False, fontsize=9,
-                                handlelength=3.2)  # fmt: skip
+    layout: dict[str, Any] = {"loc": "lower center", "ncols": LEGEND_COLUMNS, "frameon": False}
+    legend = axes.figure.legend(handles, names, fontsize=9, handlelength=3.2, **layout)
     for text in legend.get_texts():
         text.set_parse_math(False)

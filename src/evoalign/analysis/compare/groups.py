@@ -1,38 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs can be compared, and which are seeds of one group."""
+"""Check that runs can be compared, group those that differ in their seed only, and read plans."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from evoalign.analysis.compare.runs import Run
+from pydantic import Field, ValidationError, model_validator
+
+from evoalign.analysis.compare.runs import Matching, Run
 from evoalign.config import Config
+from evoalign.config.base import Positive, Section
+from evoalign.config.reading import YAML_CHARACTERS, parse_yaml, read_bytes
 from evoalign.config.spaces import SECTIONS
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, DataError, cut
 from evoalign.rewards.objective import PREFIX, measure_of
 from evoalign.rundir.identity import identity
 from evoalign.rundir.method import Method
+from evoalign.statistics import LEVEL
 
 MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
-"""Settings that name a group before others do."""
+"""Settings that are named first in a label."""
 STEP = ("es.learning_rate", "es.noise_multiplier", "es.sigma")
-"""Settings of one thing, the step and its noise, of which a group names all that differ."""
+"""Settings of the step and its noise; a label names all of these that differ."""
 FEW = 2
-"""Settings that differ and are all named."""
+"""Up to this many differing settings, a label names all."""
 LENGTHS = ("es.num_generations", "grpo.max_steps")
 SAME_PROMPTS = ("task.batch_size", "task.validation_data")
-"""Of the task, what may differ: how many training examples a generation takes is a matter of the method, and examples
-of a file to choose by are none that are compared."""
+"""Task settings that may differ: the batch size belongs to the method, and validation examples are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ in their seed alone. `settings` are flat, `differing` those in which groups differ."""
+    """Runs that differ in their seed only. `settings` are flat; `differing` are those in which groups differ."""
 
     label: str
     method: str
@@ -42,18 +47,18 @@ class Group:
 
 
 def usable(run: Run, measure: str | None) -> Run:
-    """Raise DataError or ConfigError where a run has nothing to compare; None is what it was trained for."""
+    """Return the run. Raises ConfigError if it has no value of `measure` (None: its training objective)."""
     ends = [point for point in run.points if point.step > 0]
     if not ends:
-        raise ConfigError("it was never evaluated after its start; finish it, or set evaluation.every")
+        raise ConfigError("no evaluation after the start; finish the run, or set evaluation.every")
     measure = measure_of(run.config.task.fitness) if measure is None else measure
     if measure not in ends[-1].measures:
-        raise ConfigError(f"its test split has no measure {measure!r}; it has {', '.join(ends[-1].measures)}")
+        raise ConfigError(f"the test split has no measure {measure!r}; it has {', '.join(ends[-1].measures)}")
     return run
 
 
 def check_comparable(runs: Sequence[Run], measure: str) -> None:
-    """Raise ConfigError where task, data or evaluation are not the same, or one run is there twice."""
+    """Raise ConfigError if task, test data or evaluation settings differ."""
     first, what = runs[0], _measured(runs[0], measure)
     for run in runs[1:]:
         other = _measured(run, measure)
@@ -63,47 +68,53 @@ def check_comparable(runs: Sequence[Run], measure: str) -> None:
                     f"these runs cannot be compared: {key} is {what.get(key)!r} in {first.path} and "
                     f"{other.get(key)!r} in {run.path}"
                 )
-    asked: dict[int | None, Run] = {}
+    by_split: dict[int | None, Run] = {}
     for run in runs:
-        task = run.config.task  # a seeded split without a file of its own differs from seed to seed
+        task = run.config.task  # a seeded split without a test file differs from seed to seed
         seed = run.seed if task.split == "seeded" and task.test_data is None else None
-        same = asked.setdefault(seed, run) if run.questions else run
+        same = by_split.setdefault(seed, run) if run.questions else run
         if same.questions != run.questions:
             raise ConfigError(
-                f"these runs cannot be compared: the test split of {run.path} has other prompts or targets than that "
-                f"of {same.path}, though the settings of both are the same; their data files were not"
+                f"these runs cannot be compared: the test splits of {same.path} and {run.path} have different prompts "
+                "or targets with the same settings, so their data files differed"
             )
 
 
 def _measured(run: Run, measure: str) -> dict[str, Any]:
-    """The settings that decide what a number on the test split means: `task.fitness` where it gives that number."""
+    """Return the settings that determine a measure's value on the test split."""
     tree = run.config.model_dump(mode="json", include={"task", "evaluation"})
-    unasked = ("evaluation.every", *SAME_PROMPTS, *([] if measure.startswith(PREFIX) else ["task.fitness"]))
-    flat = {key: value for key, value in _flat(tree) if key not in unasked}
+    free = ("evaluation.every", *SAME_PROMPTS, *([] if measure.startswith(PREFIX) else ["task.fitness"]))
+    flat = {key: value for key, value in _flat(tree) if key not in free}
     return {**flat, "the task": run.task}
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs of equal settings, those of ES first; with labels of their own."""
+    """Group runs of equal settings, ES first, each with a label. Raises ConfigError for two runs of one seed."""
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
         by_settings.setdefault(json.dumps(settings_of(run.config, run.method), sort_keys=True), []).append(run)
     for same in by_settings.values():
-        _check_seeds(same)
+        seen: dict[int, Run] = {}
+        for run in same:
+            other = seen.setdefault(run.seed, run)
+            if other is not run:
+                raise ConfigError(
+                    f"{other.path} and {run.path} have the same settings and the same seed {run.seed}; give one of them"
+                )
     kinds: list[tuple[list[Run], dict[str, Any]]] = [(same, json.loads(key)) for key, same in by_settings.items()]
     kinds.sort(key=lambda kind: kind[1]["method"])
     settings = [kind for _, kind in kinds]
     labels, names = labels_of(settings), sorted({key for kind in settings for key in kind})
     odd = [name for name in names if any(kind.get(name) != settings[0].get(name) for kind in settings)]
-    return [
-        Group(label, kind["method"], tuple(sorted(same, key=lambda run: run.seed)), kind,
-              {name: kind[name] for name in odd if name in kind})
-        for (same, kind), label in zip(kinds, labels, strict=True)
-    ]  # fmt: skip
+    groups: list[Group] = []
+    for (same, kind), label in zip(kinds, labels, strict=True):
+        runs = tuple(sorted(same, key=lambda run: run.seed))
+        groups.append(Group(label, kind["method"], runs, kind, {name: kind[name] for name in odd if name in kind}))
+    return groups
 
 
 def settings_of(config: Config, method: Method) -> dict[str, Any]:
-    """What makes a run what it is, but for its seed; its length is a part of it, since the end is compared too."""
+    """Return the flat settings that identify a run apart from its seed, with its length."""
     tree = identity(config, method)
     del tree["seed"]
     length = config.es.num_generations if method == "es" else config.grpo.max_steps
@@ -121,22 +132,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + str(key), value
 
 
-def _check_seeds(same: Sequence[Run]) -> None:
-    seen: dict[int, Run] = {}
-    for run in same:
-        other = seen.setdefault(run.seed, run)
-        if other is not run:
-            raise ConfigError(
-                f"{other.path} and {run.path} have the same settings and the same seed {run.seed}: as two they would "
-                "count one result twice; give one of them"
-            )
-
-
 def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Short names: the method, then the settings in which its groups differ, where these are few.
+    """Return short names: the method, then the settings in which its groups differ if these are few.
 
-    Where they are many, as few of them as tell the groups apart, with those of the step together: one alone would be
-    taken for what the groups are about.
+    Of many differing settings, as few are named as distinguish the groups, those in `STEP` together.
     """
     found: dict[int, str] = {}
     for method in dict.fromkeys(kind["method"] for kind in settings):
@@ -147,7 +146,7 @@ def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _parts(kinds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """What the labels of groups of one method say of their settings."""
+    """Return the settings named in the labels of one method's groups."""
     odd = [n for n in sorted({key for kind in kinds for key in kind}, key=_rank) if _differs(n, kinds)]
     main = [(n,) for n in odd if n in MAIN]
     rest = [(n,) for n in odd if n not in MAIN + STEP]
@@ -156,7 +155,7 @@ def _parts(kinds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         before = list(labels)
         for i, kind in enumerate(kinds):
             alike = [other for other, label in zip(kinds, before, strict=True) if label == before[i]]
-            labels[i] += tuple(_said(n, kind[n]) for n in names if n in kind and _differs(n, alike))
+            labels[i] += tuple(_setting(n, kind[n]) for n in names if n in kind and _differs(n, alike))
     return labels
 
 
@@ -165,34 +164,92 @@ def _differs(name: str, kinds: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _rank(name: str) -> tuple[int, int, str]:
-    """First what a group is mainly, then settings of the method, then the rest."""
+    """Sort `MAIN` first, then settings of the method, then the rest."""
     main = MAIN.index(name) if name in MAIN else len(MAIN)
     return main, 0 if name.startswith(("es.", "grpo.")) else 1, name
 
 
-def _said(name: str, value: Any) -> str:
+def _setting(name: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return str(text) if name in MAIN else f"{name.rsplit('.', 1)[-1]} {text}"
 
 
-def at_the_end_alone(groups: Sequence[Group]) -> list[Group]:
-    """Groups of which no run was evaluated on the way."""
-    return [group for group in groups if not any(run.on_the_way for run in group.runs)]
-
-
 def named(groups: Sequence[Group], names: Mapping[str, str]) -> list[Group]:
-    """The groups with labels that were asked for. Raises ConfigError where a pattern is not of exactly one group."""
+    """Return the groups with the given labels. Raises ConfigError if a pattern does not match exactly one group."""
     labels = {group.label: group.label for group in groups}
     for label, pattern in names.items():
-        hit = [g.label for g in groups if any(_fits(run.path, pattern) for run in g.runs)]
+        hit: list[str] = []
+        for group in groups:
+            paths = [text for r in group.runs for text in (str(r.path), r.path.name, str(r.path.resolve()))]
+            hit += [group.label] if any(fnmatch(path, pattern) for path in paths) else []
         if len(hit) != 1:
             found = f"runs of {len(hit)} groups ({'; '.join(hit)})" if hit else "no run"
-            raise ConfigError(f"name {label}={pattern} fits {found}; it has to fit runs of one group")
+            raise ConfigError(f"name {label}={pattern} matches {found}; it must match runs of one group")
         labels[hit[0]] = label
     if len(set(labels.values())) < len(labels):
-        raise ConfigError(f"two groups would have one name: {', '.join(labels.values())}")
+        raise ConfigError(f"two groups have one name: {', '.join(labels.values())}")
     return [Group(labels[g.label], g.method, g.runs, g.settings, g.differing) for g in groups]
 
 
-def _fits(path: Path, pattern: str) -> bool:
-    return any(fnmatch(text, pattern) for text in (str(path), path.name, str(path.resolve())))
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+class PlanConfig(Section):
+    """The file of `evoalign compare --plan`."""
+
+    format_version: Literal[1] = 1
+    match: Matching
+    """The kind of budget."""
+    limit: Positive
+    """The budget per run: seconds, completions, tokens or floating point operations."""
+    measure: str = "reward"
+    """The endpoint: a measure of the test split."""
+    groups: Annotated[dict[str, str], Field(min_length=2)]
+    """Label to a glob pattern for the path or the name of a group's runs."""
+    primary: Annotated[list[tuple[str, str]], Field(min_length=1)]
+    """Pairs of labels to decide on. Other pairs are shown only."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = LEVEL
+    """Accepted chance of any false claim over the primary pairs (Holm)."""
+    short: Literal["leave_out", "at_end"] = "leave_out"
+    """Runs that end before the budget: leave them out, or use their end."""
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> PlanConfig:
+        for pair in self.primary:
+            odd = [label for label in pair if label not in self.groups]
+            if odd or pair[0] == pair[1]:
+                raise ValueError(f"primary {list(pair)}: give two labels of groups ({', '.join(self.groups)})")
+        return self
+
+    def is_primary(self, a: str, b: str) -> bool:
+        """Return whether the plan decides on a pair."""
+        return any({a, b} == set(pair) for pair in self.primary)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan, its file, and the SHA-256 of the file's bytes."""
+
+    path: Path
+    sha256: str
+    settings: PlanConfig
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan. Raises ConfigError that names the file and the setting."""
+    try:
+        raw = read_bytes(path, YAML_CHARACTERS, "give a plan")
+        tree: Any = parse_yaml(raw.decode("utf-8"), str(path))
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} is not a plan: it has no settings; see docs/guides/compare.md")
+        return Plan(path, hashlib.sha256(raw).hexdigest(), PlanConfig.model_validate(tree))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8; give a plan") from None
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False)
+        where = ".".join(map(str, errors[0]["loc"]))
+        text = cut(f"{where}: {errors[0]['msg']}" if where else errors[0]["msg"], 300)
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ConfigError(f"{path}: {text}{more}") from None

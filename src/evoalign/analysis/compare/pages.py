@@ -1,95 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison on the terminal and as a page of Markdown, with its numbers and figures beside it.
+"""Show a comparison on the terminal, and write it as Markdown, JSON and figures.
 
-Labels, paths and names of measures may come from a run that was downloaded: they are shown as text, with every control
-character and every mark that a terminal or Markdown would act on written out.
+Labels, paths and measures may come from untrusted runs: control characters and markup are escaped.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evoalign.analysis.compare import figures as figures
-from evoalign.analysis.compare.comparison import Comparison, Match
-from evoalign.analysis.compare.groups import at_the_end_alone
+from evoalign.analysis.compare import figures
+from evoalign.analysis.compare.comparison import Comparison, Match, ends_only
+from evoalign.analysis.compare.groups import Group
+from evoalign.analysis.compare.runs import Run, amount
 from evoalign.analysis.compare.statistics import PERMUTATION
-from evoalign.analysis.compare.tables import Grid, end_grid, pair_grids, settings_grid, standing_grid
-from evoalign.analysis.compare.tree import as_tree as as_tree
-from evoalign.analysis.compare.words import summary as summary
-from evoalign.analysis.compare.words import where
+from evoalign.analysis.compare.tables import (
+    Grid,
+    end_grid,
+    pair_grids,
+    place,
+    settings_grid,
+    standing_grid,
+    summary,
+)
 from evoalign.report.markdown import bullets, escape, table
 from evoalign.report.tables import shorten, visible
 from evoalign.rundir.files import make_folder, write_text
+from evoalign.statistics import mean
 
-LABEL = 60
+FORMAT_VERSION = 1
+LABEL = 80
+"""Longest text of a table cell on the terminal."""
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """What stands and falls with the budget, the end, and in words what follows."""
-    said, alone = [*_planned(comparison), *summary(comparison)], len(comparison.groups) < 2
-    _say(console, said if alone else [])  # before tables in which nobody would look for it
-    _say(console, comparison.notes, "note: ")
+    """Print notes, tables and the verdicts."""
+    verdicts, alone = [*_plan_line(comparison), *summary(comparison)], len(comparison.groups) < 2
+    if alone:  # the reader would overlook it below the tables
+        _print(console, verdicts)
+    _print(console, [f"note: {note}" for note in comparison.notes])
     for match in comparison.matches:
         if match in comparison.shown:
             console.print(_table(standing_grid(comparison, match)))
-        _say(console, _notes(comparison, match))
+        _print(console, _notes(comparison, match))
     console.print(_table(end_grid(comparison)))
-    _say(console, [f"left out: {path}: {why}" for path, why in comparison.left_out])
-    _say(console, [] if alone else said)
+    _print(console, [f"left out: {path}: {why}" for path, why in comparison.left_out])
+    if not alone:
+        _print(console, verdicts)
 
 
 def _notes(comparison: Comparison, match: Match) -> list[str]:
-    """Of a budget; one that is also of others stands at the first of them, and names all.
+    """Return the notes of a budget that no earlier budget has, each with the names of all budgets that have it.
 
-    Not why it has no table, where it is said of all of them that a group has nothing on the way.
+    A budget without a table has none if its cause, a group without evaluations, is a note of the whole comparison.
     """
-    said: list[str] = []
-    for note in _own_notes(comparison, match):
-        those = [one for one in comparison.matches if note in _own_notes(comparison, one)]
-        if those[0] is match:
-            said.append(
-                f"note ({', '.join(one.by or '' for one in those)}): {note}" if len(those) > 1 else f"note: {note}"
-            )
-    return said
+    by_match = [
+        () if one not in comparison.shown and ends_only(comparison.groups) else one.notes for one in comparison.matches
+    ]
+    lines: list[str] = []
+    for note in by_match[comparison.matches.index(match)]:
+        having = [one for one, notes in zip(comparison.matches, by_match, strict=True) if note in notes]
+        if having[0] is match:
+            which = f" ({', '.join(one.by or '' for one in having)})" if len(having) > 1 else ""
+            lines.append(f"note{which}: {note}")
+    return lines
 
 
-def _own_notes(comparison: Comparison, match: Match) -> Sequence[str]:
-    return () if match not in comparison.shown and at_the_end_alone(comparison.groups) else match.notes
-
-
-def _planned(comparison: Comparison) -> list[str]:
-    """Which plan it follows, so that another can see what was decided beforehand."""
+def _plan_line(comparison: Comparison) -> list[str]:
     plan = comparison.plan
     return [] if plan is None else [f"As planned in {plan.path.name} (SHA-256 {plan.sha256})."]
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(title=Text(_plain(grid.title)), title_justify="left", title_style="bold")
+    table = Table(title=_cell(grid.title), title_justify="left", title_style="bold")
     for i, name in enumerate(grid.header):
-        table.add_column(Text(_plain(name)), justify="right" if i else "left", overflow="fold")
+        table.add_column(_cell(name), justify="right" if i else "left", overflow="fold")
     for row in grid.rows:
-        table.add_row(*(Text(_plain(cell)) for cell in row))
+        table.add_row(*map(_cell, row))
     return table
 
 
-def _say(console: Console, lines: Iterable[str], start: str = "") -> None:
+def _cell(text: str) -> Text:
+    return Text(shorten(visible(text), LABEL))
+
+
+def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
-        console.print(_plain(start + line, None), markup=False, highlight=False, soft_wrap=True)
-
-
-def _plain(text: str, length: int | None = LABEL) -> str:
-    shown = visible(text)
-    return shown if length is None else shorten(shown, max(length, 80))
+        console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def write(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Write comparison.md, comparison.json and the figures into a folder, and return their paths."""
+    """Write comparison.md, comparison.json and the figures to a folder, and return their paths."""
     folder = Path(folder)
     make_folder(folder)
     drawn = figures.draw(comparison, folder)
@@ -100,14 +108,14 @@ def write(comparison: Comparison, folder: str | Path) -> list[Path]:
 
 
 def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> str:
-    """The whole comparison as a page. `pictures` are file names by matching, and `divergence`."""
+    """Return the whole comparison as a page. `pictures` are file names by budget, and `divergence`."""
     pictures = pictures or {}
     lines = [f"# Comparison of {len(comparison.groups)} groups of runs", ""]
-    lines += _bullets([*_planned(comparison), *summary(comparison)])
+    lines += _bullets([*_plan_line(comparison), *summary(comparison)])
     problems = [f"left out: {path}: {why}" for path, why in comparison.left_out]
     lines += ["## Notes", "", *_bullets([*problems, *comparison.notes])] if problems or comparison.notes else []
     for match in comparison.matches:
-        lines += [f"## {escape(where(match))}", ""]
+        lines += [f"## {escape(place(match))}", ""]
         lines += _picture(pictures, match.by or "", f"{comparison.measure} against {match.by}")
         if match in comparison.shown:
             lines += _grid(standing_grid(comparison, match))
@@ -115,7 +123,7 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
             lines += ["Fewer than two groups have a run within this budget.", ""]
         lines += _bullets(_notes(comparison, match))
         lines += [line for grid in pair_grids(match) for line in _grid(grid)]
-    lines += [f"## {escape(where(comparison.end))}", "", *_grid(end_grid(comparison))]
+    lines += [f"## {escape(place(comparison.end))}", "", *_grid(end_grid(comparison))]
     lines += [line for grid in pair_grids(comparison.end) for line in _grid(grid)]
     lines += _picture(pictures, "divergence", f"{comparison.measure} against the divergence from the base model")
     settings = _grid(settings_grid(comparison))
@@ -127,27 +135,26 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
 HOW_TO_READ = (
     "## How to read this",
     "",
-    "- A budget is what training took; evaluation, figures and saving are not in it. Tokens are those of prompts and",
-    "  of completions; `comparison.json` has the generated ones alone.",
-    "- Each run is taken at its last evaluation within the budget. A plan sets that beforehand; without one it is what",
-    "  all runs reached, so that their outcome sets it. Nothing is interpolated and no later evaluation is looked at;",
-    "  *budget used* says how far that one was.",
+    "- A budget is the cost of training only, without evaluation, figures and saving. Tokens are those of prompts and",
+    "  completions; `comparison.json` lists generated ones separately.",
+    "- Each run is taken at its last evaluation within the budget, which a plan sets beforehand; without a plan it is",
+    "  the largest that all runs reached, so it depends on the results. Nothing is interpolated. *Budget used* is the",
+    "  cost of that evaluation.",
     "- Intervals of means and differences are 95 % t intervals over runs, for new seeds on the same test questions;",
-    "  so are bands in figures. They hold what they say of normal samples and are too wide for heavy tails; where runs",
-    "  are skewed, those of means hold the truth in 88 to 90 % only. The interquartile mean leaves out the lowest and",
-    "  the highest quarter of five runs or more; its interval is of ranks, and holds under skew, too.",
-    "- Over runs and questions: for new seeds and new questions at once, where each run kept its answers to the same",
-    "  ones, as runs do at their end. With three runs it is a little too wide.",
-    f"- The {PERMUTATION} test decides where two groups share nearly all their seeds (80 % of the larger one's, at",
-    "  least three), and Welch's t test over all runs where they do not, at 5 % after Holm's correction over the pairs",
-    "  of one table. Other tests are shown and decide nothing. Each table is corrected by itself: who looks at all of",
-    "  them for one that is significant looks more than once.",
-    "- Effect sizes are in standard deviations (of paired differences, where paired) with Hedges' correction; their",
-    "  intervals are for normal samples.",
-    "- A hacked completion earns a reward as good as the best with gold wrong, is broken (empty, loops, figures",
-    "  without sense, special tokens, other scripts, turns of its own), or is a template given to many prompts. Read",
-    "  the share beside the one before training: none of these signs is a proof.",
-    "- If settings were chosen on this same test split, all of this is too good, and nothing here can know it.",
+    "  so are bands in figures. They are exact for normal samples and too wide for heavy tails; for skewed runs, those",
+    "  of means cover 88 to 90 % only. The interquartile mean drops the lowest and highest quarter of five runs or",
+    "  more; its interval is based on ranks and also valid for skewed runs.",
+    "- Over runs and questions: for new seeds and new questions, if each run kept its answers to the same questions,",
+    "  as runs do at their end. With three runs it is slightly too wide.",
+    f"- The {PERMUTATION} test decides if two groups share nearly all seeds (80 % of the larger group's, at least",
+    "  three), else Welch's t test over all runs, at 5 % after Holm's correction over the pairs of one table. Other",
+    "  tests are shown only. Each table is corrected separately, so significance in one of several tables is weaker.",
+    "- Effect sizes are in standard deviations (of paired differences if paired) with Hedges' correction; their",
+    "  intervals assume normal samples.",
+    "- A hacked completion earns a reward as high as the best with a wrong final answer, is broken (empty, loops,",
+    "  numbers without context, special tokens, other scripts, extra turns), or is a template used for many prompts.",
+    "  Compare the share with the one before training: none of these signs is a proof.",
+    "- If settings were chosen on this test split, the results are too optimistic; this cannot be detected here.",
 )
 
 
@@ -163,3 +170,80 @@ def _grid(grid: Grid) -> list[str]:
     if not grid.rows:
         return ["None.", ""]
     return table([escape(cell) for cell in grid.header], [[escape(cell) for cell in row] for row in grid.rows])
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def as_tree(comparison: Comparison) -> dict[str, Any]:
+    """Return all numbers of each seed, as in comparison.json."""
+    plan = comparison.plan
+    return {
+        "format_version": FORMAT_VERSION,
+        "measure": comparison.measure,
+        "plan": None if plan is None else {"sha256": plan.sha256, **plan.settings.model_dump(mode="json")},
+        "summary": summary(comparison),
+        "notes": list(comparison.notes),
+        "left_out": [{"path": str(path), "why": why} for path, why in comparison.left_out],
+        "groups": [_group_tree(comparison, group) for group in comparison.groups],
+        "matches": [_match_tree(match) for match in comparison.matches],
+        "end": _match_tree(comparison.end),
+    }
+
+
+def _group_tree(comparison: Comparison, group: Group) -> dict[str, Any]:
+    ends = [run.points[-1].measures for run in group.runs if run.finished]
+    return {
+        "label": group.label,
+        "method": group.method,
+        "settings": dict(group.settings),
+        "differing": dict(group.differing),
+        "end": {n: asdict(mean([end[n] for end in ends])) for n in comparison.measures} if ends else {},
+        "runs": [_run_tree(run) for run in group.runs],
+    }
+
+
+def _run_tree(run: Run) -> dict[str, Any]:
+    return {
+        "path": str(run.path),
+        "seed": run.seed,
+        "steps": run.steps,
+        "finished": run.finished,
+        "hardware": run.hardware,
+        "cost": asdict(run.cost) if run.cost else None,
+        "distance": dict(run.distance) if run.distance else None,
+        "shares_before": dict(run.shares_before) if run.shares_before else None,
+        "shares_after": dict(run.shares_after) if run.shares_after else None,
+        "points": [asdict(point) for point in run.points],
+    }
+
+
+def _match_tree(match: Match) -> dict[str, Any]:
+    return {
+        "by": match.by,
+        "limit": match.limit,
+        "planned": match.plan is not None,
+        "notes": list(match.notes),
+        "groups": [
+            {
+                "label": s.group.label,
+                "estimate": asdict(s.estimate) if s.estimate else None,
+                "over_questions": asdict(s.over_questions) if s.over_questions else None,
+                "interquartile_mean": asdict(s.middle) if s.middle else None,
+                "runs": [
+                    {
+                        "path": str(m.run.path),
+                        "seed": m.run.seed,
+                        "step": m.point.step,
+                        "used": amount(match.by, m.point.cost) if match.by else None,
+                        "share": m.share if match.by else None,
+                        "measures": dict(m.point.measures),
+                    }
+                    for m in s.matched
+                ],
+            }
+            for s in match.standings
+        ],
+        "pairs": [asdict(pair) for pair in match.pairs],
+        "sensitivity": [asdict(found) for found in match.sensitivity],
+    }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as they lie on disk, ES or GRPO, read as plain data: the mean model on the test split against what it cost.
+"""Read ES and GRPO run directories as plain data: test measures of the mean model, and the training cost up to them.
 
-A run directory may come from anywhere. Nothing it names is imported or opened, every value is checked, and a file that
-is damaged is an error that names it.
+A run directory is untrusted. Nothing it names is imported or opened, every value is validated, and a damaged file is an
+error that names it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -28,12 +28,22 @@ from evoalign.rundir import parquet
 from evoalign.rundir.checksums import verify
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
 
+Matching = Literal["wall", "completions", "tokens", "flops"]
+MATCHINGS: tuple[Matching, ...] = get_args(Matching)
+AMOUNTS: Mapping[Matching, Callable[[Cost], float | None]] = {
+    "wall": lambda cost: cost.wall_seconds,
+    "completions": lambda cost: cost.completions,
+    "tokens": lambda cost: cost.prompt_tokens + cost.generated_tokens,
+    "flops": lambda cost: flops_of(cost),
+}
+"""The budgets: wall-clock seconds of training, completions, prompt and generated tokens, forward and backward FLOPs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The mean model on the test split after `step` generations (ES) or optimizer steps (GRPO).
+    """Test measures of the mean model after `step` generations (ES) or optimizer steps (GRPO).
 
-    `cost` is what training took up to there, from the run's beginning; None where a row does not say it.
+    `cost` is the training cost from the start of the run; None if a row before it has none.
     """
 
     step: int
@@ -44,10 +54,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. `points` are in the order of training; the first is the model before it, where that was measured.
+    """One run. `points` are in the order of training; the first is the model before training, if that was measured.
 
-    `shares_before` and `shares_after` are those of `hacking.shares` over the completions of the test split, with
-    `hacked`; None where these are not there.
+    `shares_before` and `shares_after` are `verdict.shares` of the completions on the test split; None without these.
     """
 
     path: Path
@@ -62,17 +71,17 @@ class Run:
     shares_after: Mapping[str, float | None] | None
     hardware: str | None
     task: str
-    """Name of the task, and what it was given as, where that was a Python object."""
+    """Name of the task, with the kind of object if it is a Python object."""
     alarm: str | None
-    """What the run says of its completions, such as `likely hacked`; None where nothing alarmed, or nobody saw."""
+    """The run's verdict on its completions, such as `likely hacked`; None without one."""
     verified: bool
-    """Whether its results match the checksums of its end."""
+    """Whether its results match their checksums."""
     placebo: Known | None
-    """Of a run of ES that measured them."""
+    """Placebos of an ES run that measured them."""
     questions: str | None
-    """SHA-256 over the prompts and targets of the test split."""
+    """SHA-256 of the prompts and targets of the test split."""
     items: Mapping[str, tuple[float, ...]]
-    """Of the final completions, by question: the mean `reward`, and the share that was `right` where that is known."""
+    """Mean `reward` of the final completions by question, and the share that was `right` if known."""
 
     @property
     def seed(self) -> int:
@@ -81,25 +90,52 @@ class Run:
 
     @property
     def on_the_way(self) -> int:
-        """How many evaluations there are between the start and the end."""
+        """Number of evaluations between start and end."""
         return sum(0 < point.step < self.steps for point in self.points)
+
+    @property
+    def divergence(self) -> Mapping[str, float | None]:
+        """Divergence from the base model at the end."""
+        return self.points[-1].divergence or {}
+
+    @property
+    def flops(self) -> float | None:
+        """Total FLOPs."""
+        return amount("flops", self.cost)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Wall-clock seconds per generation or step."""
+        return self.cost.wall_seconds / self.steps if self.cost else None
+
+
+def amount(by: Matching, cost: Cost | None) -> float | None:
+    """Return how much of a budget a cost is; None if unknown."""
+    found = None if cost is None else AMOUNTS[by](cost)
+    return None if found is None else float(found)
+
+
+def flops_of(cost: Cost) -> float | None:
+    """Return forward and backward FLOPs; None if the model's are unknown."""
+    known = cost.forward_flops is not None and cost.backward_flops is not None
+    return (cost.forward_flops or 0.0) + (cost.backward_flops or 0.0) if known else None
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
-    """The run directories among the paths and below them, sorted, each once. Links to folders are not followed.
+    """Return the run directories at or below the paths, sorted, each once. Links to folders are not followed.
 
-    Raises ConfigError for a path that neither is nor holds a run.
+    Raises ConfigError for a path that neither is nor contains a run.
     """
     return sorted(find_in_order(paths))
 
 
 def find_in_order(paths: Iterable[str | Path]) -> list[Path]:
-    """The same in the order of the paths."""
+    """Return the same as `find`, in the order of the paths."""
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         runs = [path] if _is_readable(path) else _below(path)
         if not runs:
-            raise ConfigError(f"{path} is no run and holds none; give run directories, or a folder with some in it")
+            raise ConfigError(f"{path} is not a run and contains none; give run directories, or a folder with runs")
         found.update({run.resolve(): run for run in runs})
     return list(found.values())
 
@@ -115,7 +151,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _natural(name: str) -> list[int | str]:
-    """By which seed_2 comes before seed_10: words and numbers in turn."""
+    """Sort seed_2 before seed_10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
@@ -124,19 +160,19 @@ def _is_readable(path: Path) -> bool:
 
 
 def read(path: Path) -> Run:
-    """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
+    """Read a run directory. Raises DataError or ConfigError naming a missing or damaged file."""
     verified = verify(path)
     manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
-        raise DataError(f"{path / 'manifest.json'} does not say which method the run is of, and there is no journal")
+        raise DataError(f"{path / 'manifest.json'} names no method, and there is no journal")
     config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
     result = _json(path / "results" / "evaluation.json", _Result)
     before, after = (_completions(path / "results" / "completions" / f"{n}.parquet") for n in ("before", "after"))
     costs = _totals(rows)
     end = len(rows) if result is None or result.generation is None else result.generation
     if end > len(rows):
-        raise DataError(f"{path / 'metrics.jsonl'} has {len(rows)} rows and results/evaluation.json is of step {end}")
+        raise DataError(f"{path / 'metrics.jsonl'} has {len(rows)} rows, but results/evaluation.json is of step {end}")
     name = (manifest.task or {}).get("name") or config.task.name
     given = (manifest.task or {}).get("given_as")
     return Run(
@@ -148,13 +184,13 @@ def read(path: Path) -> Run:
         finished=result is not None and end == len(rows),
         cost=costs[-1],
         distance=result.distance if result else None,
-        shares_before=_shares(before, before, after),
-        shares_after=_shares(after, before, after),
+        shares_before=verdict.shares(before, before, after or ()) if before else None,
+        shares_after=verdict.shares(after, before or (), after) if after else None,
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result and result.alarms else None,
         verified=verified,
-        placebo=_gain(path, config, result),
+        placebo=placebo_file.with_most(result.placebo if result else None, placebo_file.read(path, config)),
         questions=_questions(before or after),
         items=_items(after or ()),
     )
@@ -163,14 +199,14 @@ def read(path: Path) -> Run:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def _no_negative(cost: Cost) -> Cost:
+def _checked_cost(cost: Cost) -> Cost:
     if not all(value is None or 0 <= value < float("inf") for value in asdict(cost).values()):
-        raise ValueError("a cost is a finite number that is not negative")
+        raise ValueError("a cost must be finite and not negative")
     return cost
 
 
 class _Plain(BaseModel):
-    """Fields that are not known are not read."""
+    """Base of the file formats; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -181,7 +217,7 @@ Quantities = dict[str, FiniteFloat | None]
 
 class _Row(_Plain):
     generation: Annotated[int, Field(ge=0)]
-    budget: Annotated[Cost, AfterValidator(_no_negative)] | None = None
+    budget: Annotated[Cost, AfterValidator(_checked_cost)] | None = None
     evaluation: Measures | None = None
     divergence: Quantities | None = None
 
@@ -220,7 +256,7 @@ _COMPLETIONS = TypeAdapter(list[_Completion])
 
 
 def _json(path: Path, model: type[M]) -> M | None:
-    """A JSON file; None where there is none."""
+    """Read a JSON file; None if it does not exist."""
     try:
         return model.model_validate(read_json(path))
     except MissingError:
@@ -230,11 +266,11 @@ def _json(path: Path, model: type[M]) -> M | None:
 
 
 def _rows(path: Path) -> list[_Row]:
-    """Rows of metrics.jsonl. A last line without its end is that of a process that was stopped, and left out."""
+    """Read the rows of metrics.jsonl, without an incomplete last line."""
     try:
         *lines, _ = read_bytes(path).split(b"\n")
     except MissingError:
-        raise DataError(f"{path} is missing: the run has not done a generation") from None
+        raise DataError(f"{path} is missing: the run has no finished generation") from None
     rows: list[_Row] = []
     for number, line in enumerate(lines):
         try:
@@ -244,7 +280,7 @@ def _rows(path: Path) -> list[_Row]:
         if rows[-1].generation != number:
             raise DataError(f"{path}, line {number + 1}, is of generation {rows[-1].generation}, not {number}")
     if not rows:
-        raise DataError(f"{path} has no row: the run has not done a generation")
+        raise DataError(f"{path} has no row: the run has no finished generation")
     return rows
 
 
@@ -258,17 +294,17 @@ def _completions(path: Path) -> list[_Completion] | None:
 
 
 def _first(error: ValidationError) -> str:
-    """Where it is wrong and how, without the value: it may be of any length and hold anything."""
+    """Return the place and kind of the first error, without the value, which is untrusted."""
     found = error.errors(include_input=False, include_url=False, include_context=False)[0]
     where = ".".join(str(part)[:40] for part in found["loc"])
     return f"{where}: {found['msg'][:80]}" if where else found["msg"][:80]
 
 
-# --- what they come to ----------------------------------------------------------------------------------------------
+# --- derived values -------------------------------------------------------------------------------------------------
 
 
 def _totals(rows: Sequence[_Row]) -> list[Cost | None]:
-    """Cost before the first row and after each; None from the first row on that does not say its own."""
+    """Return the total cost before the first row and after each; None from the first row without a cost on."""
     totals: list[Cost | None] = [Cost()]
     for row in rows:
         last = totals[-1]
@@ -286,7 +322,7 @@ def _points(
     points: dict[int, Point] = {}
     if result is not None:
         points[0] = Point(0, costs[0], result.before)
-    elif before:  # of a run that has not come to its end, which writes the other measures
+    elif before:  # an unfinished run has no other measures of the start
         points[0] = Point(0, costs[0], {"reward": sum(c.reward for c in before) / len(before)})
     for step, row in enumerate(rows, start=1):
         if row.evaluation:
@@ -295,21 +331,6 @@ def _points(
         divergence = result.divergence or (rows[end - 1].divergence if end else None)
         points[end] = Point(end, costs[end], result.after, divergence)
     return [points[step] for step in sorted(points)]
-
-
-def _gain(path: Path, config: Config, result: _Result | None) -> Known | None:
-    """The placebos of the end of training, or of `evoalign placebo` where those are more."""
-    own = result.placebo if result else None
-    return placebo_file.with_most(own, placebo_file.read(path, config))
-
-
-def _shares(
-    completions: Sequence[_Completion] | None,
-    before: Sequence[_Completion] | None,
-    after: Sequence[_Completion] | None,
-) -> dict[str, float | None] | None:
-    """Of those before or after training: shares of the signs, and the hacked ones."""
-    return verdict.shares(completions, before or (), after or ()) if completions else None
 
 
 def _questions(completions: Sequence[_Completion] | None) -> str | None:
@@ -331,7 +352,6 @@ def _items(completions: Sequence[_Completion]) -> dict[str, tuple[float, ...]]:
 
 
 def _hardware(found: Mapping[str, Any] | None) -> str | None:
-    """The GPUs, or the cores where there is none."""
     if not found:
         return None
     gpus = found.get("gpus")

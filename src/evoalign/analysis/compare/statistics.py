@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a few seeds can say: tests between two groups of runs. scipy's, at 95 %. Intervals are of `evoalign.statistics`.
+"""Tests and intervals for the difference between two groups of runs: over seeds, over questions, and sensitivity.
 
-Which test decides is fixed beforehand, not chosen by its result: the exact paired permutation test where two groups
-share nearly all their seeds (it assumes nothing of the distribution, and with n seeds can give no less than 2 / 2^n),
-and Welch's t test over all runs where they do not. The others are reported beside it.
+The deciding test does not depend on the results: the exact paired permutation test if two groups share nearly all their
+seeds (no distribution assumed; with n seeds its smallest p is 2 / 2^n), else Welch's t test over all runs. Other
+tests are reported next to it. Intervals are 95 %, of `evoalign.statistics`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,37 @@ from typing import Any
 
 import numpy as np
 
-from evoalign.statistics import FEWEST, LEVEL, Estimate, t_of, welch
+from evoalign.analysis.compare.runs import Point, Run
+from evoalign.statistics import FEWEST, LEVEL, Estimate, crossed, crossed_difference, difference, mean
 
 NEARLY_ALL = 0.8
-"""Of the seeds of the larger group, the share that both have to have, and at least three, to be compared as pairs. A
-test of the few that are shared would leave most of the runs out."""
+"""Groups are paired if they share this fraction of the larger group's seeds, and at least three. Pairing fewer would
+leave out most runs."""
 RESAMPLES = 9999
 EXACT_SEEDS = 13
-"""So many pairs have 2^13 sign patterns, which is fewer than the resamples: all are gone through."""
+"""Up to this many pairs all 2^n sign patterns are evaluated; this is fewer than `RESAMPLES`."""
 WILCOXON_SEEDS = 6
-"""With fewer pairs that differ, its two-sided p can never be below 0.05."""
+"""With fewer differing pairs, its two-sided p cannot be below 0.05."""
 FAR = 100.0
-"""A t statistic so large has the interval of its limit; the search for that of smaller ones ends."""
+"""Above this t statistic, an effect's interval uses the limit, since the exact search may not end."""
 PERMUTATION, WELCH = "paired permutation", "Welch t"
+SHARES = (0.5, 0.75, 1.0)
+"""Fractions of the budget at which a difference is also computed."""
+RIGHT_SHARES = ("accuracy", "exact")
+"""Measures that can be the share of right answers; used per question if their mean agrees."""
+Values = Mapping[int, float]
+"""A measure by seed."""
+RunPoint = tuple[Run, Point]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two groups compared: `difference` is the mean of a less that of b, with its 95 % t interval.
+    """Two groups compared: `difference` is the mean of a minus the mean of b, with its 95 % t interval.
 
-    `effect` is the difference in standard deviations with Hedges' correction: of the paired differences, or, of groups
-    that are not paired, the root of the mean of both variances. Its interval is for normal samples.
-    `p` is that of `test`, the one that decides, `p_adjusted` after Holm's correction over the pairs of one table;
-    `p_smallest` is what a permutation test over so many seeds gives at the least. `p_values` has all that were made.
+    `effect` is the difference in standard deviations with Hedges' correction: of the paired differences, or for groups
+    that are not paired, the root of the mean of both variances. Its interval assumes normal samples.
+    `p` is that of `test`, the deciding one; `p_adjusted` includes Holm's correction over the pairs of one table;
+    `p_smallest` is the smallest p of a permutation test with this number of seeds. `p_values` has all tests.
     """
 
     a: str
@@ -56,33 +64,29 @@ class Pair:
     p_smallest: float | None = None
     p_values: Mapping[str, float] = field(default_factory=dict[str, float])
     over_questions: Estimate | None = None
-    """The difference with its interval for new runs and new questions, where answers to each question are known."""
+    """The difference with its interval for new runs and new questions, if the answers to each question are known."""
 
 
-def compare(a: str, values_a: Mapping[int, float], b: str, values_b: Mapping[int, float]) -> Pair:
-    """Compare two groups of runs, each as values by seed; the one with the larger mean becomes `a`.
-
-    Over the seeds that both have where these are nearly all (`NEARLY_ALL`); otherwise over all runs, unpaired.
-    """
+def compare(a: str, values_a: Values, b: str, values_b: Values) -> Pair:
+    """Compare two groups; the one with the larger mean becomes `a`. They are paired by seed if `shared` allows it."""
     seeds = shared(values_a, values_b)
     x, y = (np.array([v[s] for s in seeds or sorted(v)], dtype=np.float64) for v in (values_a, values_b))
-    paired = bool(seeds)
     if y.mean() > x.mean():
         a, b, x, y = b, a, y, x
-    pair = Pair(a, b, len(x), len(y), paired, float(x.mean() - y.mean()))
+    pair = Pair(a, b, len(x), len(y), bool(seeds), float(x.mean() - y.mean()))
     if min(len(x), len(y)) < 2:
         return pair
-    return _paired(pair, x, y) if paired else _unpaired(pair, x, y)
+    return _paired(pair, x, y) if seeds else _unpaired(pair, x, y)
 
 
 def shared(a: Mapping[int, Any], b: Mapping[int, Any]) -> list[int]:
-    """The seeds by which two groups are compared as pairs, sorted; none where they are not."""
+    """Return the sorted seeds to pair two groups by; empty if they share too few."""
     both = sorted(a.keys() & b.keys())
     return both if len(both) >= max(FEWEST, NEARLY_ALL * max(len(a), len(b))) else []
 
 
 def adjust(pairs: Sequence[Pair]) -> list[Pair]:
-    """Holm's correction over the pairs that were tested: the chance of even one false claim stays under 5 %."""
+    """Apply Holm's correction over the tested pairs, which bounds the chance of any false claim."""
     tested = sorted((i for i, pair in enumerate(pairs) if pair.p is not None), key=lambda i: pairs[i].p or 0.0)
     adjusted, highest = list(pairs), 0.0
     for rank, i in enumerate(tested):
@@ -96,16 +100,15 @@ def _paired(pair: Pair, x: Any, y: Any) -> Pair:
 
     n, gaps = len(x), x - y
     exact = n <= EXACT_SEEDS
-    permutation_test: Callable[..., Any] = stats.permutation_test
-    found: Any = permutation_test(
-        (x, y), _mean_gap, permutation_type="samples", vectorized=True,
-        n_resamples=np.inf if exact else RESAMPLES, rng=np.random.default_rng(0),
-    )  # fmt: skip
+    options: dict[str, Any] = {"n_resamples": np.inf if exact else RESAMPLES, "rng": np.random.default_rng(0)}
+    found: Any = stats.permutation_test((x, y), _mean_gap, permutation_type="samples", vectorized=True, **options)
     name = f"exact {PERMUTATION}" if exact else PERMUTATION
+    smallest = max(2.0 / 2**n, 0.0 if exact else 2.0 / (RESAMPLES + 1))
     p_values = {name: float(found.pvalue)}
+    pair = replace(pair, test=name, p=p_values[name], p_values=p_values, p_smallest=smallest)
     spread = float(gaps.std(ddof=1))
     if _is_flat(spread, x, y):
-        return replace(pair, test=name, p=p_values[name], p_values=p_values, p_smallest=_smallest(n))
+        return pair
     result: Any = stats.ttest_rel(x, y)
     p_values["paired t"] = float(result.pvalue)
     if np.count_nonzero(gaps) >= WILCOXON_SEEDS:
@@ -113,48 +116,40 @@ def _paired(pair: Pair, x: Any, y: Any) -> Pair:
         p_values["Wilcoxon"] = float(signed.pvalue)
     interval = result.confidence_interval(1 - LEVEL)
     effect, low, high = _effect(float(gaps.mean()) / spread, n - 1, 1 / n**0.5)
-    return replace(
-        pair, low=float(interval.low), high=float(interval.high), effect=effect, effect_low=low, effect_high=high,
-        test=name, p=p_values[name], p_smallest=_smallest(n), p_values=p_values,
-    )  # fmt: skip
-
-
-def _unpaired(pair: Pair, x: Any, y: Any) -> Pair:
-    from scipy.special import stdtr
-
-    variances = float(x.var(ddof=1)), float(y.var(ddof=1))
-    if _is_flat(sum(variances) ** 0.5, x, y):
-        return pair
-    square, df = welch([(v / len(values), len(values) - 1) for v, values in zip(variances, (x, y), strict=True)])
-    spread, error, half = (sum(variances) / 2) ** 0.5, square**0.5, t_of(df) * square**0.5
-    p = 2 * float(stdtr(df, -abs(pair.difference) / error))
-    effect, low, high = _effect(pair.difference / spread, df, error / spread)
-    return replace(
-        pair, low=pair.difference - half, high=pair.difference + half, effect=effect, effect_low=low, effect_high=high,
-        test=WELCH, p=p, p_values={WELCH: p},
-    )  # fmt: skip
+    ends = {"low": float(interval.low), "high": float(interval.high)}
+    return replace(pair, **ends, effect=effect, effect_low=low, effect_high=high)
 
 
 def _mean_gap(x: Any, y: Any, axis: int) -> Any:
     return np.mean(x - y, axis=axis)
 
 
+def _unpaired(pair: Pair, x: Any, y: Any) -> Pair:
+    from scipy import stats
+
+    var_x, var_y = float(x.var(ddof=1)), float(y.var(ddof=1))
+    if _is_flat((var_x + var_y) ** 0.5, x, y):
+        return pair
+    result: Any = stats.ttest_ind(x, y, equal_var=False)
+    interval, p = result.confidence_interval(1 - LEVEL), float(result.pvalue)
+    spread, error = ((var_x + var_y) / 2) ** 0.5, (var_x / len(x) + var_y / len(y)) ** 0.5
+    effect, low, high = _effect(pair.difference / spread, float(result.df), error / spread)
+    ends = {"low": float(interval.low), "high": float(interval.high)}
+    effects = {"effect": effect, "effect_low": low, "effect_high": high}
+    return replace(pair, **ends, **effects, test=WELCH, p=p, p_values={WELCH: p})
+
+
 def _is_flat(spread: float, x: Any, y: Any) -> bool:
-    """Whether there is no spread beyond rounding, so that a t statistic would be one of noise in the last bit."""
+    """Return whether the spread is only rounding, so that a t statistic would be meaningless."""
     return spread <= 1e-12 * float(np.abs(np.concatenate([x, y])).max())
 
 
-def _smallest(n: int) -> float:
-    """The smallest two-sided p of a permutation test over n pairs."""
-    return max(2.0 / 2**n, 2.0 / (RESAMPLES + 1) if n > EXACT_SEEDS else 0.0)
-
-
 def _effect(d: float, df: float, error: float) -> tuple[float | None, float | None, float | None]:
-    """Standardised difference, with Hedges' correction, and its interval; `error` is the standard error by the spread.
+    """Return the standardised difference with Hedges' correction, and its interval; None for fewer than 2 df.
 
-    d / error has a noncentral t distribution, whose noncentrality over `error` is the effect: the interval holds the
-    noncentralities that this t allows (Steiger and Fouladi 1997). Exact for normal pairs. The correction needs two
-    degrees of freedom.
+    `error` is the standard error divided by the spread. d / error has a noncentral t distribution with noncentrality
+    effect / error: the interval holds the noncentralities that this t allows (Steiger and Fouladi 1997). Exact for
+    normal pairs.
     """
     from scipy.special import chdtri, nctdtrinc
 
@@ -166,3 +161,77 @@ def _effect(d: float, df: float, error: float) -> tuple[float | None, float | No
     else:
         low, high = (t * (float(chdtri(df, tail)) / df) ** 0.5 for tail in tails)
     return (1 - 3 / (4 * df - 1)) * d, low * error, high * error
+
+
+# --- over questions ---------------------------------------------------------------------------------------------------
+
+
+def over_questions(taken: Sequence[RunPoint], measure: str) -> Estimate | None:
+    """Return the mean over runs and questions; None if a run's answers are unknown or questions differ.
+
+    Runs keep the completions of their last step only, so earlier points have none.
+    """
+    rows = _rows(taken, measure)
+    return None if rows is None else crossed(rows)
+
+
+def difference_over_questions(a: Sequence[RunPoint], b: Sequence[RunPoint], measure: str) -> Estimate | None:
+    """Return the mean of a minus that of b over runs and questions, paired by seed if `shared` allows it."""
+    rows = _rows([*a, *b], measure)
+    if rows is None:
+        return None
+    by_a = {run.seed: row for (run, _), row in zip(a, rows, strict=False)}
+    by_b = {run.seed: row for (run, _), row in zip(b, rows[len(a) :], strict=True)}
+    seeds = shared(by_a, by_b)
+    x, y = ([by_seed[seed] for seed in seeds or sorted(by_seed)] for by_seed in (by_a, by_b))
+    return crossed_difference(x, y, paired=bool(seeds))
+
+
+def _rows(taken: Sequence[RunPoint], measure: str) -> list[tuple[float, ...]] | None:
+    rows: list[tuple[float, ...]] = []
+    for run, point in taken:
+        row = run.items.get("right" if measure in RIGHT_SHARES else measure)
+        if row is None or run.questions is None or not run.finished or point.step != run.steps:
+            return None
+        if not np.isclose(np.mean(row), point.measures[measure], rtol=1e-9, atol=1e-12):
+            return None  # the measure is not the mean over questions
+        rows.append(row)
+    same = len({run.questions for run, _ in taken}) == 1 and len(set(map(len, rows))) == 1
+    return rows if same else None
+
+
+# --- sensitivity ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The difference a - b at fractions of the budget (None without runs there), and its range without one run."""
+
+    a: str
+    b: str
+    at: tuple[tuple[float, Estimate | None], ...]
+    without_one: tuple[float, float] | None
+
+
+def sensitivity(a: str, b: str, values: Callable[[str, float], Values]) -> Sensitivity:
+    """Recompute a difference; `values(label, share)` gives a group's values within a share of the budget."""
+    at: list[tuple[float, Estimate | None]] = []
+    for share in SHARES:
+        x, y = values(a, share), values(b, share)
+        at.append((share, _gap(x, y) if x and y else None))
+    x, y = values(a, 1.0), values(b, 1.0)
+    seeds = shared(x, y)
+    if seeds:
+        gaps = [x[seed] - y[seed] for seed in seeds]
+        without = [(sum(gaps) - one) / (len(gaps) - 1) for one in gaps]
+    elif min(len(x), len(y)) > 1:
+        without = [_gap({s: v for s, v in x.items() if s != seed}, y).mean for seed in x]
+        without += [_gap(x, {s: v for s, v in y.items() if s != seed}).mean for seed in y]
+    else:
+        return Sensitivity(a, b, tuple(at), None)
+    return Sensitivity(a, b, tuple(at), (min(without), max(without)))
+
+
+def _gap(a: Values, b: Values) -> Estimate:
+    seeds = shared(a, b)
+    return mean([a[s] - b[s] for s in seeds]) if seeds else difference(list(a.values()), list(b.values()))

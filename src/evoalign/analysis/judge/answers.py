@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models answered, from files: lines of JSON, a finished run, its tables of completions, or what `eval` wrote.
+"""Read the answers of models from JSON lines, finished runs, tables of completions or the output of `evoalign eval`.
 
-Prompts are what answers of different models are matched by. Those of messages count by their text, as in the tables
+Answers of different models are matched by prompt. A prompt given as messages is matched by its text, as in the tables
 that a run keeps.
 """
 
@@ -21,15 +21,15 @@ from evoalign.rundir.method import is_run
 from evoalign.types import text_of
 
 FORMS = (".jsonl", ".json", ".parquet")
-AFTER = "after"
-"""Of a run, the completions of the test split that its trained model gave."""
+AFTER = "results/completions/after.parquet"
+"""Completions of the trained model on a run's test split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of one model: an answer to each prompt. `further` answers to a prompt that had one were left out.
+    """One model's first answer to each prompt; `further` counts the answers to the same prompts that were left out.
 
-    `scorers` are the reward and cost models that trained it, by their names, where the run says so.
+    `scorers` names the reward and cost models that the model was trained with, if its run records them.
     """
 
     name: str
@@ -39,8 +39,11 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Prompts that all models answered, in the first model's order; `alone` counts by model those that not all did."""
+class SharedPrompts:
+    """Prompts answered by every model, in the first model's order.
+
+    `alone` counts, per model, the prompts that some other model did not answer.
+    """
 
     prompts: tuple[str, ...]
     models: tuple[Answers, ...]
@@ -48,37 +51,52 @@ class Asked:
 
 
 def read(target: str) -> Answers:
-    """From `PATH` or `NAME=PATH`; the name is else that of the file or folder. Raises ConfigError, DataError."""
+    """Read `PATH` or `NAME=PATH`; the name defaults to the file's or folder's. Raises ConfigError, DataError."""
     name, path = _named(target)
+    scorers: tuple[str, ...] = ()
     if path.is_dir():
         if not is_run(path):
-            raise ConfigError(f"{path} is a folder and no run; of a model or an adapter, {_answered_by(name, path)}")
-        return _answers(name, _of_run(name, path), str(path), scorers=_scorers(path))
-    rows = _of_parquet(path) if path.suffix == ".parquet" else _of_eval(path) if path.suffix == ".json" else None
-    return _answers(name, _of_lines(path) if rows is None else rows, str(path))
+            raise ConfigError(f"{path} is not a run directory; for a model or an adapter, {_eval_hint(name, path)}")
+        rows, scorers = _run_rows(name, path), _scorers(path)
+    elif path.suffix == ".parquet":
+        rows = _table_rows(path)
+    elif path.suffix == ".json":
+        rows = _eval_rows(path)
+    else:
+        rows = _json_lines(path)
+    by_prompt: dict[str, str] = {}
+    count = 0
+    for prompt, response in rows:
+        count += 1
+        by_prompt.setdefault(prompt, response)
+    if not by_prompt:
+        raise DataError(f"{path} has no answers; give a file with a prompt and a response in each line")
+    return Answers(name, by_prompt, count - len(by_prompt), scorers)
 
 
-def asked(models: Sequence[Answers], most: int | None = None) -> Asked:
-    """The prompts that all answered, the first `most`. Raises ConfigError: two models are needed, of two names."""
+def share(models: Sequence[Answers], most: int | None = None) -> SharedPrompts:
+    """Return the first `most` prompts that all models answered.
+
+    Raises ConfigError for fewer than two models, equal names, or no shared prompt.
+    """
     if len(models) < 2:
-        raise ConfigError("one model has nothing beside it; give two or more to compare")
+        raise ConfigError("only one model given; give two or more to compare")
     names = [model.name for model in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two targets are called {twice}; name them: evoalign judge NAME=PATH OTHER=PATH")
+        raise ConfigError(f"two targets have the name {twice}; rename one: evoalign judge ask NAME=PATH OTHER=PATH")
     shared = [prompt for prompt in models[0].by_prompt if all(prompt in model.by_prompt for model in models)]
     if not shared:
         raise ConfigError(
-            f"{' and '.join(names)} have no prompt in common; give answers to the same test prompts, to the letter; "
-            "of a run of task safety, give RUN/results/points.jsonl in place of the run, whose prompts are as written"
+            f"{' and '.join(names)} have no prompt in common; give answers to exactly the same test prompts; "
+            "for a run of task safety, give RUN/results/points.jsonl instead of the run: it has the prompts unchanged"
         )
     alone = {model.name: len(model.by_prompt) - len(shared) for model in models}
-    return Asked(tuple(shared[:most]), tuple(models), alone)
+    return SharedPrompts(tuple(shared[:most]), tuple(models), alone)
 
 
-def _answered_by(name: str, model: Path, asked: Sequence[str] = ("--config", "CONFIG")) -> str:
-    """How a model is asked, whose answers are then judged: its prompts and decoding are those of a config."""
-    command = shlex.join(["evoalign", "eval", str(model), *asked, "--output", f"{name}.json"])
-    return f"let `{command}` write its answers, and give {name}.json in its place"
+def _eval_hint(name: str, model: Path, options: Sequence[str] = ("--config", "CONFIG")) -> str:
+    command = shlex.join(["evoalign", "eval", str(model), *options, "--output", f"{name}.json"])
+    return f"generate its answers with `{command}` and give {name}.json instead"
 
 
 def _named(target: str) -> tuple[str, Path]:
@@ -87,27 +105,14 @@ def _named(target: str) -> tuple[str, Path]:
     name, path = (head, Path(tail)) if sign and head and not whole.exists() else ("", whole)
     name = name or (path.stem if path.is_file() or path.suffix in FORMS else path.resolve().name)
     if not path.exists():
-        hub = "" if path.suffix in FORMS else f"; of a model of the hub, {_answered_by(name, path)}"
-        raise ConfigError(
-            f"{path} does not exist; give a finished run, or a file of answers, as PATH or NAME=PATH{hub}"
-        )
+        hub = "" if path.suffix in FORMS else f"; for a model on the hub, {_eval_hint(name, path)}"
+        raise ConfigError(f"{path} does not exist; give a finished run or a file of answers as PATH or NAME=PATH{hub}")
     if not name.strip() or not name.isprintable():
-        raise ConfigError(f"{shown(target)}: {shown(name)} is no name of a model; name it: NAME=PATH")
+        raise ConfigError(f"{shown(target)}: {shown(name)} is not a valid model name; give NAME=PATH")
     return name, path
 
 
-def _answers(name: str, rows: Iterable[tuple[str, str]], where: str, scorers: tuple[str, ...] = ()) -> Answers:
-    found: dict[str, str] = {}
-    count = 0
-    for prompt, response in rows:
-        count += 1
-        found.setdefault(prompt, response)
-    if not found:
-        raise DataError(f"{where} has no answers; give a file with a prompt and a response in each line")
-    return Answers(name, found, count - len(found), scorers)
-
-
-def _of_lines(path: Path) -> Iterable[tuple[str, str]]:
+def _json_lines(path: Path) -> Iterable[tuple[str, str]]:
     mend = "write a JSON object with a prompt and a response in each line"
     for number, line in enumerate(read_bytes(path, FILE_BYTES, mend).splitlines(), start=1):
         if not line.strip():
@@ -119,31 +124,27 @@ def _of_lines(path: Path) -> Iterable[tuple[str, str]]:
         yield _pair(cast("dict[str, Any]", row), "response", where)
 
 
-def _of_parquet(path: Path) -> Iterable[tuple[str, str]]:
+def _table_rows(path: Path) -> Iterable[tuple[str, str]]:
     return [_pair(row, "text", f"{path}, row {i},") for i, row in enumerate(parquet.read(path), start=1)]
 
 
-def _of_eval(path: Path) -> Iterable[tuple[str, str]]:
+def _eval_rows(path: Path) -> Iterable[tuple[str, str]]:
     rows = read_object(path, FILE_BYTES).get("completions")
     if not isinstance(rows, list):
-        raise DataError(f"{path} has no completions; of one model, `evoalign eval MODEL --output FILE` writes them")
+        raise DataError(f"{path} has no completions; write it with `evoalign eval MODEL --output FILE`")
     return [
         _pair(cast("dict[str, Any]", row) if isinstance(row, dict) else {}, "text", f"{path}, completion {i},")
         for i, row in enumerate(cast("list[Any]", rows), start=1)
     ]
 
 
-def _of_run(name: str, path: Path) -> Iterable[tuple[str, str]]:
-    from evoalign.rundir.checksums import verify
-    from evoalign.rundir.directory import RunDir  # these two bring torch, which files of answers do without
+def _run_rows(name: str, path: Path) -> Iterable[tuple[str, str]]:
+    from evoalign.rundir.checksums import verify  # imports torch, which files of answers do not need
 
-    found = RunDir(path).completions(AFTER)
-    if not found.is_file():
-        raise ConfigError(
-            f"{path} has no {found.relative_to(found.parents[2])}; let it end, or {_answered_by(name, path, ())}"
-        )
-    verify(path, found.relative_to(found.parents[2]).as_posix())
-    return _of_parquet(found)
+    if not (path / AFTER).is_file():
+        raise ConfigError(f"{path} has no {AFTER}; let the run finish, or {_eval_hint(name, path, ())}")
+    verify(path, AFTER)
+    return _table_rows(path / AFTER)
 
 
 def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[str, str]:
@@ -153,18 +154,17 @@ def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[str, str]:
         if all(isinstance(m, dict) and isinstance(cast("Any", m).get("content"), str) for m in messages) and messages:
             prompt = text_of(messages)
     if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f"{where} prompt is {shown(prompt)}; write a text, or messages of role and content")
+        raise DataError(f"{where} prompt is {shown(prompt)}; give a string, or messages with role and content")
     if not isinstance(response, str):
         known = plain(", ".join(map(str, row)))
-        raise DataError(f"{where} {answer} is {shown(response)}; write what the model answered (there is: {known})")
+        raise DataError(f"{where} {answer} is {shown(response)}; give the model's answer (fields found: {known})")
     return prompt, response
 
 
 def _scorers(run: Path) -> tuple[str, ...]:
-    """`scorer.reward` and `scorer.cost` of a run's config, where it has them."""
     try:
         section = read_config(run / "config.yaml").get("scorer")
-    except ConfigError:  # the answers are there, and are what counts
+    except ConfigError:  # the answers can still be judged
         return ()
     parts = cast("dict[str, Any]", section) if isinstance(section, dict) else {}
     return tuple(name for name in (parts.get("reward"), parts.get("cost")) if isinstance(name, str))

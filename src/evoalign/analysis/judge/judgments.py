@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judgments as a file has them: a line of JSON for each time that a judge scored two answers beside each other."""
+"""Judgments as JSON lines, one for each time a judge scored two answers, and how consistent they are."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from evoalign.config.reading import parse, read_bytes
 from evoalign.errors import DataError, plain, shown
+from evoalign.statistics import FEWEST, Estimate, between, bounded, ratio
 
 TIE = 0.5
-"""Scores that differ by at most so much are a tie."""
+"""Scores that differ by at most this are a tie."""
 ROUNDING = 1e-9
-"""Of a difference such as 1.1 - 0.6."""
-NEEDED = ("model_a", "model_b", "dimension", "question", "scores", "order_ab")
-"""Fields of a line; `raw`, what the judge said, may be missing, and others are passed over."""
+"""Tolerance for differences such as 1.1 - 0.6."""
+REQUIRED = ("model_a", "model_b", "dimension", "question", "scores", "order_ab")
+"""Fields of a line. `raw`, the judge's output, is optional; other fields are ignored."""
+ONE_ORDER = "no pair of answers was judged in both orders"
 
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
     """Two answers to one question, scored in one dimension.
 
-    `scores` are of model_a and model_b, whichever was shown first; None where the judge said nothing that is a score.
-    `order_ab`: the answer of model_a was shown first.
+    `scores` are those of model_a and model_b in either order; None if the judge gave no valid scores. `order_ab`: the
+    answer of model_a was shown first.
     """
 
     model_a: str
@@ -38,7 +43,7 @@ class Judgment:
 
     @property
     def outcome(self) -> float | None:
-        """Of model_a: 1 it won, 0 it lost, 0.5 a tie; None where the judgment has no scores."""
+        """Result of model_a: 1 for a win, 0 for a loss, 0.5 for a tie; None without scores."""
         if self.scores is None:
             return None
         gap = self.scores[0] - self.scores[1]
@@ -46,52 +51,43 @@ class Judgment:
 
 
 def read(path: Path) -> list[Judgment]:
-    """All lines of a file, in order; empty ones are passed over. Raises DataError with the line and what to do."""
+    """Read all lines of a file in order, skipping empty ones. Raises DataError with the line and what to fix."""
     found: list[Judgment] = []
-    for number, line in enumerate(read_bytes(path, mend="name a file of judgments").splitlines(), start=1):
+    for number, line in enumerate(read_bytes(path, mend="give a file of judgments").splitlines(), start=1):
         if line.strip():
             where = f"{path}, line {number},"
-            found.append(judgment_of(parse(line, where, "write it as one JSON object, or delete it"), where))
+            found.append(judgment_of(parse(line, where, "write one JSON object, or delete the line"), where))
     if not found:
-        raise DataError(f"{path} has no judgments; `evoalign judge A B --to FOLDER` writes FOLDER/judgments.jsonl")
+        raise DataError(f"{path} has no judgments; `evoalign judge ask A B --to FOLDER` writes FOLDER/judgments.jsonl")
     return found
 
 
 def judgment_of(row: Any, where: str) -> Judgment:
-    """From the JSON value of a line. Raises DataError, which begins with `where`."""
+    """Return the judgment in the JSON value of a line. Raises DataError that starts with `where`."""
     if not isinstance(row, dict):
-        raise DataError(f"{where} is {shown(row)} and no JSON object; write one with {', '.join(NEEDED)}")
+        raise DataError(f"{where} is {shown(row)}, not a JSON object; write one with {', '.join(REQUIRED)}")
     fields = cast("dict[str, Any]", row)
-    missing = [name for name in NEEDED if name not in fields]
+    missing = [name for name in REQUIRED if name not in fields]
     if missing:
         known = plain(", ".join(map(str, fields)))
-        raise DataError(f"{where} has no {' and no '.join(missing)}; add it (the line has: {known or 'nothing'})")
-    texts = {name: _text(fields, name, where) for name in ("model_a", "model_b", "dimension")}
-    if texts["model_a"] == texts["model_b"]:
+        raise DataError(f"{where} has no {' and no '.join(missing)}; add it (fields found: {known or 'none'})")
+    names = {name: fields[name] for name in ("model_a", "model_b", "dimension")}
+    for name, value in names.items():
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(f"{where} {name} is {shown(value)}; give a name")
+    if names["model_a"] == names["model_b"]:
         raise DataError(
-            f"{where} compares {shown(texts['model_a'])} with itself; name the two models apart, or delete the line"
+            f"{where} compares {shown(names['model_a'])} with itself; give two different names, or delete the line"
         )
     question, order, raw = fields["question"], fields["order_ab"], fields.get("raw")
     if not isinstance(question, str | int) or isinstance(question, bool):
-        raise DataError(f"{where} question is {shown(question)}; name the question by a text or a whole number")
+        raise DataError(f"{where} question is {shown(question)}; give a string or an integer")
     if not isinstance(order, bool):
-        raise DataError(f"{where} order_ab is {shown(order)}; write true where model_a was shown first, else false")
+        raise DataError(f"{where} order_ab is {shown(order)}; give true if model_a was shown first, else false")
     if not isinstance(raw, str | None):
-        raise DataError(f"{where} raw is {shown(raw)}; write what the judge said as a text, or leave it out")
+        raise DataError(f"{where} raw is {shown(raw)}; give the judge's output as a string, or leave it out")
     scores = _scores(fields["scores"], where)
-    return Judgment(**texts, question=str(question), scores=scores, order_ab=order, raw=raw or "")
-
-
-def models_of(judgments: Sequence[Judgment]) -> list[str]:
-    """All models, in the order in which they come."""
-    return list(dict.fromkeys(name for one in judgments for name in (one.model_a, one.model_b)))
-
-
-def _text(fields: dict[str, Any], name: str, where: str) -> str:
-    value = fields[name]
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where} {name} is {shown(value)}; write a name")
-    return value
+    return Judgment(**names, question=str(question), scores=scores, order_ab=order, raw=raw or "")
 
 
 def _scores(value: Any, where: str) -> tuple[float, float] | None:
@@ -101,7 +97,99 @@ def _scores(value: Any, where: str) -> tuple[float, float] | None:
     numbers = [float(v) for v in both if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
     if len(numbers) != 2 or len(both) != 2:
         raise DataError(
-            f"{where} scores are {shown(value)}; write two finite numbers, [of model_a, of model_b], or null where the "
-            "judge gave none"
+            f"{where} scores are {shown(value)}; give two finite numbers, [model_a, model_b], or null for no scores"
         )
     return numbers[0], numbers[1]
+
+
+def models_of(judgments: Sequence[Judgment]) -> list[str]:
+    """Return all models in order of first appearance."""
+    return list(dict.fromkeys(name for one in judgments for name in (one.model_a, one.model_b)))
+
+
+# --- consistency ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PairCounts:
+    """Wins, losses and ties of the first of two models, and judgments of the pair without scores."""
+
+    models: tuple[str, str]
+    won: int
+    lost: int
+    tied: int
+    unparsed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """Consistency of the judgments of one dimension.
+
+    `both` counts the pairs of answers judged in both orders. Over these, `agreement` is the share with the same outcome
+    in both orders and `first_wins` the share of wins of the answer shown first (0.5: no position bias), both with
+    intervals for new questions.
+    """
+
+    judgments: int
+    questions: int
+    unparsed: int
+    ties: int
+    both: int
+    agreement: Estimate
+    first_wins: Estimate
+    pairs: tuple[PairCounts, ...]
+
+    @property
+    def parsed(self) -> int:
+        """Number of judgments with scores."""
+        return self.judgments - self.unparsed
+
+
+def consistency(judgments: Sequence[Judgment], models: Sequence[str]) -> Consistency:
+    """Return the consistency of one dimension's judgments; pairs are ordered as in `models`."""
+    outcomes: defaultdict[tuple[str, str], list[float | None]] = defaultdict(list)
+    orders: defaultdict[tuple[str, tuple[str, str]], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for one in judgments:
+        pair, outcome = (one.model_a, one.model_b), one.outcome
+        if models.index(one.model_a) > models.index(one.model_b):
+            pair, outcome = (one.model_b, one.model_a), None if outcome is None else 1.0 - outcome
+        outcomes[pair].append(outcome)
+        shown_first = one.model_a if one.order_ab else one.model_b
+        if outcome is not None:
+            orders[one.question, pair][shown_first != pair[0]].append(outcome)
+    ordered = sorted(outcomes, key=lambda pair: [models.index(name) for name in pair])
+    pairs = tuple(PairCounts(p, *(outcomes[p].count(v) for v in (1.0, 0.0, 0.5, None))) for p in ordered)
+    both: dict[str, list[tuple[float, float]]] = {}
+    for (question, _), (first, second) in orders.items():
+        if matched := list(zip(first, second, strict=False)):  # a repeated judgment may lack its other order
+            both.setdefault(question, []).extend(matched)
+    return Consistency(
+        judgments=len(judgments),
+        questions=len({one.question for one in judgments}),
+        unparsed=sum(pair.unparsed for pair in pairs),
+        ties=sum(pair.tied for pair in pairs),
+        both=sum(map(len, both.values())),
+        agreement=_agreement(list(both.values())),
+        first_wins=_first_wins(list(both.values())),
+        pairs=pairs,
+    )
+
+
+def _agreement(both_Q: Sequence[Sequence[tuple[float, float]]]) -> Estimate:
+    if not both_Q:
+        return Estimate(float("nan"), 0, why=ONE_ORDER)
+    return between(np.array([sum(a == b for a, b in both) / len(both) for both in both_Q]), 0.0, 1.0)
+
+
+def _first_wins(both_Q: Sequence[Sequence[tuple[float, float]]]) -> Estimate:
+    """Return the share with Fieller's interval over questions, one added at either end as in `statistics.between`."""
+    won_Q = [sum((a == 1) + (b == 0) for a, b in both) for both in both_Q]
+    decided_Q = [sum((a != 0.5) + (b != 0.5) for a, b in both) for both in both_Q]
+    n = len(both_Q)
+    if not sum(decided_Q):
+        return Estimate(float("nan"), 0, why="all pairs judged in both orders are ties" if n else ONE_ORDER)
+    share = sum(won_Q) / sum(decided_Q)
+    if n < FEWEST:
+        return Estimate(share, n, why=f"{n} question{'s' if n > 1 else ''}: no interval")
+    found = bounded(ratio([*won_Q, 1.0, 0.0], [*decided_Q, 1.0, 1.0]))
+    return Estimate(share, n, found.low, found.high, found.why)

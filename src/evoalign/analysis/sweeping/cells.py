@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep runs: cells (one combination of settings each) and, of each cell, one run a seed. Nothing is started.
+"""The trial configs of a sweep, their runs (one per seed), and the sweep's folder. Starts nothing.
 
-A cell's folder is named by its settings as the config reads them, so `1e-3` and `0.001` are one cell.
+A trial config (a cell of the grid) is named by its settings as parsed, so `1e-3` and `0.001` are the same.
+
+sweep.json              base config, method, cells and their seeds: a later command resumes them, or adds cells
+CELL/seed_K/            the runs, each a run directory
+configs/, logs/         config and output of each run
+results.json, table.md  the results; figures/
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +24,12 @@ from typing import Any, cast
 import yaml
 
 from evoalign import engines
-from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
+from evoalign.config import NO_ES, Config, from_dict, load, outside, parse_overrides
 from evoalign.config.grpo import place_of
 from evoalign.config.reading import parse_yaml, read_object
-from evoalign.errors import ConfigError, DataError
-from evoalign.rundir.directory import MEASURING
+from evoalign.errors import ConfigError, DataError, RunExistsError, shown
+from evoalign.rundir.directory import LOCK, MEASURING, RunDir
+from evoalign.rundir.files import refuse_links, write_text
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import Method
 
@@ -29,11 +37,16 @@ Tree = dict[str, Any]
 Settings = dict[str, Any]
 """Values by dotted name, such as `es.sigma`."""
 NAME_LENGTH = 120
-RESERVED = {"seed": "--seeds gives the seeds", "output_dir": "--to names the folder of the sweep"}
+RESERVED = {"seed": "use --seeds", "output_dir": "use --to"}
+FORMAT_VERSION = 1
+SWEEP = "sweep.json"
+STUDY = "study.jsonl"
+"""Optuna's journal of a search."""
+NAMES = re.compile(r"(?!\.+$)[A-Za-z0-9_.,=+~-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TrialConfig:
     """One combination of settings."""
 
     name: str
@@ -42,9 +55,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One seed of a cell: a run directory, and the config that it is made with."""
+    """One seed of a trial config, its run directory and its resolved config."""
 
-    cell: Cell
+    cell: TrialConfig
     seed: int
     path: Path
     config: Config
@@ -52,24 +65,24 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Unique in the sweep."""
+        """Unique name within the sweep."""
         return f"{self.cell.name}/seed_{self.seed}"
 
     @property
     def steps(self) -> int:
-        """Generations, or optimizer steps, of the whole run."""
+        """Number of generations or optimizer steps of the whole run."""
         return self.config.es.num_generations if self.method == "es" else self.config.grpo.max_steps
 
     def evaluation(self) -> Tree | None:
-        """results/evaluation.json where this run is done: all its steps, with these settings, and what comes after.
+        """Return results/evaluation.json if the run is finished with these settings, else None.
 
-        One that died while its placebos were measured is not: resumed, it has them.
+        A run that was killed while it measured placebos is not finished; resuming measures them.
         """
         tree = read_json(self.path / "results" / "evaluation.json")
         whole = tree is not None and isinstance(tree.get("after"), dict) and isinstance(tree.get("before"), dict)
         if tree is None or not whole or tree.get(MEASURING):
             return None
-        ended = "ending" in tree  # before the last step, by settings that a run may be resumed with others of
+        ended = "ending" in tree  # stopped early, by `stopping`
         if not ended and tree.get("generation") not in (None, self.steps):
             return None
         try:
@@ -80,22 +93,19 @@ class Run:
         return None if odd or (ended and there.stopping != self.config.stopping) else tree
 
 
-def judged(tree: Tree) -> Tree:
-    """Of what `Run.evaluation` gives, the measures of the end that may be chosen by: validation's, where there are any.
-
-    Those of the test split otherwise, to be shown; whoever chooses refuses such a run.
-    """
+def chosen_on(tree: Tree) -> Tree:
+    """Return the final measures on the validation split, or on the test split if there is none."""
     return tree["validation"]["after"] if has_validation(tree) else tree["after"]
 
 
 def has_validation(tree: Tree) -> bool:
-    """Whether a run's evaluation.json has measures of a validation split."""
+    """Return whether an evaluation.json has measures of a validation split."""
     found = tree.get("validation")
     return isinstance(found, dict) and isinstance(found.get("after"), dict)  # pyright: ignore[reportUnknownMemberType]
 
 
 def axis(text: str) -> tuple[str, list[Any]]:
-    """`es.sigma=0.001,0.003` as a setting and its values. Raises ConfigError."""
+    """Parse `es.sigma=0.001,0.003` into a setting and its values. Raises ConfigError."""
     key, sign, values = text.partition("=")
     try:
         found: object = parse_yaml(f"[{values}]", "--grid")
@@ -107,7 +117,7 @@ def axis(text: str) -> tuple[str, list[Any]]:
 
 
 def read_cells(path: Path) -> list[Settings]:
-    """A YAML list of cells, each a mapping from dotted names to values. Raises ConfigError."""
+    """Read a YAML list of cells, each a mapping from dotted names to values. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,21 +125,22 @@ def read_cells(path: Path) -> list[Settings]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--cells {path} is not YAML: {error}") from None
     found: object = parse_yaml(text, f"--cells {path}")
-    if not isinstance(found, list) or not found or not all(_is_settings(cell) for cell in cast(list[object], found)):
+    rows = cast(list[Any], found) if isinstance(found, list) else []
+    if not rows or not all(isinstance(row, dict) and row and all(isinstance(k, str) for k in row) for row in rows):
         raise ConfigError(
             f"--cells {path}: expected a list of cells such as - {{es.sigma: 0.001, es.learning_rate: 5e-4}}"
         )
-    return cast(list[Settings], found)
+    return rows
 
 
 def product(grid: Mapping[str, Sequence[Any]], cells: Sequence[Settings] = ({},)) -> list[Settings]:
-    """Each of the cells with each combination of the grid."""
+    """Combine each cell with each combination of the grid."""
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return [{**cell, **combination} for cell in cells for combination in combinations]
 
 
 def resolve(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Config:
-    """Return the config of a cell; `fixed` are seed and output_dir. Raises ConfigError naming the settings."""
+    """Return the config of a cell; `fixed` are seed and output_dir. Raises ConfigError that names the cell."""
     try:
         return engines.read(unread(base, settings, method, **fixed))
     except ConfigError as error:
@@ -137,41 +148,45 @@ def resolve(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Con
 
 
 def unread(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Config:
-    """As `resolve`, without importing an engine that the settings name."""
+    """Return the config without importing the engine it names."""
     for key in settings:
         if key in RESERVED:
-            raise ConfigError(f"{key} cannot be swept: {RESERVED[key]}")
-    tree = parse_overrides(base, [f"{k}={_as_yaml(v)}" for k, v in settings.items()])
+            raise ConfigError(f"{key} cannot be swept; {RESERVED[key]}")
+    texts = {
+        key: yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+        for key, value in settings.items()
+    }
+    tree = parse_overrides(base, [f"{k}={text.strip().removesuffix('...').strip()}" for k, text in texts.items()])
     config = from_dict({**tree, **fixed})
     if method == "es" and config.es_ is None:
         raise ConfigError(f"{NO_ES}; for GRPO: --method grpo")
     return config
 
 
-def make_cells(base: Tree, many: Sequence[Settings], method: Method) -> list[Cell]:
-    """All cells, checked and named; one that is given twice is one. Raises ConfigError."""
-    found: dict[str, Cell] = {}
+def make_cells(base: Tree, many: Sequence[Settings], method: Method) -> list[TrialConfig]:
+    """Validate and name the cells, each once. Raises ConfigError."""
+    found: dict[str, TrialConfig] = {}
     for settings in many:
         tree = resolve(base, settings, method).model_dump(mode="json")
         settings = {key: _resolved(tree, place_of(key), value) for key, value in settings.items()}
         name = name_of(settings, method)
-        found.setdefault(name, Cell(name, settings))
+        found.setdefault(name, TrialConfig(name, settings))
     return list(found.values())
 
 
-def make_runs(base: Tree, cells: Sequence[Cell], seeds: Sequence[int], method: Method, to: Path) -> list[Run]:
-    """One run of each cell and seed, seed by seed, so that an early look has something of every cell."""
+def make_runs(base: Tree, cells: Sequence[TrialConfig], seeds: Sequence[int], method: Method, to: Path) -> list[Run]:
+    """Return one run per cell and seed, ordered by seed so that early results cover every cell."""
     return [make_run(base, cell, seed, method, to) for seed in seeds for cell in cells]
 
 
-def make_run(base: Tree, cell: Cell, seed: int, method: Method, to: Path) -> Run:
-    """The run of one cell and seed. Raises ConfigError."""
+def make_run(base: Tree, cell: TrialConfig, seed: int, method: Method, to: Path) -> Run:
+    """Return the run of one cell and seed. Raises ConfigError."""
     path = to / cell.name / f"seed_{seed}"
     return Run(cell, seed, path, resolve(base, cell.settings, method, seed=seed, output_dir=str(path)), method)
 
 
 def name_of(settings: Settings, method: Method) -> str:
-    """Readable, and safe as the name of a folder: `sigma=0.001,lora.rank=4`."""
+    """Return a readable name that is safe as a folder: `sigma=0.001,lora.rank=4`."""
     parts = [f"{key.removeprefix(f'{method}.')}={_shown(value)}" for key, value in settings.items()]
     name = ",".join(parts) or "base"
     safe = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", name)
@@ -181,27 +196,15 @@ def name_of(settings: Settings, method: Method) -> str:
 
 
 def read_json(path: Path) -> Tree | None:
-    """A JSON object; None where there is none, or half of one."""
+    """Read a JSON object; None if the file is missing or damaged."""
     try:
         return read_object(path)
     except DataError:
         return None
 
 
-def _is_settings(cell: object) -> bool:
-    return (
-        isinstance(cell, dict) and bool(cell) and all(isinstance(key, str) for key in cast(dict[object, object], cell))
-    )
-
-
-def _as_yaml(value: Any) -> str:
-    """On one line, as `--set` reads it."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
-    return text.strip().removesuffix("...").strip()
-
-
 def _resolved(tree: Tree, key: str, given: Any) -> Any:
-    """A setting as the config reads it, where it is no whole section."""
+    """Return a setting as parsed by the config; a whole section is returned as given."""
     node: Any = tree
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
@@ -214,3 +217,126 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return "+".join(map(_shown, cast(list[Any], value)))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+# --- folder -----------------------------------------------------------------------------------------------------------
+
+
+class Folder:
+    """A sweep's folder. Call `lock` first and `release` at the end."""
+
+    def __init__(self, path: Path, base: Tree, method: Method) -> None:
+        self.path, self.base = path, base
+        self.method: Method = method
+        self.header: Tree = {"method": method}
+        """Fields of results.json besides the cells."""
+        self.outcomes: dict[str, Tree] = {}
+        """Results of finished runs by name, cached."""
+        self.search: Tree | None = None
+        """Space, seeds and measure of a search; None for a grid."""
+        self.cells: dict[str, TrialConfig] = {}
+        self.seeds: dict[str, list[int]] = {}
+        self._lock = RunDir(path)
+
+    def lock(self, search: Tree | None = None, cells: Sequence[TrialConfig] = ()) -> None:
+        """Lock the folder and read sweep.json, which must have the same base config and search.
+
+        The folder is untrusted: a cell in it that is not in `cells`, those of the command, may not contain settings
+        that reach outside its runs (`evoalign.config.outside`). Raises RunExistsError, ConfigError.
+        """
+        self.search = search
+        file = self.path / SWEEP
+        ours = (LOCK, f".{SWEEP}.tmp")  # left by a sweep that was killed before sweep.json was complete
+        others = [e for e in self.path.iterdir() if e.name not in ours] if self.path.is_dir() else self.path.exists()
+        if others and not file.is_file():
+            raise RunExistsError(f"--to {self.path} exists and is not a sweep; choose another folder")
+        try:
+            self._lock.lock()
+        except RunExistsError as error:
+            raise RunExistsError(str(error).replace("output_dir", "--to").replace("training", "running")) from None
+        try:
+            refuse_links(self.path, (STUDY, "configs"))
+            if file.is_file():
+                self._read(file, cells)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        self._lock.release()
+
+    def add(self, cells: Sequence[TrialConfig], seeds: Sequence[int]) -> None:
+        """Add cells and seeds to sweep.json. Raises RunExistsError if a folder of theirs is a link."""
+        for name in (cell.name for cell in cells):
+            refuse_links(self.path, (name, f"configs/{name}", *(f"{name}/seed_{seed}" for seed in seeds)))
+        for cell in cells:
+            self.cells.setdefault(cell.name, cell)
+            known = self.seeds.setdefault(cell.name, [])
+            known += [seed for seed in seeds if seed not in known]
+        tree = {
+            "format_version": FORMAT_VERSION,
+            "method": self.method,
+            "base": self.base,
+            "search": self.search,
+            "cells": [
+                {"name": cell.name, "settings": cell.settings, "seeds": self.seeds[cell.name]}
+                for cell in self.cells.values()
+            ],
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / SWEEP, json.dumps(tree, indent=2) + "\n")
+
+    @property
+    def searched(self) -> list[str]:
+        """The settings that a search chooses; empty for a grid."""
+        return list((self.search or {}).get("space", ()))
+
+    def runs(self) -> list[Run]:
+        """Return all runs of the sweep, without those that the base config no longer accepts."""
+        found: list[Run] = []
+        for cell in self.cells.values():
+            with suppress(ConfigError):
+                found += [make_run(self.base, cell, seed, self.method, self.path) for seed in self.seeds[cell.name]]
+        return found
+
+    def _read(self, file: Path, cells: Sequence[TrialConfig]) -> None:
+        tree = read_json(file)
+        try:
+            if tree is None or tree["format_version"] != FORMAT_VERSION:
+                raise ValueError
+            if not all(NAMES.fullmatch(c["name"]) for c in tree["cells"]):
+                raise ValueError
+            self.cells = {c["name"]: TrialConfig(c["name"], dict(c["settings"])) for c in tree["cells"]}
+            self.seeds = {c["name"]: [int(seed) for seed in c["seeds"]] for c in tree["cells"]}
+            method, base, search = tree["method"], dict(tree["base"]), tree["search"]
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{file} is damaged or of another version; choose another folder with --to") from None
+        odd = [f"method is {method!r} in the folder and {self.method!r} now"] if method != self.method else []
+        for cell in list(self.cells.values())[: 0 if odd else 1]:
+            ours, theirs = (unread(tree, cell.settings, self.method, seed=0) for tree in (self.base, base))
+            odd = differences(ours, theirs, self.method)[0]
+            if self.search is not None and ours.stopping != theirs.stopping:  # a grid may mix them, a search not
+                odd.append("stopping differs")
+        if search != self.search:
+            odd.append(f"search is {search} in the folder and {self.search} now")
+        if odd:
+            raise ConfigError(
+                f"{self.path} has a sweep of another config: {'; '.join(odd)}; choose another folder with --to"
+            )
+        known = [place for cell in (TrialConfig("", {}), *cells) for place in self._outside(cell)]
+        for cell in self.cells.values():
+            for place, value in self._outside(cell):
+                if (place, value) not in known:
+                    raise ConfigError(
+                        f"{self.path} has the cell {cell.name}, which sets {place} to {shown(value)}. Such settings "
+                        "are not taken from a folder: give the cell in the command, or choose another --to"
+                    )
+
+    def _outside(self, cell: TrialConfig) -> list[tuple[str, object]]:
+        """Return the settings of a cell that reach outside its runs; none if the base config refuses the cell."""
+        try:
+            config = unread(self.base, cell.settings, self.method)
+        except ConfigError:
+            return []
+        return [(place, value) for place, value, _ in outside.marked(config)]

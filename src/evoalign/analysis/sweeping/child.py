@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a sweep: `python -m evoalign.analysis.sweeping.child FD evoalign.cli train CONFIG --resume` is
-`python -m evoalign.cli train CONFIG --resume` in a process that ends when the sweep is gone.
+"""Run one run of a sweep in a process that ends when the sweep's process ends.
 
-FD is the reading end of a pipe that the sweep holds open. A guard process beside the run waits for its hang-up, however
-the sweep ended (as `tasks/worker.py` does for rewards); then it asks the run to save and stop, and kills what is left.
+`python -m evoalign.analysis.sweeping.child FD evoalign.cli train CONFIG --resume` runs
+`python -m evoalign.cli train CONFIG --resume`. FD is the read end of a pipe that the sweep keeps open. A forked guard
+process waits until it is closed, however the sweep ended, then asks the run to save and stop, and kills it in the end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 import time
 
 GUARD_SECONDS = 1.0
-"""How often the guard looks whether the run itself is still there."""
+"""Interval at which the guard checks that the run is alive."""
 GRACE_SECONDS = 60.0
-"""For a run without its sweep to end a generation and save; the journal is whole in any case."""
+"""Time for the run to finish a generation and save; the journal is complete in any case."""
 
 
 def main() -> None:
-    """Fork the guard, then be the module that is named, with the words that follow."""
+    """Fork the guard, then run the named module with the remaining arguments."""
     _, descriptor, module, *words = sys.argv
     _guard(int(descriptor))
     sys.argv = [module, *words]
@@ -30,14 +30,14 @@ def main() -> None:
 
 
 def _guard(descriptor: int) -> None:
-    """Before anything heavy is imported: the guard stays small."""
+    """Fork the guard, before heavy imports to keep it small."""
     run = os.getpid()
     if os.fork():
         os.close(descriptor)
         return
     try:
         hangup = select.poll()
-        hangup.register(descriptor, 0)  # only the hang-up: nothing is ever written
+        hangup.register(descriptor, 0)  # hang-up only: nothing is written
         while os.getppid() == run and not hangup.poll(GUARD_SECONDS * 1000):
             pass
         if os.getppid() == run:

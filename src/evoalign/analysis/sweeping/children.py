@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of a sweep that are under way: a process each, so that a crash touches that run alone."""
+"""The running processes of a sweep, one per run, and their live display."""
 
 from __future__ import annotations
 
@@ -11,26 +11,37 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from evoalign.analysis.sweeping.cells import Run
 from evoalign.config import to_yaml
 from evoalign.config.reading import check_regular, parse
 from evoalign.errors import ConfigError, DataError, RunExistsError
+from evoalign.report.tables import visible
+from evoalign.report.terminal import print_line
+from evoalign.rewards.objective import aim
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import links_in, write_text
 from evoalign.rundir.method import COMMANDS
 
+SHOWN_ENDED = 6
+"""Number of ended runs that stay in the live table."""
 TAIL_LINES = 5
-"""Lines of a failed run's log that are shown."""
+"""Number of lines of a failed run's log that are shown."""
 TAIL_BYTES = 1 << 16
-"""More than the last rows of metrics.jsonl and the last lines of a log take."""
+"""Bytes read from the end of metrics.jsonl and of logs."""
 
 
 @dataclass(slots=True)
 class Child:
-    """A run under way. `hold` is the end of the pipe whose closing ends it."""
+    """A running run. Closing `hold`, the write end of its pipe, ends it."""
 
     run: Run
     process: subprocess.Popen[bytes]
@@ -52,12 +63,12 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """The signal or the exit code."""
         return f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
 
 
 class Children:
-    """At most `jobs` runs at once, on `gpus` in turn. `kill` them in the end, whatever happened."""
+    """At most `jobs` processes, on `gpus` in turn. Call `kill` at the end in any case."""
 
     def __init__(self, folder: Path, jobs: int, gpus: Sequence[str]) -> None:
         self.folder, self.jobs, self.gpus = folder, jobs, gpus
@@ -65,11 +76,11 @@ class Children:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may start."""
+        """Whether another run may start."""
         return len(self.running) < self.jobs
 
     def start(self, run: Run) -> None:
-        """Start a run, or go on with it. Its output goes to logs/CELL/seed_K.log."""
+        """Start or resume a run. Its output goes to logs/CELL/seed_K.log."""
         config = self.folder / "configs" / f"{run.name}.yaml"
         log = self.folder / "logs" / f"{run.name}.log"
         for file in (config, log):
@@ -87,7 +98,7 @@ class Children:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for the sweep, which asks its runs to stop
+                    start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops its runs
                 )
         except BaseException:
             os.close(hold)
@@ -97,18 +108,18 @@ class Children:
         self.running[run.name] = Child(run, process, hold, slot, log, time.monotonic())
 
     def ended(self) -> list[Ended]:
-        """Those that have ended since they were last asked for."""
+        """Return and forget the processes that have ended."""
         return [self._end(child) for child in list(self.running.values()) if child.process.poll() is not None]
 
     def stop(self, name: str | None = None) -> None:
-        """Ask a run, or all, to save and stop after this generation."""
+        """Signal a run, or all, to save and stop after this generation."""
         for child in self.running.values():
             if name in (None, child.run.name):
                 with suppress(ProcessLookupError):
                     os.kill(child.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all that still run, at once, with what they have started."""
+        """Kill all process groups that still run."""
         for child in list(self.running.values()):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
@@ -123,23 +134,23 @@ class Children:
         return Ended(child.run, code, child.log, tail, time.monotonic() - child.started)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        ours = {"OMP_NUM_THREADS": str(max(1, cores() // self.jobs))} | os.environ  # one that is set is respected
-        ours["PYTHONUNBUFFERED"] = "1"  # stdout and stderr in their order
+        ours = {"OMP_NUM_THREADS": str(max(1, cores() // self.jobs))} | os.environ  # a value in the environment wins
+        ours["PYTHONUNBUFFERED"] = "1"  # keep stdout and stderr in order
         if self.gpus:
             ours["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         return ours
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(given: Sequence[str] | None) -> list[str]:
-    """GPUs by number or name: those that are given, or else all that are visible. Raises ConfigError."""
+    """Return the given GPUs, or else all visible ones, by number or name. Raises ConfigError."""
     if given is not None:
         if not all(given):
-            raise ConfigError("--gpus: expected numbers or names between commas, such as 0,1")
+            raise ConfigError("--gpus: expected comma-separated numbers or names, such as 0,1")
         return list(given)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
@@ -150,20 +161,20 @@ def visible_gpus(given: Sequence[str] | None) -> list[str]:
 
 
 def is_busy(path: Path) -> bool:
-    """Whether a process is in a run directory: one of a sweep that was killed may still be saving."""
+    """Return whether another process uses a run directory, such as a killed sweep's run that still saves."""
     run = RunDir(path)
     if not path.is_dir():
         return False
     try:
         run.lock()
     except RunExistsError:
-        return not any(links_in(path, whole=True))  # where it holds links, its own process reports them
+        return not any(links_in(path, whole=True))  # for links, its own process reports the error
     run.release()
     return False
 
 
 def last_lines(path: Path) -> list[str]:
-    """The whole lines at the end of a file, without empty ones; none where there is no file."""
+    """Return the complete, non-empty lines at the end of a file; none if it is missing."""
     try:
         check_regular(path, 2**44)
         with path.open("rb") as file:
@@ -178,10 +189,97 @@ def last_lines(path: Path) -> list[str]:
 
 
 def last_rows(path: Path) -> list[dict[str, Any]]:
-    """The last rows of a metrics.jsonl."""
+    """Return the last rows of a metrics.jsonl."""
     rows: list[dict[str, Any]] = []
     for line in last_lines(path):
-        with suppress(DataError):  # the line that is being written
+        with suppress(DataError):  # an incomplete last line
             row = parse(line.encode(), str(path), finite=False)
             rows += [row] if isinstance(row, dict) else []
     return rows
+
+
+# --- display ----------------------------------------------------------------------------------------------------------
+
+
+class Display:
+    """A live table on a terminal, else a line per run that starts or ends.
+
+    `total` counts the runs of this command, `before` those that were finished already.
+    """
+
+    def __init__(self, children: Children, total: int, before: int, console: Console) -> None:
+        self.children, self.total, self.before, self.console = children, total, before, console
+        self.done = self.failed = self.pruned = 0
+        self._start = time.monotonic()
+        self._ended: list[tuple[str, str, str]] = []
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=1)
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._live.stop()
+
+    def started(self, name: str) -> None:
+        """Report the start of a run."""
+        if not self.console.is_terminal:
+            self.print(f"starts   {name}")
+
+    def ended(self, end: Ended, state: str, reward: float | None) -> None:
+        """Report the end of a run; `state` is done, failed, stopped or pruned."""
+        self.done += state == "done"
+        self.failed += state == "failed"
+        self.pruned += state == "pruned"
+        result = f"reward {reward:.4g}" if reward is not None else end.how if state == "failed" else ""
+        self._ended.append((end.run.name, state, result))
+        if state == "failed":
+            self.print("\n  ".join([f"failed   {end.run.name}: {end.how}; log: {end.log}", *end.tail]))
+        elif not self.console.is_terminal:
+            count = f"({self.before + self.done + self.failed + self.pruned} of {self.total})"
+            self.print(
+                " ".join(filter(None, [f"{state:8} {end.run.name}", result, f"in {_clock(end.seconds)}", count]))
+            )
+
+    def print(self, text: str) -> None:
+        """Print lines with control characters escaped, since logs are untrusted."""
+        ascii_only = not self.console.encoding.startswith("utf")
+        print_line(self.console, "\n".join(visible(line, ascii_only=ascii_only) for line in text.split("\n")))
+
+    def _render(self) -> Group:
+        running = list(self.children.running.values())
+        shares = {child.run.name: _progress(child) for child in running}
+        table = Table(box=None, pad_edge=False)
+        for heading in ("run", "state", "step", "reward", "elapsed"):
+            table.add_column(heading, justify="left" if heading in ("run", "state") else "right")
+        for name, state, result in self._ended[-SHOWN_ENDED:]:
+            table.add_row(Text(name), Text(state, "red" if state == "failed" else "green"), "", Text(result), "")
+        for child in running:
+            step, reward = shares[child.run.name]
+            elapsed = _clock(time.monotonic() - child.started)
+            shown = "" if reward is None else f"{reward:.4g}"
+            table.add_row(Text(child.run.name), "running", f"{step}/{child.run.steps}", shown, elapsed)
+        worked = self.done + self.failed + self.pruned
+        left = self.total - self.before - worked - len(running)
+        counts = f"{self.before + self.done} done, {len(running)} running, {self.failed} failed, {left} waiting"
+        counts += f", {self.pruned} pruned" if self.pruned else ""
+        worked += sum(step / child.run.steps for child, (step, _) in zip(running, shares.values(), strict=True))
+        elapsed = time.monotonic() - self._start
+        if worked > 0:
+            counts += f"; about {_clock(elapsed * (self.total - self.before - worked) / worked)} left"
+        return Group(Text(counts, "bold"), table)
+
+
+def _progress(child: Child) -> tuple[int, float | None]:
+    """Return steps done and the latest reward: on validation or test if evaluated, else the population mean."""
+    rows = last_rows(child.run.path / "metrics.jsonl")
+    if not rows:
+        return 0, None
+    measured = (row.get("validation") or row.get("evaluation") for row in reversed(rows))
+    evaluated = next((aim(measures) for measures in measured if measures), None)
+    return int(rows[-1]["generation"]) + 1, rows[-1].get("mean") if evaluated is None else evaluated
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(max(0.0, seconds))))

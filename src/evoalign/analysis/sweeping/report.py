@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a sweep: a heat map over two settings, and lines over one.
+"""The figures of a sweep: a heat map over two settings, lines over one, and a scatter plot of a search.
 
-A heat map shows the measure and the hacked share side by side. Both axes have the values that were run, in their order
-and evenly spaced, so that settings that grow by factors lie as on a log axis. A cell that was not run is hatched.
+A heat map shows the measure and the hacked share. Its axes have the values that were run, evenly spaced, so that values
+that differ by factors appear as on a log axis. A cell that was not run is hatched.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SAFE_HACKED = 0.01
-"""A cell is in the safe band where, in every seed, no more than this share of the final test completions is hacked
-(nothing at all for a hundred completions or fewer), and the mean reward over the seeds is above the start's."""
+"""A cell is in the safe band if at most this share of the final test completions is hacked in every seed (none at all
+for a hundred completions or fewer), and the mean reward is above that before training."""
 BAND = "#0a7d33"
 HATCH = "#b8bec5"
 LOG_RATIO = 8.0
-"""A line plot has a log axis where the largest value is so many times the smallest."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A cell: its settings, and of each seed that is done the measure and the hacked share.
+    """A cell: its settings, and the measure and hacked share of each finished seed.
 
     `start` is the measure before training, `gain` the mean change of the reward.
     """
@@ -45,14 +45,14 @@ class Point:
 
     @property
     def is_safe(self) -> bool:
-        """See `SAFE_HACKED`."""
+        """Whether the cell is in the safe band, see `SAFE_HACKED`."""
         return bool(self.hacked) and max(self.hacked) <= SAFE_HACKED and self.gain is not None and self.gain > 0
 
 
 def heat_map(
     points: Sequence[Point], path: str | Path, *, x: str, y: str, measure: str = "reward", title: str = ""
 ) -> None:
-    """The measure and the hacked share over two settings, with the safe band's outline."""
+    """Draw the measure and the hacked share over two settings, with the outline of the safe band."""
     xs, ys = (ordered([point.settings.get(key) for point in points]) for key in (x, y))
     figure = canvas(max(9.0, 2 * (1.5 + 0.95 * len(xs))), max(3.6, 1.9 + 0.72 * len(ys)), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -73,7 +73,7 @@ def heat_map(
 
 
 def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "reward", title: str = "") -> None:
-    """The measure, each seed a dot, the mean a line with one standard deviation around it; below, the hacked share."""
+    """Draw the measure over one setting: seeds, mean and standard deviation; below, the hacked share."""
     values = ordered([point.settings.get(x) for point in points])
     by_value = {shown(point.settings.get(x)): point for point in points}
     ran = [by_value[shown(value)] for value in values]
@@ -103,7 +103,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
 def scatter(
     points: Sequence[Point], path: str | Path, *, keys: Sequence[str], measure: str = "reward", title: str = ""
 ) -> None:
-    """The trials of a search over each setting: the mean over seeds, the best one marked."""
+    """Draw the trials of a search over each setting: the mean over seeds, with the best marked."""
     columns = min(3, len(keys))
     rows = -(-len(keys) // columns)
     figure = canvas(max(5.0, 3.6 * columns), 0.6 + 3.0 * rows, layout="constrained")
@@ -130,14 +130,14 @@ def scatter(
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:
-    """Without repetition: numbers by size, and the rest by name after them."""
+    """Return the distinct values: sorted numbers, then the rest sorted by name."""
     unique = {shown(value): value for value in values}
     numbers = [value for value in unique.values() if _is_number([value])]
     return [*sorted(numbers), *(unique[name] for name in sorted(unique) if not _is_number([unique[name]]))]
 
 
 def shown(value: Any) -> str:
-    """A setting's value on an axis."""
+    """Return a setting's value as text on an axis."""
     return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
 
 
@@ -146,7 +146,7 @@ def _is_number(values: Sequence[Any]) -> bool:
 
 
 def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: int, height: int, share: bool) -> None:
-    """Colour and write the mean over seeds into each cell."""
+    """Colour each cell by its mean over seeds, and write the mean into it."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
@@ -173,7 +173,7 @@ def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: 
 
 
 def _outline(axes: Axes, safe: set[tuple[int, int]]) -> None:
-    """The edges between a cell of the safe band and one that is not."""
+    """Draw the edges between cells of the safe band and others."""
     for i, j in safe:
         for (di, dj), (xs, ys) in {
             (-1, 0): ((i - 0.5, i - 0.5), (j - 0.5, j + 0.5)),
@@ -186,7 +186,7 @@ def _outline(axes: Axes, safe: set[tuple[int, int]]) -> None:
 
 
 def _spread(axes: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], color: str) -> None:
-    """Each seed a dot; the mean a line, with one standard deviation around it where there are two seeds or more."""
+    """Draw each seed as a dot, the mean as a line, and one standard deviation from two seeds on."""
     ran = [(place, values) for place, values in zip(x, seeds, strict=True) if values]
     if not ran:
         return
@@ -197,18 +197,10 @@ def _spread(axes: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], co
         label = "one standard deviation over seeds"
         axes.fill_between(places, means - widths, means + widths, color=color, alpha=0.15, linewidth=0, label=label)
     axes.plot(places, means, color=color, linewidth=2, marker="o", markersize=4, label="mean over seeds")
-    dots = [(place, value) for place, values in ran for value in values]
-    axes.plot(
-        [place for place, _ in dots],
-        [value for _, value in dots],
-        linestyle="",
-        marker="o",
-        markersize=5,
-        markerfacecolor="none",
-        markeredgecolor=color,
-        alpha=0.7,
-        label="a seed",
-    )
+    x_dots = [place for place, values in ran for _ in values]
+    y_dots = [value for _, values in ran for value in values]
+    style: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "markeredgecolor": color, "alpha": 0.7}
+    axes.plot(x_dots, y_dots, linestyle="", marker="o", label="a seed", **style)
 
 
 def _heading(figure: Figure, title: str) -> None:
@@ -216,7 +208,7 @@ def _heading(figure: Figure, title: str) -> None:
 
 
 def _key(figure: Figure, has_band: bool, has_gaps: bool) -> None:
-    """What the outline and the hatching mean."""
+    """Draw the legend of outline and hatching."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

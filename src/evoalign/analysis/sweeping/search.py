@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`search`: Optuna chooses the settings, trial by trial; a trial is a cell with all its seeds.
+"""`search`: Optuna chooses the settings; a trial is one trial config with all its seeds.
 
-TPE (Bergstra et al., NeurIPS 2011), seeded anew for each trial, so that a search that was stopped asks for the same as
-one that was not (with one job: with more, what a trial knows of the others depends on which ended first).
-The study is a file in the sweep's folder. The median pruner looks at the first seed alone, whose run is stopped where
-its evaluations lag; the other seeds of that trial are then never started.
+TPE (Bergstra et al., NeurIPS 2011), seeded anew for each trial, so that a resumed search proposes the same trials as an
+uninterrupted one (with one job; with more, proposals depend on which trial ended first). The study is a file in
+the sweep's folder. The median pruner reads the first seed only: if its evaluations lag, its run is stopped and the
+other seeds of the trial are not started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -22,20 +22,21 @@ from rich.console import Console
 from evoalign import tracking
 from evoalign.analysis.sweeping import results
 from evoalign.analysis.sweeping.cells import (
-    Cell,
+    STUDY,
+    Folder,
     Run,
     Settings,
     Tree,
+    TrialConfig,
+    chosen_on,
     has_validation,
-    judged,
     make_cells,
     make_run,
     product,
 )
-from evoalign.analysis.sweeping.children import Children, Ended, is_busy, last_rows
-from evoalign.analysis.sweeping.folder import STUDY, Folder
-from evoalign.analysis.sweeping.progress import Display
+from evoalign.analysis.sweeping.children import Children, Display, Ended, is_busy, last_rows
 from evoalign.analysis.sweeping.sweep import (
+    Source,
     Sweep,
     check_measure,
     check_validation,
@@ -58,13 +59,14 @@ if TYPE_CHECKING:
 
 SAMPLER_SEED = 0
 STARTUP_TRIALS = 5
-"""Trials that the median is taken over at the least, before any is pruned."""
+"""Number of finished trials before any is pruned."""
 CHECKED_CORNERS = 256
+"""At most this many combinations of extreme values are validated before the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """The values a setting may take: a range, or choices."""
+    """The values of a setting: a range, or choices."""
 
     low: float = 0.0
     high: float = 0.0
@@ -72,7 +74,7 @@ class Domain:
     choices: tuple[Any, ...] = ()
 
     def suggest(self, trial: Trial, key: str) -> Any:
-        """The trial's value."""
+        """Return the trial's value."""
         if self.choices:
             return trial.suggest_categorical(key, self.choices)
         if isinstance(self.low, int) and isinstance(self.high, int):
@@ -81,19 +83,39 @@ class Domain:
 
     @property
     def corners(self) -> list[Any]:
-        """What has to be a good value for the rest to be."""
+        """The extreme values, which are validated before the start."""
         return list(self.choices) or [self.low, self.high]
 
 
 def domain(text: str) -> tuple[str, Domain]:
-    """`es.sigma=0.001..0.03:log`, `es.population_size=8..64` or `space.name=lora,lowrank`. Raises ConfigError."""
+    """Parse `es.sigma=0.001..0.03:log`, `es.population_size=8..64` or `space.name=lora,lowrank`. Raises ConfigError."""
     key, sign, values = (part.strip() for part in text.partition("="))
+    wrong = ConfigError(f"--search {text!r}: expected setting=low..high, setting=low..high:log or setting=value,value")
     try:
-        return key, _range(values, key) if ".." in values else Domain(choices=_choices(values, key and sign))
+        if ".." in values:
+            found = _range(values)
+            if found.low > found.high:
+                raise ConfigError(f"--search {text}: the low end is above the high end")
+            is_valid = math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high
+            is_valid = is_valid and not (found.log and found.low <= 0)
+        else:
+            parsed: Any = yaml.safe_load(f"[{values}]")
+            found = Domain(choices=tuple(parsed) if isinstance(parsed, list) else ())
+            is_valid = bool(found.choices) and not any(isinstance(value, list | dict) for value in found.choices)
     except (ValueError, yaml.YAMLError):
-        raise ConfigError(
-            f"--search {text!r}: expected setting=low..high, setting=low..high:log or setting=value,value"
-        ) from None
+        raise wrong from None
+    if not (key and sign and is_valid):
+        raise wrong
+    return key, found
+
+
+def _range(text: str) -> Domain:
+    ends, _, kind = text.partition(":")
+    low, _, high = ends.partition("..")
+    if kind not in ("", "log"):
+        raise ValueError
+    is_whole = not any(mark in ends.replace("..", "") for mark in ".eE")
+    return Domain(*((int(low), int(high)) if is_whole else (float(low), float(high))), log=kind == "log")
 
 
 def search(
@@ -110,12 +132,11 @@ def search(
     to: str | Path | None = None,
     console: Console | None = None,
 ) -> Sweep:
-    """Look for the settings with the highest mean of `measure` over the seeds, on the validation split; None: of what
-    is trained for, the reward or that of `task.fitness`.
+    """Search the settings with the highest mean of `measure` over the seeds on the validation split.
 
-    The pruner reads that too, and neither reads the test split, on which the best is reported. `trials` counts those
-    of earlier commands too. Raises ConfigError before anything runs, also where there is no validation split;
-    StoppedError after a signal.
+    `measure` None is the training objective. Neither search nor pruner reads the test split, on which the best is
+    reported. `trials` includes those of earlier commands. Raises ConfigError before anything runs, also without a
+    validation split; StoppedError after a signal.
     """
     base, seeds, folder = prepare(config, seeds, method, to)
     corners = product({key: found.corners for key, found in space.items()})[:CHECKED_CORNERS]
@@ -124,7 +145,7 @@ def search(
         tracking.check(checked)
         if prune and not checked.evaluation.every:
             raise ConfigError(
-                "--prune needs evaluations on the way: set evaluation.every, such as --set evaluation.every=5"
+                "--prune needs evaluations during training: set evaluation.every, such as --set evaluation.every=5"
             )
     measure, why = shared_aim([found.task.fitness for found in configs], measure)
     check_measure(configs, measure)
@@ -138,15 +159,15 @@ def search(
         children = make_children(folder, jobs, gpus)
         source = _Search(study_of(folder.path), space, folder, seeds, trials, measure, prune)
         with Display(children, trials * len(seeds), source.runs_ended, console) as display:
-            display.tell(f"{trials} trials, {len(seeds)} seeds, in {folder.path}; {children.jobs} runs at once")
-            display.tell(f"chooses by {measure} on {_judge(base)}; the test split is left for what is reported")
+            display.print(f"{trials} trials, {len(seeds)} seeds, in {folder.path}; {children.jobs} runs at once")
+            display.print(f"chooses by {measure} on {_validation(base)}; the test split is used for reporting only")
             for line in why:
-                display.tell(line)
+                display.print(line)
             failed = drive(source, children, display, folder, measure, ())
         best = source.conclude()
         found = conclude(folder, failed, measure, (), console)
         for line in source.lines():
-            display.tell(line)
+            display.print(line)
         return Sweep(found.path, found.cells, found.failed, best)
     finally:
         folder.release()
@@ -154,10 +175,10 @@ def search(
 
 @dataclass(slots=True)
 class _Trial:
-    """A trial that is not told yet."""
+    """A trial without a result yet."""
 
     trial: Trial
-    cell: Cell
+    cell: TrialConfig
     waiting: list[Run]
     running: set[str] = field(default_factory=set[str])
     values: list[float] = field(default_factory=list[float])
@@ -165,8 +186,8 @@ class _Trial:
     pruned: bool = False
 
 
-class _Search:
-    """Asks for trials, hands out their runs, and tells what came of them."""
+class _Search(Source):
+    """Asks Optuna for trials, provides their runs, and reports the results to it."""
 
     def __init__(
         self,
@@ -178,42 +199,41 @@ class _Search:
         measure: str,
         prune: bool,
     ) -> None:
-        from optuna.trial import Trial, TrialState
+        from optuna.trial import Trial
 
         self.study, self.space, self.folder, self.seeds = study, space, folder, seeds
         self.limit, self.measure, self.prune = trials, measure, prune
         self.open: dict[str, _Trial] = {}
-        self._failed_before = len(study.get_trials(deepcopy=False, states=(TrialState.FAIL,)))
-        for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # of a search that was killed
-            self._take(Trial(study, frozen._trial_id), set(frozen.intermediate_values))  # pyright: ignore[reportPrivateUsage]
+        self._failed_before = len(self._trials("FAIL"))
+        for frozen in self._trials("RUNNING"):  # left by a killed search
+            self._open(Trial(study, frozen._trial_id), set(frozen.intermediate_values))  # pyright: ignore[reportPrivateUsage]
 
     @property
     def runs_ended(self) -> int:
-        """Runs of trials that earlier commands told."""
-        told = self._asked() - len(self.open) - self._failed_before
-        return told * len(self.seeds)
+        """Number of runs of trials that earlier commands finished."""
+        return (len(self._created()) - len(self.open) - self._failed_before) * len(self.seeds)
 
     def next(self) -> Run | None:
         while True:
             for trial in list(self.open.values()):
                 for run in list(trial.waiting):
                     if (self.prune and trial.running) or is_busy(run.path):
-                        continue  # a trial whose first seed may be pruned has one run at a time
+                        continue  # with pruning, a trial has one run at a time
                     trial.waiting.remove(run)
                     trial.running.add(run.name)
                     if run.evaluation() is None:
                         return run
                     self._finished(trial, run)
-            if self.is_asked():
+            if self._all_created():
                 return None
-            self._ask()
-
-    def is_asked(self) -> bool:
-        """Whether all trials have been asked for. Another takes the place of one that failed in an earlier command."""
-        return self._asked() - self._failed_before >= self.limit
+            self._create()
 
     def is_exhausted(self) -> bool:
-        return self.is_asked() and not self.open
+        return self._all_created() and not self.open
+
+    def _all_created(self) -> bool:
+        """Return whether all trials were created; those that failed in an earlier command are replaced."""
+        return len(self._created()) - self._failed_before >= self.limit
 
     def look(self, children: Children) -> None:
         if not self.prune:
@@ -233,35 +253,29 @@ class _Search:
                 children.stop(first)
 
     def done(self, run: Run) -> None:
-        if (trial := self.open.get(run.cell.name)) is not None:  # else another seed of it has failed
+        if (trial := self.open.get(run.cell.name)) is not None:  # otherwise another seed of the trial failed
             self._finished(trial, run)
 
     def broken_off(self, end: Ended) -> str:
-        from optuna.trial import TrialState
-
         trial = self.open.get(end.run.cell.name)
         if trial is None:
             return "failed"
-        self._tell(trial, None, TrialState.PRUNED if trial.pruned else TrialState.FAIL)
+        self._close(trial, None, "PRUNED" if trial.pruned else "FAIL")
         return "pruned" if trial.pruned else "failed"
 
     def conclude(self) -> Config | None:
-        """Write best.yaml, and what the search has cost to results.json."""
-        from optuna.trial import TrialState
-
-        told = self.study.get_trials(deepcopy=False)
-        count = {state: sum(t.state == state for t in told) for state in TrialState}
+        """Write best.yaml, and add the outcome and cost of the search to results.json."""
         costs = [results.cost_of(run) for run in self.folder.runs()]
         totals = {name: sum(cost.get(name) or 0 for cost in costs) for name in ("completions", "wall_seconds")}
         tree: Tree = {
-            "trials": len(told),
-            "complete": count[TrialState.COMPLETE],
-            "pruned": count[TrialState.PRUNED],
-            "failed": count[TrialState.FAIL],
+            "trials": len(self.study.get_trials(deepcopy=False)),
+            "complete": len(self._trials("COMPLETE")),
+            "pruned": len(self._trials("PRUNED")),
+            "failed": len(self._trials("FAIL")),
             "training": totals if all("completions" in cost for cost in costs) else {**totals, "completions": None},
-            "chosen_on": _judge(self.folder.base),
+            "chosen_on": _validation(self.folder.base),
         }
-        self.folder.told["search"] = tree
+        self.folder.header["search"] = tree
         if not tree["complete"]:
             return None
         best = self.study.best_trial
@@ -270,13 +284,13 @@ class _Search:
         config = run.config.model_copy(update={"output_dir": str(self.folder.path / "best")})
         tree["best"] = {"cell": cell.name, "settings": cell.settings, self.measure: best.value}
         note = f"# {cell.name}: mean {self.measure} {best.value:.6g} over seeds {', '.join(map(str, self.seeds))}"
-        where = f"# on {_judge(self.folder.base)}, by which it was chosen"
-        write_text(self.folder.path / "best.yaml", f"{note},\n{where}\n{to_yaml(config)}")
+        on = f"# on {_validation(self.folder.base)}, on which it was chosen"
+        write_text(self.folder.path / "best.yaml", f"{note},\n{on}\n{to_yaml(config)}")
         return config
 
     def lines(self) -> list[str]:
-        """The search in words."""
-        tree = self.folder.told["search"]
+        """Return cost and best trial as lines to print."""
+        tree = self.folder.header["search"]
         completions = tree["training"]["completions"]
         cost = "" if completions is None else f", {completions:,} training completions"
         lines = [
@@ -290,50 +304,47 @@ class _Search:
             lines.append(f"best     {best['cell']}: {value}, with {settings}; best.yaml")
         return lines
 
-    def _asked(self) -> int:
-        """Trials, without those that somebody has put into the study's queue."""
-        from optuna.trial import TrialState
+    def _trials(self, *states: str) -> list[Any]:
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name in states]
 
-        return sum(t.state != TrialState.WAITING for t in self.study.get_trials(deepcopy=False))
+    def _created(self) -> list[Any]:
+        """Return all trials but enqueued ones."""
+        return self._trials("RUNNING", "COMPLETE", "PRUNED", "FAIL")
 
-    def _ask(self) -> None:
-        """A new trial. One with the settings of another that is complete has that one's value."""
+    def _create(self) -> None:
+        """Create a trial. One with the settings of a completed trial gets its value."""
         from optuna.samplers import TPESampler
-        from optuna.trial import TrialState
 
-        self.study.sampler = TPESampler(seed=SAMPLER_SEED + self._asked())
-        trial = self._take(self.study.ask(), set())
-        for other in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            if other.params == trial.trial.params:
-                self._tell(trial, cast(float, other.value), TrialState.COMPLETE)
-                return
+        self.study.sampler = TPESampler(seed=SAMPLER_SEED + len(self._created()))
+        trial = self._open(self.study.ask(), set())
+        same = next((other for other in self._trials("COMPLETE") if other.params == trial.trial.params), None)
+        if same is not None:
+            self._close(trial, same.value, "COMPLETE")
 
-    def _take(self, trial: Trial, reported: set[int]) -> _Trial:
-        """Open a trial, new or of a search that was killed."""
-        from optuna.trial import TrialState
-
+    def _open(self, trial: Trial, reported: set[int]) -> _Trial:
+        """Add the runs of a trial, new or left by a killed search."""
         settings: Settings = {key: found.suggest(trial, key) for key, found in self.space.items()}
-        cell = Cell(_name(trial.number), settings)
+        cell = TrialConfig(_name(trial.number), settings)
+        opened = _Trial(trial, cell, [], reported=reported)
         try:
-            runs = [make_run(self.folder.base, cell, s, self.folder.method, self.folder.path) for s in self.seeds]
-        except ConfigError:  # values that are good alone and not together
-            self.study.tell(trial.number, state=TrialState.FAIL)
+            for seed in self.seeds:
+                opened.waiting.append(make_run(self.folder.base, cell, seed, self.folder.method, self.folder.path))
+        except ConfigError:  # values that are valid only separately
+            self._close(opened, None, "FAIL")
             raise
         self.folder.add([cell], self.seeds)
-        self.open[cell.name] = _Trial(trial, cell, runs, reported=reported)
-        return self.open[cell.name]
+        self.open[cell.name] = opened
+        return opened
 
     def _finished(self, trial: _Trial, run: Run) -> None:
-        from optuna.trial import TrialState
-
         tree = run.evaluation()
         assert tree is not None
         trial.running.discard(run.name)
-        if not has_validation(tree):  # of an earlier release, or changed since: never taken from the test split
-            raise ConfigError(f"{run.path} has no validation measures to choose by; move it aside to run it again")
-        trial.values.append(self._value(judged(tree)))
+        if not has_validation(tree):  # never choose on the test split
+            raise ConfigError(f"{run.path} has no validation measures; move it away to run it again")
+        trial.values.append(self._value(chosen_on(tree)))
         if len(trial.values) == len(self.seeds):
-            self._tell(trial, float(np.mean(trial.values)), TrialState.COMPLETE)
+            self._close(trial, float(np.mean(trial.values)), "COMPLETE")
 
     def _value(self, measures: Tree) -> float:
         value = measures.get(self.measure)
@@ -342,13 +353,15 @@ class _Search:
             raise ConfigError(f"--measure {self.measure}: the validation split has no such measure; it has {known}")
         return float(value)
 
-    def _tell(self, trial: _Trial, value: float | None, state: Any) -> None:
-        self.study.tell(trial.trial.number, value, state)
-        del self.open[trial.cell.name]
+    def _close(self, trial: _Trial, value: float | None, state: str) -> None:
+        from optuna.trial import TrialState
+
+        self.study.tell(trial.trial.number, value, TrialState[state])
+        self.open.pop(trial.cell.name, None)
 
 
 def _optuna() -> Any:
-    """What opens the study of a folder. Raises ConfigError where Optuna is not installed."""
+    """Return a function that opens a folder's study. Raises ConfigError if Optuna is not installed."""
     try:
         import optuna
         from optuna.storages.journal import JournalFileBackend
@@ -358,7 +371,7 @@ def _optuna() -> Any:
     def open_study(folder: Path) -> Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         file = folder / STUDY
-        Path(f"{file}.lock").unlink(missing_ok=True)  # of a search that was killed: the folder is ours
+        Path(f"{file}.lock").unlink(missing_ok=True)  # left by a killed search: the folder is locked by us
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(file)))
         pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS)
         return optuna.create_study(
@@ -368,35 +381,11 @@ def _optuna() -> Any:
     return open_study
 
 
-def _range(text: str, named: str) -> Domain:
-    ends, _, kind = text.partition(":")
-    low, _, high = ends.partition("..")
-    if kind not in ("", "log"):
-        raise ValueError
-    whole = not any(mark in ends.replace("..", "") for mark in ".eE")
-    found = Domain(*((int(low), int(high)) if whole else (float(low), float(high))), log=kind == "log")
-    if found.low > found.high:
-        raise ConfigError(f"--search {named}={text}: the low end is above the high end")
-    if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
-        raise ValueError
-    if found.log and found.low <= 0:
-        raise ValueError
-    return found
-
-
-def _choices(text: str, named: str) -> tuple[Any, ...]:
-    found: object = yaml.safe_load(f"[{text}]")
-    values = tuple(cast(list[Any], found)) if isinstance(found, list) else ()
-    if not named or not values or any(isinstance(value, list | dict) for value in values):
-        raise ValueError
-    return values
-
-
 def _name(number: int) -> str:
     return f"trial_{number:04d}"
 
 
-def _judge(base: Tree) -> str:
+def _validation(base: Tree) -> str:
     task = base.get("task") or {}
     named = task.get("validation_data") or f"the validation split of task {task.get('name', 'conciseness')}"
     size = task.get("validation_size")

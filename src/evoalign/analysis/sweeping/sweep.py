@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sweep`: all cells of a grid with all seeds, each run a process of its own, until none is left."""
+"""`sweep`: train all cells of a grid with all seeds, each run in its own process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from evoalign import tracking
 from evoalign.analysis.sweeping import results
-from evoalign.analysis.sweeping.cells import Run, Settings, Tree, judged, make_cells, make_runs, product
-from evoalign.analysis.sweeping.children import Children, Ended, is_busy, visible_gpus
-from evoalign.analysis.sweeping.folder import Folder
-from evoalign.analysis.sweeping.progress import Display
+from evoalign.analysis.sweeping.cells import Folder, Run, Settings, Tree, chosen_on, make_cells, make_runs, product
+from evoalign.analysis.sweeping.children import Children, Display, Ended, is_busy, visible_gpus
 from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.evaluation import RIGHT
@@ -33,14 +31,14 @@ from evoalign.version import install
 
 TICK_SECONDS = 0.2
 SHARED_MEASURES = ("reward", "empty_share", "truncated_share", "tokens")
-"""Of a test split, whatever the task."""
+"""Measures that every task has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a sweep came to. `cells` are those of results.json: name, settings, runs, mean and std over seeds.
+    """The results. `cells` are those of results.json: name, settings, runs, mean and std over seeds.
 
-    `best` is the config of the best cell of a search, as best.yaml has it.
+    `best` is the config of the best trial of a search, as in best.yaml.
     """
 
     path: Path
@@ -49,28 +47,43 @@ class Sweep:
     best: Config | None = None
 
 
-class Source(Protocol):
-    """Where the next run comes from."""
+class Source:
+    """Provides the runs of a sweep."""
 
     def next(self) -> Run | None:
-        """A run to start now; None where there is none at the moment."""
-        ...
+        """Return a run to start now; None if there is none at the moment."""
+        raise NotImplementedError
 
     def is_exhausted(self) -> bool:
-        """Whether none will come any more, once those under way have ended."""
-        ...
+        """Return whether `next` will give no more runs once those that run have ended."""
+        raise NotImplementedError
 
     def look(self, children: Children) -> None:
-        """See how those under way are doing."""
-        ...
+        """Check on the running runs."""
 
     def done(self, run: Run) -> None:
-        """Take in a run that is done."""
-        ...
+        """Record a finished run."""
 
     def broken_off(self, end: Ended) -> str:
-        """Take in a run that has ended and is not done: failed or pruned."""
-        ...
+        """Record a run that ended unfinished; return its state, failed or pruned."""
+        return "failed"
+
+
+class _Grid(Source):
+    """The unfinished runs of a grid, in order."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.waiting = [run for run in runs if run.evaluation() is None]
+
+    def next(self) -> Run | None:
+        for run in self.waiting:
+            if not is_busy(run.path):  # a process of a killed sweep may still be saving there
+                self.waiting.remove(run)
+                return run
+        return None
+
+    def is_exhausted(self) -> bool:
+        return not self.waiting
 
 
 def sweep(
@@ -87,14 +100,13 @@ def sweep(
     measure: str | None = None,
     console: Console | None = None,
 ) -> Sweep:
-    """Train every cell of `grid` (or of the explicit `cells`; of both: each with each) once a seed.
+    """Train every cell of `grid` once per seed; with explicit `cells`, each of them with each of the grid.
 
-    `grid` maps dotted settings to values. A run that is done is not run again; one that was stopped or failed goes on.
-    `jobs` runs at once (None: one a GPU, or one), each on one of `gpus` in turn (None: all visible ones). `to` is the
-    sweep's folder (None: the config's output_dir with `_sweep`). `axes` names what the heat map lies over.
-    `measure` is what figures show (None: what is trained for, the reward or that of `task.fitness`).
-    A run that fails is reported in `failed` and the others go on. Raises ConfigError before anything runs, naming the
-    cell; StoppedError after a signal, when the runs under way have saved.
+    `grid` maps dotted settings to values. Finished runs are not repeated; stopped or failed ones are resumed.
+    `jobs` is the number of parallel runs (None: one per GPU, or one), on `gpus` in turn (None: all visible ones). `to`
+    is the sweep's folder (None: output_dir with `_sweep`). `axes` are the settings of the heat map. `measure` is shown
+    in figures (None: the training objective). A failed run is reported in `failed` and does not stop the others.
+    Raises ConfigError that names the cell before anything runs; StoppedError after a signal, once the runs have saved.
     """
     base, seeds, folder = prepare(config, seeds, method, to)
     chosen = make_cells(base, product(grid or {}, cells or ({},)), method)
@@ -111,12 +123,13 @@ def sweep(
         source = _Grid(runs)
         children = make_children(folder, jobs, gpus)
         with Display(children, len(runs), len(runs) - len(source.waiting), console) as display:
-            display.tell(
-                f"{len(chosen)} cells, {len(seeds)} seeds: {len(runs)} runs in {folder.path}, "
-                f"{len(runs) - len(source.waiting)} of them done already; {children.jobs} at once"
+            finished = len(runs) - len(source.waiting)
+            display.print(
+                f"{len(chosen)} cells, {len(seeds)} seeds: {len(runs)} runs in {folder.path}, {finished} finished "
+                f"already; {children.jobs} at once"
             )
             for line in why:
-                display.tell(line)
+                display.print(line)
             failed = drive(source, children, display, folder, measure, axes)
         return conclude(folder, failed, measure, axes, console)
     finally:
@@ -126,8 +139,8 @@ def sweep(
 def prepare(
     config: ConfigLike, seeds: Sequence[int] | None, method: Method, to: str | Path | None
 ) -> tuple[Tree, list[int], Folder]:
-    """The base config as a tree, the seeds, and the folder, which is not touched. Raises ConfigError."""
-    if method == "grpo" and not tracking.is_installed("trl"):  # else every run would start and fail
+    """Return the base config as a tree, the seeds, and the folder, which is not created. Raises ConfigError."""
+    if method == "grpo" and not tracking.is_installed("trl"):  # otherwise every run would fail
         raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
     if isinstance(config, Config):
         base = config.model_dump(mode="json")
@@ -135,16 +148,16 @@ def prepare(
         base = read([config]) if isinstance(config, str | Path) else dict(config)
     seeds = [int(base.get("seed", 0))] if seeds is None else list(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ConfigError(f"seeds {seeds}: give one or more, each once, and none below 0")
+        raise ConfigError(f"seeds {seeds}: give one or more non-negative integers, each once")
     path = Path(to) if to is not None else Path(f"{base.get('output_dir', 'runs/evoalign')}_sweep")
     fixed = {key: value for key, value in base.items() if key not in ("seed", "output_dir")}
     return fixed, seeds, Folder(path, fixed, method)
 
 
 def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] = ()) -> None:
-    """Raise ConfigError where a built-in task has no such measure: else the first run would tell, at its end.
+    """Raise ConfigError if a built-in task has no such measure, instead of failing after the first run.
 
-    `more` are names beside those of the task. What a task of the user's own measures is known when it does.
+    `more` are further names. The measures of a custom task are known only when it is evaluated.
     """
     if measure in (*SHARED_MEASURES, *more):
         return
@@ -160,22 +173,22 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
 
 
 def check_validation(configs: Iterable[Config], what: str) -> None:
-    """Raise ConfigError where `what`, which chooses settings, would have no validation split to choose by.
+    """Raise ConfigError if a task has no validation split for `what`, the option that chooses settings.
 
-    Loads the data of each task, so that a size that does not fit is told before the first run, too.
+    Loads the data of each task, so that a wrong size also fails before the first run.
     """
     for config in {config.task.model_dump_json(): config for config in configs}.values():
         task, data = task_and_data(config, None, None)
         task.close()
         if not data.validation:
             raise ConfigError(
-                f"{what} chooses by a validation split, and task {config.task.name} has none: set task.validation_size"
-                ", such as --set task.validation_size=20, or task.validation_data; the test split is for what is told"
+                f"{what} chooses settings on a validation split, and task {config.task.name} has none: set "
+                "task.validation_size, such as --set task.validation_size=20, or task.validation_data"
             )
 
 
 def make_children(folder: Folder, jobs: int | None, gpus: Sequence[str] | None) -> Children:
-    """Raises ConfigError."""
+    """Return the process pool. Raises ConfigError."""
     found = visible_gpus(gpus)
     jobs = max(1, len(found)) if jobs is None else jobs
     if jobs < 1:
@@ -191,26 +204,30 @@ def drive(
     measure: str,
     axes: Sequence[str] | None = None,
 ) -> list[Ended]:
-    """Start, watch and take in runs until none is left; those that failed. Raises StoppedError after a signal."""
+    """Start, watch and record runs until none is left; return the failed ones. Raises StoppedError after a signal."""
     failed: dict[str, Ended] = {}
-    told = False
+    signalled = False
     try:
         with Stop() as stop:
             while children.running or not (source.is_exhausted() or stop.asked is not None):
-                _start(source, children, display, stop)
+                while stop.asked is None and children.has_room and (run := source.next()) is not None:
+                    display.started(run.name)
+                    children.start(run)
                 time.sleep(TICK_SECONDS)
                 source.look(children)
                 for end in children.ended():
-                    _take_in(end, source, display, stop, failed)
+                    _record_end(end, source, display, stop, failed)
                     record(folder, failed, measure)
-                if stop.asked is not None and not told:
+                if stop.asked is not None and not signalled:
                     children.stop()
-                    told = True
+                    signalled = True
     finally:
-        children.kill()  # none is left unless this ends by an exception, such as a second Ctrl-C
+        children.kill()  # only after an exception, such as a second Ctrl-C, is any left
     if stop.asked is not None:
         conclude(folder, list(failed.values()), measure, axes, None)
-        raise StoppedError(f"the sweep has stopped and its runs have saved; resume with: {_again()}", stop.asked)
+        program, *words = command_line()
+        again = shlex.join(["evoalign", *words]) if program in ("evoalign", "cli.py") else "the same call"
+        raise StoppedError(f"the sweep was stopped and its runs have saved; resume with: {again}", stop.asked)
     return list(failed.values())
 
 
@@ -221,7 +238,7 @@ def conclude(
     axes: Sequence[str] | None,
     console: Console | None,
 ) -> Sweep:
-    """Write results and figures of all that belongs to the folder, and show the table."""
+    """Write results and figures of the whole folder, and print the table."""
     cells = record(folder, {end.run.name: end for end in failed}, measure)
     keys = folder.searched
     if keys:
@@ -235,64 +252,27 @@ def conclude(
             f"sweep    {folder.path}",
         ]
         if failed:
-            lines.append(f"failed   {len(failed)} of its runs; the same command tries again")
+            lines.append(f"failed   {len(failed)} runs; rerun the command to retry them")
         for line in lines:
             print_line(console, line)
     return Sweep(folder.path, tuple(cells), tuple(failed))
 
 
 def record(folder: Folder, failed: Mapping[str, Ended], measure: str) -> list[Tree]:
-    """Write results.json and table.md of all that belongs to the folder; its cells."""
+    """Write results.json and table.md of the whole folder; return its cells."""
     cells = results.collect(folder.runs(), failed, folder.outcomes)
-    results.write(folder.path, folder.told, cells, measure, folder.searched)
+    results.write(folder.path, folder.header, cells, measure, folder.searched)
     return cells
 
 
-class _Grid:
-    """The runs of a grid that are not done, in their order."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.waiting = [run for run in runs if run.evaluation() is None]
-
-    def next(self) -> Run | None:
-        for run in self.waiting:
-            if not is_busy(run.path):  # a process of a sweep that was killed may still be saving there
-                self.waiting.remove(run)
-                return run
-        return None
-
-    def is_exhausted(self) -> bool:
-        return not self.waiting
-
-    def look(self, children: Children) -> None:
-        pass
-
-    def done(self, run: Run) -> None:
-        pass
-
-    def broken_off(self, end: Ended) -> str:
-        return "failed"
-
-
-def _start(source: Source, children: Children, display: Display, stop: Stop) -> None:
-    while stop.asked is None and children.has_room and (run := source.next()) is not None:
-        display.started(run.name)
-        children.start(run)
-
-
-def _take_in(end: Ended, source: Source, display: Display, stop: Stop, failed: dict[str, Ended]) -> None:
-    """One with a whole result is done, also where a signal met it at its very end, and would not be run again."""
+def _record_end(end: Ended, source: Source, display: Display, stop: Stop, failed: dict[str, Ended]) -> None:
+    """Record an ended run; one with a complete result is done, even if a signal ended it afterwards."""
     evaluation = end.run.evaluation()
     if evaluation is not None:
         source.done(end.run)
-        display.ended(end, "done", aim(judged(evaluation)))
+        display.ended(end, "done", aim(chosen_on(evaluation)))
         return
     state = "stopped" if stop.asked is not None else source.broken_off(end)
     if state == "failed":
         failed[end.run.name] = end
     display.ended(end, state, None)
-
-
-def _again() -> str:
-    program, *words = command_line()
-    return shlex.join(["evoalign", *words]) if program in ("evoalign", "cli.py") else "the same call"
