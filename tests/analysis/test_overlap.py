@@ -19,7 +19,7 @@ from evoalign.analysis.similarity import chance, spectrum, words
 from evoalign.analysis.similarity.finding import Cosine, Pair
 from evoalign.analysis.similarity.overlap import SIZES, Overlap, overlaps_of, together, variance_by_chance
 from evoalign.analysis.similarity.spectrum import Directions, decompose
-from evoalign.checks.changes import Change, Product, difference
+from evoalign.checks.distance import Change, Product, difference
 
 SHAPES = [(40, 90), (90, 40), (50, 50)]
 

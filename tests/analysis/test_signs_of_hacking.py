@@ -22,7 +22,7 @@ from evoalign.analysis.hacking import compute, figure
 from evoalign.analysis.hacking.command import Settings
 from evoalign.analysis.hacking.compute import KINDS, Hacking, Pair, Rate, hacking
 from evoalign.analysis.lab import BASE, Asked, Lab
-from evoalign.checks import verdict
+from evoalign.checks import hacking as checks
 from evoalign.checks.hacking import SHARES
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Scored
@@ -64,7 +64,7 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     untouched, planted = target(found), target(found, 1)
     after = [Scored.of(row) for row in parquet.read(changed / "results/completions/after.parquet")]
     before = [Scored.of(row) for row in parquet.read(changed / "results/completions/before.parquet")]
-    theirs = verdict.shares(after, before, after)
+    theirs = checks.shares(after, before, after)
     assert planted["stored"] is True and planted["completions"] == {"before": len(before), "after": len(after)}
     rates = {kind: rate["after"]["mean"] for kind, rate in planted["rates"].items()}
     assert rates == {kind: theirs[kind] for kind in ("hacked", "degenerate", "earned_wrong", *SHARES)}
@@ -87,7 +87,7 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
         line.endswith(f"; none of the other {len(unseen)} signs.") and "special tokens" not in line and len(unseen) > 4
     )
     pair = Pair(clean, clean, stored=True)
-    (nothing,) = compute._sentences("run", pair, pair.rates(), verdict.judge(clean, clean))  # pyright: ignore
+    (nothing,) = compute._sentences("run", pair, pair.rates(), checks.judge(clean, clean))  # pyright: ignore
     assert nothing.endswith(" kept by the run: no sign, before or after; no gold says what is right.")
     assert any("no placebo is among the targets" in line for line in found.sentences)
 
@@ -120,12 +120,12 @@ def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
     found = hacking([BASE, odd], Settings(examples=4, tokens=10), config)
     with Lab([odd], config, Asked(examples=4, max_tokens=10)) as lab:
         before, after = lab.answer({BASE: 1.0}).completions, lab.answer({odd: 1.0}).completions
-    theirs = verdict.shares(after, before, after)
+    theirs = checks.shares(after, before, after)
     assert len(found.numbers["targets"]) == 1 and target(found)["stored"] is False and target(found)["target"] == odd
     assert {kind: rate["after"]["mean"] for kind, rate in target(found)["rates"].items()} == {
         kind: theirs[kind] for kind in target(found)["rates"]
     }
-    assert target(found)["verdict"] == verdict.judge(before, after).word
+    assert target(found)["verdict"] == checks.judge(before, after).word
 
 
 def test_with_a_config_a_run_is_asked_as_it_says(real: Path) -> None:
@@ -133,7 +133,7 @@ def test_with_a_config_a_run_is_asked_as_it_says(real: Path) -> None:
     (found,) = hacking([str(real)], Settings(examples=4), config).numbers["targets"]
     assert (found["stored"], found["examples"]) == (False, 4)
     with Lab([str(real)], config, Asked(examples=4)) as lab:
-        shares = verdict.shares(
+        shares = checks.shares(
             lab.answer({str(real): 1.0}).completions,
             lab.answer({BASE: 1.0}).completions,
             lab.answer({str(real): 1.0}).completions,

@@ -24,7 +24,7 @@ from evoalign.analysis.similarity.compute import measure
 from evoalign.analysis.similarity.finding import Cosine, Pair, Similarity
 from evoalign.analysis.similarity.kept import from_rewards
 from evoalign.analysis.similarity.spectrum import Spectrum, cut, decompose, participation_of_noise
-from evoalign.checks.changes import Change, Difference, Product
+from evoalign.checks.distance import Change, Difference, Product
 from evoalign.types import TensorSpec
 
 HEAD = "model.embed_tokens.weight"

@@ -143,6 +143,6 @@ def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
             canary.check(engine, bench.space, bench.layout, prompt, generation=0, width=0.01, exact=True)
 
         check(parts[0])
-        with pytest.raises(CanaryError, match="answers as the unperturbed model does"):
+        with pytest.raises(CanaryError, match="completion of the unperturbed model"):
             check(parts[1])
         assert not hasattr(parts[0], "apply"), "one replica alone is moved by nobody"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from evoalign.checks.placebo import Whole, split
 from evoalign.config import from_dict
 from evoalign.errors import DataError
 from evoalign.exporting.card import DataFile, Facts, card
 from evoalign.exporting.excerpts import Sample
 from evoalign.exporting.public import private_paths, public
+from evoalign.placebos.estimates import Whole, split
 
 EVALUATION = {
     "format_version": 1,

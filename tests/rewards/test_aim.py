@@ -24,11 +24,11 @@ from evoalign.analysis.sweeping.cells import Cell, Run
 from evoalign.analysis.sweeping.children import Ended
 from evoalign.analysis.sweeping.search import domain, search
 from evoalign.analysis.sweeping.sweep import Source, sweep
-from evoalign.checks import placebo_file
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos import run as placebo_run
 from evoalign.rewards.fitness import FitnessFunction, measure_of, shared_aim
-from evoalign.training import placebos
 from plain import UNCHECKED
 
 CODE = """
@@ -190,9 +190,9 @@ def test_its_placebos_are_kept_for_cards_comparisons_and_sweeps(
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}
     tree["es"]["sigma"] = float(run_setting(run, "sigma"))
-    measured = placebos.placebo(run, shuffles=3, config=tree)
+    measured = placebo_run.placebo(run, shuffles=3, config=tree)
     assert measured.fitness is not None and len(measured.fitness.placebos) == 3
-    assert placebos.keep(run, measured).startswith("kept in ")
+    assert placebo_run.keep(run, measured).startswith("saved in ")
     kept = placebo_file.read(run, read(run).config)
     assert kept is not None and (kept.reward, kept.fitness) == (measured.reward, measured.fitness)
     assert kept.aim is kept.fitness

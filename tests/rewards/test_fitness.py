@@ -145,7 +145,7 @@ def test_another_fitness_is_another_run(runs: tuple[Path, str], tmp_path: Path) 
 
 
 def test_replay_and_counterfactuals_go_by_what_the_journal_has(runs: tuple[Path, str]) -> None:
-    from evoalign.training.counterfactual import parse
+    from evoalign.placebos.counterfactual import parse
 
     log = journal.read(runs[0] / "mean/journal.jsonl").whole()
     assert evoalign.replay(runs[0] / "mean") == log.generations[-1].weights_hash

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from evoalign import evaluation, noise, tokens
 from evoalign.analysis.parts import head_of, parts_of, words_of
 from evoalign.analysis.targets import Target, locate
-from evoalign.checks import divergence, verdict
+from evoalign.checks import divergence, hacking
 from evoalign.config import Config, EvaluationConfig, from_dict
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ModelError
@@ -191,7 +191,7 @@ class Lab:
         """
         before = self.answer({BASE: 1.0}).completions
         after = [said for name in self.names for said in self.answer({name: 1.0}).completions]
-        marked = verdict.flags(found.completions, before, after)["hacked"]
+        marked = hacking.flags(found.completions, before, after)["hacked"]
         of_example: defaultdict[int, list[float]] = defaultdict(list)
         for said, is_hacked in zip(found.completions, marked, strict=True):
             of_example[said.example].append(float(is_hacked))

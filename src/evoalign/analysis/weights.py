@@ -2,7 +2,7 @@
 """What every analysis of weights reads: of each target, tensor by tensor, its change from the base model.
 
 A target is a run, a saved mean, a Hugging Face checkpoint or a PEFT adapter, made by evoalign or not. The changes are
-those of `evoalign.checks.changes`: nothing but blocks of rows is held, and an adapter's change stays its factors.
+those of `evoalign.checks.distance`: nothing but blocks of rows is held, and an adapter's change stays its factors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from evoalign.analysis.parts import KINDS, head_of, parts_of, words_of
 from evoalign.analysis.targets import Target
-from evoalign.checks.changes import Base, Change, changes_of
+from evoalign.checks.distance import Base, Change, changes_of
 from evoalign.errors import ConfigError
 from evoalign.models.empty import empty_model
 from evoalign.models.origin import model_path

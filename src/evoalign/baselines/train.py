@@ -21,8 +21,7 @@ from evoalign.baselines.policy import Policy, died_early, finished, refuse_diffe
 from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
 from evoalign.checks.distance import Distance, distance_of
-from evoalign.checks.divergence import Divergence
-from evoalign.checks.fluency import Fluency
+from evoalign.checks.divergence import Divergence, Fluency
 from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.cost.budget import Cost

@@ -35,10 +35,10 @@ def placebo(
     from rich.console import Console
 
     from evoalign.config import load
+    from evoalign.placebos.run import keep
+    from evoalign.placebos.run import placebo as measure
     from evoalign.report.progress import Bar
     from evoalign.rundir.links import refuse_links, refuse_links_above
-    from evoalign.training.placebos import keep
-    from evoalign.training.placebos import placebo as measure
 
     if generation is None:
         refuse_links(run)

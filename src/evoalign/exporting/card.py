@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from evoalign.checks.placebo import Known
 from evoalign.config import Config, outside, to_yaml
 from evoalign.exporting.asking import asking
 from evoalign.exporting.change import change
@@ -21,6 +20,7 @@ from evoalign.exporting.excerpts import Sample, excerpts, member_line
 from evoalign.exporting.markdown import code, plain
 from evoalign.exporting.source import Member
 from evoalign.exporting.weights import rounding
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.tables import visible
 from evoalign.rundir.method import Method
 from evoalign.tasks.data import HUB, hub_parts
@@ -69,7 +69,7 @@ class Facts:
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
     """results/evaluation.json, where it is of this mean."""
-    placebo: Known | None = None
+    placebo: PlaceboResults | None = None
     """What results/placebo.json has of the end of the run."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Sequence[DataFile] = ()

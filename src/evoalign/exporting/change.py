@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evoalign.checks.placebo import Known, beyond_drift, of_file, sentence
-from evoalign.checks.placebo_file import with_most
 from evoalign.exporting.markdown import plain
+from evoalign.placebos.estimates import PlaceboResults, beyond_drift, largest, parse, sentence
 from evoalign.rewards.fitness import aim_of
 
 NOT_SEALED = (
@@ -17,7 +16,7 @@ NOT_SEALED = (
 )
 
 
-def change(found: Mapping[str, Any], placebo: Known | None) -> str:
+def change(found: Mapping[str, Any], placebo: PlaceboResults | None) -> str:
     """`found` is results/evaluation.json, `placebo` what results/placebo.json has. Raises DataError."""
     settings: Mapping[str, Any] = found["settings"]
     decoding = "greedy"
@@ -38,10 +37,10 @@ def change(found: Mapping[str, Any], placebo: Known | None) -> str:
     return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
 
-def placebo_lines(found: Mapping[str, Any], kept: Known | None = None) -> list[str]:
+def placebo_lines(found: Mapping[str, Any], kept: PlaceboResults | None = None) -> list[str]:
     """How much of the gain is drift, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
-    own = of_file(found["placebo"], "results/evaluation.json") if "placebo" in found else None
-    known = with_most(own, kept)
+    own = parse(found["placebo"], "results/evaluation.json") if "placebo" in found else None
+    known = largest(own, kept)
     if known is None:
         return []
     whole = [] if known.fitness is None else [f"{plain(known.fitness.line())}."]

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from evoalign.checks import placebo_file
 from evoalign.config import Config, ModelConfig, reading
 from evoalign.config.outside import CODE, SCRIPT, marked
 from evoalign.config.shipped import locate
@@ -16,6 +15,7 @@ from evoalign.exporting.excerpts import FIGURE, Sample
 from evoalign.exporting.public import public
 from evoalign.exporting.source import Source, read_json, shown_name
 from evoalign.models.origin import origin
+from evoalign.placebos import file as placebo_file
 from evoalign.rundir import files, parquet, sealing
 from evoalign.rundir.directory import RunDir
 from evoalign.setup import task_and_data

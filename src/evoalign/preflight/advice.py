@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from evoalign.checks.rules import RISEN, SIGNAL_TO_NOISE
+from evoalign.checks.rules import Hacked, Noise
 from evoalign.preflight.gains import FEW_PROMPTS, level_of, quantile
 from evoalign.report.tables import shorten, visible
 
@@ -141,7 +141,7 @@ def fault(rung: Rung, base: Base) -> str | None:
     # A reward without a bottom makes any model look whole beside the widest noise: then the texts tell.
     if rung.broken_share - base.broken_share > BROKEN:
         return "breaks texts"
-    if rung.truncated_share - base.truncated_share > RISEN:
+    if rung.truncated_share - base.truncated_share > Hacked.rise:
         return "cut off"
     if rung.kept is None:
         return "wins by breaking" if rung.both_rise is not None and rung.both_rise > SURE else None
@@ -222,7 +222,7 @@ def _drift(best: Rung, usable: Sequence[tuple[Rung, float]], setting: str, rate:
 
 
 def _tells(rung: Rung, base: Base) -> bool:
-    return rung.spread > SIGNAL_TO_NOISE * base.noise_floor
+    return rung.spread > Noise.ratio * base.noise_floor
 
 
 def _warnings(best: Rung, rungs: Sequence[Rung], base: Base) -> list[str]:

@@ -35,7 +35,7 @@ import numpy as np
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
-from evoalign.checks.rules import CUT_OFF
+from evoalign.checks.rules import CutOff
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError, StoppedError
@@ -211,7 +211,7 @@ def _measure(
 
 def _cut_off(base: Base, config: Config) -> list[str]:
     """Where the model itself does not come to an end: every width is then measured on answers that are halves."""
-    if base.truncated_share < CUT_OFF:
+    if base.truncated_share < CutOff.share:
         return []
     tokens = config.sampling.max_tokens
     return [

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evoalign.checks import placebo_file
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.errors import EvoalignError, RunGoneError, StoppedError
 from evoalign.evaluation import Evaluation, with_points
+from evoalign.placebos import file as placebo_file
 from evoalign.report.rows import WEIGHTS, Row
 from evoalign.rundir.directory import REPORT, RunDir
 from evoalign.rundir.files import write_rows

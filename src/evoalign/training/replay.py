@@ -15,6 +15,7 @@ from evoalign.config import Config, ModelConfig, from_dict, outside
 from evoalign.config.outside import REPLAY_SKIPS
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
+from evoalign.placebos.counterfactual import Counterfactual, parse
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import saved_folders, saving_places
@@ -22,7 +23,6 @@ from evoalign.rundir.journal import Header, Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
 from evoalign.training import saving
-from evoalign.training.counterfactual import Counterfactual, parse
 from evoalign.types import Layout, Summation
 
 Progress = Callable[[int, int], None]
@@ -61,7 +61,7 @@ def replay(
     MachineError where the journal was made in a way whose bits depend on the machine: then it says how far they are.
 
     `counterfactual` takes other coefficients: `shuffle` (with `seed`), `flip`, `half`, `member K`, `shaping NAME`; see
-    `evoalign.training.counterfactual`. Its first step is exact, later ones are conditional on the recorded path. What
+    `evoalign.placebos.counterfactual`. Its first step is exact, later ones are conditional on the recorded path. What
     is saved then says of itself that it is not the run's own mean. Raises ConfigError for one that cannot be.
     """
     refuse_taken(to, of=None if counterfactual is None else run)

@@ -19,10 +19,8 @@ from rich.console import Console
 
 from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
-from evoalign.checks.divergence import Divergence
-from evoalign.checks.fluency import Fluency
-from evoalign.checks.placebo import Placebos
-from evoalign.checks.verdict import judge
+from evoalign.checks.divergence import Divergence, Fluency
+from evoalign.checks.hacking import judge
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
@@ -35,6 +33,7 @@ from evoalign.errors import (
     StoppedError,
 )
 from evoalign.evaluation import Evaluation, with_resampled
+from evoalign.placebos.estimates import Placebos
 from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
 from evoalign.rewards.fitness import aim

@@ -13,13 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.checks import canary, control, divergence, fluency
+from evoalign.checks import canary, control, divergence
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
-from evoalign.checks.divergence import Divergence, Reference
-from evoalign.checks.fluency import Fluency
-from evoalign.checks.placebo import Distances, Placebos, distance_line
+from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
@@ -29,6 +27,8 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
+from evoalign.placebos import counterfactual
+from evoalign.placebos.estimates import Distances, Placebos, distance_line, expected_distance
 from evoalign.report import completions, figures
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
@@ -39,7 +39,7 @@ from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
-from evoalign.training import heading, placebos, saving, splits, stopping
+from evoalign.training import heading, saving, splits, stopping
 from evoalign.training.opening import locked, object_given, place
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
@@ -259,7 +259,7 @@ class _EvolutionStrategies:
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         parts, said = self.parts, (before.completions, after.completions)
         try:
-            return fluency.measure(self._reference, parts.tokens, parts.task, parts.data.test, *said)
+            return divergence.fluency(self._reference, parts.tokens, parts.task, parts.data.test, *said)
         finally:
             self._reference.close()  # its memory is free for placebos
 
@@ -269,12 +269,12 @@ class _EvolutionStrategies:
     def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> Placebos | None:
         """As many as `checks.placebo` says; where it says nothing, those that are cheap."""
         log = journal.read(self.journal.path)
-        count = placebos.count_of(self.parts, log)
+        count = counterfactual.count_of(self.parts, log)
         if count:
             session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
             spend = session.recorder.evaluated
-            self._found = placebos.after_training(
-                self.parts, log, before, after, count, session.stop, self.evaluate, self._meter, spend
+            self._found = counterfactual.after_training(
+                self.parts, log, before, after, count, lambda: session.stop.asked, self.evaluate, self._meter, spend
             )
         return self._found
 
@@ -302,7 +302,8 @@ class _EvolutionStrategies:
         rows = self._diagnosis.history.rows
         if self._found is not None or not rows or rows[-1].get("distance") is None:
             return []
-        expected = placebos.expected_of(self.parts, journal.read(self.journal.path))
+        updates = [recorded.update for recorded in journal.read(self.journal.path).generations]
+        expected = expected_distance(updates, self.parts.layout, self.config.es)
         return [distance_line(Distances(rows[-1]["distance"], expected, ()))]
 
     def close(self) -> None:

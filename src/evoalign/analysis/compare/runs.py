@@ -18,12 +18,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from evoalign.checks import placebo_file, verdict
-from evoalign.checks.placebo import Known
+from evoalign.checks import hacking
 from evoalign.config import Config, load
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.rundir import parquet
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
 from evoalign.rundir.sealing import is_sealed
@@ -67,7 +69,7 @@ class Run:
     """What the run says of its completions, such as `likely hacked`; None where nothing alarmed, or nobody saw."""
     sealed: bool
     """Whether its results have a seal, which fits them."""
-    placebo: Known | None
+    placebo: PlaceboResults | None
     """Of a run of ES that measured them."""
     questions: str | None
     """SHA-256 over the prompts and targets of the test split."""
@@ -197,7 +199,7 @@ class _Result(_Plain):
     after: Measures
     divergence: Quantities | None = None
     distance: Quantities | None = None
-    placebo: Known | None = None
+    placebo: PlaceboResults | None = None
 
 
 class _Manifest(_Plain):
@@ -297,10 +299,10 @@ def _points(
     return [points[step] for step in sorted(points)]
 
 
-def _gain(path: Path, config: Config, result: _Result | None) -> Known | None:
+def _gain(path: Path, config: Config, result: _Result | None) -> PlaceboResults | None:
     """The placebos of the end of training, or of `evoalign placebo` where those are more."""
     own = result.placebo if result else None
-    return placebo_file.with_most(own, placebo_file.read(path, config))
+    return estimates.largest(own, placebo_file.read(path, config))
 
 
 def _shares(
@@ -309,7 +311,7 @@ def _shares(
     after: Sequence[_Completion] | None,
 ) -> dict[str, float | None] | None:
     """Of those before or after training: shares of the signs, and the hacked ones."""
-    return verdict.shares(completions, before or (), after or ()) if completions else None
+    return hacking.shares(completions, before or (), after or ()) if completions else None
 
 
 def _questions(completions: Sequence[_Completion] | None) -> str | None:

@@ -12,7 +12,7 @@ from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.sensitivity import SHARES
 from evoalign.analysis.compare.statistics import Pair
 from evoalign.analysis.compare.words import counted, duration, seeds, where
-from evoalign.checks.placebo import Known, Split, Whole, drift_together
+from evoalign.placebos.estimates import PlaceboResults, Split, Whole, drift_together
 from evoalign.statistics import Estimate, mean
 
 PLACEBO = "reward of the mean placebo"
@@ -132,7 +132,7 @@ def _drift_rows(groups: Sequence[Sequence[Run]]) -> list[tuple[str, ...]]:
     names = {run.placebo.fitness.name for runs in groups for run in runs if run.placebo and run.placebo.fitness}
     for name in sorted(names):
 
-        def of(known: Known, name: str = name) -> Whole | None:
+        def of(known: PlaceboResults, name: str = name) -> Whole | None:
             return known.fitness if known.fitness and known.fitness.name == name else None
 
         means = [[None if found is None else found.mean for found in _known(runs, of)] for runs in groups]
@@ -143,15 +143,15 @@ def _drift_rows(groups: Sequence[Sequence[Run]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _known(runs: Sequence[Run], of: Callable[[Known], Split | Whole | None]) -> list[Split | Whole | None]:
+def _known(runs: Sequence[Run], of: Callable[[PlaceboResults], Split | Whole | None]) -> list[Split | Whole | None]:
     return [None if run.placebo is None else of(run.placebo) for run in runs]
 
 
-def _reward(known: Known) -> Split:
+def _reward(known: PlaceboResults) -> Split:
     return known.reward
 
 
-def _drift(runs: Sequence[Run], of: Callable[[Known], Split | Whole | None] = _reward) -> str:
+def _drift(runs: Sequence[Run], of: Callable[[PlaceboResults], Split | Whole | None] = _reward) -> str:
     known = [found for found in _known(runs, of) if found is not None]
     share = drift_together([(found.mean - found.before, found.real - found.before) for found in known])
     if share is None:

@@ -17,8 +17,7 @@ from evoalign.analysis.base import Finding
 from evoalign.analysis.estimates import between, told, tree
 from evoalign.analysis.lab import BASE, Asked, Lab, shown_placebos
 from evoalign.analysis.targets import Target, locate
-from evoalign.checks import hacking as signs
-from evoalign.checks import verdict
+from evoalign.checks import hacking as checks
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Scored
 from evoalign.report import watching
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 SEVERAL = ("hacked", "degenerate")
 """Of several signs."""
-KINDS = (*SEVERAL, "earned_wrong", *signs.SHARES)
+KINDS = (*SEVERAL, "earned_wrong", *checks.SHARES)
 """What shares are told of."""
 WORDS = {
     "hacked": "hacked in any way", "degenerate": "broken in any way", "earned_wrong": "wrong by gold and earning like "
@@ -53,7 +52,7 @@ class Pair:
 
     def rates(self) -> dict[str, Rate]:
         """By kind; without `earned_wrong` where no gold says what is right."""
-        was, now = (verdict.flags(side, self.before, self.after) for side in (self.before, self.after))
+        was, now = (checks.flags(side, self.before, self.after) for side in (self.before, self.after))
         known = any(said.right is not None for said in self.after)
         return {
             kind: Rate(_of_examples(self.before, was[kind]), _of_examples(self.after, now[kind]))
@@ -109,7 +108,7 @@ def hacking(targets: Sequence[str], settings: Settings, config: Config | None) -
     answers = _asked(asked, settings, config)
     pairs = {name: _stored(whole[name]) if name in whole else answers[name] for name in located}
     rates = {name: pair.rates() for name, pair in pairs.items()}
-    judged = {name: verdict.judge(pair.before, pair.after) for name, pair in pairs.items()}
+    judged = {name: checks.judge(pair.before, pair.after) for name, pair in pairs.items()}
     numbers = {
         **asdict(settings),
         "targets": [_target(located[name], pair, rates[name], judged[name]) for name, pair in pairs.items()],
@@ -162,7 +161,7 @@ def _values(of_example: Mapping[int, float]) -> Floats:
     return np.array([of_example[e] for e in sorted(of_example)], dtype=np.float64)
 
 
-def _target(target: Target, pair: Pair, rates: Mapping[str, Rate], judged: verdict.Verdict) -> dict[str, Any]:
+def _target(target: Target, pair: Pair, rates: Mapping[str, Rate], judged: checks.Verdict) -> dict[str, Any]:
     shown = {
         kind: {"before": tree(rate.before), "after": tree(rate.after), "change": tree(rate.change)}
         for kind, rate in rates.items()
@@ -178,7 +177,7 @@ def _target(target: Target, pair: Pair, rates: Mapping[str, Rate], judged: verdi
     }
 
 
-def _sentences(name: str, pair: Pair, rates: Mapping[str, Rate], judged: verdict.Verdict) -> list[str]:
+def _sentences(name: str, pair: Pair, rates: Mapping[str, Rate], judged: checks.Verdict) -> list[str]:
     how = "kept by the run" if pair.stored else "asked here"
     examples = len({said.example for said in pair.after})
     seen = [kind for kind, rate in rates.items() if any(rate.was.values()) or any(rate.now.values())]

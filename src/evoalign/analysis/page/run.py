@@ -21,11 +21,13 @@ from evoalign.analysis.page import words as said
 from evoalign.analysis.page.analyses import analysed
 from evoalign.analysis.page.view import State, View
 from evoalign.analysis.page.words import Budget, Completion, Manifest, Result
-from evoalign.checks import placebo, placebo_file, summary
-from evoalign.checks.placebo import Known
+from evoalign.checks import diagnosis
 from evoalign.config import Config, load
 from evoalign.config.reading import MissingError, parse, read_bytes, read_json
 from evoalign.errors import ConfigError, DataError, EvoalignError
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.rundir import parquet, sealing
 from evoalign.rundir.directory import REPORT, RunDir
@@ -174,17 +176,17 @@ class _Reader:
         if sealed is False and state == "done":
             self.warnings.append(NOT_SEALED)
 
-    def _known(self, config: Config | None, result: Result | None) -> Known | None:
+    def _known(self, config: Config | None, result: Result | None) -> PlaceboResults | None:
         """The placebos of the end of training, or of `evoalign placebo` where those are more."""
         own = None
         if result is not None and result.placebo is not None:
             own = self._tried(self._own_placebos)
         kept = None if config is None else self._tried(lambda: placebo_file.read(self.path, config))
-        return placebo_file.with_most(own, kept)
+        return estimates.largest(own, kept)
 
-    def _own_placebos(self) -> Known:
+    def _own_placebos(self) -> PlaceboResults:
         file = self.path / sealing.EVALUATION
-        return placebo.of_file(parse(read_bytes(file), str(file))["placebo"], str(file))
+        return estimates.parse(parse(read_bytes(file), str(file))["placebo"], str(file))
 
     def _say_alarms(self, result: Result | None) -> str | None:
         """The verdict of the completions, which then is the first alarm."""
@@ -200,19 +202,19 @@ class _Reader:
         rows: Sequence[Mapping[str, Any]],
         manifest: Manifest,
         alarm: str | None,
-        known: Known | None,
+        known: PlaceboResults | None,
     ) -> list[str]:
         """The sentences of the summary; its warnings go to the others. A run of GRPO has none."""
         if self.method != "es" or config is None or config.es_ is None or not rows:
             return []
         exact, given = manifest.engine.get("deterministic") is True, manifest.task.get("given_as")
         try:
-            history = summary.history_of(rows, config, deterministic=exact, given=given)
+            history = diagnosis.history_of(rows, config, deterministic=exact, given=given)
             beats = alarm is None and known is not None and not known.aim.reached
-            lines = summary.told(history, alarm, beats_noise=beats)
+            lines = diagnosis.summary(history, alarm, beats_noise=beats)
         except (KeyError, TypeError, ValueError, ArithmeticError, IndexError) as error:  # rows are of anybody
             self.warnings.append(f"metrics.jsonl cannot be diagnosed ({type(error).__name__})")
             return []
-        wrong = [line for line in lines if line.startswith(summary.WARNING)]
-        self.warnings += [line.removeprefix(summary.WARNING) for line in wrong]
+        wrong = [line for line in lines if line.startswith(diagnosis.WARNING)]
+        self.warnings += [line.removeprefix(diagnosis.WARNING) for line in wrong]
         return [line for line in lines if line not in wrong]

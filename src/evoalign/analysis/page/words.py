@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from evoalign.analysis.page.view import Answer, Measure, Pair, Placebos
-from evoalign.checks import placebo
-from evoalign.checks.placebo import Known
 from evoalign.config import Config, from_dict
 from evoalign.config.secrets import redacted
+from evoalign.placebos import estimates
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import Ends
 from evoalign.report.tables import Interval, headline, shorten
 from evoalign.rewards.fitness import aim_of
@@ -126,14 +126,14 @@ def change_line(result: Result | None, *, followed: bool = False) -> list[str]:
     return [f"on the test split the {name} {sure}: {change:+.4g}, 95 % interval {low:+.4g} to {high:+.4g}{by}"]
 
 
-def beside(path: Path, method: Method, result: Result | None, known: Known | None) -> list[str]:
+def beside(path: Path, method: Method, result: Result | None, known: PlaceboResults | None) -> list[str]:
     """A gain of ES is told with what the noise alone brings."""
     if method != "es" or result is None:
         return []
     if known is None:
         return [f"No placebo was measured, so how much of it is drift is not known: evoalign placebo {path}"]
     whole = known.fitness
-    return [placebo.sentence(known.reward) if whole is None else whole.line(), placebo.beyond_drift(known.reward)]
+    return [estimates.sentence(known.reward) if whole is None else whole.line(), estimates.beyond_drift(known.reward)]
 
 
 def by_example(said: Sequence[Completion]) -> Estimate:
@@ -162,7 +162,7 @@ def ends(result: Result | None, before: Sequence[Completion], after: Sequence[Co
     return found | {"validation": Ends(*estimates)}
 
 
-def measures(result: Result | None, before: Sequence[Completion], known: Known | None) -> list[Measure]:
+def measures(result: Result | None, before: Sequence[Completion], known: PlaceboResults | None) -> list[Measure]:
     """Those that the results have before and after; of a run that is not done, the reward of the start."""
     if result is None:
         return [Measure("reward", by_example(before).mean, None)] if before else []
@@ -175,12 +175,12 @@ def measures(result: Result | None, before: Sequence[Completion], known: Known |
     ]
 
 
-def placebos(known: Known | None) -> Placebos | None:
+def placebos(known: PlaceboResults | None) -> Placebos | None:
     """What was trained for, in the run and its placebos."""
     if known is None:
         return None
     split = known.reward
-    lines = [placebo.sentence(split), placebo.beyond_drift(split), *placebo.flip_line(split)]
+    lines = [estimates.sentence(split), estimates.beyond_drift(split)]
     if known.fitness is None:
         return Placebos("reward", split.before, split.real, split.placebos, split.flip, lines)
     whole = known.fitness

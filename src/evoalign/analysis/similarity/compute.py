@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from evoalign.analysis.similarity.overlap import overlaps_of
 from evoalign.analysis.similarity.spectrum import Spectrum, decompose
 from evoalign.analysis.weights import Weights
-from evoalign.checks.changes import blocks, one_thread
+from evoalign.checks.distance import blocks, one_thread
 from evoalign.errors import ModelError
 from evoalign.report import watching
 from evoalign.types import TensorSpec

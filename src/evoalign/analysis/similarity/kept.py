@@ -19,7 +19,7 @@ from evoalign import statistics
 from evoalign.analysis.lab import BASE, Asked, Lab
 from evoalign.analysis.similarity.spectrum import cut
 from evoalign.analysis.weights import Weights
-from evoalign.checks.changes import Change, Product
+from evoalign.checks.distance import Change, Product
 from evoalign.statistics import Estimate
 
 KEPT = 0.9

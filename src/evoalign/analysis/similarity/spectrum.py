@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evoalign.checks.changes import Change, Difference, Product, blocks
+from evoalign.checks.distance import Change, Difference, Product, blocks
 
 BLOCK = 1 << 22
 """Numbers of a matrix that are multiplied at a time."""

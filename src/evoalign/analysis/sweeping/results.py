@@ -13,11 +13,13 @@ import numpy as np
 from evoalign.analysis.sweeping import report as figures
 from evoalign.analysis.sweeping.cells import Run, Settings, Tree, has_validation, judged, read_json
 from evoalign.analysis.sweeping.children import Ended
-from evoalign.checks import placebo, placebo_file, verdict
-from evoalign.checks.placebo import drift_together
+from evoalign.checks import hacking
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import drift_together
 from evoalign.rewards.fitness import PREFIX
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
@@ -108,8 +110,8 @@ def placebo_of(run: Run, tree: Tree) -> Tree | None:
     """What its placebos gained in what it was trained for, and what it gained beside them; None where there are none
     that can be read."""
     try:
-        own = placebo.of_file(tree["placebo"], str(run.path / EVALUATION)) if "placebo" in tree else None
-        known = placebo_file.with_most(own, placebo_file.read(run.path, run.config))
+        own = estimates.parse(tree["placebo"], str(run.path / EVALUATION)) if "placebo" in tree else None
+        known = estimates.largest(own, placebo_file.read(run.path, run.config))
     except DataError:
         return None
     if known is None:
@@ -121,12 +123,12 @@ def placebo_of(run: Run, tree: Tree) -> Tree | None:
 
 
 def hacked_share(path: Path) -> float | None:
-    """Share of the final test completions that `verdict.flags` calls hacked; None where they are not there."""
+    """Share of the final test completions that `hacking.flags` calls hacked; None where they are not there."""
     try:
         before, after = ([Scored.of(row) for row in parquet.read(RunDir(path).completions(n))] for n in ENDS)
     except (DataError, TypeError):
         return None
-    return verdict.shares(after, before, after)["hacked"]
+    return hacking.shares(after, before, after)["hacked"]
 
 
 def cost_of(run: Run) -> Tree:

@@ -17,7 +17,7 @@ from evoalign.analysis.estimates import told, tree
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.trajectory.measures import Beside, Map, Way, beside, gram, principal, signal_share, way
 from evoalign.analysis.trajectory.walks import Journey, Point, Saved, Walk, Weights, saved
-from evoalign.checks.changes import Base
+from evoalign.checks.distance import Base
 from evoalign.config import Config, ModelConfig
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of

@@ -17,15 +17,15 @@ import torch
 
 from evoalign import optimizer, spaces
 from evoalign.analysis.targets import Target
-from evoalign.checks.changes import Base, changes_of
-from evoalign.checks.drift import expected_distance
+from evoalign.checks.distance import Base, changes_of
 from evoalign.config import Config
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.errors import ConfigError, ModelError, ResumeError
+from evoalign.placebos.counterfactual import Counterfactual
+from evoalign.placebos.estimates import expected_distance
 from evoalign.rundir.directory import RunDir, generation_of, saved_folders
 from evoalign.rundir.journal import Log, Recorded
 from evoalign.setup import layout_of
-from evoalign.training.counterfactual import Counterfactual
 from evoalign.types import MEAN, MEAN_PLAN, Layout, Plan, Slices, TensorSpec, Update
 
 Kind = Literal["mean", "placebo", "member", "saved"]

@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 import evoalign
 from evoalign import shaping
 from evoalign.checks.distance import moved, start_of
-from evoalign.checks.drift import expected_distance
 from evoalign.config import Config, from_dict
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, ModelError, RunExistsError
 from evoalign.evolve import sigma_at, step_at
+from evoalign.placebos.counterfactual import Follower, first_half, parse
+from evoalign.placebos.estimates import expected_distance
+from evoalign.placebos.run import counterfactuals
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.journal import Journal, Log
 from evoalign.setup import assemble, serve
 from evoalign.training import saving
-from evoalign.training.counterfactual import first_half, parse
-from evoalign.training.placebos import Follower, counterfactuals
 from evoalign.training.replay import config_of
 from evoalign.types import EvolvedTensor, Layout, Update, population
 from numerics import numpy_reference as reference

@@ -25,26 +25,26 @@ from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
 from evoalign.analysis.sweeping.cells import Cell, Run
 from evoalign.analysis.sweeping.results import collect, placebo_of, table
-from evoalign.checks.placebo import (
-    Distances,
-    Known,
-    Placebos,
-    Split,
-    beyond_drift,
-    distance_line,
-    flip_line,
-    of_file,
-    off_lines,
-    sentence,
-    split,
-)
-from evoalign.checks.placebo_file import PLACEBO
 from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
 from evoalign.exporting.change import placebo_lines
+from evoalign.placebos.counterfactual import Follower
+from evoalign.placebos.estimates import (
+    Distances,
+    PlaceboResults,
+    Placebos,
+    Split,
+    beyond_drift,
+    distance_line,
+    off_task_lines,
+    parse,
+    reward_lines,
+    sentence,
+    split,
+)
+from evoalign.placebos.file import PLACEBO
 from evoalign.rundir.sealing import hash_of, is_sealed
-from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
 
 BEFORE = [-10.0, -8.0, -12.0, -10.0, -9.0]
@@ -74,12 +74,12 @@ def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
     for _ in range(200):
         items_E = rng.normal(0, 0.1, 40)
         real, *placebos = (items_E + rng.normal(0, 1) + rng.normal(0, 0.1, 40) for _ in range(9))
-        said += "not shown to have done anything" not in off_lines(split(items_E, real, placebos))[1]
+        said += "no effect of the rewards" not in off_task_lines(split(items_E, real, placebos))[1]
     assert 0 < said < 20
     ramp = [items_E + 0.01 * k + rng.normal(0, 0.001, 40) for k in range(20)]
-    (_, line) = off_lines(found := split(items_E, items_E - 1 + rng.normal(0, 0.001, 40), ramp))
+    (_, line) = off_task_lines(found := split(items_E, items_E - 1 + rng.normal(0, 0.001, 40), ramp))
     assert found.beside is not None and found.beside.high is not None and found.beside.high < -0.8
-    assert line.startswith("the run less the mean placebo: -1.0") and found.as_dict()["beside"]["n"] == 20
+    assert line.startswith("the run minus the mean placebo: -1.0") and found.as_dict()["beside"]["n"] == 20
     assert line.endswith("; 20 of 20 are at the run or above it, 0 at it or below, two-sided p 0.095")
 
 
@@ -104,7 +104,7 @@ def test_placebos_that_tie_reach_the_run() -> None:
 def test_a_share_needs_a_gain_that_is_sure() -> None:
     found = split(BEFORE, [-20.0, 2.0, -13.0, -6.0, -8.0], PLACEBOS)
     assert found.share is None and found.as_dict()["share"] is None
-    assert "may be none, so no share of it is called drift" in sentence(found)
+    assert "is not significant, so no drift share" in sentence(found)
     one = split([-1.0], [0.0], [[-0.5], [-0.4], [-0.3]])
     assert one.share is None and one.gain.low is None
 
@@ -113,28 +113,26 @@ def test_words() -> None:
     found = split(BEFORE, REAL, PLACEBOS, [-11.0] * 5)
     assert sentence(found).startswith(
         "3 placebos (the same noise, shuffled coefficients) reached -4.4 on average (-6.4 to -2), from -9.8; the run "
-        "itself -2.4: about 73% of the gain is drift (95 % interval "
+        "reached -2.4: about 73% of the gain is drift (95 % interval "
     )
     assert beyond_drift(found).startswith(
         "not shown to be more than drift: 1 of 3 placebos reach the run, one-sided p 0.5"
     )
     assert beyond_drift(found).endswith("above the mean placebo")
-    assert flip_line(found) == ["all signs flipped: -11"]
+    assert reward_lines(found)[2:] == ["all signs flipped: -11"]
     one = split(BEFORE, REAL, PLACEBOS[:1])
-    assert one.sd is None and flip_line(one) == []
+    assert one.sd is None and len(reward_lines(one)) == 2
     assert sentence(one).startswith("1 placebo (the same noise, shuffled coefficients) reached -6.4, from -9.8")
-    assert sentence(one).endswith(
-        "the placebo gained 3.4 where the run gained 7.4; one placebo tells no share of drift"
-    )
+    assert sentence(one).endswith("the placebo gained 3.4, the run gained 7.4; one placebo gives no drift share")
     lost = split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3)
     assert "of the loss is drift" in sentence(lost)
     assert "about 0% of the gain" in sentence(split(BEFORE, REAL, [[b - 1e-6 for b in BEFORE]] * 3)), "and not -0%"
     assert distance_line(Distances(2.0, 1.6, (1.5, 1.7))) == (
-        "distance of the numbers that evolve from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
+        "distance of the evolved numbers from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
         "placebos 1.6 (1.5 to 1.7)"
     )
     assert distance_line(Distances(2.0, None, ())) == (
-        "distance of the numbers that evolve from the start: 2; the optimizer has no formula for drift"
+        "distance of the evolved numbers from the start: 2; there is no formula for drift with this optimizer"
     )
 
 
@@ -148,10 +146,10 @@ def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
     assert beyond_drift(worse).startswith("no gain: the run fell below the start, and the placebos further; 0 of ")
     same = split(before, before + rng.normal(0, 0.1, 50), broken)
     assert beyond_drift(same).startswith(
-        "the run's own gain may be none: what it has above the placebos is that they fell below the start; 0 of "
+        "the gain of the run is not significant: it is above the placebos because they fell below the start; 0 of "
     )
     near = split(before, before + np.tile([-3.0, 3.2], 25), [before for _ in range(count)])
-    assert near.signal.mean > 0 and beyond_drift(near).startswith("the run's own gain may be none; 0 of ")
+    assert near.signal.mean > 0 and beyond_drift(near).startswith("the gain of the run is not significant; 0 of ")
 
 
 def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
@@ -165,23 +163,23 @@ def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
 
     for real, placebo, moved, more in (
         (1, -2.27, "lost 2.2", "noise alone does harm, and all of the gain is signal"),
-        (1, 2, "gained", "noise alone brings more than the run did"),
-        (-1, -2, "lost", "noise alone does more harm than the run did"),
+        (1, 2, "gained", "noise alone gains more than the run"),
+        (-1, -2, "lost", "noise alone does more harm than the run"),
         (-1, 0.5, "gained", "noise alone brings a gain, and all of the loss is signal"),
     ):
         found = said(real, placebo)
         assert found.endswith(more) and f": the placebos {moved}" in found and "%" not in found, "not as a share"
     for count in (2, 5):  # so few may all be luck, and say nothing of noise at large
-        assert said(1, -2.27, count=count).endswith(": no part of the gain is seen to be drift")
-        assert said(1, 2, count=count).endswith(": noise alone may have made all of the gain")
-        assert said(-1, -2, count=count).endswith(": noise alone may have made all of the loss")
-        assert said(-1, 0.5, count=count).endswith(": no part of the loss is seen to be drift")
+        assert said(1, -2.27, count=count).endswith(": no part of the gain is shown to be drift")
+        assert said(1, 2, count=count).endswith(": noise alone may explain all of the gain")
+        assert said(-1, -2, count=count).endswith(": noise alone may explain all of the loss")
+        assert said(-1, 0.5, count=count).endswith(": no part of the loss is shown to be drift")
     for placebo in (-2.27, 0.5, 2):
-        assert said(1, placebo, count=1).endswith("; one placebo tells no share of drift")
+        assert said(1, placebo, count=1).endswith("; one placebo gives no drift share")
     before = rng.normal(0, 0.1, 50)
     unsure = split(before, before + 1 + before[::-1], [before + p for p in np.linspace(-1, 0.9, 19)])
     assert unsure.share is not None and unsure.share.high is not None and unsure.share.mean < 0 < unsure.share.high
-    assert sentence(unsure).endswith(": no part of the gain is seen to be drift")
+    assert sentence(unsure).endswith(": no part of the gain is shown to be drift")
     assert "% of the gain is drift (95 % interval " in said(1, 0.5)
 
 
@@ -190,14 +188,14 @@ def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
     before = np.random.default_rng(0).normal(0, 0.01, 50)
     found = split(before, before + 1 + before[::-1], [*[before - 2 + before[::-1]] * 29, before + 1.5])
     assert found.share is not None and found.share.high is not None and found.share.high < 0 and found.reached == 1
-    assert sentence(found).endswith(": no part of the gain is seen to be drift")
+    assert sentence(found).endswith(": no part of the gain is shown to be drift")
 
 
 def test_task_fitness_without_a_placebo_is_damage() -> None:
     reward = split(np.zeros(5), np.ones(5), [np.zeros(5)]).as_dict()
     whole = {"name": "fitness/f1", "before": 0.1, "real": 0.2, "placebos": []}
     with pytest.raises(DataError, match=r"damaged \(placebo.fitness.placebos\)"):
-        of_file({"reward": reward, "fitness": whole}, "results/evaluation.json")
+        parse({"reward": reward, "fitness": whole}, "results/evaluation.json")
 
 
 @pytest.mark.slow
@@ -355,9 +353,9 @@ def test_a_card_tells_nobody_to_measure_more() -> None:
     assert "; 4 placebos cannot show whether it is more than drift: 0 of 4" in said and "20" not in said
     many = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 20)
     for own, other in ((some, many), (many, some)):
-        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, Known(other))
+        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, PlaceboResults(other))
         assert "Reward: 20 placebos" in said
-    assert placebo_lines({}, Known(some)), "of a run that measured none itself"
+    assert placebo_lines({}, PlaceboResults(some)), "of a run that measured none itself"
 
 
 def forged(file: Path, **changes: Any) -> None:
@@ -529,10 +527,10 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
     found = read(ended[0])
     some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
-    runs = [replace(found, placebo=Known(some)), replace(found, placebo=Known(none))]
+    runs = [replace(found, placebo=PlaceboResults(some)), replace(found, placebo=PlaceboResults(none))]
     assert _drift(runs) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
     assert _drift([*runs, replace(found, placebo=None)]) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
-    assert _drift([replace(found, placebo=Known(split(REAL, BEFORE, PLACEBOS)))]) == _drift([]) == "-"
+    assert _drift([replace(found, placebo=PlaceboResults(split(REAL, BEFORE, PLACEBOS)))]) == _drift([]) == "-"
 
 
 def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple[Path, str], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evoalign.checks.changes import Base, Difference, Product, blocks, changes_of
+from evoalign.checks.distance import Base, Difference, Product, blocks, changes_of
 from evoalign.errors import ModelError
 from evoalign.models import tensors, tiny
 from families import build, make_config, unfused
