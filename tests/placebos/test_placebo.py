@@ -270,7 +270,7 @@ def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: 
     for wrong, message in (
         ([*arguments, "--seeds", "0,1", "--to", str(tmp_path / "two")], "takes one mean"),
         (["replay", str(run), "--counterfactual", "flip", "--seeds", "1"], "flip has no seed"),
-        ([*arguments, "--seeds", ""], "one seed at least"),
+        ([*arguments, "--seeds", ""], "at least one seed"),
         (["replay", str(run), "--counterfactual", "flip", "-g", "9"], "has 2 whole generations"),
     ):
         failed = CliRunner().invoke(cli.app, wrong)
@@ -295,7 +295,7 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("population_size: 4", "population_size: 6"))
     with pytest.raises(ResumeError, match=r"made with other settings: es.population_size is 4 in the run and 6 now"):
         evoalign.placebo(copy, shuffles=1)
-    with pytest.raises(ConfigError, match="0 shuffles: at least one"):
+    with pytest.raises(ConfigError, match="0 shuffles"):
         evoalign.placebo(run, shuffles=0)
     with pytest.raises(JournalError, match="GRPO"):
         (tmp_path / "grpo").mkdir()
@@ -326,10 +326,10 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     folder = shutil.copytree(ended[0], tmp_path / "run")
     sealed = (folder / "results/sealed.json").read_bytes()
     assert "Reward: 2 placebos" in shown(folder)
-    assert "not kept: --generation is of a part" in measure(folder, "--shuffles", "1", "-g", "1")
-    assert "is a journal by itself" in measure(folder / "journal.jsonl", "--shuffles", "1")
+    assert "not saved: --generation" in measure(folder, "--shuffles", "1", "-g", "1")
+    assert "is a journal, not a run directory" in measure(folder / "journal.jsonl", "--shuffles", "1")
     assert not (folder / PLACEBO).exists()
-    assert f"kept in {folder / PLACEBO}" in measure(folder, "--shuffles", "3")
+    assert f"saved in {folder / PLACEBO}" in measure(folder, "--shuffles", "3")
     kept = json.loads((folder / PLACEBO).read_text())
     assert kept["reward"]["placebos"][:2] == results(folder)["placebo"]["reward"]["placebos"]
     assert kept["format_version"] == 1 and kept["seeds"] == [0, 1, 2]
@@ -340,7 +340,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     assert "has 3 placebos; delete it to keep these" in measure(folder, "--shuffles", "1")
     assert json.loads((folder / PLACEBO).read_text()) == kept
     (folder / "results/evaluation.json").unlink()
-    assert "not kept: results are of the end of a run" in measure(folder, "--shuffles", "3")
+    assert "not saved: " in measure(folder, "--shuffles", "3")
 
 
 def test_a_card_tells_nobody_to_measure_more() -> None:
@@ -370,8 +370,8 @@ DAMAGE = {
     "damaged (reward)": lambda f: forged(f, reward=3),
     "damaged (it holds no JSON object)": lambda f: f.write_text("[]"),
     "was altered": lambda f: f.write_text(f.read_text().replace('"seeds"', '"seed"')),
-    "is not of ": lambda f: forged(f, journal="0" * 64),
-    "was not evaluated with the settings of ": lambda f: forged(f, settings={"max_tokens": 9}),
+    "does not belong to ": lambda f: forged(f, journal="0" * 64),
+    "has other evaluation settings than ": lambda f: forged(f, settings={"max_tokens": 9}),
     "is not a file": lambda f: (f.unlink(), f.mkdir()),
 }
 
@@ -386,8 +386,8 @@ def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[P
             with pytest.raises(DataError) as raised:
                 reader(folder)
             assert str(raised.value).startswith(str(folder / PLACEBO)) and why in str(raised.value)
-            assert str(raised.value).endswith("delete it, and `evoalign placebo` measures it anew")
-    assert "kept in" in measure(folder / ".." / "0", "--shuffles", "3"), "and the command writes it anew"
+            assert str(raised.value).endswith("delete it and run `evoalign placebo` again")
+    assert "saved in" in measure(folder / ".." / "0", "--shuffles", "3"), "and the command writes it anew"
 
 
 @pytest.mark.slow

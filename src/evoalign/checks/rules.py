@@ -165,8 +165,8 @@ class NoiseEarns(Rule):
         return (
             f"random members score better than the unperturbed model, by {gain:.3g} (standard error {error:.2g}): "
             "noise alone earns some of this reward, often by breaking the text; read the completions; when the run is "
-            f"done, measure the share of the gain: {command}. If it is large, try {run.width(0.25)}, or a reward that broken "
-            "text cannot earn (task.rewards)"
+            f"done, measure the share of the gain: {command}. If it is large, try {run.width(0.25)}, or a reward that "
+            "broken text cannot earn (task.rewards)"
         )
 
 
