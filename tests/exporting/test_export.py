@@ -28,7 +28,7 @@ import evoalign
 from evoalign import cli
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
-from evoalign.exporting import facts
+from evoalign.exporting import card
 from evoalign.exporting.export import dtype_in, export
 from evoalign.models import tiny
 from evoalign.report.tables import visible
@@ -442,7 +442,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
     def found(**sections: Any) -> tuple[tuple[int, int, int] | None, bool, str | None]:
-        return facts._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
+        return card._task_facts(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
 
     counts, *_ = found()
     assert counts is not None and min(counts[:2]) > 0 and counts[2] == 0

@@ -28,7 +28,7 @@ from evoalign.analysis.sweeping.results import collect, placebo_of, table
 from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
-from evoalign.exporting.change import placebo_lines
+from evoalign.exporting.card import placebo_lines
 from evoalign.placebos.counterfactual import Follower
 from evoalign.placebos.estimates import (
     Distances,
@@ -319,7 +319,7 @@ def shown(folder: Path) -> str:
     evoalign.export(folder, folder.parent / "card")
     text = (folder.parent / "card/README.md").read_text()
     shutil.rmtree(folder.parent / "card")
-    return text.partition("**Signal beside drift.**")[2].partition("\n")[0]
+    return text.partition("**Signal and drift.**")[2].partition("\n")[0]
 
 
 def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[Path, str], tmp_path: Path) -> None:
@@ -583,7 +583,7 @@ def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
     share = (own["mean"] - own["before"]) / (own["real"] - own["before"])
     assert rows["share of the gain that is drift, of all runs together"] == f"{share:.0%}"
     said = placebo_lines(results(folder))
-    assert said[1].startswith("**Signal beside drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
+    assert said[1].startswith("**Signal and drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"
     for wrong in ({"reward": {**own, "items": "many"}}, {"reward": {**own, "placebos": []}}, {}, 3, {"reward": None}):
         with pytest.raises(DataError, match=r"results/evaluation.json is damaged \(placebo"):

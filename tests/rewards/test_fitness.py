@@ -282,7 +282,7 @@ def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Pa
 
 
 def test_a_run_may_not_name_it_unasked_and_a_card_does_not_tell_where_it_is(tmp_path: Path) -> None:
-    from evoalign.exporting.public import private_paths, public
+    from evoalign.exporting.source import private_paths, public
 
     own = from_dict({"es": {"sigma": 0.1}, "task": {"name": "conciseness", "fitness": f"{tmp_path}/f.py:f1"}})
     assert code_of(own) == [f"{tmp_path}/f.py:f1"] == private_paths(own)
