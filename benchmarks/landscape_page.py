@@ -20,7 +20,7 @@ from scipy import stats
 from evoalign import statistics
 from evoalign.analysis.efficiency.measures import robust_ratio
 from evoalign.analysis.estimates import bounded, told
-from evoalign.report.style import COLORS, GRID, LINES, canvas, frame, plain, save
+from evoalign.report.figures import COLORS, GRID, LINES, canvas, frame, plain, save
 from evoalign.statistics import Estimate
 from landscape_rows import EXAMPLES, KINDS, ROWS
 

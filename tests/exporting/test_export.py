@@ -468,7 +468,7 @@ def test_it_is_said_that_weights_were_rounded_and_what_to_do_next(tiny_run: Path
         assert "README.md has the code that loads it; evoalign eval " in then
         return first
 
-    lost = ", rounded to bfloat16, each by up to about 0.4 %, after the run's figures were measured"
+    lost = ", rounded to bfloat16, each by up to about 0.4 %, after the run's results were measured"
     assert said("--merge", "--dtype", "bfloat16").endswith(f"weights in bfloat16{lost}")
     assert said("--merge").endswith(f"--dtype for another){lost}")
     assert said("--merge", "--dtype", "float32").endswith("weights in float32")

@@ -59,7 +59,7 @@ def test_what_alarms_stands_above_the_table_with_completions(broken: tuple[evoal
     assert f"{word.upper()}: what the test completions say, whatever they earn" in above
     assert "of the test completions are broken" in above and "for example" in above
     assert len(result.verdict.shown) == 2
-    assert f"{word}, by what it says; " in below  # and not the bare word learning
+    assert f"{word}, judging by the completions; " in below  # and not the bare word learning
     assert not any(line.startswith("learning") for line in told.splitlines())
 
 

@@ -29,7 +29,7 @@ from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.placebos import counterfactual
 from evoalign.placebos.estimates import Distances, Placebos, distance_line, expected_distance
-from evoalign.report import completions, figures
+from evoalign.report import figures, rows
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
@@ -342,11 +342,11 @@ class _EvolutionStrategies:
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
-        if completions.is_due(self.config.tracking.completions_every, generation):
+        if rows.completions_due(self.config.tracking.completions_every, generation):
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
-            completions.write(file, generation, examples, self.task)
+            rows.write_completions(file, generation, examples, self.task)
         if self.hook is not None:
             self.hook(generation)
 

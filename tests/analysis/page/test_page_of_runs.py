@@ -28,7 +28,7 @@ from evoalign.checks import diagnosis
 from evoalign.config import load
 from evoalign.placebos import estimates
 from evoalign.placebos import file as placebo_file
-from evoalign.report.style import canvas, save
+from evoalign.report.figures import canvas, save
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import config_hash

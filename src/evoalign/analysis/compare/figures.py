@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from evoalign.analysis.compare.comparison import Comparison, Curve, Group, Match, Matching, curve
 from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.words import TITLES
-from evoalign.report.style import COLORS, INK, LINES, MARKERS, SIZE_INCHES, canvas, frame, save
+from evoalign.report.figures import COLORS, INK, LINES, MARKERS, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from evoalign.analysis.compare.tables import Grid, end_grid, pair_grids, setting
 from evoalign.analysis.compare.tree import as_tree as as_tree
 from evoalign.analysis.compare.words import summary as summary
 from evoalign.analysis.compare.words import where
-from evoalign.report.markdown import bullets, escape, table
-from evoalign.report.tables import shorten, visible
+from evoalign.report.tables import bullets, escape, shorten, visible
+from evoalign.report.tables import markdown_table as table
 from evoalign.rundir.files import make_folder, write_text
 
 LABEL = 60

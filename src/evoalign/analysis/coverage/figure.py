@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from evoalign.analysis.coverage import estimators as of
 from evoalign.analysis.lab import BASE
-from evoalign.report.style import COLORS, GRID, canvas, frame, plain, save_both, series
+from evoalign.report.figures import COLORS, GRID, canvas, frame, plain, save_both, series
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

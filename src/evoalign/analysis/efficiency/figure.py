@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign.analysis.compare.comparison import MATCHINGS
 from evoalign.analysis.efficiency.measures import median
-from evoalign.report.style import COLORS, INK, MARKERS, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, INK, MARKERS, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evoalign.report.style import INK, canvas, frame, save_both, series
+from evoalign.report.figures import INK, canvas, frame, save_both, series
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.report.style import COLORS, canvas, frame, save_both
+from evoalign.report.figures import COLORS, canvas, frame, save_both
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from evoalign.report.style import COLORS, INK, canvas, frame, save_both
+from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from evoalign.analysis.page import completions, sections
 from evoalign.analysis.page.markup import NOTHING, Markup, joined, tag, text
 from evoalign.analysis.page.view import Analysed, View
-from evoalign.report.markdown import listed
+from evoalign.report.tables import listed
 
 GENERATOR = "evoalign report"
 MARK = f'<meta name="generator" content="{GENERATOR}">'

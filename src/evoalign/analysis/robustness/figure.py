@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evoalign.report.style import canvas, frame, plain, save_both, series
+from evoalign.report.figures import canvas, frame, plain, save_both, series
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.report.style import COLORS, INK, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, INK, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.tasks.safety.task import LABELS, label_of
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign.analysis.parts import ALL
-from evoalign.report.style import GRID, HEADING, INK, canvas, save_both
+from evoalign.report.figures import GRID, HEADING, INK, canvas, save_both
 from evoalign.report.tables import visible
 from evoalign.statistics import LEVEL
 

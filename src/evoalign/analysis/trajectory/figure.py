@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign.report.style import COLORS, GRID, INK, LINES, MARKERS, SURFACE, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, GRID, INK, LINES, MARKERS, SURFACE, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:
