@@ -28,8 +28,7 @@ def report(
     """Show what runs came to as one HTML page that loads nothing: warnings, curves, completions, settings, analyses."""
     from evoalign.analysis.compare.runs import find_in_order
     from evoalign.analysis.page import page
-    from evoalign.analysis.page.analyses import shared
-    from evoalign.analysis.page.run import stamp, views_of
+    from evoalign.analysis.page.run import shared, stamp, views_of
     from evoalign.analysis.page.serving import Server
     from evoalign.errors import ConfigError
     from evoalign.rundir.directory import REPORT

@@ -22,7 +22,7 @@ from evoalign import analysis
 from evoalign.analysis import Finding
 from evoalign.analysis.compare.runs import find_in_order
 from evoalign.analysis.page import page
-from evoalign.analysis.page.markup import text
+from evoalign.analysis.page.charts import text
 from evoalign.analysis.page.run import names_of, stamp, views_of, write_report
 from evoalign.checks import diagnosis
 from evoalign.config import load
