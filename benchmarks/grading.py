@@ -95,7 +95,7 @@ def generations(arm: str, options: argparse.Namespace) -> Iterator[tuple[str, Ge
             task.scores_elsewhere = True
         with closing(Journal(Path(folder) / "journal.jsonl", saving.header(parts, None))) as journal:
             task.per_call = None
-            made = evolve(parts.config, task, parts.data.train, parts.engine, parts.tokens, journal)
+            made = evolve(parts.run(journal))
             for number, generation in enumerate(made):
                 if number > 1:
                     yield ("off", "on")[number % 2], generation

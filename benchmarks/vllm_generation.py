@@ -112,7 +112,7 @@ class Run:
         for member in (*self.population, None):
             self.engine.rpc(merge, self.plan(), member)
             if member is not None:
-                yield from self.engine._ask([(MEAN, None)], self.requests)
+                yield from self.engine._generate([(MEAN, None)], self.requests)
         self.engine.apply(self.update())
         self.engine.fingerprint()
 
@@ -253,7 +253,7 @@ def bytes_of(space: str, options: argparse.Namespace, folder: Path) -> None:
     served = serve_plain(options, folder) if plain else serve(space, options, folder)
     run = Run(served, options.members, options.prompts, options.tokens)
     many = questions(served.tokens, options.members * options.prompts, options.tokens)
-    work = (lambda: served.engine._ask([(mean(), None)], many)) if plain else run.generation
+    work = (lambda: served.engine._generate([(mean(), None)], many)) if plain else run.generation
     served.took(work)
     used(space, served, work, options)
 

@@ -131,7 +131,7 @@ def started(name: str, sizes: list[int], options: argparse.Namespace, folder: Pa
     from evoalign.engines.vllm import worker
 
     took: list[float] = []
-    plain = worker.GpuWorker.compile_or_warm_up_model
+    plain = worker.EvolvingWorker.compile_or_warm_up_model
 
     def timed(self: Any) -> Any:
         began = time.perf_counter()
@@ -139,7 +139,7 @@ def started(name: str, sizes: list[int], options: argparse.Namespace, folder: Pa
         took.append(time.perf_counter() - began)
         return found
 
-    worker.GpuWorker.compile_or_warm_up_model = timed
+    worker.EvolvingWorker.compile_or_warm_up_model = timed
     v.only_graphs(sizes)
     config = v.config_of(
         v.model_folder(options.shape, folder), options.shape, rows=options.seqs, length=options.prompt + options.tokens,

@@ -225,7 +225,7 @@ class Served:
 
     def __post_init__(self) -> None:
         from evoalign import spaces, tokens
-        from evoalign.engines.vllm import VllmEngine
+        from evoalign.engines.vllm.engine import VllmEngine
         from evoalign.tokens import Tokens
 
         began = time.perf_counter()
@@ -239,15 +239,15 @@ class Served:
             space = spaces.create(self.config)
             self.layout = space.layout(self.engine.specs(), self.engine.dtype)
             self.facts = self.engine.start(space, self.layout, None, False)
-        self._answers, self._took = self.engine._asking.answers, 0.0
-        self.engine._asking.answers = self._timed
+        self._run, self._took = self.engine._generator.run, 0.0
+        self.engine._generator.run = self._timed
         self.synchronize()
         self.start_seconds = time.perf_counter() - began
 
     def _timed(self, *asked: Any) -> Iterator[Any]:
         """vLLM's steps with a clock around them, and not around what is done with what they give."""
         self.synchronize()
-        answers = self._answers(*asked)
+        answers = self._run(*asked)
         while True:
             began = time.perf_counter()
             ended = next(answers, None)
@@ -286,7 +286,7 @@ class Served:
 
         if not self.engine.llm.reset_prefix_cache():
             say("the prefix cache was not dropped: the bare model may be reported faster than it is")
-        return self.took(lambda: self.engine._ask([(MEAN, None)], requests))
+        return self.took(lambda: self.engine._generate([(MEAN, None)], requests))
 
     def about(self) -> dict[str, Any]:
         """What the engine runs with."""

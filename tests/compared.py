@@ -48,7 +48,7 @@ def copy_run(
 ) -> Path:
     """A run like `source`, changed: `reward` gives the test reward after so many steps, 0 being the start."""
     shutil.copytree(source, to)
-    (to / "results/sealed.json").unlink(missing_ok=True)
+    (to / "SHA256SUMS").unlink(missing_ok=True)
     config: Tree = yaml.safe_load((to / "config.yaml").read_text())
     config |= {"seed": seed, "output_dir": str(to)}
     for key, value in (sets or {}).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def go(config: Config, engine: Echo, path: Path, evaluate: Any = None) -> list[G
     log = Journal(path, JOURNAL_HEADER)
     anything: Any = engine
     try:
-        return list(evolve(config, task, data.train, anything, engine.tokens, log, evaluate))
+        run = rollouts.Run(config, task, data.train, anything, engine.tokens, log, task.objective())
+        run = run if evaluate is None else replace(run, evaluate_mean=evaluate)
+        return list(evolve(run))
     finally:
         log.close()
 

@@ -25,7 +25,7 @@ from evoalign.config import GraderConfig, ObjectiveConfig, TaskConfig, code_of, 
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError, StoppedError
 from evoalign.report import figures
 from evoalign.report.rows import rebuilt_row
-from evoalign.rewards.objective import Group, Objective, WeightedSum, create, grouped, score
+from evoalign.rewards.objective import Group, Objective, WeightedSum, create, grouped, reported_means, score
 from evoalign.rollouts import columns_of, rewards_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
@@ -313,7 +313,7 @@ def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions: str,
 
 def test_a_reward_that_applies_to_few_has_the_mean_of_those() -> None:
     group = grouped({"a": [1.0, None, 2.0, None], "b": [None] * 4}, ["w", "x", "y", "z"], [{}, {}], 7)
-    assert group.means == {"a": 1.5, "b": None}
+    assert reported_means(WeightedSum(), group) == {"a": 1.5, "b": None}
     assert group.texts_MP == [["w", "x"], ["y", "z"]]
     assert group.columns_MP["a"].shape == (2, 2)
     assert np.isnan(group.columns_MP["a"][0, 1])
@@ -402,7 +402,7 @@ def test_only_what_the_weights_name_counts() -> None:
     examples = task.load_data(0).train
     group = grouped(columns_of(task, ["a b"] * 6, [*examples] * 2), ["a b"] * 6, examples, 0)
     assert score(task.objective(), group).tolist() == [[-3.0] * 3] * 2
-    assert group.means == {"reward": -3.0, "blanks": 1.0}
+    assert reported_means(WeightedSum(), group) == {"reward": -3.0, "blanks": 1.0}
     with pytest.raises(RewardError, match="weights are given for harm, and the rewards are reward, blanks"):
         score(WeightedSum({"harm": 1.0}), group)
     with pytest.raises(ConfigError, match="finite"):

@@ -199,7 +199,7 @@ def _python(name: str) -> str:
 
 
 def _find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
-    """The definition of a name, followed through imports, under whichever name they bring it."""
+    """Return the definition of a name, followed through imports and through wrappers of one function."""
     path = SOURCE.parent.joinpath(*module.removeprefix("evoalign.").split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -208,6 +208,11 @@ def _find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
         if isinstance(node, ast.ImportFrom) and node.module:
             for brought in (a for a in node.names if (a.asname or a.name) == name):
                 return _find(node.module, brought.name)
+        match node:  # name = wrapper(function)
+            case ast.Assign(targets=[ast.Name(target)], value=ast.Call(args=[ast.Name(wrapped)])) if target == name:
+                return _find(module, wrapped)
+            case _:
+                pass
     raise KeyError(f"{module} has no {name}")
 
 

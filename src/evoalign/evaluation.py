@@ -17,6 +17,7 @@ from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError, RewardError, cut, plain
 from evoalign.plugins import FAILURES, raised
+from evoalign.rewards.objective import SetObjective
 from evoalign.rollouts import collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
@@ -148,7 +149,8 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     per_example = {name: tuple(_mean([r[name] for r in group]) for group in of_example) for name in rows[0]}
     measures = {name: _mean([v for v in values if not math.isnan(v)]) for name, values in per_example.items()}
     known = {name: value for name, value in measures.items() if not math.isnan(value)}
-    whole = {} if task.fitness is None else {task.fitness.measure: _fitness(task, examples, scored, None)}
+    aim = task.set_objective
+    whole = {} if aim is None else {aim.measure: _fitness(aim, examples, scored, None)}
     return Evaluation(whole | known, {name: per_example[name] for name in known}, tuple(scored))
 
 
@@ -159,7 +161,8 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
     where that takes more than `RESAMPLE_SECONDS`, or where the function fails for some draw, as one may that needs an
     example of each class.
     """
-    if task.fitness is None or len(examples) < FEWEST:
+    aim = task.set_objective
+    if aim is None or len(examples) < FEWEST:
         return found
     drawn = np.random.Generator(np.random.Philox(key=[0, len(examples)])).integers(
         len(examples), size=(RESAMPLES, len(examples))
@@ -168,12 +171,12 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
     start = time.monotonic()
     for done, draw_E in enumerate(drawn, 1):
         try:
-            values.append(_fitness(task, examples, found.completions, draw_E.tolist()))
+            values.append(_fitness(aim, examples, found.completions, draw_E.tolist()))
         except RewardError:
             return found
         if (time.monotonic() - start) / done * RESAMPLES > RESAMPLE_SECONDS:
             return found
-    return replace(found, resampled={task.fitness.measure: tuple(values)})
+    return replace(found, resampled={aim.measure: tuple(values)})
 
 
 def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
@@ -194,8 +197,10 @@ def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> E
     return replace(found, points=kept)
 
 
-def _fitness(task: Task, examples: Sequence[Example], scored: Sequence[Scored], drawn: Sequence[int] | None) -> float:
-    """The mean over seeds of the fitness of all samples, of these examples (None: all). Raises RewardError."""
+def _fitness(
+    objective: SetObjective, examples: Sequence[Example], scored: Sequence[Scored], drawn: Sequence[int] | None
+) -> float:
+    """Return the mean over seeds of the value of all samples of these examples (None: all). Raises RewardError."""
     places: dict[int, dict[int, list[int]]] = {}
     for place, one in enumerate(scored):
         places.setdefault(one.seed, {}).setdefault(one.example, []).append(place)
@@ -203,11 +208,11 @@ def _fitness(task: Task, examples: Sequence[Example], scored: Sequence[Scored], 
     sets = [[place for e in chosen for place in of_example[e]] for of_example in places.values()]
     texts, asked = [s.text for s in scored], [examples[s.example] for s in scored]
     try:
-        return float(np.mean(task.fitness_of(texts, asked, sets)))
+        return float(np.mean(objective.values(texts, asked, sets)))
     except EvoalignError:
         raise
     except FAILURES as error:
-        raise RewardError(f"task {task.name} failed to score: {raised(error)}; fix it") from error
+        raise RewardError(f"{objective.name} failed: {raised(error)}; fix it") from error
 
 
 def resampled_interval(before: Evaluation, after: Evaluation) -> dict[str, tuple[float, float, float]]:

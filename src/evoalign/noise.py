@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counter-based Gaussian noise: a pure function of (seed, purpose, tensor, factor, generation, member, element).
 
-The same bits come out on CPU and GPU, in any order, under any chunking and any slicing, because nothing is drawn
-from a stream. The generator is Philox 4x32-10 (Salmon et al., SC 2011; checked against the Random123 vectors):
+The bits are the same on CPU and GPU, in any order, under any chunking and any slicing, because nothing is drawn from
+a sequential stream. The generator is Philox 4x32-10 (Salmon et al., SC 2011; checked against the Random123 vectors):
 
     key      BLAKE2b-64 of (run seed, purpose, Hugging Face tensor name, factor)
     counter  (block low, block high, generation, member)
 
 Each 32-bit word gives two 16-bit indices, low half first, into a table of the normal quantiles at (k + 1/2) / 65536,
-so a call gives eight normals and block b holds the elements 8b .. 8b + 7 in row-major order of the unfused tensor.
-The table is shipped and its hash pinned: Box-Muller differs between devices in the last bit, a table does not.
+so a call gives eight normals, and block b holds the elements 8b .. 8b + 7 in row-major order of the unfused tensor.
+The table ships with the package and its hash is checked: Box-Muller differs between devices in the last bit, a table
+does not.
 It has variance 0.99998 and excess kurtosis -7.5e-4, and no value beyond 4.33 standard deviations.
 """
 
@@ -36,11 +37,11 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _TILE = 1 << 15
-"""Counters computed at once: the working set then stays in a core's cache."""
+"""Counters computed at once on a CPU, so that the working set stays in a core's cache."""
 
 
 def key(seed: int, purpose: str, name: str, factor: str = "") -> tuple[int, int]:
-    """The Philox key (two 32-bit words) of one tensor's noise in one run."""
+    """Return the Philox key (two 32-bit words) of one tensor's noise in one run."""
     text = "\x1f".join((str(seed), purpose, name, factor)).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
@@ -70,9 +71,9 @@ def normals(
     slices: Slices | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Standard normals of a tensor for several members: float32 [M, *shape], or [M, *the shape of `slices`].
+    """Return standard normals of a tensor for several members: float32 [M, *shape], or [M, *shape of `slices`].
 
-    `members` are the last counter word (`Member.noise`). A slice gives exactly the bits of that part of the whole.
+    `members` are the last counter word (`Member.noise`). A slice has the same bits as that part of the whole.
     """
     if _kernel(device) is not None:
         return scaled(key, shape, generation, members, (1.0,) * len(members), slices=slices, device=device)
@@ -92,11 +93,11 @@ def scaled(
     device: torch.device | str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """round(mean + fl32(width_m * normal)) for several members: [M, *the part], one multiply, one add, one rounding.
+    """Return round(mean + fl32(width_m * normal)) for several members: one multiply, one add, one rounding.
 
-    `widths` are rounded once to float32; a member's sign is that of its width. `mean` is that part of a tensor. `out`
-    takes the numbers in its own dtype, whatever its strides; without it they come in `dtype`. `device` is needed where
-    neither is given. A GPU needs one launch and no temporary, a CPU with the compiled library one pass.
+    The result is [M, *shape of `slices`] in `dtype`, or is written to `out` in its dtype and with any strides. `widths`
+    are rounded once to float32 and carry the members' signs. `mean` is the part `slices` of a tensor. Give `device` if
+    `mean` and `out` are None. A GPU takes one launch without temporaries, a CPU with the compiled library one pass.
     """
     bounds = bounds_of(tuple(shape), slices)
     given = mean if out is None else out
@@ -117,7 +118,7 @@ def scaled(
 
 
 def _kernel(device: torch.device | str) -> Callable[..., None] | None:
-    """`scaled` into `out` in one pass, where there is such a kernel for the device."""
+    """Return the kernel that writes `scaled` to `out` in one pass on this device, or None."""
     if kernels.available(device):
         from evoalign.kernels.noise import scaled as launch
 
@@ -133,7 +134,7 @@ def _normals(
     slices: Slices | None,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """`normals` in plain torch."""
+    """Return `normals`, computed in plain torch."""
     starts, width, out_shape = runs(shape, slices)
     first = torch.tensor(starts, dtype=torch.int64, device=device)
     offset = first % NORMALS_PER_BLOCK
@@ -149,16 +150,16 @@ def _normals(
 
 
 def uniforms(key: tuple[int, int], positions: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-    """Uniforms in (0, 1), float64, one for each pair of broadcastable int64 `positions` and `streams`."""
+    """Return uniforms in (0, 1), float64, one per pair of broadcastable int64 `positions` and `streams`."""
     zero = torch.zeros((), dtype=torch.int64, device=positions.device)
     word = philox((positions & _MASK, streams & _MASK, (streams >> 32) & _MASK, zero), key)[0]
     return (word.to(torch.float64) + 0.5) / 2**32
 
 
 def row_blocks(shape: Sequence[int], elements: int = 1 << 22) -> Iterator[Slices]:
-    """Row slices that cover a tensor in pieces of about `elements` numbers, to bound temporary memory."""
+    """Yield row slices that cover a tensor in pieces of about `elements` numbers, to bound temporary memory."""
     if not shape:
-        yield ()  # a scalar has one part and no rows
+        yield ()  # a scalar is one part
         return
     rows = shape[0]
     step = max(1, elements * rows // max(1, math.prod(shape)))
@@ -168,7 +169,7 @@ def row_blocks(shape: Sequence[int], elements: int = 1 << 22) -> Iterator[Slices
 
 @cache
 def table(device: torch.device | str = "cpu") -> torch.Tensor:
-    """The 65,536 quantiles as float32, rotated so that a signed 16-bit index plus 32,768 addresses them."""
+    """Return the 65,536 quantiles as float32, rotated so that a signed 16-bit index plus 32,768 addresses them."""
     raw = files("evoalign.kernels").joinpath("noise_table.bin").read_bytes()
     if hashlib.sha256(raw).hexdigest() != TABLE_SHA256:
         raise EvoalignError("the installed noise table is damaged; reinstall evoalign")
@@ -178,7 +179,7 @@ def table(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def _draw(key: tuple[int, int], generation: int, members: Sequence[int], blocks: torch.Tensor) -> torch.Tensor:
-    """Normals [M, K, 8] of K blocks."""
+    """Return normals [M, K, 8] of K blocks."""
     device = blocks.device
     quantiles = table(device)
     member = torch.tensor(members, dtype=torch.int64, device=device)[:, None]
@@ -195,17 +196,17 @@ def _draw(key: tuple[int, int], generation: int, members: Sequence[int], blocks:
 
 
 def bounds_of(shape: tuple[int, ...], slices: Slices | None) -> list[tuple[int, int]]:
-    """Start and stop of a rectangle in each dimension; those that `slices` leaves out are whole."""
+    """Return start and stop of a rectangle in each dimension. Dimensions missing in `slices` are whole."""
     bounds = [s.indices(n)[:2] for s, n in zip(slices or (), shape, strict=False)]
     return bounds + [(0, n) for n in shape[len(bounds) :]]
 
 
 def runs(shape: tuple[int, ...], slices: Slices | None) -> tuple[list[int], int, tuple[int, ...]]:
-    """A rectangle as runs of consecutive row-major elements: their starts, their common width, the out shape."""
+    """Return a rectangle as runs of consecutive row-major elements: their starts, common width, and the out shape."""
     bounds = bounds_of(shape, slices)
     out_shape = tuple(stop - start for start, stop in bounds)
     width, inner = 1, len(shape)
-    while inner > 0:  # take whole inner dimensions into one run, and the first partial one with them
+    while inner > 0:  # a run spans whole inner dimensions and the innermost partial one
         inner -= 1
         width *= out_shape[inner]
         if out_shape[inner] != shape[inner]:

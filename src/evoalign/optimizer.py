@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an ES gradient becomes a direction. Plain SGD needs no object: the direction is the gradient.
+"""Optimizers turn an ES gradient into a direction. SGD needs none: its direction is the gradient.
 
-The gradient is in units of the noise's standard deviation (a mean of shaped scores times normals), so a direction
-times `step * scale` is a move of the mean whatever the optimizer. State is float32, of the size of the mean.
+The gradient is in units of the noise's standard deviation (a mean of shaped scores times normals), so the mean
+moves by the direction times `step * scale` with every optimizer. State is float32, of the size of the mean.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Optimizer(Protocol):
     """Turns gradients into directions and keeps state by tensor name."""
 
     def direction(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """The direction, a tensor of its own. Called once a tensor and update, not where an update moves nothing."""
+        """Return the direction as a new tensor. Called once per tensor for each update that moves something."""
         ...
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Named state tensors, for a checkpoint."""
+        """Yield named state tensors, for a checkpoint."""
         ...
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` gave."""
+        """Load the output of `state`."""
         ...
 
 
 class _Stateful:
-    """Named slots of state, zero at first."""
+    """Base with named slots of state, initially zero."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
@@ -64,8 +64,8 @@ class Momentum(_Stateful):
 class Adam(_Stateful):
     """Adam with bias correction (Kingma and Ba, arXiv 1412.6980, algorithm 1).
 
-    The correction counts the updates that moved something: generations without variance, common at the start, would
-    make the first steps too small.
+    The correction counts only updates that moved something. Counting generations without variance, which are common at
+    the start, would make the first steps too small.
     """
 
     def direction(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -74,17 +74,17 @@ class Adam(_Stateful):
         count = int(self._slot("count", name, gradient.new_zeros(())).add_(1))
         mean.mul_(beta1).add_(gradient * (1 - beta1))
         square.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
-        # Products with the reciprocal: CUDA divides by a number so, and the CPU would not. Its float32 square root
-        # differs from the CPU's in the last bit (measured: 24 of 4,000); the float64 one, rounded, does not.
+        # Multiply by the reciprocal, because CUDA divides by a scalar this way and the CPU does not. The float32 square
+        # root of CUDA differs from the CPU's in the last bit (24 of 4,000); the float64 root, rounded, does not.
         root = (square * (1 / (1 - beta2**count))).double().sqrt_().float().add_(self.config.eps)
         return (mean * (1 / (1 - beta1**count))).div_(root)
 
 
 def reach(es: EsConfig) -> float:
-    """How many times as far as plain SGD an optimizer takes the mean at the same eta.
+    """Return how far an optimizer moves the mean compared with plain SGD at the same eta.
 
-    One gradient moves the mean by 1 / (1 - momentum) times itself in all. Its norm is about that of one member's noise
-    over sqrt(population_size), which Adam divides out: its steps are of the norm of the noise itself.
+    With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm is about
+    that of one member's noise over sqrt(population_size). Adam normalises it, so its steps have the norm of the noise.
     """
     if es.optimizer.name == "momentum":
         return 1 / (1 - es.optimizer.momentum)
@@ -92,7 +92,7 @@ def reach(es: EsConfig) -> float:
 
 
 def create(config: OptimizerConfig) -> Optimizer | None:
-    """The optimizer a config names; None for SGD."""
+    """Return the configured optimizer, or None for SGD."""
     if config.name == "momentum":
         return Momentum(config)
     return Adam(config) if config.name == "adam" else None

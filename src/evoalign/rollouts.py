@@ -1,34 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked in a generation, and the rewards of the answers: batches, requests, seeds, groups of columns."""
+"""Requests of a generation, the completions of an engine, and their rewards as groups of columns."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from evoalign.config import Config, SamplingConfig
+from evoalign.engines import Engine
 from evoalign.engines.base import Answering, pairs_of
-from evoalign.errors import EvoalignError
+from evoalign.errors import ConfigError, EvoalignError
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
+from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Answers, scored
+from evoalign.tasks.grading import Answers, Graders, grading, scored
 from evoalign.tokens import Tokens
-from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
+from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling
 
 
-def sampling_of(settings: SamplingConfig) -> Sampling:
-    """How tokens are drawn, as a section of a config has it."""
-    return Sampling(
-        settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop), bool(settings.keep_stop)
-    )
+def no_plateaus() -> int:
+    """Return 0: the plateaus of a run whose sigma does not follow them."""
+    return 0
+
+
+def not_evaluated() -> None:
+    """Return None: the measures of a mean that is not evaluated during training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the loop needs. `objective` is in the state that the first generation to be trained begins with.
+
+    `evaluate_mean` returns the measures of the mean; it is called every `evaluation.every` generations. `plateaus`
+    returns the number of plateaus so far. `graders` score completions in other processes; None: this process scores.
+    Raises ConfigError for `es.sigma_schedule` plateau without `plateaus`.
+    """
+
+    config: Config
+    task: Task
+    examples: Sequence[Example]
+    engine: Engine
+    tokens: Tokens
+    journal: Journal
+    objective: Objective
+    graders: Graders | None = None
+    evaluate_mean: Callable[[], Mapping[str, float] | None] = not_evaluated
+    plateaus: Callable[[], int] = no_plateaus
+
+    def __post_init__(self) -> None:
+        if self.plateaus is no_plateaus and self.config.es.sigma_schedule.name == "plateau":
+            raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Completions of a generation, and their rewards. `mean`: those of the unperturbed model, if the objective asks."""
+
+    group: Group
+    rollouts: Sequence[Rollout]
+    mean: Sequence[Rollout]
+    scored_by: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Number of completion tokens, those of the mean included."""
+        return sum(len(r.token_ids) for r in (*self.rollouts, *self.mean))
+
+    @property
+    def empty_share(self) -> float:
+        """Share of the members' completions that are empty or white space."""
+        return float(np.mean([not r.text.strip() for r in self.rollouts]))
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the members' completions that ended at the token limit."""
+        return float(np.mean([r.finish_reason == "length" for r in self.rollouts]))
+
+
+class Clock:
+    """Wall seconds of each phase of a generation."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a generation. Time since the last mark, such as the caller's drawing of figures, is its `other`."""
+        self.seconds = {}
+        self.mark("other")
+
+    def mark(self, phase: str) -> None:
+        """Add the time since the last mark to a phase."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], clock: Clock) -> Answered:
+    """Let every member of a plan answer every request, and score the completions as they come.
+
+    `rows` are the examples of the requests. Marks the phase `rollout`; the scoring that is left is in the next phase.
+    Raises LostError, RewardError.
+    """
+    task, members = run.task, len(plan.members)
+    with grading(task, run.examples, run.graders) as graded:
+        answers, of_mean = graded.of([*rows] * members), graded.of(rows)
+        rollouts = collect(run.engine, plan, requests, answers.take)
+        scored_by = run.engine.scored_by()
+        mean = collect(run.engine, MEAN_PLAN, requests, of_mean.take) if run.objective.asks_mean else []
+        clock.mark("rollout")
+        examples = [run.examples[row] for row in rows]
+        group = group_of(task, examples, rollouts, members, plan.generation, answers)
+        group = with_mean(task, group, mean, of_mean) if mean else group
+    return Answered(group, rollouts, mean, scored_by)
 
 
 class LostError(EvoalignError):
-    """An engine returned no completion of a member, or one of nobody who was asked."""
+    """An engine returned no completion for a (member, request), or one that was not requested."""
 
     def __init__(self, message: str, member: Member) -> None:
         super().__init__(message)
@@ -38,70 +132,77 @@ class LostError(EvoalignError):
 def collect(
     engine: Answering, plan: Plan, requests: Sequence[Request], take: Callable[[int, Rollout], None] | None = None
 ) -> list[Rollout]:
-    """All completions of a plan, member by member and each in the order of the requests: the one door to an engine.
+    """Return all completions of a plan, ordered by member and then by request. All text of an engine comes from here.
 
-    `take` is called with each as it comes, and its place in that order. Raises LostError where a completion is missing
-    or was not asked for; no score counts then.
+    `take` is called with (position in that order, rollout) as each completion arrives. Raises LostError for a
+    completion that is missing or was not requested.
     """
-    asked = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
-    places = {key: place for place, key in enumerate(asked)}
+    wanted = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
+    places = {key: place for place, key in enumerate(wanted)}
     found: dict[tuple[int, int], Rollout] = {}
-    with watching.phase("answering", len(asked)) as work:
+    with watching.phase("answering", len(wanted)) as work:
         for rollout in engine.rollout(plan, requests):
             key = (rollout.member.index, rollout.request)
-            if key not in asked or key in found:
-                raise LostError(f"the engine returned {key} (member, request), which nobody asked for", rollout.member)
+            if key not in wanted or key in found:
+                raise LostError(f"the engine returned (member, request) {key}, which was not requested", rollout.member)
             found[key] = rollout
             work.done += 1
             work.tokens += len(rollout.token_ids)
             if take is not None:
                 take(places[key], rollout)
-    for key, member in asked.items():
+    for key, member in wanted.items():
         if key not in found:
             raise LostError(
                 f"the engine returned no completion for (member, request) {key}; nothing was scored", member
             )
-    return [found[key] for key in asked]
+    return [found[key] for key in wanted]
+
+
+def sampling_of(settings: SamplingConfig) -> Sampling:
+    """Return the sampling parameters of a config section."""
+    return Sampling(
+        settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop), bool(settings.keep_stop)
+    )
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit number that seeds the draws of one (run, prompt, sample)."""
+    """Return a 63-bit seed as a hash of its parts, such as run seed, prompt and sample."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-    """`task.columns` of completions that are there already. Raises RewardError."""
+    """Return the reward columns of completions, one text per example. Raises RewardError."""
     with watching.phase("scoring"):
         return scored(task, texts, examples)
 
 
 def columns_taken(answers: Answers) -> Columns:
-    """The columns of completions that were taken as they came, once all of them are scored. Raises RewardError."""
+    """Return the reward columns of completions that `answers` took as they arrived. Raises RewardError."""
     with watching.phase("scoring"):
         return answers.columns()
 
 
 def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    """The weighted sum of the columns, one a completion. Raises RewardError."""
+    """Return the weighted sum of the reward columns, one per completion. Raises RewardError."""
     return task.weighted.rewards(columns_of(task, texts, examples), texts, examples)
 
 
 def scores_of(objective: Objective, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    """What an objective makes of the completions of one policy, each alone, at its state of now."""
+    """Return an objective's scores of the completions of one policy, in its present state."""
     return judge(objective, alone(objective, columns, texts, examples))[0].tolist() if texts else []
 
 
 def alone(
     objective: Objective, columns: Columns, texts: Sequence[str], examples: Sequence[Example], generation: int = 0
 ) -> Group:
-    """The completions of one policy that nobody perturbs, as a group of one member, whose `mean` is itself."""
+    """Return the completions of one unperturbed policy as a group of one member, which is also the group's `mean`."""
     group = grouped(columns, texts, examples, generation)
     return replace(group, mean=group) if objective.asks_mean else group
 
 
 def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]:
-    """Rows of a generation: all, or `size` of them from epochs shuffled by the seed; no row twice in an epoch."""
+    """Return the rows of a generation: all, or `size` of them from epochs shuffled by the seed, each once per epoch."""
     if size is None or size >= total:
         return list(range(total))
     rows: list[int] = []
@@ -114,11 +215,11 @@ def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]
 
 
 EARLY = 10_000
-"""Prompts of a split that are all encoded before the first is asked, so that one which cannot be is told at once."""
+"""Splits of at most this many prompts are tokenised before the first request, so that an invalid prompt fails early."""
 
 
 class Encoded(dict[int, tuple[int, ...]]):
-    """Token ids of the prompts of a split, by row. Of many rows those alone that are asked for. Raises ModelError."""
+    """Token ids of a split's prompts by row; those of a large split are encoded at first use. Raises ModelError."""
 
     def __init__(self, task: Task, tokens: Tokens, examples: Sequence[Example]) -> None:
         super().__init__()
@@ -133,14 +234,14 @@ class Encoded(dict[int, tuple[int, ...]]):
 
 
 def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[int]:
-    """Tokens of the prompts. Of many, one in every so many stands for those that follow: a million take minutes."""
+    """Return the prompts' lengths in tokens. For a large split they are estimated from evenly spaced rows."""
     step = -(-len(examples) // EARLY)
     known = [len(tokens.encode(task.prompt(example))) for example in examples[::step]]
     return [known[row // step] for row in range(len(examples))]
 
 
 def rows_of(config: Config, total: int, generation: int) -> list[int]:
-    """Rows of a generation, one a request: those of its batch, each `task.samples` times in a row."""
+    """Return the rows of a generation's batch, one per request: each `task.samples` times in a row."""
     chosen = batch(total, config.task.batch_size, config.seed, generation)
     return [row for row in chosen for _ in range(config.task.samples or 1)]
 
@@ -153,21 +254,17 @@ def group_of(
     generation: int = 0,
     answers: Answers | None = None,
 ) -> Group:
-    """What all members said and earned, of all the completions that `collect` gave, in its order.
+    """Return the completions and rewards of all members, given the rollouts in the order of `collect`.
 
-    `answers` took them as they came. Raises RewardError.
+    `answers` took them as they arrived; None: they are scored now. Raises RewardError.
     """
-    texts, asked, prompts = [r.text for r in rollouts], [*examples] * members, len(examples)
-    columns = columns_of(task, texts, asked) if answers is None else columns_taken(answers)
-    group = grouped(columns, texts, examples, generation)
-    if task.fitness is None:
-        return group
-    whole = [range(i, i + prompts) for i in range(0, len(texts), prompts)]
-    return replace(group, fitness_M=np.array(task.fitness_of(texts, asked, whole), dtype=np.float64))
+    texts, repeated = [r.text for r in rollouts], [*examples] * members
+    columns = columns_of(task, texts, repeated) if answers is None else columns_taken(answers)
+    return grouped(columns, texts, examples, generation)
 
 
 def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout], answers: Answers | None = None) -> Group:
-    """The group with what the unperturbed model said and earned, of its completions in the order of the prompts."""
+    """Add the unperturbed model's completions, in the order of the prompts, to a group."""
     return replace(group, mean=group_of(task, group.examples, rollouts, 1, group.generation, answers))
 
 
@@ -177,7 +274,7 @@ def requests_of(
     prompts: Mapping[int, tuple[int, ...]] | Sequence[tuple[int, ...]],
     generation: int,
 ) -> list[Request]:
-    """One request for each row of the training examples; all members draw with its seed."""
+    """Return one request per row of the training examples. All members sample with the request's seed."""
     sampling = sampling_of(config.sampling)
     return [
         Request(i, prompts[row], sampling, derive_seed(config.seed, "training", generation, i))

@@ -15,14 +15,15 @@ import torch
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
-from evoalign.engines.base import graders_of
 from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
+from evoalign.rollouts import Run, no_plateaus, not_evaluated
+from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
-from evoalign.tasks.grading import Graders, with_validation
+from evoalign.tasks.grading import Graders, kept_here, with_validation
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -71,6 +72,18 @@ class Parts(Served):
         examples, how = self.data.of(split), self.config.evaluation
         return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how, self.graders)
 
+    def run(
+        self,
+        journal: Journal,
+        evaluate_mean: Callable[[], Mapping[str, float] | None] = not_evaluated,
+        plateaus: Callable[[], int] = no_plateaus,
+    ) -> Run:
+        """Return what the loop needs, writing to a journal; see `Run`."""
+        return Run(
+            self.config, self.task, self.data.train, self.engine, self.tokens, journal, self.objective, self.graders,
+            evaluate_mean, plateaus,
+        )  # fmt: skip
+
     def close(self) -> None:
         self.engine.close()
         self.task.close()
@@ -96,7 +109,7 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
         chosen.close()
         raise
     try:
-        graders = graders_of(served.engine, chosen, data)
+        graders = None if kept_here(chosen) is not None else served.engine.graders(chosen, data)
     except BaseException:
         served.close()
         chosen.close()
@@ -124,7 +137,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     made = task or tasks.create(config.task, rewards)
-    if config.task.fitness is not None and made.fitness is None:
+    if config.task.fitness is not None and made.set_objective is None:
         raise ConfigError(
             f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
             "with TaskConfig(fitness=...)"

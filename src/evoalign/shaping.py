@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores to coefficients: pure functions of float64 [members, prompts] arrays, one coefficient a member.
+"""Map scores to coefficients: pure functions of float64 [members, prompts] arrays, one coefficient per member.
 
-All scores equal gives exactly zero everywhere (in float32, equal scores have given a z of 0.86), so a generation
-that cannot tell its members apart moves nothing. A non-finite score is an error, never a number.
+Equal scores give exactly zero for all members (in float32, equal scores have given a z-score of 0.86), so a generation
+whose members score the same moves nothing. A non-finite score raises an error.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Scores = NDArray[np.float64]
 EPS = 1e-8
 """Added to a standard deviation, as in the published code."""
 LARGEST_SCORE = 1e100
-"""Beyond it sums and squares leave float64, and coefficients would not be finite."""
+"""Limit on scores: squares of larger ones overflow float64."""
 
 
 def fitness(scores_MP: Scores) -> Scores:
-    """Mean over prompts, exactly rounded: two members with the same scores in another order tie exactly."""
+    """Return the mean over prompts, exactly rounded, so that the same scores in another order tie exactly."""
     return np.array([math.fsum(row) / len(row) for row in scores_MP])
 
 
 def zscore(scores_MP: Scores) -> Scores:
-    """(f - mean) / (std + 1e-8), ddof 0, of the fitness f = mean over prompts (arXiv 2509.24372, algorithm 1)."""
+    """Return (f - mean) / (std + 1e-8), ddof 0, of the fitness f, the mean over prompts (arXiv 2509.24372, alg. 1)."""
     fitness_M = fitness(scores_MP)
     return (fitness_M - fitness_M.mean()) / (fitness_M.std() + EPS)
 
 
 def centered(scores_MP: Scores) -> Scores:
-    """Each prompt's scores against the other members' (leave-one-out), over one std of these, averaged over prompts.
+    """Subtract the other members' mean per prompt (leave-one-out), divide by one std, and average over prompts.
 
-    EGGROLL's shaping (arXiv 2511.16652, section 6) with the leave-one-out baseline of arXiv 2609.10980. Under pure
-    noise it is smaller than a z-score by about 1 / sqrt(prompts): steps shrink when members cannot be determined apart.
+    EGGROLL's shaping (arXiv 2511.16652, section 6) with the leave-one-out baseline of arXiv 2609.10980. On pure noise
+    it is smaller than a z-score by about 1 / sqrt(prompts), so steps shrink when scores do not separate the members.
     """
     members = len(scores_MP)
     advantage_MP = (scores_MP - scores_MP.mean(axis=0)) * (members / (members - 1))
@@ -46,7 +46,7 @@ def centered(scores_MP: Scores) -> Scores:
 
 
 def ranks(scores_MP: Scores) -> Scores:
-    """Centred ranks of the fitness in [-1/2, 1/2], ties averaged (Salimans et al., arXiv 1703.03864)."""
+    """Return centred ranks of the fitness in [-1/2, 1/2], ties averaged (Salimans et al., arXiv 1703.03864)."""
     from scipy.stats import rankdata  # takes a second to import
 
     fitness_M = fitness(scores_MP)
@@ -54,7 +54,7 @@ def ranks(scores_MP: Scores) -> Scores:
 
 
 def identity(scores_MP: Scores) -> Scores:
-    """The fitness itself, not centred: for rewards that are already advantages."""
+    """Return the fitness itself, not centred: for rewards that are already advantages."""
     return fitness(scores_MP)
 
 
@@ -62,7 +62,7 @@ SHAPINGS: dict[str, Callable[[Scores], Scores]] = {f.__name__: f for f in (zscor
 
 
 def shape(scores_MP: Scores, shaping: str) -> Scores:
-    """Coefficients [members] of scores [members, prompts]. Raises RewardError on a score not finite or too large."""
+    """Return coefficients [members] of scores [members, prompts]. Raises RewardError on a non-finite or huge score."""
     usable = np.abs(scores_MP) <= LARGEST_SCORE  # False for NaN
     if not usable.all():
         member, prompt = np.argwhere(~usable)[0]
@@ -74,9 +74,9 @@ def shape(scores_MP: Scores, shaping: str) -> Scores:
 
 
 def schedule(config: ScheduleConfig, generation: int, total: int, plateaus: int = 0) -> float:
-    """Factor of a generation: 1 at the first, `floor` at the last (constant: 1).
+    """Return the factor of a generation: 1 at the first, `floor` at the last (constant: always 1).
 
-    Of a plateau it depends on nothing but on how many there were so far, `plateaus`.
+    The schedule `plateau` depends only on `plateaus`, the number of plateaus so far.
     """
     if config.name == "plateau":
         return max(config.floor, config.factor**plateaus)

@@ -152,7 +152,7 @@ def test_a_row_without_an_end_says_so(copy: Copy, tmp_path: Path, monkeypatch: p
     copy("a", reward=rising(2))
     unfinished = copy("b", method="grpo", reward=rising(2))
     (unfinished / "results/evaluation.json").unlink()
-    (unfinished / "results/sealed.json").unlink(missing_ok=True)
+    (unfinished / "SHA256SUMS").unlink(missing_ok=True)
     drawn = figures_of(figure, monkeypatch)
     efficiency([str(tmp_path / "runs")], Settings(threshold=0.5)).draw(tmp_path)
     assert words_of(drawn["efficiency_ends"]).count("no run has come to its end") == 1

@@ -596,7 +596,7 @@ def real(tree, folder):
         diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.probe_weights(SAMPLE), parts.task.max_reward)
         book = Journal(folder / "journal.jsonl", saving.header(parts, None))
         warnings, rows = [], []
-        for made in evolve.evolve(parts.config, parts.task, parts.data.train, parts.engine, parts.tokens, book):
+        for made in evolve.evolve(parts.run(book)):
             examples = [parts.data.train[row] for row in made.rows]
             seen = control(parts.config, parts.engine, parts.task, parts.tokens, examples, made.index)
             rows.append(diagnosis.update(made, parts.engine.probe_weights(SAMPLE), seen))

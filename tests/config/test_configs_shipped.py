@@ -19,7 +19,6 @@ from evoalign.baselines.settings import round_size
 from evoalign.config import Config, from_dict, load, to_yaml
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.specs import specs_of_config
-from evoalign.engines.vllm.adapters import form, slots
 from evoalign.engines.vllm.settings import VllmConfig
 
 REPOSITORY = Path(__file__).parents[2]
@@ -307,8 +306,8 @@ def test_quickstart_countdown_never_trains_on_its_test_rows() -> None:
 def test_the_config_for_vllm_gets_the_deep_kernels_and_the_settings_of_its_experiment() -> None:
     config, source = load([REPOSITORY / "configs" / "vllm_countdown.yaml"]), experiment("countdown_lowrank_1.5b")
     assert isinstance(config.engine, VllmConfig)
-    assert form(config) == "deep"
-    assert slots(config) == config.es.population_size
+    assert config.engine.form(config) == "deep"
+    assert config.engine.slots(config) == config.es.population_size
     shorter = {"num_generations": source.es.num_generations}
     assert config.es.model_copy(update=shorter) == source.es
     assert (config.model, config.lowrank, config.evaluation) == (source.model, source.lowrank, source.evaluation)

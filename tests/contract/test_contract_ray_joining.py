@@ -11,7 +11,6 @@ import pytest
 
 from evoalign.checks import canary
 from evoalign.config import Config, from_dict
-from evoalign.engines.base import parts_of
 from evoalign.engines.ray import copying, team
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replica import Replica
@@ -135,7 +134,7 @@ def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("lora")
     with contract.started(RayEngine, config) as bench:
         call(engine_of(bench).team.seats[1], lambda replica: setattr(replica, "_deaf", True))
-        parts = parts_of(bench.engine)
+        parts = bench.engine.parts()
         assert len(parts) == 2
         prompt = bench.requests[0].prompt_ids
 

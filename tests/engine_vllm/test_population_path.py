@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The population path in vLLM itself, in float32: every form answers as vLLM's own LoRA kernels do.
+"""The population path in vLLM, in float32: every form generates the same tokens as vLLM's LoRA kernels.
 
-On a CPU token by token. The same on a GPU, where decode steps replay CUDA graphs: vLLM's own kernels round to TF32
-there, so some answers part from ours, while a term that is missing or another member's would change nearly all.
-VLLM_USE_V2_MODEL_RUNNER=0 and 1 choose between vLLM's two runners.
+On a GPU decode steps replay CUDA graphs, and vLLM's kernels round to TF32, so that some completions differ from ours; a
+term that is missing or belongs to another member would change nearly all. VLLM_USE_V2_MODEL_RUNNER=0 and 1 choose
+between vLLM's two runners.
 """
 
 import gc
@@ -24,8 +24,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.lora_utils import LoraState, get_num_active_loras_for_dispatch
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from evoalign.engines.vllm import population
-from evoalign.engines.vllm.rows import Rows
+from evoalign.engines.vllm import deep, population
+from evoalign.engines.vllm.population import Rows
 from evoalign.errors import ModelError
 from evoalign.kernels import population as kernels
 from evoalign.models import tiny
@@ -41,22 +41,22 @@ PROMPTS = ([5, 9, 17, 33, 2, 40], [11, 3, 60, 7, 21, 8, 90, 14, 2])
 
 
 class PopulationWorker(Worker):
-    """A worker that serves a population and lets the test write the slots."""
+    """A worker that serves a population and lets a test write the slots."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        self.asked = self.vllm_config.additional_config["population"]
-        with population.installed(**self.asked):
+        self.settings = population.Settings(**self.vllm_config.additional_config["population"])
+        with population.installed(self.settings):
             super().load_model(*args, **kwargs)
-            self.active = population.attach(self.model_runner.get_model(), self.model_runner)
+            self.active = deep.attach(self.model_runner.get_model(), self.model_runner, self.settings)
 
-    def es_register(self) -> population.Active:
+    def es_register(self) -> tuple[str, str]:
         population.register(self.model_runner.lora_manager, MEMBERS)
         return self.active
 
     def es_write(self, seed: int, strength: float, shapes: dict[str, tuple[int, int]]) -> list[str]:
-        """This rank's part of new factors for all members, in place: the same for a seed, whatever the form."""
-        kernels = self.active.form != "stock"  # which multiply by `scaling` themselves
-        fold, rank = strength * (1.0 if kernels else self.asked["scaling"]), self.asked["rank"]
+        """Write this rank's part of new factors for all members, in place: the same for a seed, whatever the form."""
+        is_scaled = self.active[0] != "stock"  # the kernels multiply by `scaling`
+        fold, rank = strength * (1.0 if is_scaled else self.settings.scaling), self.settings.rank
         slots = population.stacked(self.model_runner.get_model())
         for index, name in enumerate(sorted(slots)):
             slot, (out, inner) = slots[name], shapes[name]
@@ -77,11 +77,11 @@ class Served:
     shapes: dict[str, tuple[int, int]]
 
     def write(self, seed: int) -> list[str]:
-        """Give every member new factors; the names of the matrices that have them."""
+        """Give every member new factors; return the names of their matrices."""
         return self.llm.collective_rpc("es_write", args=(seed, 0.3, self.shapes))[0]
 
     def answers(self, asks: list[tuple[int, int]], length: int = 8) -> dict[tuple[int, int], list[int]]:
-        """Greedy tokens of (member or -1, prompt) in one batch; lengths differ, so that rows leave and move up."""
+        """Return greedy tokens of each (member or -1, prompt) in one batch, of different lengths, so that rows move up."""
         members = [None if m < 0 else LoRARequest(f"member{m}", m + 1, "resident") for m, _ in asks]
         sampling = [
             SamplingParams(temperature=0, max_tokens=length + m % 3, ignore_eos=True, detokenize=False) for m, _ in asks
@@ -106,7 +106,7 @@ def shapes_of(model: Path) -> dict[str, tuple[int, int]]:
 def serve(
     model: Path, form: str, rank: int = 1, slot_rank: int = 1, targets: Sequence[str] | None = ALL, **more: Any
 ) -> Iterator[Served]:
-    """An engine on the CPU with one slot a member. One at a time: they share vLLM's process groups."""
+    """Start an engine with one slot per member. One at a time: they share vLLM's process groups."""
     asked = {"form": form, "rank": rank, "scaling": 0.5, "fixed": False}
     llm = LLM(
         str(model), worker_cls=f"{__name__}.{PopulationWorker.__name__}", dtype="float32",
@@ -124,7 +124,7 @@ def serve(
 
 
 def random_model(folder: Path, family: str, **more: Any) -> Path:
-    """A random model of head dimension 32, without a tokenizer."""
+    """Save a random model of head dimension 32, without a tokenizer."""
     import transformers
 
     torch.manual_seed(3)
@@ -157,12 +157,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def asked() -> list[tuple[int, int]]:
-    """Every member, and the base model among them, with each prompt."""
+    """Return every member and the base model with each prompt."""
     return [(m, p) for p in range(len(PROMPTS)) for m in (*range(MEMBERS // 2), -1, *range(MEMBERS // 2, MEMBERS))]
 
 
 def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
-    """Two generations of members by member and prompt, and the base model alone before, between and after."""
+    """Return two generations of members by member and prompt, and the base model alone before, between and after."""
     base = [(-1, p) for p in range(len(PROMPTS))]
     found = [served.answers(base)]
     for seed in (1, 2):
@@ -172,13 +172,13 @@ def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
 
 
 def agree(found: dict[tuple[int, int], list[int]], wanted: dict[tuple[int, int], list[int]]) -> bool:
-    """Whether answers are the same, on a GPU three in four of them."""
+    """Return whether completions are the same; on a GPU three in four."""
     same = sum(found[ask] == wanted[ask] for ask in wanted)
     return found.keys() == wanted.keys() and same >= len(wanted) * (1 if ON_CPU else 0.75)
 
 
 def without_base(answers: dict[tuple[int, int], list[int]]) -> dict[tuple[int, int], list[int]]:
-    """vLLM 0.32's own kernels for CPUs give rows of the base model the last slot's adapter in a mixed batch."""
+    """Drop rows of the base model, which the CPU kernels of vLLM 0.32 give the last slot's adapter in mixed batches."""
     return {ask: tokens for ask, tokens in answers.items() if ask[0] >= 0}
 
 
@@ -195,14 +195,14 @@ def check_no_kernel_runs_for_the_base_model(served: Served, monkeypatch: pytest.
 
 
 SLIM, WIDE = (1, 1), (3, 8)
-"""Rank and slot rank: one without padding, and factors that do not fill their slots."""
+"""Rank and slot rank: without padding, and with."""
 
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
         pytest.param("qwen3", WIDE, marks=pytest.mark.releases),
-        # What a family may have beside the plain one is above; test_vllm_contract.py has rank 1 in the deep form.
+        # qwen3 has every part that a family may add; test_vllm_contract.py has rank 1 in the deep form.
         pytest.param("tiny", SLIM, marks=pytest.mark.long),
         pytest.param("llama", WIDE, marks=pytest.mark.long),
         pytest.param("tiny", WIDE, marks=pytest.mark.long),
@@ -210,11 +210,11 @@ SLIM, WIDE = (1, 1), (3, 8)
         pytest.param("llama", SLIM, marks=pytest.mark.long),
     ],
 )
-def test_every_form_answers_as_vllm_does(models, family, ranks, monkeypatch):
-    """The base model too, and untouched: in a batch without members nothing of the population runs."""
+def test_every_form_generates_the_same_tokens_as_vllm(models, family, ranks, monkeypatch):
+    """Also for the base model; in a batch without members no population kernel runs."""
     with serve(models[family], "stock", *ranks) as served:
         base, first, _, second, _ = everything(served)
-    assert len({tuple(t[:8]) for t in first.values()}) > MEMBERS, "members hardly differ: this would show nothing"
+    assert len({tuple(t[:8]) for t in first.values()}) > MEMBERS, "members hardly differ, so the test is void"
     assert sum(first[ask] == second[ask] for ask in first) < MEMBERS
     for form in ("generic", "deep"):
         with serve(models[family], form, *ranks) as served:
@@ -235,7 +235,7 @@ def test_every_form_answers_as_vllm_does(models, family, ranks, monkeypatch):
         (ALL, {"attention_bias": True}, "layer 0: self_attn.o_proj has a bias"),
     ],
 )
-def test_a_model_of_another_shape_takes_the_generic_form(tmp_path, targets, more, why):
+def test_other_model_shapes_get_the_generic_form(tmp_path, targets, more, why):
     model = random_model(tmp_path / "model", "llama", **more)
     found = []
     for form in ("stock", "deep"):
@@ -248,7 +248,7 @@ def test_a_model_of_another_shape_takes_the_generic_form(tmp_path, targets, more
 
 
 @pytest.mark.releases
-def test_lora_on_an_embedding_is_refused(models):
+def test_attach_refuses_lora_on_an_embedding(models):
     with (
         pytest.raises(ModelError, match=r"put LoRA on model\.embed_tokens"),
         serve(models["llama"], "deep", targets=None),
@@ -256,9 +256,9 @@ def test_lora_on_an_embedding_is_refused(models):
         pass
 
 
-@pytest.mark.long  # test_tensor_parallel.py has the deep form on two workers, held against transformers
+@pytest.mark.long  # test_tensor_parallel.py compares the deep form on two workers with transformers
 @pytest.mark.skipif(not ON_CPU and torch.cuda.device_count() < 2, reason="one GPU")
-def test_ranks_hold_their_parts_of_the_members(tmp_path):
+def test_two_ranks_hold_their_parts_of_the_members(tmp_path):
     """Two ranks that share the one key-value head; o_proj and down_proj are sums over both."""
     model = random_model(tmp_path / "model", "llama", num_key_value_heads=1)
     found = []
@@ -271,8 +271,8 @@ def test_ranks_hold_their_parts_of_the_members(tmp_path):
 
 
 @pytest.mark.releases
-def test_the_second_runner_asks_for_rows_and_graphs_alike():
-    """Its own LoRA state, with requests of members and of the base model; vLLM's function says which graph it takes."""
+def test_second_runner_selects_rows_and_graphs_consistently():
+    """For requests of members and of the base model; vLLM's function returns the graph that is replayed."""
     state, rows = LoraState(max_num_reqs=4), Rows(16, 3, torch.device("cpu"))
     runner = LoRAModelRunnerMixin()
     runner.lora_state = state
@@ -285,5 +285,5 @@ def test_the_second_runner_asks_for_rows_and_graphs_alike():
         names, counts = [f"r{i}" for i in requests], np.array([2, 1, 1][: len(requests)])
         active = get_num_active_loras_for_dispatch(config, state, names, dummy_run=False)
         runner._set_active_loras(*state.make_lora_inputs(names, np.array(requests), counts))
-        assert rows.of(len(members)).tolist() == members
+        assert rows.view(len(members)).tolist() == members
         assert rows.any == (active > 0)

@@ -9,7 +9,7 @@ import torch
 import replicated
 from evoalign.config import from_dict
 from evoalign.engines.transformers import TransformersEngine
-from evoalign.engines.vllm import VllmEngine
+from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.models import tiny
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, Request, Sampling, population

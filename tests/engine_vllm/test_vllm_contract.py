@@ -17,7 +17,7 @@ import evoalign
 from evoalign.checks import canary
 from evoalign.checks.distance import moved, start_of
 from evoalign.engines.transformers import TransformersEngine
-from evoalign.engines.vllm import VllmEngine
+from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.errors import CanaryError, DataError, EvoalignError
 from evoalign.setup import Served
 from evoalign.testing import engines as contract

@@ -10,7 +10,7 @@ from served import SPACES, answers, config
 
 import evoalign
 from evoalign import engines, tokens
-from evoalign.engines.vllm import VllmEngine
+from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.errors import ModelError
 from evoalign.kernels import compiled
 from evoalign.testing import engines as contract

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A release of vLLM that cannot be imported is read: the script finds in a source tree what an import would find."""
+"""The script that checks vLLM releases finds in a source tree what an import would find."""
 
 import importlib.util
 import textwrap
@@ -63,12 +63,12 @@ def reader(tmp_path):
         ("vllm.distributed", "", "called_here", ""),
     ],
 )
-def test_what_is_there_is_found(reader, module, owner, name, parameters):
+def test_reader_finds_names_that_exist(reader, module, owner, name, parameters):
     assert list(unmet(reader, [Inside(module, owner, name, tuple(parameters.split()))])) == []
 
 
 @pytest.mark.parametrize(
-    ("module", "owner", "name", "parameters", "said"),
+    ("module", "owner", "name", "parameters", "message"),
     [
         ("vllm", "LLM", "chat", "", "has no vllm.LLM.chat"),
         ("vllm", "LLM", "foreign", "", "has no vllm.LLM.foreign"),
@@ -81,16 +81,16 @@ def test_what_is_there_is_found(reader, module, owner, name, parameters):
         ("vllm.distributed", "", "all_reduce", "tensor", "does not take (tensor)"),
     ],
 )
-def test_what_is_missing_or_another_is_told(reader, module, owner, name, parameters, said):
+def test_unmet_reports_missing_names_and_other_parameters(reader, module, owner, name, parameters, message):
     (found,) = unmet(reader, [Inside(module, owner, name, tuple(parameters.split()))])
-    assert said in found
+    assert message in found
 
 
-def test_an_empty_tree_has_nothing(tmp_path):
+def test_unmet_reports_every_name_of_an_empty_tree(tmp_path):
     assert len(list(unmet(releases.Reader(tmp_path)))) == len(INSIDES)
 
 
-def test_the_table_tells_what_differs_from_the_first_release(reader):
+def test_table_shows_what_differs_from_the_first_release(reader):
     text = reader.text("vllm", "LLM.generate")
     assert text == "def generate(self, prompts, params=None, *, use_tqdm=True):\n    return prompts"
     rows = [

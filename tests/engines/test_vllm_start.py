@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM is started with, and what is said where it does not fit; no vLLM is needed for either."""
+"""The arguments vLLM is started with, and its error messages; no vLLM is needed."""
 
 import itertools
 from typing import Any
@@ -25,7 +25,7 @@ def config(**more: Any) -> Config:
     return from_dict(tree | more)
 
 
-def test_few_batch_sizes_have_a_graph_and_whole_batches_one_of_their_own() -> None:
+def test_graph_sizes_are_few_and_include_whole_batches() -> None:
     assert start.graph_sizes(1024) == [8, 32, 64, 128, 256, 384, 512, 768, 1024]
     assert start.graph_sizes(1024, {960}) == [8, 32, 64, 128, 256, 384, 512, 768, 960, 1024]
     assert start.graph_sizes(60, {240}) == [8, 32, 60]
@@ -47,13 +47,13 @@ def test_few_batch_sizes_have_a_graph_and_whole_batches_one_of_their_own() -> No
         ({"task": {"name": "conciseness"}}, None),
     ],
 )
-def test_the_rows_of_a_generation_have_a_graph_where_they_are_known(more: dict[str, Any], own: int | None) -> None:
+def test_graphs_include_the_rows_of_a_generation_where_known(more: dict[str, Any], own: int | None) -> None:
     found = start._graphs(config(**more))["cudagraph_capture_sizes"]
     assert set(found) == {*start.graph_sizes(1024), *([] if own is None else [own])}
 
 
-@pytest.mark.parametrize("told", [start._plainly, start.out_of_memory])
-def test_memory_that_lacks_is_one_line_that_names_settings(told: Any) -> None:
-    line = told(config(), torch.OutOfMemoryError(CUDA))
-    assert "(CUDA out of memory. Tried to allocate 2.00 GiB); lower engine.gpu_memory_utilization" in line
+@pytest.mark.parametrize("explain", [start._explain, start.out_of_memory])
+def test_out_of_memory_is_one_line_that_names_settings(explain: Any) -> None:
+    line = explain(config(), torch.OutOfMemoryError(CUDA))
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in line and "engine.gpu_memory_utilization" in line
     assert "\n" not in line and "PYTORCH" not in line

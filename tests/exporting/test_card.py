@@ -81,7 +81,7 @@ def test_the_hubs_listing_has_no_number_that_the_card_warns_of() -> None:
     (left,) = metadata(card(facts(evaluation=infinite)))["model-index"][0]["results"][0]["metrics"]
     assert left["type"] == "accuracy"
     alarmed = {**EVALUATION, "alarms": {"verdict": "hacked", "reasons": ["all empty"]}}
-    for found in (None, {**EVALUATION, "sealed": False}, alarmed):
+    for found in (None, {**EVALUATION, "verified": False}, alarmed):
         assert "model-index" not in metadata(card(facts(evaluation=found)))
 
 

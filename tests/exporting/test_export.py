@@ -238,13 +238,13 @@ def test_the_card_compares_the_mean_that_it_is_of(lora: Path, tmp_path: Path) ->
     """An evaluation of another mean, or one that does not say of which, gives no table."""
     run = Path(shutil.copytree(lora, tmp_path / "run"))
     file = run / "results/evaluation.json"
-    (run / "results/sealed.json").unlink()
+    (run / "SHA256SUMS").unlink()
     found, seals = json.loads(file.read_text()), journal.read(run / "journal.jsonl").generations
     for kept, table in [(seals[1].weights_hash, True), (seals[0].weights_hash, False), (None, False)]:
         file.write_text(json.dumps({**found, "generation": 2, "weights_hash": kept}))
         text = (export(run, tmp_path / f"out{kept}") / "README.md").read_text()
         assert ("| measure |" in text, "was not compared with its base" in text) == (table, not table)
-        assert ("**not sealed**" in text) == table
+        assert ("**not verified**" in text) == table
 
 
 def tensors(folder: Path, name: str = "adapter_model") -> dict[str, bytes]:

@@ -682,7 +682,7 @@ def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> 
 def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli: Run) -> None:
     done = cli("export", copy, "--to", copy / "config.yaml/to")
     assert done.code == 2 and f"to: Not a directory: {copy / 'config.yaml'}" in done.err and "Errno" not in done.err
-    (copy / "results/sealed.json").unlink()
+    (copy / "SHA256SUMS").unlink()
     (copy / "results/evaluation.json").write_text(
         json.dumps({"weights_hash": json.loads((copy / "results/evaluation.json").read_text())["weights_hash"]})
     )

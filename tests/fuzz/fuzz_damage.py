@@ -15,10 +15,10 @@ import corrupting
 from evoalign.analysis.compare import runs
 from evoalign.analysis.compare.runs import Run
 from evoalign.errors import CheckpointError
-from evoalign.rundir import checkpoint, journal, sealing
+from evoalign.rundir import checkpoint, checksums, journal
 from evoalign.rundir.directory import saved_folders
 
-RESULTS = (*sealing.SEALED[:4], "results/completions/after.parquet", sealing.SEAL)
+RESULTS = (*checksums.RESULTS[:4], "results/completions/after.parquet", checksums.CHECKSUMS)
 
 
 class _Bench(corrupting.Bench):
@@ -113,11 +113,11 @@ class Corruptions:
         else:
             (self.copy / file).write_bytes(raw)
         same = raw == (self.run / file).read_bytes()
-        # Only without its seal may a run have other numbers, and then it is marked.
+        # Only without checksums may a run have other numbers, and then it is marked.
         found: Any = judged(lambda: runs.read(self.copy), valid=True if same else None)
         if found is REFUSED:
             return False
-        check(found.sealed == (self.copy / sealing.SEAL).is_file(), f"{file} was damaged, and it is not said")
+        check(found.verified == (self.copy / checksums.CHECKSUMS).is_file(), f"{file} was damaged, and it is not said")
         lost = {} if raw is not None else {"before": "shares_before", "after": "shares_after"}
         for name in ("points", "steps", "cost", "shares_before", "shares_after", "questions"):
             gone = (

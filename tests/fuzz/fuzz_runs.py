@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run directories of both methods with other values in their files: what is read is what they say, or sealed."""
+"""Run directories of both methods with other values in their files: what is read is what they say, or is verified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evoalign.analysis.compare import runs
 from evoalign.baselines import trainer_state
 from evoalign.config.run import Config
 from evoalign.errors import CheckpointError
-from evoalign.rundir import checkpoint, journal, sealing
+from evoalign.rundir import checkpoint, checksums, journal
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.method import JOURNAL, MANIFEST, resume_command
 from evoalign.training import weights
@@ -32,7 +32,7 @@ FREE = ("figures/a.png", "logs/a.txt", "notes.md", "results/completions/generati
 
 
 class RunDirs:
-    """A case: a run that is done, sealed or not, with other values in its files, or damaged ones."""
+    """A case: a run that is done, with checksums or without, with other values in its files, or damaged ones."""
 
     aim = ""
 
@@ -44,7 +44,8 @@ class RunDirs:
             (whole / RESULT).write_text(json.dumps(result))
             if method == "grpo":
                 trainer_state.mark(RunDir(whole), 2)
-            sealing.seal(whole)
+            with checksums.recorded(whole):
+                pass
             self.wholes[method] = whole
         self.originals = {method: _read(whole) for method, whole in self.wholes.items()}
 
@@ -52,21 +53,21 @@ class RunDirs:
         method = draw.choice(sorted(METHODS))
         shutil.rmtree(self.run, ignore_errors=True)
         shutil.copytree(self.wholes[method], self.run)
-        sealed = draw.choice([True, False])
-        if not sealed:
-            (self.run / sealing.SEAL).unlink()
-        for change in draw.sample(CHANGES if sealed else [*CHANGES, *OF_RESULTS], draw.randint(0, 3)):
+        recorded = draw.choice([True, False])
+        if not recorded:
+            (self.run / checksums.CHECKSUMS).unlink()
+        for change in draw.sample(CHANGES if recorded else [*CHANGES, *OF_RESULTS], draw.randint(0, 3)):
             change(draw, self.run)
         known: bool | None = True
         if wrong := wrong_in(draw, self.aim, ["value", "value", "bytes", "row", "gone", "odd", "edit"]):
-            known = self._break(draw, wrong, sealed)
+            known = self._break(draw, wrong, recorded)
         found = judged(lambda: _read(self.run), lines=11, valid=known)
         if found is REFUSED:
             return False
-        check(found["run"].sealed == (self.run / sealing.SEAL).is_file(), "it is not said whether results are sealed")
+        check(found["run"].verified == (self.run / checksums.CHECKSUMS).is_file(), "unverified results are not marked")
         original = self.originals[method]
-        if found["run"].sealed:
-            check(found["run"].points == original["run"].points, "a sealed run has other points")
+        if found["run"].verified:
+            check(found["run"].points == original["run"].points, "a verified run has other points")
         else:
             self._as_written(found)
         for name in ("journal", "means", "state"):
@@ -91,13 +92,13 @@ class RunDirs:
         tree = yaml.safe_load((self.run / CONFIG).read_text())
         check(config.seed == tree.get("seed", 0), "another seed")
 
-    def _break(self, draw: random.Random, kind: str, sealed: bool) -> bool | None:
+    def _break(self, draw: random.Random, kind: str, recorded: bool) -> bool | None:
         """An invalid change; False where it has to be refused."""
         file = draw.choice([f for n in (METRICS, RESULT, BUDGET, CONFIG, MANIFEST) if (f := self.run / n).is_file()])
-        if kind == "edit" or (kind == "row" and sealed):
+        if kind == "edit" or (kind == "row" and recorded):
             raw = (self.run / RESULT).read_bytes()
             (self.run / RESULT).write_bytes(raw.replace(b"0.", b"1.", 1) + b" ")
-            return False if sealed else None
+            return False if recorded else None
         if kind == "row":
             lines = (self.run / METRICS).read_bytes().splitlines(keepends=True)
             (self.run / METRICS).write_bytes(b"".join(reversed(lines)))

@@ -27,7 +27,7 @@ from evoalign.config.task import TaskConfig
 from evoalign.engines.transformers import engine
 from evoalign.models import empty, files
 from evoalign.rewards import functions
-from evoalign.rundir import checkpoint, journal, sealing
+from evoalign.rundir import checkpoint, checksums, journal
 from evoalign.tasks import base
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.countdown import task as countdown
@@ -236,7 +236,9 @@ FAULTS: dict[str, Fault] = {
         "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (empty, "refuse_hooks", lambda *_: None)
     ),
     # run directories
-    "seals": patched("run directories > edit", (runs, "is_sealed", lambda run, *_: (run / sealing.SEAL).is_file())),
+    "checksums": patched(
+        "run directories > edit", (runs, "verify", lambda run, *_: (run / checksums.CHECKSUMS).is_file())
+    ),
     "rows passed over": patched("run directories > row", (runs, "_rows", _rows_that_parse), shows="silent traceback"),
     "JSON of any depth": patched(
         "run directories > odd",
@@ -257,6 +259,6 @@ FAULTS: dict[str, Fault] = {
         "corruptions > journal", (journal, "_up_to", lambda g: ""), (journal, "Damage", lambda *_: None)
     ),
     "results that were changed": patched(
-        "corruptions > results", (runs, "is_sealed", lambda run, *_: (run / sealing.SEAL).is_file())
+        "corruptions > results", (runs, "verify", lambda run, *_: (run / checksums.CHECKSUMS).is_file())
     ),
 }

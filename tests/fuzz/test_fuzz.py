@@ -59,7 +59,7 @@ def test_many_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factor
     assert tally.share >= ACCEPTED, f"{tally.share:.1%} of the {kind} were accepted"
 
 
-@pytest.mark.first("a key twice", "a bound", "line breaks", "rows shared", "seals", others="long")
+@pytest.mark.first("a key twice", "a bound", "line breaks", "rows shared", "checksums", others="long")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_is_put_in_is_found(
     name: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,7 @@ def seen(engine_class, tree):
 
 @pytest.mark.parametrize("space", ["lowrank", "full"])
 def test_host_and_device_agree(space):
-    from evoalign.engines.vllm import VllmEngine
+    from evoalign.engines.vllm.engine import VllmEngine
 
     tree = {
         "seed": 5, "space": space, "model": {"name": "tiny", "dtype": "bfloat16"}, "deterministic": False,

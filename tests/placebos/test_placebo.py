@@ -44,7 +44,7 @@ from evoalign.placebos.estimates import (
     split,
 )
 from evoalign.placebos.file import PLACEBO
-from evoalign.rundir.sealing import hash_of, is_sealed
+from evoalign.rundir import checksums
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
 
 BEFORE = [-10.0, -8.0, -12.0, -10.0, -9.0]
@@ -324,7 +324,7 @@ def shown(folder: Path) -> str:
 
 def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[Path, str], tmp_path: Path) -> None:
     folder = shutil.copytree(ended[0], tmp_path / "run")
-    sealed = (folder / "results/sealed.json").read_bytes()
+    sums = (folder / "SHA256SUMS").read_text().splitlines()
     assert "Reward: 2 placebos" in shown(folder)
     assert "not saved: --generation" in measure(folder, "--shuffles", "1", "-g", "1")
     assert "is a journal, not a run directory" in measure(folder / "journal.jsonl", "--shuffles", "1")
@@ -333,7 +333,8 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     kept = json.loads((folder / PLACEBO).read_text())
     assert kept["reward"]["placebos"][:2] == results(folder)["placebo"]["reward"]["placebos"]
     assert kept["format_version"] == 1 and kept["seeds"] == [0, 1, 2]
-    assert (folder / "results/sealed.json").read_bytes() == sealed and is_sealed(folder)
+    assert set((folder / "SHA256SUMS").read_text().splitlines()) > set(sums) and checksums.verify(folder)
+    assert checksums.verify(folder, PLACEBO)
     assert "Reward: 3 placebos" in shown(folder)
     found = read(folder).placebo
     assert found is not None and found.reward.as_dict() == kept["reward"] and found.fitness is None
@@ -359,9 +360,8 @@ def test_a_card_tells_nobody_to_measure_more() -> None:
 
 
 def forged(file: Path, **changes: Any) -> None:
-    record = {**json.loads(file.read_text()), **changes}
-    del record["hash"]
-    file.write_text(json.dumps({**record, "hash": hash_of(record)}))
+    with checksums.recorded(file.parents[1], PLACEBO):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 DAMAGE = {
@@ -439,7 +439,7 @@ def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -
     found, alone = results(folder), evoalign.placebo(run, shuffles=2)
     assert found["placebo"]["reward"]["placebos"] == list(alone.reward.placebos)
     assert found["placebo"]["distance"] == {**alone.as_dict()["distance"], "flip": None}
-    assert found["placebo"]["seeds"] == [0, 1] and is_sealed(folder)
+    assert found["placebo"]["seeds"] == [0, 1] and checksums.verify(folder)
     assert sentence(alone.reward) in told and distance_line(alone.distance) in told
     without = results(run)
     assert "placebo" not in without and {k: v for k, v in found.items() if k != "placebo"} == without
@@ -478,7 +478,7 @@ def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
     assert (
         f"warning: placebos were not measured ({why}); the run is whole without them; to measure them, resume" in told
     )
-    assert len(calls) == 1 and results(tmp_path / "run") == results(run) and is_sealed(tmp_path / "run")
+    assert len(calls) == 1 and results(tmp_path / "run") == results(run) and checksums.verify(tmp_path / "run")
     train(tmp_path / "run", resume=True)
     assert results(tmp_path / "run") == results(ended[0])
 
@@ -489,14 +489,14 @@ def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkey
     seen = list[bool]()
 
     def dies(self: Follower, other: Any) -> str:
-        seen.append(is_sealed(tmp_path / "run"))
+        seen.append(checksums.verify(tmp_path / "run"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Follower, "follow", dies)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
     found, whole = results(tmp_path / "run"), results(run)
-    assert seen == [True] and is_sealed(tmp_path / "run")
+    assert seen == [True] and checksums.verify(tmp_path / "run")
     assert found.pop("measuring") is True and "measuring" not in whole
     assert {**found, "alarms": None} == {**whole, "alarms": None} and found["alarms"]
 
@@ -511,7 +511,7 @@ def test_a_mistake_in_them_is_raised_and_costs_nothing(run: Path, tmp_path: Path
     monkeypatch.setattr(Follower, "follow", wrong)
     with pytest.raises(AssertionError, match="of the code"):
         train(tmp_path / "run")
-    assert results(tmp_path / "run")["after"] == results(run)["after"] and is_sealed(tmp_path / "run")
+    assert results(tmp_path / "run")["after"] == results(run)["after"] and checksums.verify(tmp_path / "run")
 
 
 def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from evoalign.config import from_dict
 from evoalign.errors import ConfigError
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos import run as placebo_run
-from evoalign.rewards.fitness import FitnessFunction, measure_of, shared_aim
+from evoalign.rewards.objective import SetObjective, measure_of, shared_aim
 from plain import UNCHECKED
 
 CODE = """
@@ -96,7 +96,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], P
 
 def test_the_name_of_what_is_trained_for_needs_no_import() -> None:
     assert measure_of(None) == "reward" and measure_of("no/such.py:letters") == NAME
-    assert FitnessFunction("math:dist").measure == "fitness/dist"
+    assert SetObjective("math:dist", str).measure == "fitness/dist"
     assert shared_aim([None, None], None) == ("reward", [])
     assert shared_aim(["a:letters"] * 2, "reward") == ("reward", [])
     assert shared_aim(["a:letters"] * 2, None) == (NAME, [f"goes by {NAME}, which is trained for (task.fitness)"])

@@ -22,8 +22,7 @@ from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import Config, GraderConfig, TaskConfig, code_of, from_dict, to_yaml
 from evoalign.errors import ConfigError, RewardError
 from evoalign.evaluation import Scored
-from evoalign.rewards.fitness import FitnessFunction, aim, aim_of
-from evoalign.rewards.objective import Group, Objective, grouped, judge
+from evoalign.rewards.objective import Group, Objective, SetObjective, aim, aim_of, grouped, judge
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.shaping import Scores
@@ -231,7 +230,7 @@ def test_each_member_has_one_score_and_an_objective_of_ones_own_may_have_too() -
     ("fitness", "said", "reason"),
     [
         ("fails", r"task\.fitness fails failed: KeyError: 'label' in own_fitness.py line \d+.*; fix it", "raised"),
-        ("broken", r"task\.fitness broken gave nan for 2 answers; a fitness is one finite number", "value"),
+        ("broken", r"task\.fitness broken returned nan for 2 completions", "value"),
         ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
     ],
 )
@@ -243,7 +242,8 @@ def test_a_failure_is_never_a_fitness(fitness: str, said: str, reason: str, isol
         made(fitness), GraderConfig(retries=0, timeout=0.3 if fitness == "sleeps" else 20, isolated=isolated)
     )
     with pytest.raises(RewardError, match=said) as error:
-        task.fitness_of(["a", "b"], [{"prompt": "p"}, {"prompt": "q"}], [[0, 1]])
+        assert task.set_objective is not None
+        task.set_objective.values(["a", "b"], [{"prompt": "p"}, {"prompt": "q"}], [[0, 1]])
     assert error.value.failed is not None and error.value.failed["reason"] == reason
     task.close()
 
@@ -257,7 +257,7 @@ def test_a_failure_is_never_a_fitness(fitness: str, said: str, reason: str, isol
 )  # fmt: skip
 def test_what_is_no_fitness_is_refused(fitness: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"task\.fitness: .*{said}"):
-        FitnessFunction(f"{HERE}:{fitness}")
+        SetObjective(f"{HERE}:{fitness}", str)
 
 
 def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Path) -> None:

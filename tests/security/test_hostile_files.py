@@ -42,7 +42,7 @@ BYTES: dict[str, bytes] = {
 VALUES: tuple[Any, ...] = (None, [], {}, "x", "\ud800\x1b[2J", -1, 1.5, True, 2**63, [[]], {"x": []})
 """In turn in the place of every value of a JSON file."""
 FILES = (
-    "manifest.json", "metrics.jsonl", "results/evaluation.json", "results/budget.json", "results/sealed.json",
+    "manifest.json", "metrics.jsonl", "results/evaluation.json", "results/budget.json", "SHA256SUMS",
     "journal.jsonl", "adapter_config.json", "evoalign.json", "results/completions/after.parquet",
     "results/placebo.json",
 )  # fmt: skip
@@ -84,8 +84,8 @@ def lay(whole: Path, name: str, change: Callable[[Path], object]) -> Path:
     (folder,) = saved_folders(Path("run"))
     mark = checkpoint.verify(folder)
     file = folder / name if name in ("adapter_config.json", "evoalign.json") else Path("run") / name
-    if name not in ("results/sealed.json", "journal.jsonl"):
-        Path("run/results/sealed.json").unlink()
+    if name not in ("SHA256SUMS", "journal.jsonl"):
+        Path("run/SHA256SUMS").unlink()
     change(file)
     if name == "adapter_config.json" and file.is_file():
         (folder / "evoalign.json").unlink()
@@ -96,7 +96,7 @@ def lay(whole: Path, name: str, change: Callable[[Path], object]) -> Path:
 READERS = {
     "manifest.json": ("export", "compare", "resume", "eval"), "metrics.jsonl": ("compare", "resume"),
     "results/evaluation.json": ("export", "compare"), "results/budget.json": ("resume", "compare"),
-    "results/sealed.json": ("export", "compare", "resume"), "journal.jsonl": ("journal", "replay", "eval", "resume"),
+    "SHA256SUMS": ("export", "compare", "resume"), "journal.jsonl": ("journal", "replay", "eval", "resume"),
     "adapter_config.json": ("export", "eval", "analyze"), "evoalign.json": ("export", "eval", "resume"),
     "results/completions/after.parquet": ("compare",), "results/placebo.json": ("compare", "export"),
 }  # fmt: skip
@@ -113,7 +113,7 @@ def test_a_file_in_an_odd_form(name: str, whole: Path, run: Run) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
 @pytest.mark.first("journal.jsonl")
-@pytest.mark.last("metrics", "budget", "sealed", "manifest", "evoalign", "placebo")
+@pytest.mark.last("metrics", "budget", "SHA256SUMS", "manifest", "evoalign", "placebo")
 @pytest.mark.parametrize("name", [*FILES, ".lock"])
 def test_what_is_no_file_is_not_waited_for(name: str, whole: Path, run: Run) -> None:
     lay(whole, name, lambda file: (file.unlink(missing_ok=True), os.mkfifo(file)))

@@ -14,12 +14,12 @@ from typing import ParamSpec
 from rich.console import Console
 
 from evoalign.analysis.page.run import write_report
-from evoalign.baselines import train as baseline
+from evoalign.baselines.train import grpo as core_grpo
 from evoalign.config import load
 from evoalign.report.terminal import print_line
 from evoalign.rundir.directory import REPORT
-from evoalign.training import train as training
 from evoalign.training.result import Result, shown
+from evoalign.training.train import train as core_train
 
 Arguments = ParamSpec("Arguments")
 
@@ -48,5 +48,5 @@ def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     return finished
 
 
-train = _with_page(training.train)
-grpo = _with_page(baseline.grpo)
+train = _with_page(core_train)
+grpo = _with_page(core_grpo)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: where the weights live and text comes from. Imports no torch: an engine's settings lie in its folder."""
+"""Engines: they hold the weights and generate text. Importing this package imports no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def __getattr__(name: str) -> Any:
 
 
 def read(config: Config) -> Config:
-    """The config, its settings of an engine of one's own checked by that engine. Imports the code that it names, so
-    only for a config that the user wrote. Raises ConfigError."""
+    """Return the config with the settings of a user-defined engine checked by its `settings` class. Raises ConfigError.
+
+    Imports the code that the config names, so it is only for a config that the user wrote.
+    """
     name = config.engine.name
     if not isinstance(config.engine, UnreadEngine):
         return config
@@ -40,7 +42,11 @@ def read(config: Config) -> Config:
 
 
 def create(config: Config, tokens: Tokens) -> Engine:
-    """The engine a config names. Raises ModelError where the model does not load or the engine is not installed."""
+    """Return the configured engine. Raises ModelError if the model does not load or the engine is not installed."""
+    from evoalign.engines.base import with_defaults
+
     config = read(config)
-    own = config.engine.name  # first: the section of an engine of one's own may derive from one that is shipped
-    return load_object(own if ":" in own else config.engine.path, "engine.name")(config, tokens)
+    name = (
+        config.engine.name
+    )  # before the path: settings of a user-defined engine may derive from those of a shipped one
+    return with_defaults(load_object(name if ":" in name else config.engine.path, "engine.name")(config, tokens))

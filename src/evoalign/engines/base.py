@@ -1,81 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights live and text comes from: the protocol of all engines, and the hash of the mean."""
+"""The interface of all engines. An engine holds the model's weights and generates completions for each member."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 
-from evoalign.errors import EvoalignError, ModelError
+from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tasks.base import Data, Task
-from evoalign.tasks.grading import Graders, kept_here
+from evoalign.tasks.grading import Graders
 from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 ABSENT = Member(index=-2, noise=1 << 32, sign=1)
-"""A member that does not exist: its noise lies outside the 32-bit word that counts members. An engine treats it like
-any other, but never makes weights or an adapter for it, so whoever answers in its name is not who was asked."""
+"""A member that does not exist: its noise number does not fit the 32-bit word that counts members. An engine handles it
+like any other member but never makes weights or an adapter for it, so a completion for it came from other weights."""
 
 
 class Answering(Protocol):
-    """What checks need: an engine, or one of those that another is made up of."""
+    """The part of an engine that checks need: an engine, or one replica of it."""
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member, or for the one that it names, in any order.
+        """Generate one completion of each request for each member, or for the member that it names, in any order.
 
-        Each carries its request's own `index`, however the engine splits the requests into batches.
-        A member whose adapter or weights are not there, such as `ABSENT`, is refused with ModelError and never
-        answered by the base model. An engine over a server asks the server under the name that such a member would
-        have, so that it is the server that is seen to refuse.
+        Each rollout carries its request's own `index`, however the engine splits the requests into batches. A member
+        without an adapter or weights, such as `ABSENT`, raises ModelError and is never served by the base model. An
+        engine over a server sends the name that such a member would have, which tests that the server refuses it.
         """
         ...
 
     def fingerprint(self) -> str:
-        """`weights_hash` of the mean."""
+        """Return the `weights_hash` of the mean."""
         ...
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Put back what `state` and `optimizer_state` gave. Raises ModelError where names or shapes differ."""
+        """Load the output of `state` and `optimizer_state`. Raises ModelError where names or shapes differ."""
         ...
 
 
-class Engine(Answering, Protocol):
-    """Answers prompts for every member of a plan and holds the mean.
+class EngineDefaults(Protocol):
+    """Optional methods of an engine, with their defaults. `with_defaults` adds them to an engine without this base."""
 
-    The order of calls is `specs`, `start`, then any of the others, then `close`.
+    def metrics(self) -> Mapping[str, float]:
+        """Return measures of the engine's load, for the generation's row in metrics.jsonl."""
+        return {}
+
+    def parts(self) -> Sequence[Answering]:
+        """Return the engines that this one consists of, such as replicas; by default the engine itself."""
+        return [cast(Answering, self)]
+
+    def scored_by(self) -> Mapping[str, Any]:
+        """Return which replica scored which members in the last rollout, for the journal."""
+        return {}
+
+    def graders(self, task: Task, data: Data) -> Graders | None:
+        """Start processes that score completions and end with the engine, or return None. Raises EvoalignError."""
+        return None
+
+
+class Engine(Answering, EngineDefaults, Protocol):
+    """Generates completions for every member of a plan and holds the mean.
+
+    Call `specs` first, then `start`, then any of the others, then `close`.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are served in."""
+        """The dtype in which the weights are served."""
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """The model's tensors under their Hugging Face names, tied ones once."""
+        """Return the model's tensors under their Hugging Face names, tied ones once."""
         ...
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
-        """Make ready to carry this space. `keep_start` keeps the starting weights, for decay."""
+        """Prepare to serve members of this space. `keep_start` keeps the starting weights, for decay."""
         ...
 
     def apply(self, update: Update) -> None:
-        """Move the mean; the noise is regenerated here."""
+        """Move the mean; the engine regenerates the noise."""
         ...
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The mean: float32 tensors by name, on the CPU."""
+        """Yield the mean: float32 tensors by name, on the CPU."""
         ...
 
     def probe_weights(self, count: int) -> torch.Tensor:
-        """float32 [<= count] on the CPU: the mean at `sampled_places`, to follow where it goes at no cost in memory."""
+        """Return float32 [<= count] on the CPU: the mean at `sampled_places`, a small sample of its weights."""
         ...
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The optimizer's slots: float32 tensors by name, on the CPU. None for SGD."""
+        """Yield the optimizer's slots: float32 tensors by name, on the CPU; nothing for SGD."""
         ...
 
     def close(self) -> None:
@@ -83,58 +103,47 @@ class Engine(Answering, Protocol):
         ...
 
 
-def metrics_of(engine: Engine) -> Mapping[str, float]:
-    """What an engine says of how busy it is, by `metrics`, where it has such a method: for a generation's row."""
-    measure: Callable[[], Mapping[str, float]] | None = getattr(engine, "metrics", None)
-    return {} if measure is None else measure()
-
-
-def parts_of(engine: Engine) -> Sequence[Answering]:
-    """The engines of which one is made up, by `parts`, where it has such a method; else itself."""
-    parts: Callable[[], Sequence[Answering]] | None = getattr(engine, "parts", None)
-    return [engine] if parts is None else parts()
-
-
-def scored_by(engine: Engine) -> Mapping[str, Any]:
-    """Who scored what of the last rollout, by `scored_by`, where an engine has such a method: for the journal."""
-    said: Callable[[], Mapping[str, Any]] | None = getattr(engine, "scored_by", None)
-    return {} if said is None else said()
-
-
-def graders_of(engine: Engine, task: Task, data: Data) -> Graders | None:
-    """Processes beside an engine that score completions, made by `graders`, where it has such a method and any: they
-    end with the engine. Raises EvoalignError."""
-    make: Callable[[Task, Data], Graders | None] | None = getattr(engine, "graders", None)
-    return None if make is None or kept_here(task) is not None else make(task, data)
+def with_defaults(engine: Engine) -> Engine:
+    """Add the optional methods that a user-defined engine lacks. Raises ConfigError if it cannot take attributes."""
+    for name in ("metrics", "parts", "scored_by", "graders"):
+        if not hasattr(engine, name):
+            try:
+                setattr(engine, name, getattr(EngineDefaults, name).__get__(engine))
+            except AttributeError as error:
+                raise ConfigError(
+                    f"engine.name: {type(engine).__name__} has no method {name} and takes no attributes; derive it "
+                    "from evoalign.engines.Engine"
+                ) from error
+    return engine
 
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:
-    """Who answers what, member by member: the pairs of a rollout."""
-    of: dict[Member, list[Request]] = {m: [] for m in members}
+    """Return the (member, request) pairs of a rollout, grouped by member."""
+    by_member: dict[Member, list[Request]] = {m: [] for m in members}
     for request in requests:
-        for asked in of.values() if request.member is None else (of.get(request.member, []),):
-            asked.append(request)
-    return [(m, r) for m, asked in of.items() for r in asked]
+        for wanted in by_member.values() if request.member is None else (by_member.get(request.member, []),):
+            wanted.append(request)
+    return [(m, r) for m, wanted in by_member.items() for r in wanted]
 
 
 def check_members(plan: Plan, requests: Sequence[Request]) -> None:
-    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise.
-
-    Raises EvoalignError for a request of a member that the plan does not have.
-    """
+    """Raise ModelError for a member without noise, and EvoalignError for a request of a member outside the plan."""
     for member in plan.members:
         if not 0 <= member.noise < 1 << 32:
-            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")
+            raise ModelError(f"member {member.index} does not exist: its noise number {member.noise} is not 32-bit")
     for request in requests:
         if request.member is not None and request.member not in plan.members:
-            raise EvoalignError(f"request {request.index} is of member {request.member.index}, whom the plan lacks")
+            raise EvoalignError(
+                f"request {request.index} names member {request.member.index}, which is not in the plan"
+            )
 
 
 def sampled_places(layout: Layout, count: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Row-major places (int64, on the CPU) of `count` numbers among all that evolve, by tensor, in the layout's order.
+    """Yield a sample of `count` evolving weights as (tensor name, places), in the layout's order.
 
-    One place in each of `count` equal strata, so that every tensor has its share; where in its stratum follows the
-    golden ratio, so that no row length is in step with it. All places where there are no more than `count`.
+    Places are row-major indices (int64, on the CPU). The weights are divided into `count` equal strata with one place
+    each, so every tensor has its share. The offset within a stratum follows the golden ratio, so that the places do not
+    align with any row length. Yields all places if there are at most `count` weights.
     """
     total = layout.parameters
     index = torch.arange(min(count, total), dtype=torch.float64)
@@ -147,6 +156,3 @@ def sampled_places(layout: Layout, count: int) -> Iterator[tuple[str, torch.Tens
         if high > low:
             yield tensor.name, places[low:high] - first
         first = end
-
-
-_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weights_hash`: one hash of the mean, whatever order or sharding its tensors are read in."""
+"""`weights_hash`: a hash of the mean that does not depend on the order or sharding of its tensors."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _TILE = 1 << 16
 
 
 def weights_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over (name, shape, dtype, sum of mix64(bits, index) mod 2^64) of float32 tensors, sorted by name.
+    """Return SHA-256 over (name, shape, dtype, sum of mix64(bits, index) mod 2^64) of float32 tensors, sorted by name.
 
-    The sums do not depend on order or sharding, so they can be computed where the weights are. Cost: about ten
-    integer operations a number. A changed bit, two swapped numbers or a renamed tensor change the hash.
+    The sums do not depend on order or sharding, so they can be computed where the weights are, with about ten integer
+    operations per number. A changed bit, two swapped numbers or a renamed tensor change the hash.
     """
     sums = [(name, tuple(t.shape), part_sum(t, tuple(t.shape), None)) for name, t in tensors]
     return weights_hash_of_sums((name, shape, int(total)) for name, shape, total in sums)
 
 
 def weights_hash_of_sums(rows: Iterable[tuple[str, Sequence[int], int]]) -> str:
-    """`weights_hash` from name, whole shape and `tensor_sum` of each tensor; the sums of shards add up first."""
+    """Return `weights_hash` from the name, whole shape and `tensor_sum` of each tensor. Add up shards first."""
     listed = [[name, list(shape), "float32", f"{total % (1 << 64):016x}"] for name, shape, total in rows]
     return hashlib.sha256(json.dumps(sorted(listed), separators=(",", ":")).encode()).hexdigest()
 
 
 def tensor_sum(tensor: torch.Tensor, shape: Sequence[int] | None = None, slices: Slices | None = None) -> int:
-    """Sum over elements of splitmix64(bits + golden * (index + 1)), modulo 2^64, as a signed number.
+    """Return the sum over elements of splitmix64(bits + golden * (index + 1)), modulo 2^64, as a signed number.
 
-    `tensor` is the part that `slices` cuts out of a tensor of `shape`, and the index is that in the whole: the sums of
-    parts that cover a tensor once add up to the whole's.
+    `tensor` is the part `slices` of a tensor of `shape`. Indices count in the whole tensor, so the sums of parts that
+    cover a tensor once add up to the sum of the whole.
     """
     return int(part_sum(tensor, tuple(tensor.shape if shape is None else shape), slices))
 
 
 def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None) -> torch.Tensor | int:
-    """`tensor_sum`, on a GPU without waiting for it."""
+    """Return `tensor_sum`; on a GPU as a tensor, without synchronising."""
     if kernels.available(tensor.device):
         from evoalign.kernels import hash as kernel
 
@@ -67,7 +67,7 @@ def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014) on int64 bits, in place; multiplication wraps."""
+    """Apply the finaliser of splitmix64 (Steele et al. 2014) to int64 bits, in place. Multiplication wraps."""
     x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MIX1)
     x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MIX2)
     return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean of an engine: kept in float32, moved by updates, hashed, probed, saved, put back, and served rounded.
+"""The mean of an engine, in float32: moved by updates, hashed, sampled, saved, loaded, and served rounded.
 
-`Master` keeps what of it lies in this process: whole tensors (`whole`), or the parts of them that a worker of several
-has. What several workers say of their parts is put together by `hash_of`, `joined` and `gathered`. An engine that keeps
-the mean where it serves derives from `KeepsMean` and has but to serve.
+`Master` keeps the part of the mean in this process: whole tensors (`whole`), or one worker's shards. `hash_of`,
+`joined` and `gathered` combine the results of several workers. An engine that keeps the mean in its own process derives
+from `KeepsMean` and implements only the serving.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from evoalign import noise
-from evoalign.engines.base import sampled_places
+from evoalign.engines.base import EngineDefaults, sampled_places
 from evoalign.engines.hash import part_sum, weights_hash_of_sums
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
@@ -25,16 +25,16 @@ from evoalign.spaces.base import MeanPart, Space
 from evoalign.types import Layout, Member, Plan, Slices, Update
 
 Sums: TypeAlias = Sequence[tuple[str, tuple[int, ...], int]]
-"""Of each part: its tensor's name and whole shape, and its share of the hash."""
+"""Tensor name, whole shape and share of the hash, per part."""
 Probed: TypeAlias = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
-"""Of each tensor probed: its place in the order, which of the numbers are here, and they."""
+"""Position of the tensor in the order, indices of the sampled numbers in this process, and their values, per part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part `slices` of the tensor `name` of `shape`, seen where it is served.
+    """The served part `slices` of the tensor `name`, whose whole shape is `shape`.
 
-    Of a part that several devices hold, one `counts` in sums over all of them.
+    If several devices hold the same part, `counts` is true on one of them, so that sums include the part once.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Shard:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
-    """Tensors that lie here in one piece."""
+    """Return unsharded tensors as shards."""
     return [Shard(name, tuple(t.shape), _all(t.shape), t, True) for name, t in tensors.items()]
 
 
 @dataclass(slots=True)
 class Part:
-    """A part of the mean: `master` and `start` in float32; `served`, where the model has it apart from the master."""
+    """A part of the mean: `master` and `start` in float32; `served` is None if the model serves the master itself."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,14 +61,14 @@ class Part:
     start: torch.Tensor | None
     counts: bool
     shared: bool = False
-    """Whether the model serves the master itself."""
+    """Whether the served weight and the master are the same tensor."""
 
 
 class Master:
-    """The mean of a space, as far as it lies in this process, from the served weights `shards` as training starts.
+    """The part of a space's mean in this process, copied from the served weights `shards` when training starts.
 
-    `host` keeps the mean of weights on a GPU in pinned host memory. `first` says whether this process, of several,
-    counts what all of them keep whole: tensors beside the model.
+    `host` keeps the mean of weights on a GPU in pinned host memory. `first` is true in one of several processes, which
+    counts the tensors that all of them keep whole: those that are not the model's own, such as LoRA factors.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Master:
         self.parts = list(self._parts(shards, first))
         self.moving = [p for p in self.parts if p.name in moving]
         for part in self.moving if keep_start else ():
-            # Of the kind alone: the device may be `cuda`, and a tensor's is `cuda:0`.
+            # Compare types: `device` may be `cuda` and the tensor's `cuda:0`.
             here = part.master.device.type == device.type
             part.start = part.master.clone() if here else _pinned(part.master.shape).copy_(part.master)
         self._by_name = {p.name: p.master for p in self.parts}
@@ -98,7 +98,7 @@ class Master:
         self._move = None if optimizer is not None or away else space.mover(layout, mean)
 
     def _parts(self, shards: Iterable[Shard], first: bool) -> Iterator[Part]:
-        """The model's weights that evolve, or what the space lays beside them: small, so that it is kept whole."""
+        """Yield the model's weights that evolve, or the space's own tensors, which are small and kept whole."""
         if not self.space.evolves_model:
             for t in (*self.layout.tensors, *self.layout.frozen):
                 master = self.space.start(self.layout, t.name, self.device)
@@ -106,7 +106,7 @@ class Master:
             return
         for s in shards:
             if s.name in self.layout.by_name:
-                # Served in float32 and never perturbed in place: its own master.
+                # A weight served in float32 and never perturbed in place is its own master.
                 shared = s.tensor.dtype == torch.float32 and self.space.carrier == "adapter"
                 master = s.tensor if shared else self._copy(s.tensor)
                 yield Part(s.name, s.shape, s.slices, master, None if shared else s.tensor, None, s.counts, shared)
@@ -117,17 +117,17 @@ class Master:
         return served.to(torch.float32, copy=True)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """One tensor of the mean, float32, where it lies; for a worker of several, its last part of it."""
+        """Return one tensor of the mean, float32, on its device; on a sharded worker, its last part of the tensor."""
         return self._by_name[name]
 
     @property
     def bytes(self) -> int:
-        """What the mean takes beside the served weights, with the starting weights."""
+        """Bytes of the mean and the starting weights, without the served weights."""
         kept = [t for p in self.parts for t in (None if p.shared else p.master, p.start) if t is not None]
         return sum(t.numel() * t.element_size() for t in kept)
 
     def apply(self, update: Update) -> None:
-        """Move the mean and serve it: served weights equal round(master)."""
+        """Move the mean and serve it, so that served weights equal round(master)."""
         ordered = update.summation != "library"
         if self._move is not None and ordered:
             self._move(update)
@@ -147,10 +147,10 @@ class Master:
             master.copy_(on_device)
 
     def _blocks(self, part: Part, *, whole: bool = True) -> Iterator[tuple[Slices, Slices]]:
-        """Pieces of a part, as they lie in it and in the whole tensor.
+        """Yield the slices of each block of a part: within the part, and within the whole tensor.
 
-        An optimizer with state takes it whole, and so does an update without temporaries, unless `whole` is False. Of a
-        mean in host memory small ones, since each is on the device for a moment.
+        A part is one block if an optimizer keeps state, or if the update needs no temporaries and `whole` is true. A
+        mean in host memory has small blocks, because each is copied to the device.
         """
         here = part.master.device.type == self.device.type
         if self.optimizer is not None or (whole and here and self.space.fused(self.device)):
@@ -161,7 +161,7 @@ class Master:
             yield here, tuple(slice(h.start + s.start, h.stop + s.start) for h, s in moved)
 
     def write(self, plan: Plan, member: Member | None) -> None:
-        """Write a dense member over the served weights, straight from the mean; None puts the mean back."""
+        """Write a dense member over the served weights, computed from the mean; None restores the mean."""
         for part in self.moving:
             if part.served is None:
                 continue
@@ -174,23 +174,23 @@ class Master:
                     self.space.perturbed(self.layout, part.name, master, plan, member, slices, served)
 
     def sums(self) -> Sums:
-        """Of each part that counts its share of the hash; see `hash_of`."""
+        """Return the share of the hash of each part that counts; see `hash_of`."""
         found = [(p.name, p.shape, self._sum(p)) for p in self.parts if p.counts]
         return [(name, shape, int(total)) for name, shape, total in found]
 
     def _sum(self, part: Part) -> torch.Tensor | int:
-        """A mean in host memory is read block by block where it is fast to sum."""
         if part.master.device.type == self.device.type:
             return part_sum(part.master, part.shape, part.slices)
+        # A mean in host memory is summed on the device, block by block.
         blocks = self._blocks(part)
         return sum(int(part_sum(part.master[here].to(self.device), part.shape, at)) for here, at in blocks)
 
     def parts_of(self, name: str) -> list[tuple[Slices, torch.Tensor]]:
-        """The parts of one tensor of the mean that count here, on the CPU; see `joined`."""
+        """Return the parts of one tensor that count in this process, copied to the CPU; see `joined`."""
         return [(p.slices, p.master.detach().to("cpu", copy=True)) for p in self.parts if p.name == name and p.counts]
 
     def probe(self, count: int) -> Probed:
-        """Of the numbers at `sampled_places` those that count here; see `gathered`."""
+        """Return the numbers at `sampled_places` that count in this process; see `gathered`."""
         found: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         for order, (name, places) in enumerate(sampled_places(self.layout, count)):
             for part in self.parts:
@@ -200,12 +200,12 @@ class Master:
         return found
 
     def optimizer_state(self) -> list[tuple[str, torch.Tensor]]:
-        """The optimizer's slots, on the CPU."""
+        """Return the optimizer's slots, copied to the CPU."""
         state = self.optimizer.state() if self.optimizer is not None else ()
         return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in state]
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Put one whole tensor of the mean back and serve it."""
+        """Load one whole tensor of the mean and serve it."""
         for part in self.parts:
             if part.name == name:
                 part.master.copy_(tensor[part.slices] if tensor.dim() else tensor)
@@ -213,24 +213,24 @@ class Master:
                     part.served.copy_(part.master)
 
     def load_optimizer(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put an optimizer's slots back."""
+        """Load the optimizer's slots."""
         if self.optimizer is not None:
             self.optimizer.load({name: tensor.to(self.device) for name, tensor in state.items()})
 
 
-class KeepsMean:
-    """The half of `evoalign.engines.base.Engine` that is the mean, for an engine that keeps it in this process.
+class KeepsMean(EngineDefaults):
+    """Base of an engine that keeps the mean in its own process: the methods of `Engine` that concern the mean.
 
-    `start` sets `mean`; whoever asks before that is told so.
+    The engine's `start` sets `mean`. Reading `mean` before that raises EvoalignError.
     """
 
     _mean: Master | None = None
 
     @property
     def mean(self) -> Master:
-        """What `start` made. Raises EvoalignError before that."""
+        """The mean that `start` created. Raises EvoalignError before `start`."""
         if self._mean is None:
-            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+            raise EvoalignError("the engine has no space yet: call `start` first, or request the mean alone")
         return self._mean
 
     @mean.setter
@@ -238,54 +238,54 @@ class KeepsMean:
         self._mean = mean
 
     def apply(self, update: Update) -> None:
-        """Move the mean and serve it: served weights equal round(master)."""
+        """Move the mean and serve it, so that served weights equal round(master)."""
         self.mean.apply(update)
 
     def fingerprint(self) -> str:
-        """`weights_hash` of the mean."""
+        """Return the `weights_hash` of the mean."""
         return hash_of([self.mean.sums()])
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The mean, on the CPU."""
+        """Yield the mean, on the CPU."""
         for tensor in (*self.mean.layout.tensors, *self.mean.layout.frozen):
             yield tensor.name, joined(tensor.shape, [self.mean.parts_of(tensor.name)])
 
     def probe_weights(self, count: int) -> torch.Tensor:
-        """The mean at fixed places, gathered where it lies."""
+        """Return the mean at fixed places."""
         return gathered(self.mean.layout, count, [self.mean.probe(count)])
 
     sample = probe_weights
-    """Its former name."""
+    """The former name of `probe_weights`."""
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Momentum's or Adam's slots, on the CPU."""
+        """Yield the optimizer's slots, on the CPU."""
         yield from self.mean.optimizer_state()
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Put a mean back. Raises ModelError where names or shapes differ, and then changes nothing."""
+        """Load a mean. If names or shapes differ, raises ModelError and changes nothing."""
         check_state(self.mean.layout, state)
         for name, tensor in state.items():
             self.mean.put(name, tensor)
         self.mean.load_optimizer(optimizer or {})
 
     def close(self) -> None:
-        """Free the mean. An engine frees its model, too."""
+        """Free the mean. An engine that overrides this also frees its model."""
         self._mean = None
 
 
 def check_state(layout: Layout, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ModelError where a state is not of this layout."""
+    """Raise ModelError if a saved state does not have the names and shapes of this layout."""
     shapes = {t.name: tuple(t.shape) for t in (*layout.tensors, *layout.frozen)}
     if set(state) != set(shapes):
         odd = sorted(set(state) ^ set(shapes))[0]
-        raise ModelError(f"the saved mean does not fit this run: {odd} is in one and not in the other")
+        raise ModelError(f"the saved mean does not fit this run: only one of the two has the tensor {odd}")
     for name, tensor in state.items():
         if tuple(tensor.shape) != shapes[name]:
             raise ModelError(f"the saved {name} is {tuple(tensor.shape)}, not {shapes[name]}")
 
 
 def hash_of(workers: Iterable[Sums]) -> str:
-    """`weights_hash` of tensors whose parts lie on several workers, or in several pieces on one."""
+    """Return `weights_hash` of tensors that are sharded across workers, or within one worker."""
     total: dict[tuple[str, tuple[int, ...]], int] = {}
     for sums in workers:
         for name, shape, part in sums:
@@ -294,7 +294,7 @@ def hash_of(workers: Iterable[Sums]) -> str:
 
 
 def joined(shape: Sequence[int], workers: Iterable[Sequence[tuple[Slices, torch.Tensor]]]) -> torch.Tensor:
-    """One tensor of the mean, float32 on the CPU, from its parts on all workers."""
+    """Join one tensor of the mean, float32 on the CPU, from its parts on all workers."""
     tensor = torch.empty(tuple(shape), dtype=torch.float32)
     for parts in workers:
         for slices, part in parts:
@@ -303,7 +303,7 @@ def joined(shape: Sequence[int], workers: Iterable[Sequence[tuple[Slices, torch.
 
 
 def gathered(layout: Layout, count: int, workers: Iterable[Probed]) -> torch.Tensor:
-    """float32 [<= count]: the mean at `sampled_places`, from what all workers probed."""
+    """Return float32 [<= count]: the mean at `sampled_places`, from the `probe` of all workers."""
     found = [torch.empty(len(places)) for _, places in sampled_places(layout, count)]
     for probed in workers:
         for order, inside, values in probed:
@@ -316,7 +316,7 @@ def _all(shape: Sequence[int]) -> Slices:
 
 
 def _inside(places: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the row-major `places` of a whole tensor lie in a part, and where in it."""
+    """Return the indices of those row-major `places` of a whole tensor that are in a part, and their places there."""
     if math.prod(part.master.shape) == math.prod(part.shape):
         return torch.arange(len(places)), places
     inside, local = torch.ones_like(places, dtype=torch.bool), torch.zeros_like(places)
@@ -331,9 +331,11 @@ def _inside(places: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _pinned(shape: Sequence[int]) -> torch.Tensor:
-    """float32 host memory that the device reads at full speed. torch's own way rounds sizes up to a power of two."""
+    """Return page-locked float32 host memory. torch's `pin_memory` would round the size up to a power of two."""
     tensor = torch.empty(tuple(shape), dtype=torch.float32)
     runtime: Any = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(tensor.data_ptr(), 4 * tensor.numel(), 0)) == 0:  # else it is only slower
+    if (
+        int(runtime.cudaHostRegister(tensor.data_ptr(), 4 * tensor.numel(), 0)) == 0
+    ):  # if this fails, copies are only slower
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
     return tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tensors under their Hugging Face names: from the model, or from its configuration alone."""
+"""Describe a model's tensors under their Hugging Face names, from the model or from its configuration alone."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def on_gpu(config: Config) -> bool:
-    """Whether the engine will serve from a GPU."""
+    """Return whether the engine serves from a GPU."""
     where = config.engine.where
     return where.startswith("cuda") or (where == "auto" and torch.cuda.is_available())
 
 
 def specs_of_config(config: Config) -> list[TensorSpec]:
-    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
+    """Return the model's tensors without loading a weight (`mean_abs` is NaN). Raises ModelError."""
     model = empty_model(config.model)
     specs = specs_of(model, lambda _: math.nan)
     if not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs):
@@ -39,20 +39,20 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
 
 
 def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The tensors as an engine has them that cannot give members experts of their own."""
+    """Mark experts as `other`, for an engine that cannot adapt experts per member."""
     return [replace(s, kind="other") if s.kind == "expert" else s for s in specs]
 
 
 def mean_abs(tensor: torch.Tensor) -> float:
-    """Mean of |W| in float64, by a sum: vLLM's batch-invariant mode has a mean of its own, which refuses float64."""
+    """Return the mean of |W| in float64, by a sum: the mean of vLLM's batch-invariant mode refuses float64."""
     return float(tensor.abs().sum(dtype=torch.float64)) / tensor.numel()
 
 
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
-    """Name, shape, kind and layer of each parameter, tied ones once; of fused experts of each expert's matrices."""
+    """Describe each parameter, tied ones once, and each matrix of each expert where experts are fused."""
     kinds, in_peft = _kinds(model), experts.model_type(model) in experts.PEFT_TYPES
     found = list(experts.named(model))
-    # PEFT takes a name that experts have for theirs alone, and passes over an nn.Linear of that name elsewhere.
+    # PEFT reserves the module names of experts for experts: it skips an nn.Linear of such a name elsewhere.
     fused = {_module_name(name) for name, expert, _ in found if expert is not None and in_peft}
     return [
         TensorSpec(
@@ -68,19 +68,21 @@ def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> lis
 
 
 def _module_name(name: str) -> str:
-    """`gate_proj` of `model.layers.0.mlp.gate_proj.weight`."""
+    """Return `gate_proj` for `model.layers.0.mlp.gate_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _kinds(model: nn.Module) -> dict[str, TensorKind]:
-    """What each parameter is, from the module that holds it."""
+    """Return the kind of each parameter, from the type of its module."""
     kinds: dict[str, TensorKind] = {}
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             kind: TensorKind = "other"
             if name.endswith("bias"):
                 kind = "bias"
-            elif isinstance(module, nn.Linear) and "router" not in type(module).__name__.lower():  # it returns more
+            elif (
+                isinstance(module, nn.Linear) and "router" not in type(module).__name__.lower()
+            ):  # a router returns a tuple
                 kind = "linear"
             elif isinstance(module, nn.Embedding):
                 kind = "embedding"

@@ -26,10 +26,10 @@ from evoalign.models.origin import origin
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos.estimates import PlaceboResults, beyond_drift, largest, parse, sentence
 from evoalign.report.tables import visible
-from evoalign.rewards.fitness import aim_of
-from evoalign.rundir import files, parquet, sealing
+from evoalign.rewards.objective import aim_of
+from evoalign.rundir import checksums, files, parquet
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.method import Method
+from evoalign.rundir.method import JOURNAL, Method
 from evoalign.setup import task_and_data
 from evoalign.tasks.data import HUB, hub_parts
 from evoalign.tokens import Tokens
@@ -239,10 +239,10 @@ def _metadata(facts: Facts) -> str:
 def _model_index(facts: Facts) -> dict[str, Any]:
     """Return the measures after training for the hub's listing, with the data set and split of the hub if any.
 
-    A listing shows numbers without text, so results that are not sealed, or with an alarm, are left out.
+    A listing shows numbers without text, so results that are not verified, or with an alarm, are left out.
     """
     found = facts.evaluation
-    if found is None or not found.get("sealed", True) or (found.get("alarms") or {}).get("verdict"):
+    if found is None or not found.get("verified", True) or (found.get("alarms") or {}).get("verdict"):
         return {}
     task, split = facts.config.task, str(found["split"])
     tested = task.test_data or task.train_data or ""
@@ -349,9 +349,9 @@ def gather(
     """Gather the facts of a run; `saved` is the dtype of the exported weights. Raises DataError for altered files."""
     config, mark, start = source.config, source.mark, origin(source.model)
     sizes, messages, system = _task_facts(config)
-    evaluation = read_json(source.run / sealing.EVALUATION)
+    evaluation = read_json(source.run / checksums.EVALUATION)
     if evaluation is not None and evaluation.get("weights_hash") == mark.weights_hash:
-        evaluation["sealed"] = sealing.is_sealed(source.run, sealing.EVALUATION)
+        evaluation["verified"] = checksums.verify(source.run, checksums.EVALUATION, JOURNAL)
     else:
         evaluation = None  # it is of another mean
     shown = public(config).task.files

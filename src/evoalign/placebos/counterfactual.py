@@ -24,7 +24,7 @@ from evoalign.errors import ConfigError, ModelError, StoppedError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.placebos.estimates import Distances, Placebos, Whole, expected_distance, split
 from evoalign.report import watching
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 from evoalign.rollouts import lengths_of
 from evoalign.rundir.journal import Log, Recorded
 from evoalign.setup import Parts, Served

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """results/placebo.json: what `evoalign placebo` measured of a finished run, for cards and comparisons.
 
-It is written after the run's results are sealed, so it has its own hash. It records the journal and the evaluation
-settings that it belongs to.
+It records the journal and the evaluation settings that it belongs to. Its checksum is recorded with those of the
+results, see `evoalign.rundir.checksums`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import MissingError, read_object
 from evoalign.errors import DataError
 from evoalign.placebos.estimates import PlaceboResults, Placebos, Split, Whole
+from evoalign.rundir import checksums
 from evoalign.rundir.checkpoint import Hash
 from evoalign.rundir.files import write_text
+from evoalign.rundir.journal import last_hash
 from evoalign.rundir.method import JOURNAL
-from evoalign.rundir.sealing import hash_of, last_line
 
 PLACEBO = "results/placebo.json"
 _MEND = "delete it and run `evoalign placebo` again"
@@ -35,14 +36,15 @@ class _File(BaseModel):
     reward: Split
     fitness: Whole | None = None
     measures: dict[str, float] = {}
-    hash: Hash
 
 
 def write(run: Path, config: Config, found: Placebos) -> None:
     """Write the placebos of a whole run; `config` is the run's own."""
     kept = {name: value for name, value in found.as_dict().items() if name != "off_task"}
-    record = {"format_version": FORMAT_VERSION, "journal": last_line(run), "settings": _settings(config), **kept}
-    write_text(run / PLACEBO, json.dumps({**record, "hash": hash_of(record)}, indent=2, allow_nan=False) + "\n")
+    journal, settings = last_hash(run / JOURNAL), _settings(config)
+    record = {"format_version": FORMAT_VERSION, "journal": journal, "settings": settings, **kept}
+    with checksums.recorded(run, PLACEBO):
+        write_text(run / PLACEBO, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def read(run: Path, config: Config) -> PlaceboResults | None:
@@ -52,16 +54,15 @@ def read(run: Path, config: Config) -> PlaceboResults | None:
     """
     file = run / PLACEBO
     try:
-        found = read_object(file, mend=_MEND)
-        record = _File.model_validate(found)
+        record = _File.model_validate(read_object(file, mend=_MEND))
     except MissingError:
         return None
     except ValidationError as error:
         where = ".".join(str(part)[:40] for part in error.errors()[0]["loc"])
         raise DataError(f"{file} is damaged ({where}); {_MEND}") from None
+    checksums.verify(run, PLACEBO, fix=_MEND)
     for is_wrong, why in (
-        (record.hash != hash_of({name: value for name, value in found.items() if name != "hash"}), "was altered"),
-        (record.journal != last_line(run), f"does not belong to {run / JOURNAL}"),
+        (record.journal != last_hash(run / JOURNAL), f"does not belong to {run / JOURNAL}"),
         (record.settings != _settings(config), f"has other evaluation settings than {run / 'config.yaml'}"),
     ):
         if is_wrong:
@@ -72,6 +73,7 @@ def read(run: Path, config: Config) -> PlaceboResults | None:
 def remove(run: Path) -> None:
     """Delete the file of a run that continues."""
     (run / PLACEBO).unlink(missing_ok=True)
+    checksums.forget(run, PLACEBO)
 
 
 def _settings(config: Config) -> dict[str, Any]:

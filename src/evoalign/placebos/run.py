@@ -20,12 +20,12 @@ from evoalign.placebos.counterfactual import Counterfactual, Follower, of_evalua
 from evoalign.placebos.estimates import ENOUGH, Distances, Placebos
 from evoalign.report import watching
 from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
 from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import load_own
-from evoalign.rundir.sealing import EVALUATION
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving

@@ -14,7 +14,6 @@ from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.cost import rounding
 from evoalign.engines import Engine
-from evoalign.engines.base import parts_of
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
 from evoalign.preflight import pace
@@ -71,7 +70,7 @@ def check_canary(case: Case) -> Finding:
     width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
     asked = tokens_.encode(prompt)
-    for part in parts_of(engine):
+    for part in engine.parts():
         canary.check(part, space, layout, asked, generation=0, width=width, exact=facts.deterministic)
     took = seconds_text(time.perf_counter() - began)
     return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import visible, weighed
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.rundir.files import make_folder, replacing
 from evoalign.statistics import Estimate
 

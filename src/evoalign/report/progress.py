@@ -23,7 +23,7 @@ from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import visible, weighed
 from evoalign.report.terminal import print_line
 from evoalign.report.watching import Watch, watched
-from evoalign.rewards.fitness import aim as aim_in
+from evoalign.rewards.objective import aim as aim_in
 
 WINDOW = 20
 """Latest generations over which speed and time left are averaged."""

@@ -8,13 +8,13 @@ the journal keeps it, so that a resumed run scores as if it had never stopped.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,37 +25,32 @@ from evoalign.config import EsConfig, ObjectiveConfig
 from evoalign.config.es import BY_PROMPT
 from evoalign.config.task import OBJECTIVES
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
-from evoalign.plugins import FAILURES, described, load_object
-from evoalign.rewards.functions import failure, finite, fresh
+from evoalign.plugins import FAILURES, described, load_object, raised
+from evoalign.rewards.functions import failure, finite, fresh, shown
 from evoalign.shaping import SHAPINGS, Scores
 from evoalign.types import Example
 
 Columns: TypeAlias = Mapping[str, Sequence[float | None]]
 """Rewards by name, one a completion; None where a reward does not apply."""
+PREFIX = "fitness/"
+"""Prefix of the evaluation measure that holds the value of `task.fitness`."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What all members said to all prompts of a generation, and earned: M members, P prompts.
+    """Completions and rewards of one generation: M members, P prompts.
 
-    `columns_MP` are float64, NaN where a reward does not apply; `examples` are the P rows that were asked. `fitness_M`
-    is what `task.fitness` gives for all answers of each member, None where there is no such function. `mean` is what
-    the unperturbed model said to the same prompts and earned, a group of one member, where the objective `asks_mean`.
+    `columns_MP` are float64, NaN where a reward does not apply; `examples` are the P prompted rows. `mean` holds the
+    completions and rewards of the unperturbed model for the same prompts, as a group of one member, if the objective
+    `asks_mean`.
     """
 
     generation: int
     columns_MP: Mapping[str, NDArray[np.float64]]
     texts_MP: Sequence[Sequence[str]]
     examples: Sequence[Example]
-    fitness_M: NDArray[np.float64] | None = None
     mean: Group | None = None
-
-    @property
-    def means(self) -> dict[str, float | None]:
-        """Of each column over the completions that it applies to; none where one column is all that scores are of."""
-        columns = {name: column.ravel().tolist() for name, column in self.columns_MP.items()}
-        return means(columns, fewest=2 if self.fitness_M is None else 1)
 
 
 class Objective(ABC):
@@ -69,6 +64,8 @@ class Objective(ABC):
     per_completion: bool = False
     """Whether each score follows from its own completion's columns and the state alone. GRPO needs that; the probe and
     the A/A control, which have no population, need that or `per_member`."""
+    measure: str = "reward"
+    """Evaluation measure that training maximises."""
     per_member: bool = False
     """Whether it gives one score a member, [members, 1], which follows from that member's own answers and the state
     alone. Shapings that compare members prompt by prompt are refused then."""
@@ -116,12 +113,11 @@ class WeightedSum(Objective):
         self.weights = weights
 
     def scores(self, group: Group) -> Scores:
-        """The sums of all completions. Raises RewardError as `rewards` does."""
-        cells = {name: column.ravel().tolist() for name, column in group.columns_MP.items()}
-        columns = {name: [None if math.isnan(x) else x for x in cell] for name, cell in cells.items()}
+        """Return the sum of each completion. Raises RewardError as `rewards` does."""
+        shape = (len(group.texts_MP), len(group.examples))
+        columns = {name: column.ravel() for name, column in group.columns_MP.items()}
         texts = [text for row in group.texts_MP for text in row]
-        sums = self.rewards(columns, texts, [*group.examples] * len(group.texts_MP))
-        return np.asarray(sums, dtype=np.float64).reshape(-1, len(group.examples))
+        return self._sums(columns, texts, [*group.examples] * shape[0]).reshape(shape)
 
     def by_name(self, names: Collection[str]) -> dict[str, float]:
         """What each of several columns counts times; nothing of a single one."""
@@ -129,38 +125,140 @@ class WeightedSum(Objective):
         return {name: weights.get(name, 0.0) for name in names} if len(names) > 1 else {}
 
     def rewards(self, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """One finite sum a completion. Raises RewardError naming the first completion that has none."""
+        """Return one finite sum per completion. Raises RewardError naming the first completion without one."""
+        return self._sums({name: _array(column) for name, column in columns.items()}, texts, examples).tolist()
+
+    def _sums(
+        self, columns: Mapping[str, NDArray[np.float64]], texts: Sequence[str], examples: Sequence[Example]
+    ) -> NDArray[np.float64]:
         missing = [name for name in self.weights or () if name not in columns]
         if texts and missing:
             raise RewardError(
                 f"weights are given for {', '.join(missing)}, and the rewards are {', '.join(columns)}; "
                 "name the columns as the task does"
             )
-        counted = {name: columns[name] for name in self.weights or columns}
-        rows = zip(*counted.values(), strict=True)
-        names = ", ".join(counted)
-        return [self._sum(names, row, t, e) for row, t, e in zip(rows, texts, examples, strict=True)]
-
-    def _sum(self, names: str, values: Sequence[float | None], text: str, example: Example) -> float:
-        where = (example.get("prompt", ""), text, example)
-        weights = [1.0] * len(values) if self.weights is None else self.weights.values()
-        terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-        if not terms:
+        if not texts:
+            return np.zeros(0)
+        weights = dict.fromkeys(columns, 1.0) if self.weights is None else self.weights
+        gaps = {name: np.isnan(columns[name]) for name in weights}
+        # A missing value adds -0.0, which changes no sum. Without weights the sum begins with -0.0 too, so that a
+        # first term of -0.0 keeps its sign.
+        sums = np.full(len(texts), -0.0 if self.weights is None else 0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name, weight in weights.items():
+                sums = sums + np.where(gaps[name], -0.0, weight * columns[name])
+        absent = np.all(list(gaps.values()), axis=0)
+        wrong = np.flatnonzero(absent | ~np.isfinite(sums))
+        if wrong.size:
+            i, names = int(wrong[0]), ", ".join(weights)
+            found = [weight * float(columns[name][i]) for name, weight in weights.items() if not gaps[name][i]]
             raise RewardError(
-                f"every reward function ({names}) returned None for the completion {text[:80]!r}; "
+                f"the weighted rewards {found} of the completion {texts[i][:80]!r} have no finite sum; "
+                "return smaller numbers"
+                if found
+                else f"every reward function ({names}) returned None for the completion {texts[i][:80]!r}; "
                 "at least one has to return a number",
-                failure("value", names, where),
+                failure("value", names, (examples[i].get("prompt", ""), texts[i], examples[i])),
             )
-        # Not `sum`, which has other bits from Python 3.12 on. Without weights the first term begins: 0 + -0.0 would be
-        # another number in the journal.
-        total = reduce(add, terms) if self.weights is None else reduce(add, terms, 0.0)
-        if not math.isfinite(total):
+        return sums
+
+
+class SetObjective(Objective):
+    """Scores each member by `function(completions, examples) -> float`: the objective that `task.fitness` names.
+
+    The function gets all completions of a member and their rows, in one order; `clean` is applied to each completion.
+    The member's scores are then one column, [members, 1]. Raises ConfigError if the path names no such function.
+    """
+
+    per_member = True
+
+    def __init__(self, path: str, clean: Callable[[str], str]) -> None:
+        self.function: Any = load_object(path, "task.fitness")
+        short = path.rpartition(":")[2]
+        self.name, self.measure = f"task.fitness {short}", measure_of(path)
+        self.values: Callable[[Sequence[str], Sequence[Example], Sequence[Sequence[int]]], list[float]] = self.compute
+        """Values of sets of completions, given by index. A task that scores in another process replaces it."""
+        self._clean = clean
+        wrong = self._wrong()
+        if wrong:
+            raise ConfigError(f"task.fitness: {path} {wrong}; write def {short}(completions, examples) -> float")
+
+    def _wrong(self) -> str:
+        if not callable(self.function):
+            return "is not a function"
+        if inspect.iscoroutinefunction(self.function):
+            return "is async, which is not supported here"
+        try:
+            inspect.signature(self.function).bind([], [])
+        except TypeError:
+            return "does not take completions and examples, and nothing else"
+        except ValueError:  # a C function without a readable signature
+            pass
+        return ""
+
+    def evaluated_by(self, values: Callable[..., list[float]]) -> SetObjective:
+        """Return a copy that calls `values` instead of the function."""
+        found = copy.copy(self)
+        found.values = values
+        return found
+
+    def compute(self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]) -> list[float]:
+        """Call the function once per set, in this process. Raises RewardError."""
+        cleaned = [self._clean(text) for text in texts]
+        return [self._value([cleaned[i] for i in one], [examples[i] for i in one]) for one in sets]
+
+    def _value(self, texts: list[str], examples: list[Example]) -> float:
+        try:
+            found = self.function(texts, fresh(examples))
+        except FAILURES as error:
+            trace = "".join(traceback.format_exception(error))
+            failed = failure("raised", self.name, trace=trace, texts=texts)
+            raise RewardError(f"{self.name} failed: {raised(error)}; fix it", failed) from error
+        number = finite(found)
+        if number is None:
             raise RewardError(
-                f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum; "
-                "return smaller numbers",
-                failure("value", names, where),
+                f"{self.name} returned {shown(found)} for {len(texts)} completions; return one finite number",
+                failure("value", self.name, texts=texts),
             )
-        return total
+        return number
+
+    def scores(self, group: Group) -> Scores:
+        """Return [members, 1]. Raises RewardError."""
+        members, prompts = len(group.texts_MP), len(group.examples)
+        texts = [text for row in group.texts_MP for text in row]
+        sets = [range(i, i + prompts) for i in range(0, len(texts), prompts)]
+        return np.array(self.values(texts, [*group.examples] * members, sets), dtype=np.float64)[:, None]
+
+
+def measure_of(fitness: str | None) -> str:
+    """Return the evaluation measure that a run with this `task.fitness` maximises, without importing the function."""
+    return "reward" if fitness is None else PREFIX + fitness.rpartition(":")[2]
+
+
+def shared_aim(fitnesses: Iterable[str | None], asked: str | None) -> tuple[str, list[str]]:
+    """Return the measure by which runs with these `task.fitness` are compared, and a note if it was chosen here.
+
+    That is the requested one; else the measure that all runs were trained for; else the reward.
+    """
+    if asked is not None:
+        return asked, []
+    ways = list(fitnesses)
+    names = sorted({measure_of(way) for way in ways})
+    if len(set(ways)) == 1:
+        (name,) = names
+        return name, [] if name == "reward" else [f"goes by {name}, which is trained for (task.fitness)"]
+    trained = " or ".join(f"{name} ({sum(measure_of(way) == name for way in ways)} of {len(ways)})" for name in names)
+    return "reward", [f"goes by the reward, which all have, since task.fitness differs: trained for is {trained}"]
+
+
+def aim_of(measures: Mapping[str, Any]) -> str:
+    """Return the name of the measure that training maximises: that of `task.fitness`, else the reward."""
+    return next((name for name in measures if name.startswith(PREFIX)), "reward")
+
+
+def aim(measures: Mapping[str, float]) -> float:
+    """Return the value of the measure that training maximises."""
+    return measures[aim_of(measures)]
 
 
 def create(config: ObjectiveConfig) -> Objective:
@@ -210,7 +308,7 @@ def refuse_by_prompt(objective: Objective, es: EsConfig) -> None:
 
 def judge(objective: Objective, group: Group) -> Scores:
     """The scores of a group, checked. Raises RewardError where there is not one finite number for each completion."""
-    scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(_handed(group)), dtype=np.float64))
+    scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(_handed(objective, group)), dtype=np.float64))
     wanted = (len(group.texts_MP), 1 if objective.per_member else len(group.examples))
     if scores_MP.shape != wanted or not np.isfinite(scores_MP).all():
         raise RewardError(
@@ -230,7 +328,7 @@ def score(objective: Objective, group: Group) -> Scores:
 
 def move(objective: Objective, group: Group) -> None:
     """The objective's state moves on, by a group that it has scored. Raises RewardError."""
-    _guarded(objective, lambda: objective.update(_handed(group)))
+    _guarded(objective, lambda: objective.update(_handed(objective, group)))
     objective.state = _state(objective)
 
 
@@ -243,6 +341,12 @@ def grouped(columns: Columns, texts: Sequence[str], examples: Sequence[Example],
         [texts[i : i + prompts] for i in range(0, len(texts), prompts)],
         examples,
     )
+
+
+def reported_means(objective: Objective, group: Group) -> dict[str, float | None]:
+    """Return the mean of each column, or none for a single column that the scores consist of."""
+    columns = {name: column.ravel().tolist() for name, column in group.columns_MP.items()}
+    return means(columns, fewest=2 if objective.measure == "reward" else 1)
 
 
 def means(columns: Columns, fewest: int = 2) -> dict[str, float | None]:
@@ -279,11 +383,13 @@ def _guarded(objective: Objective, work: Callable[[], _T]) -> _T:
         raise RewardError(f"objective {objective.name} failed: {described(error)}; fix it", failed) from error
 
 
-def _handed(group: Group) -> Group:
-    """The group for an objective of the user's own: metrics, figures and later generations are made of the same."""
+def _handed(objective: Objective, group: Group) -> Group:
+    """Return a copy for user code, which may modify it. A SetObjective copies by itself."""
+    if isinstance(objective, SetObjective):
+        return group
     columns_MP = {name: column.copy() for name, column in group.columns_MP.items()}
     texts_MP, examples = fresh(group.texts_MP), fresh(list(group.examples))
-    mean = None if group.mean is None else _handed(group.mean)
+    mean = None if group.mean is None else _handed(objective, group.mean)
     return replace(group, columns_MP=columns_MP, texts_MP=texts_MP, examples=examples, mean=mean)
 
 

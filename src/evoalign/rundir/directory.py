@@ -24,6 +24,7 @@ from evoalign.rundir.rows import is_row
 FAILED_COMPLETION = "failed_completion.json"
 REPORT = "report.html"
 LOCK = ".lock"
+CHECKSUMS = "SHA256SUMS"
 OURS = (
     JOURNAL,
     "metrics.jsonl",
@@ -33,6 +34,7 @@ OURS = (
     "trainer",
     FAILED_COMPLETION,
     REPORT,
+    CHECKSUMS,
     "config.yaml",
     MANIFEST,
 )

@@ -49,8 +49,9 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from evoalign.config import FORMAT_VERSION
-from evoalign.config.reading import MissingError, read_bytes
+from evoalign.config.reading import MissingError, parse, read_bytes
 from evoalign.errors import DataError, JournalError
+from evoalign.rundir.checkpoint import NO_JOURNAL
 from evoalign.rundir.files import check_at, sync_folder
 from evoalign.rundir.lines import EndedLine, Header, Reason, SealedLine, UpdatedLine, ValidatedLine
 from evoalign.types import Member, Summation, Update
@@ -223,6 +224,16 @@ class Journal:
         os.fsync(self._file.fileno())
         self._previous = digest
         return digest
+
+
+def last_hash(path: Path) -> str:
+    """Return the hash of a journal's last line, which depends on all before it; zeros without a journal."""
+    try:
+        lines = read_bytes(path, MOST_BYTES).splitlines()
+        found: Any = parse(lines[-1], str(path)) if lines else None
+    except DataError:
+        return NO_JOURNAL
+    return str(cast("dict[str, Any]", found).get("hash")) if isinstance(found, dict) else NO_JOURNAL
 
 
 def is_blank(path: Path) -> bool:

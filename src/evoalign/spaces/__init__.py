@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spaces by name. One of one's own is named `package.module:Class` in `space.name`."""
+"""Spaces by name. Set `space.name` to `package.module:Class` for a user-defined space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SPACES", "Adapter", "Factors", "Full", "Lora", "LowRank", "MeanPart"
 
 
 def create(config: Config) -> Space:
-    """The space a config names. Raises ConfigError, also for what the section `es` asks and the space cannot do."""
+    """Return the configured space. Raises ConfigError, also if the space does not support the settings of `es`."""
     name = config.space.name
     cls: Any = SPACES[name] if name in SPACES else load_object(name, "space.name")
     if not (isinstance(cls, type) and issubclass(cls, Space)):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the noise lives. A space is pure maths on named tensors; it owns no model and generates no text.
+"""The base class of spaces. A space says which tensors carry noise, what a member is, and how the mean moves.
 
-One step convention for all. The noise of tensor t has standard deviation s_t = plan.sigma * t.scale, where the scale
+A space is pure maths on named tensors. It owns no model and generates no text. All spaces share one step convention.
+The noise of tensor t has standard deviation s_t = plan.sigma * t.scale, where the scale
 is 1 (`es.sigma`) or the mean |W| of the tensor's layer (`es.noise_multiplier`). The mean moves by
 
     step * t.scale * (1/N) * sum_i c_i sign_i eps_i
@@ -32,7 +33,7 @@ from evoalign.types import Layout, Member, Plan, Slices, Summation, TensorSpec, 
 
 Carrier = Literal["adapter", "dense"]
 Master = Callable[[str], torch.Tensor]
-"""Looks up a tensor of the mean by name."""
+"""Returns a tensor of the mean by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What members add to one linear layer: y += scaling * (x A^T) B^T.
+    """Low-rank terms of members on one linear layer: y += scaling * (x A^T) B^T.
 
-    `a` is [M, R, in], or [1, R, in] where all members share it; `b` is [M, out, R].
+    `a` is [M, R, in], or [1, R, in] if all members share it; `b` is [M, out, R].
     """
 
     a: torch.Tensor
@@ -57,9 +58,9 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the factors of one linear weight go: those of member i to `a[i]` [R, in] and `b[i]` [out, R].
+    """Memory for the factors of one linear weight: those of member i go to `a[i]` [R, in] and `b[i]` [out, R].
 
-    There may be more slots than members, with any strides. `slices` are the rows and columns of the weight in them.
+    There may be more slots than members, with any strides. `slices` are the rows and columns of the weight they cover.
     """
 
     module: str
@@ -70,7 +71,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class MeanPart:
-    """A part of one tensor of the mean, as `Space.accumulate` takes it."""
+    """A part of one tensor of the mean; see `Space.accumulate` for the fields."""
 
     name: str
     slices: Slices
@@ -80,17 +81,17 @@ class MeanPart:
 
 
 class Space(ABC):
-    """Base of all spaces: which tensors evolve, what a member is, how the mean moves."""
+    """Base class of all spaces."""
 
     name: ClassVar[str]
     carrier: ClassVar[Carrier]
-    """How a member reaches an engine: an adapter beside shared weights, or dense in place of them."""
+    """How an engine serves a member: an adapter on shared weights, or dense weights that replace them."""
     evolves_model: ClassVar[bool]
-    """Whether the evolved tensors are the model's own; otherwise they lie beside it."""
+    """Whether the evolved tensors are the model's own; otherwise they are extra, such as LoRA factors."""
     settings: ClassVar[type[BaseModel] | None] = None
-    """A pydantic model of what stands beside `space.name`, which `options` then is one of; None takes all as it is."""
+    """Pydantic model for this space's extra settings, of which `options` is an instance; None accepts any."""
     smaller: str = "use space lora"
-    """What to do where what evolves does not fit the memory."""
+    """Advice printed when the evolved tensors do not fit in memory."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -98,57 +99,57 @@ class Space(ABC):
 
     @property
     def section(self) -> SpaceSection:
-        """The config's section of a space that has one, and what follows from it alone."""
+        """The config section of a shipped space; a default section for a user-defined one."""
         return SpaceSection()
 
     @property
     def has_pairs(self) -> bool:
-        """Whether members of opposite sign lie opposite each other, so that their difference has no curvature in it."""
+        """Whether members of opposite sign are mirrored around the mean, so that their difference has no curvature."""
         return self.section.has_pairs
 
     @property
     def rank(self) -> int:
-        """Rank of the adapters of members; of one's own space its setting `rank`, or 16."""
+        """Rank of members' adapters; for a user-defined space its setting `rank`, by default 16."""
         return int(self.config.space.options.get("rank", 16))
 
     @property
     def scaling(self) -> float:
-        """What an engine multiplies a member's term with: `scaling` of its `adapter`."""
+        """Factor of a member's term: the `scaling` of each `Adapter` of this space."""
         return 1.0
 
     @property
     def has_mean_adapter(self) -> bool:
-        """Whether the mean is served with an adapter, too."""
+        """Whether the mean itself is served with an adapter."""
         return self.carrier == "adapter"
 
     @property
     def summation(self) -> Summation:
-        """How the terms of an update are made and added: in a way of its own where any method of that is one's own."""
+        """How updates are summed: `ordered`, or `own` if the class overrides a method that takes part in an update."""
         methods = ("gradient", "noise", "accumulate", "mover", "_accumulate_fused")
         return "ordered" if all(getattr(type(self), m) is getattr(Space, m) for m in methods) else "own"
 
     @property
     def default_save_every(self) -> int:
-        """Generations between checkpoints where `checkpoint.every` is None.
+        """Generations between checkpoints if `checkpoint.every` is None.
 
-        0, none, where they are as large as the model, unless the journal may repeat the run on this machine only.
+        0 (no checkpoints) if they would be as large as the model and the journal can repeat the run on any machine.
         """
         return 0 if self.evolves_model and self.summation == "ordered" else 10
 
     def refusal(self, es: EsConfig) -> str | None:
-        """What of the section `es` this space cannot do, as a sentence for the user; None where that is nothing."""
+        """Return an error message if this space does not support the settings of `es`, else None."""
         return self.section.refusal(es)
 
     def width_factor(self, generation: int) -> float:
-        """How many times wider than the schedule says a generation's noise is, and how many times longer its step."""
+        """Return the factor on a generation's noise width and step length, on top of the schedule."""
         return 1.0
 
     def effective(self, layout: Layout) -> str:
-        """In words, how wide the noise of generation 0 is."""
+        """Describe the width of the noise of generation 0, for the run's output."""
         return f"effective sigma {self.widths(layout)} per weight"
 
     def widths(self, layout: Layout, factor: float = 1.0) -> str:
-        """The least and the greatest width of a tensor's noise at generation 0, times a factor, as people read them."""
+        """Format the smallest and largest width of a tensor's noise at generation 0, times a factor."""
         scales, width = [t.scale for t in layout.tensors], self.config.es.width
         low, high = width * min(scales), width * max(scales)
         if math.isclose(low, high):
@@ -156,18 +157,18 @@ class Space(ABC):
         return f"{low * factor:.4g} to {high * factor:.4g}"
 
     def left_out(self, specs: Sequence[TensorSpec], layout: Layout) -> str | None:
-        """In words, what of a model the user may expect to evolve and does not."""
+        """Describe tensors that do not evolve although the user may expect it, or return None."""
         return None
 
     def mean_bytes(self, layout: Layout, dtype: torch.dtype) -> int:
-        """Bytes of the float32 mean that an engine keeps beside what it serves; none where that is the mean itself."""
+        """Return the bytes of the float32 mean that an engine keeps besides what it serves; 0 if it serves the mean."""
         is_served = self.evolves_model and self.carrier == "adapter" and dtype == torch.float32
         return 0 if is_served else _float32_bytes(layout)
 
     def checkpoint_bytes(self, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, slots: int) -> int:
-        """Bytes of a saved mean with `slots` numbers of an optimizer for each that evolves.
+        """Return the bytes of a checkpoint with `slots` optimizer numbers per evolved weight.
 
-        An adapter is saved in float32; a model as it is served, and its mean beside it where that has rounded it.
+        An adapter is saved in float32, a model in its served dtype, with its float32 mean where serving rounds it.
         """
         state = slots * 4 * layout.parameters
         if not self.evolves_model:
@@ -177,10 +178,10 @@ class Space(ABC):
 
     @abstractmethod
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
-        """What evolves, for a model served in `dtype`. Raises ConfigError naming what the model has."""
+        """Return the tensors that evolve, for a model served in `dtype`. Raises ConfigError if no tensor matches."""
 
     def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:
-        """Starting value, float32, of a tensor that lies beside the model."""
+        """Return the starting value, float32, of a tensor that is not the model's own."""
         raise NotImplementedError(f"space {self.name} evolves the model's own tensors")
 
     def noise(
@@ -192,7 +193,7 @@ class Space(ABC):
         slices: Slices | None = None,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor | Factors:
-        """Standard normals of one tensor, unscaled and unsigned: float32 [M, *shape], or the two factors."""
+        """Return standard normals of one tensor, unscaled and unsigned: float32 [M, *shape], or the two factors."""
         return noise_source.normals(_key(layout, name), layout[name].shape, generation, members, slices, device)
 
     def adapter(
@@ -205,20 +206,21 @@ class Space(ABC):
         slices: Slices | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter | None:
-        """The members' adapters of one linear weight in the served dtype; None where they add nothing.
+        """Return the members' adapters of one linear weight in the served dtype, or None if they have none.
 
-        `slices` cuts rows and columns of the weight: those of B, and those of A. `out` takes the factors, whatever
-        its strides: a [M, R, in] and b [M, out, R], of those slices.
+        `slices` selects rows of the weight (rows of B) and columns (columns of A). If `out` is given, the factors are
+        written there, with any strides: a [M, R, in] and b [M, out, R], of those slices.
         """
         raise NotImplementedError(f"space {self.name} has no adapters")
 
     def writer(
         self, layout: Layout, master: Master, slots: Sequence[Slots]
     ) -> Callable[[Plan, Sequence[Member]], None]:
-        """A function that writes `adapter` of every member to slots 0, 1, ... of every weight, each generation anew.
+        """Return a function that writes every member's `adapter` to slots 0, 1, ... of every weight.
 
-        What it needs of the slots and the mean it may look up once: they have to stay where they are. Raises ModelError
-        where members that are not the mean have no adapter, ConfigError where one's scaling is not `scaling`.
+        Engines call it once per generation. It may keep addresses, so the slots and the mean must not move. It raises
+        ModelError if members other than the mean have no adapter, and ConfigError if an adapter's scaling is not
+        `scaling`.
         """
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
@@ -228,16 +230,16 @@ class Space(ABC):
                 adapter = self.adapter(layout, s.module, master, plan, members, s.slices, into)
                 found |= set() if adapter is None else {adapter.scaling}
             if found - {self.scaling}:
-                raise ConfigError(f"space {self.name}: an adapter's scaling is {found}, not {self.scaling}; fix it")
+                raise ConfigError(f"space {self.name}: adapters have scaling {found}, but `scaling` is {self.scaling}")
             if slots:
                 check_adapted(self, bool(found), members)
 
         return write
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
-        """A function that does `accumulate` of all these parts, without an optimizer; None where no such one is faster.
+        """Return a function that moves all these parts at once, without an optimizer, or None to use `accumulate`.
 
-        What it needs of the parts it may look up once: they have to stay where they are.
+        It gives the same bits as `accumulate`. It may keep addresses, so the parts must not move.
         """
         return None
 
@@ -251,10 +253,10 @@ class Space(ABC):
         slices: Slices | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A member's dense tensor, float32: master + fl32(s * noise), one multiply and one add, not rounded yet.
+        """Return a member's dense tensor in float32: master + fl32(s * noise), one multiply and one add.
 
-        `master` is the part of the mean that `slices` cuts, all of it without. `out`, of that shape and any dtype,
-        takes the numbers rounded once; on a GPU in one pass.
+        `master` is the part `slices` of the mean. If `out` is given, of that shape and any dtype, the numbers are
+        written there, rounded once.
         """
         if member.is_mean:
             return master if out is None else out.copy_(master)
@@ -263,16 +265,30 @@ class Space(ABC):
         return self._scaled(layout, name, plan.generation, [member.noise], [width], master, slices, out=into)[0]
 
     def _scaled(
-        self, layout: Layout, name: str, generation: int, streams: Sequence[int], widths: Sequence[float],
-        mean: torch.Tensor, slices: Slices | None = None, dtype: torch.dtype = torch.float32,
+        self,
+        layout: Layout,
+        name: str,
+        generation: int,
+        streams: Sequence[int],
+        widths: Sequence[float],
+        mean: torch.Tensor,
+        slices: Slices | None = None,
+        dtype: torch.dtype = torch.float32,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """`noise.scaled` of one tensor, and the same of the noise of a space that has its own."""
+    ) -> torch.Tensor:
+        """Return `noise.scaled` of one tensor, also for a subclass that overrides `noise`."""
         if type(self).noise is Space.noise:
             return noise_source.scaled(
-                _key(layout, name), layout[name].shape, generation, streams, widths,
-                mean=mean, dtype=dtype, slices=slices, out=out,
-            )  # fmt: skip
+                _key(layout, name),
+                layout[name].shape,
+                generation,
+                streams,
+                widths,
+                mean=mean,
+                dtype=dtype,
+                slices=slices,
+                out=out,
+            )
         eps = self.noise(layout, name, generation, streams, slices, mean.device)
         assert isinstance(eps, torch.Tensor)
         width = kernels.factors(tuple(widths), mean.device)
@@ -280,10 +296,10 @@ class Space(ABC):
         return moved.to(dtype) if out is None else out.copy_(moved)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
-        """(1/N) sum_i c_i sign_i eps_i of one part of one tensor, float32.
+        """Return (1/N) sum_i c_i sign_i eps_i of one part of one tensor, float32.
 
-        Members are added one by one, so the bits do not depend on device or vector width. An antithetic pair
-        costs one noise.
+        Members are added one by one, so the bits do not depend on the device or vector width. An antithetic pair is
+        drawn once.
         """
         weights = pair_weights(update)
         total = torch.zeros([s.stop - s.start for s in slices], dtype=torch.float32, device=device)
@@ -292,7 +308,7 @@ class Space(ABC):
             assert isinstance(eps, torch.Tensor)
             for member, part in zip(members, eps, strict=True):
                 total.add_(part.mul_(weights[member]))
-        return total.mul_(1 / len(update.members))  # CUDA divides by a scalar so; the CPU would not
+        return total.mul_(1 / len(update.members))  # as CUDA divides by a scalar; the CPU divides otherwise
 
     def accumulate(
         self,
@@ -307,9 +323,9 @@ class Space(ABC):
     ) -> None:
         """Move one part of the mean, in place. `master` and `start` are float32 views of that part.
 
-        All coefficients zero move nothing, whatever the optimizer. `start`, the anchor of the decay (arXiv
-        2605.30148, L2 form), is needed where `update.decay` is not 0. `served`, that part in the dtype it is served
-        in, gets the rounded mean, on a GPU in the same pass.
+        If all coefficients are zero nothing moves, whatever the optimizer. `start` is the anchor of the decay (arXiv
+        2605.30148, L2 form) and required if `update.decay` is not 0. `served` is the same part in its served dtype and
+        receives the rounded mean.
         """
         if not moves(update, start):
             return
@@ -325,15 +341,21 @@ class Space(ABC):
             served.copy_(master)
 
     def fused(self, device: torch.device | str) -> bool:
-        """Whether `accumulate` needs one pass and no temporary there, without an optimizer: parts can be large then."""
+        """Return whether `accumulate` without an optimizer is one pass without temporaries: parts may be large then."""
         own = type(self)
         has_kernel = kernels.available(device) or compiled.available(device)
         return has_kernel and own.noise is Space.noise and own.gradient is Space.gradient
 
     def _accumulate_fused(
-        self, layout: Layout, master: torch.Tensor, name: str, slices: Slices, update: Update,
-        start: torch.Tensor | None, served: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        layout: Layout,
+        master: torch.Tensor,
+        name: str,
+        slices: Slices,
+        update: Update,
+        start: torch.Tensor | None,
+        served: torch.Tensor | None,
+    ) -> None:
         if kernels.available(master.device):
             from evoalign.kernels.update import dense
         else:
@@ -341,20 +363,29 @@ class Space(ABC):
 
         tensor = layout[name]
         dense(
-            master, served, start, _key(layout, name), noise_source.table(master.device), tensor.shape,
-            noise_source.bounds_of(tensor.shape, slices), update.generation, pair_weights(update),
-            len(update.members), update.step * tensor.scale, update.decay,
-        )  # fmt: skip
+            master,
+            served,
+            start,
+            _key(layout, name),
+            noise_source.table(master.device),
+            tensor.shape,
+            noise_source.bounds_of(tensor.shape, slices),
+            update.generation,
+            pair_weights(update),
+            len(update.members),
+            update.step * tensor.scale,
+            update.decay,
+        )
 
 
 def check_adapted(space: Space, found: bool, members: Sequence[Member]) -> None:
-    """Raise ModelError where no adapter was found of members that are not the mean alone."""
+    """Raise ModelError if members other than the mean have no adapter (`found` is False)."""
     if not found and not all(m.is_mean for m in members):
-        raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
+        raise ModelError(f"space {space.name}: `adapter` returned None for members {[m.index for m in members]}")
 
 
 def _float32_bytes(layout: Layout) -> int:
-    """Of all that a run keeps of the mean, what is frozen among it."""
+    """Return the float32 bytes of all evolved and frozen tensors."""
     return 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen))
 
 
@@ -363,14 +394,16 @@ def _key(layout: Layout, name: str) -> tuple[int, int]:
 
 
 def moves(update: Update, start: torch.Tensor | None) -> bool:
-    """Whether an update moves anything. Raises ConfigError where it decays to a `start` that nobody kept."""
+    """Return whether an update moves anything. Raises ConfigError if it decays but no `start` was kept."""
     if any(update.coefficients) and update.decay and start is None:
-        raise ConfigError(f"an update decays by {update.decay:g}, and es.decay of its config is 0: altered by hand?")
+        raise ConfigError(
+            f"an update has decay {update.decay:g}, but es.decay is 0 in its config; was the journal edited?"
+        )
     return any(update.coefficients)
 
 
 def pair_weights(update: Update) -> dict[int, float]:
-    """Summed signed coefficient of each noise; zero sums are left out."""
+    """Return the summed signed coefficient of each noise, without zero sums."""
     weights: dict[int, float] = {}
     for member, coefficient in zip(update.members, update.coefficients, strict=True):
         weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * coefficient
@@ -378,18 +411,18 @@ def pair_weights(update: Update) -> dict[int, float]:
 
 
 def signed(widths: Sequence[float], members: Sequence[Member]) -> torch.Tensor:
-    """Each width with each member's sign: [K, M], float64, to be rounded once."""
+    """Return each width with each member's sign: float64 [K, M], for one rounding later."""
     signs = torch.tensor([m.sign for m in members], dtype=torch.float64)
     return torch.outer(torch.tensor(widths, dtype=torch.float64), signs)
 
 
 def batched(items: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Consecutive pieces of at most `size` items."""
+    """Yield consecutive pieces of at most `size` items."""
     for i in range(0, len(items), size):
         yield list(items[i : i + size])
 
 
 def factor_slices(slices: Slices | None) -> tuple[Slices, Slices]:
-    """The parts of A [R, in] and of B [out, R] that belong to some rows and columns of B A."""
+    """Return the parts of A [R, in] and B [out, R] for some rows and columns of B A."""
     rows, columns = (*(slices or ()), slice(None), slice(None))[:2]
     return (slice(None), columns), (rows, slice(None))

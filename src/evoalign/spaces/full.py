@@ -21,7 +21,7 @@ from evoalign.types import Layout, TensorSpec
 
 
 class Full(Space):
-    """One member at a time in place of the weights; the mean is the weights."""
+    """Dense members, one at a time in place of the weights; the mean is the weights."""
 
     name = "full"
     carrier = "dense"
@@ -32,7 +32,7 @@ class Full(Space):
         return self.config.full
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
-        """All tensors but the excluded ones. With `noise_multiplier`, one outside a layer takes its own mean |W|."""
+        """Include all tensors but excluded ones. With `noise_multiplier`, a tensor outside layers has its own scale."""
         kept = [s for s in specs if not self._excluded(s, dtype)]
         if not kept:
             raise ConfigError(f"full.exclude {self.section.exclude} leaves no tensor to evolve")

@@ -3,8 +3,8 @@
 
 `evolve: b` freezes A ~ N(0, 1) and evolves B from zero: the model starts unchanged, the search space is linear and
 the ES estimate is unbiased. `evolve: ab` is the published LoRA-population algorithm: A and B start at zero and both
-move. There, the expected gain at A = B = 0 is zero (a saddle), and averaging A and B apart is not averaging B A; it
-is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per element.
+move. There, the expected gain at A = B = 0 is zero (a saddle), and averaging A and B separately is not averaging B A.
+It is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per element.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Lora(Space):
         return self.section.alpha / self.section.rank
 
     def width_factor(self, generation: int) -> float:
-        """`evolve: ab` widens the noise of generation 0, as the published LoRA-population code does."""
+        """Widen the noise of generation 0 for `evolve: ab`, as the published LoRA-population code does."""
         return self.section.init_scale if self.section.evolve == "ab" and generation == 0 else 1.0
 
     def effective(self, layout: Layout) -> str:
-        """On W for `evolve: b`, where A ~ N(0, 1), so that rms(A) is 1 up to sampling error."""
+        """Describe the noise on W for `evolve: b`, where A ~ N(0, 1), so that rms(A) is 1 up to sampling error."""
         if self.section.evolve == "ab":
             width = self.widths(layout)
             return f"sigma {width} per factor element; A and B start at zero, so that of B A is its square"
@@ -57,7 +57,7 @@ class Lora(Space):
         return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
-        """Factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of each target."""
+        """Return factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of each target."""
         section = self.section
         matrices = targets([s for s in specs if s.peft], section.target_layers, section.target_modules, "lora")
         _check_pairs({module_of(s.name) for s in matrices if s.kind == "expert"})
@@ -81,7 +81,7 @@ class Lora(Space):
         )
 
     def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:
-        """N(0, 1) for a frozen A, zeros for what evolves."""
+        """Return N(0, 1) for a frozen A and zeros for an evolved factor."""
         tensor = layout[name]
         if tensor in layout.frozen:
             key = noise_source.key(layout.seed, "init", name)
@@ -98,7 +98,7 @@ class Lora(Space):
         slices: Slices | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter | None:
-        """Served factors: round(master + fl32(s * noise)). A frozen A is shared by all members."""
+        """Return the served factors: round(master + fl32(s * noise)). A frozen A is shared by all members."""
         of_a, of_b = factor_slices(slices)
         into_a, into_b = out or (None, None)
         a = self._factor(layout, factor_name(module, "A"), master, plan, members, of_a, into_a)
@@ -108,7 +108,7 @@ class Lora(Space):
     def writer(
         self, layout: Layout, master: Master, slots: Sequence[Slots]
     ) -> Callable[[Plan, Sequence[Member]], None]:
-        """On a GPU, all factors that evolve by a launch for each shape."""
+        """Return a function that writes the adapters; on a GPU with one launch per shape."""
         one_by_one = super().writer(layout, master, slots)
         own = type(self).adapter is not Lora.adapter or type(self).noise is not Space.noise
         if own or not slots or not kernels.available(slots[0].a.device):
@@ -122,11 +122,21 @@ class Lora(Space):
         ]
         frozen = [(master(t.name)[part], out) for t, part, out in factors if t in layout.frozen]
         moving = [(t, part, out) for t, part, out in factors if t not in layout.frozen]
-        table, jobs = noise_source.table(slots[0].a.device), Jobs([
-            Job(noise_source.key(layout.seed, "noise", t.name), t.shape, noise_source.bounds_of(t.shape, part), out,
-                master(t.name)[part])
-            for t, part, out in moving
-        ])  # fmt: skip
+        table, jobs = (
+            noise_source.table(slots[0].a.device),
+            Jobs(
+                [
+                    Job(
+                        noise_source.key(layout.seed, "noise", t.name),
+                        t.shape,
+                        noise_source.bounds_of(t.shape, part),
+                        out,
+                        master(t.name)[part],
+                    )
+                    for t, part, out in moving
+                ]
+            ),
+        )
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
             if all(m.is_mean for m in members):
@@ -159,17 +169,17 @@ class Lora(Space):
 
 
 def factor_name(module: str, factor: str) -> str:
-    """Name of a factor of a linear weight, as PEFT has it below its prefix."""
+    """Return PEFT's name, without its prefix, of a factor of a linear weight."""
     return f"{module.removesuffix('.weight')}.lora_{factor}.weight"
 
 
 def _check_pairs(modules: set[str]) -> None:
-    """Raise ConfigError where experts have one half of what is fused in the model: PEFT loads both or none."""
+    """Raise ConfigError if the modules contain one half of a fused pair of experts: PEFT loads both or none."""
     for pair in (("gate_proj", "up_proj"), ("w1", "w3")):
         chosen = [name for name in pair if name in modules]
         if len(chosen) == 1:
             other = next(name for name in pair if name not in modules)
             raise ConfigError(
-                f"lora.target_modules: experts have {chosen[0]} and {other} fused, and PEFT loads an adapter of both "
-                f"or none; add {other}, or use space lowrank"
+                f"lora.target_modules: experts have {chosen[0]} and {other} fused, and PEFT loads adapters of both or "
+                f"of none; add {other}, or use space lowrank"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank-r noise on the model's linear matrices, W + (s / sqrt(r)) B_i A_i (EGGROLL, arXiv 2511.16652, section 4).
 
-The update sums the very products that were served and goes to W itself: averaging A and B apart would add N^2 - N
-cross terms and is not the same direction. Deviations from the paper: the noise is regenerated from a counter, B is
+The update sums the served products and moves W itself: averaging A and B separately would add N^2 - N cross terms and
+has another direction. Deviations from the paper: the noise is regenerated from a counter, B is
 served with s / sqrt(r) and the sign folded in (so any LoRA engine can carry it), and the update regenerates the same
 rounded factors.
 """
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _Factor: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 _ROOM = 1 << 25
-"""Numbers of all members' factors that an update holds at a time: 128 MiB, or the factors of the largest matrix."""
+"""Maximum count of factor elements of all members in memory during an update (128 MiB), for more than one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Matrices of the mean whose factors are drawn together, and then multiplied together."""
+    """Matrices of the mean whose factors are drawn and multiplied together."""
 
     names: tuple[str, ...]
     device: torch.device
@@ -56,7 +56,7 @@ class _Batch:
 
 
 class LowRank(Space):
-    """Members are adapters beside shared weights; the mean is the weights."""
+    """Members are adapters on shared weights; the mean is the weights."""
 
     name = "lowrank"
     carrier = "adapter"
@@ -78,7 +78,6 @@ class LowRank(Space):
 
     @property
     def has_mean_adapter(self) -> bool:
-        """No: see `adapter`."""
         return False
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
@@ -102,7 +101,7 @@ class LowRank(Space):
         slices: Slices | None = None,
         device: torch.device | str = "cpu",
     ) -> Factors:
-        """The two factors; row slices cut B, column slices cut A."""
+        """Return the two factors. Row slices select rows of B, column slices columns of A."""
         a, b = self._factors(layout, name)
         of_a, of_b = factor_slices(slices)
         return Factors(
@@ -111,7 +110,7 @@ class LowRank(Space):
         )
 
     def _factors(self, layout: Layout, name: str) -> tuple[_Factor, _Factor]:
-        """Key and shape of each factor's noise."""
+        """Return the key and shape of the noise of A and of B."""
         out, in_ = layout[name].shape
         a, b = (noise_source.key(layout.seed, "noise", name, factor) for factor in "AB")
         return (a, (layout.rank, in_)), (b, (out, layout.rank))
@@ -126,14 +125,14 @@ class LowRank(Space):
         slices: Slices | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter | None:
-        """Served factors; the mean has none, and zeros in `out`."""
+        """Return the served factors. The mean has none: `out` is set to zero."""
         if all(m.is_mean for m in members):
             for factor in out or ():
                 factor.zero_()
             return None
         device = (master(module) if out is None else out[0]).device
         streams, signs = [m.noise for m in members], [m.sign for m in members]
-        return self._served(layout, module, plan.generation, plan.sigma, streams, signs, slices, device, out)
+        return self._served(layout, module, plan, streams, signs, slices, device, out)
 
     def perturbed(
         self,
@@ -145,11 +144,10 @@ class LowRank(Space):
         slices: Slices | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A member merged: master + B A of its served factors, added in order in float32. Engines serve it unmerged."""
+        """Return a merged member: master + B A of its served factors, in float32. Engines serve members unmerged."""
         total = master.clone()
         if not member.is_mean:
-            who, sign = [member.noise], [member.sign]
-            own = self._served(layout, name, plan.generation, plan.sigma, who, sign, slices, master.device)
+            own = self._served(layout, name, plan, [member.noise], [member.sign], slices, master.device)
             rows, columns = total.shape
             left, right = products.factors(layout.rank, rows, columns, total.device)
             left.copy_(own.b[0].to(torch.float32).mT)
@@ -158,24 +156,24 @@ class LowRank(Space):
         return total if out is None else out.copy_(total)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
-        """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width.
+        """Return (1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width.
 
         Rounding is symmetric, so the members of an antithetic pair share one product and cancel exactly.
         """
         total = torch.zeros([s.stop - s.start for s in slices], dtype=torch.float32, device=device)
         if update.summation == "library":
             return self._library_sum(layout, name, update, slices, total).mul_(1 / len(update.members))
-        self._add_products(layout, total, name, slices, update, None, None, step=1.0, decay=0.0)
+        self._add_products(layout, MeanPart(name, slices, total), update, 1.0, 0.0)
         return total
 
     def _library_sum(
         self, layout: Layout, name: str, update: Update, slices: Slices, total: torch.Tensor
     ) -> torch.Tensor:
-        """The sum as a library's matrix product adds it, whose bits depend on the machine: for journals made so."""
+        """Return the sum by torch's matrix product, for old journals. Its bits depend on the machine."""
         rows, columns = total.shape
         weights = self._weights(layout, name, update)
         for streams in batched(list(weights), 256):
-            factors = self._of_streams(layout, name, update, streams, slices, total.device)
+            factors = self._served(layout, name, update, streams, [1] * len(streams), slices, total.device)
             weight = kernels.factors(tuple(weights[s] for s in streams), factors.b.device)
             b = factors.b.to(torch.float32).mul_(weight[:, None, None])
             left = b.permute(1, 0, 2).reshape(rows, -1)
@@ -184,17 +182,12 @@ class LowRank(Space):
         return total
 
     def _weights(self, layout: Layout, name: str, update: Update) -> dict[int, float]:
-        """Of each stream's product of served factors, which carry the width; none where noise has no width."""
+        """Return each stream's weight on its product of served factors, which carry the width; none for width 0."""
         width = update.sigma * layout[name].scale
         return {stream: weight / width for stream, weight in pair_weights(update).items()} if width else {}
 
-    def _of_streams(
-        self, layout: Layout, name: str, update: Update, streams: Sequence[int], slices: Slices, device: torch.device
-    ) -> Adapter:
-        return self._served(layout, name, update.generation, update.sigma, streams, [1] * len(streams), slices, device)
-
     def fused(self, device: torch.device | str) -> bool:
-        """Everywhere: products of the factors are added in order, so a part gets the bits of the whole."""
+        """Return True on all devices: products are added in order, so a part gets the same bits as the whole."""
         return type(self).gradient is LowRank.gradient
 
     def _accumulate_fused(
@@ -207,45 +200,35 @@ class LowRank(Space):
         start: torch.Tensor | None,
         served: torch.Tensor | None,
     ) -> None:
-        step = update.step * layout[name].scale
-        self._add_products(layout, master, name, slices, update, start, served, step=step, decay=update.decay)
+        part = MeanPart(name, slices, master, start, served)
+        self._add_products(layout, part, update, update.step * layout[name].scale, update.decay)
 
-    def _add_products(
-        self,
-        layout: Layout,
-        master: torch.Tensor,
-        name: str,
-        slices: Slices,
-        update: Update,
-        start: torch.Tensor | None,
-        served: torch.Tensor | None,
-        *,
-        step: float,
-        decay: float,
-    ) -> None:
+    def _add_products(self, layout: Layout, part: MeanPart, update: Update, step: float, decay: float) -> None:
         """Move a part of a matrix by step / N times the ordered sum of weighted products of served factors.
 
-        A part whose factors, of all members at once, would take too much memory goes in halves, to the same bits.
+        If the factors of all members would take too much memory, the part is halved. The bits are the same.
         """
-        weights, device, (rows, columns) = self._weights(layout, name, update), master.device, master.shape
+        weights = self._weights(layout, part.name, update)
+        device, (rows, columns) = part.master.device, part.master.shape
         if len(weights) * layout.rank * (rows + columns) > _ROOM and max(rows, columns) > 1:
             dim = 0 if rows >= columns else 1
-            for here, whole in _halves(slices, dim):
-                parts = (None if t is None else t[here] for t in (start, served))
-                self._add_products(layout, master[here], name, whole, update, *parts, step=step, decay=decay)
+            for here, whole in _halves(part.slices, dim):
+                start, served = (None if t is None else t[here] for t in (part.start, part.served))
+                half = MeanPart(part.name, whole, part.master[here], start, served)
+                self._add_products(layout, half, update, step, decay)
             return
-        factors = self._of_streams(layout, name, update, list(weights), slices, device)
+        factors = self._served(layout, part.name, update, list(weights), [1] * len(weights), part.slices, device)
         weight = kernels.factors(tuple(weights.values()), device)[:, None, None]
         terms, count = len(weights) * layout.rank, len(update.members)
         left, right = products.factors(terms, rows, columns, device)
         torch.mul(factors.b.to(torch.float32).mT, weight, out=left.view(-1, layout.rank, rows))
         right.view_as(factors.a).copy_(factors.a)
-        products.move(master, served, start, left, right, count, step, decay)
+        products.move(part.master, part.served, part.start, left, right, count, step, decay)
 
     def writer(
         self, layout: Layout, master: Master, slots: Sequence[Slots]
     ) -> Callable[[Plan, Sequence[Member]], None]:
-        """On a GPU, all factors by a launch for each shape."""
+        """Return a function that writes the adapters; on a GPU with one launch per shape."""
         one_by_one = super().writer(layout, master, slots)
         if not (slots and kernels.available(slots[0].a.device) and self._has("adapter", "noise")):
             return one_by_one
@@ -263,7 +246,7 @@ class LowRank(Space):
         return write
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
-        """On a GPU, factors and products by a launch for each shape; the factors' memory is kept."""
+        """Return a function that moves all parts; on a GPU with one launch per shape. It keeps the factors' memory."""
         fused = all(kernels.available(p.master.device) and self.fused(p.master.device) for p in parts)
         if not (parts and fused and self._has("accumulate", "noise")):
             return None
@@ -281,7 +264,7 @@ class LowRank(Space):
         return move
 
     def _batches(self, layout: Layout, parts: Sequence[MeanPart], members: int) -> list[_Batch]:
-        """The parts, in order, so many at a time that their factors fit some memory, which they share."""
+        """Group the parts, in order, so that the factors of each group fit in one shared buffer."""
         from evoalign.kernels.noise import Jobs
         from evoalign.kernels.update import Matrix, Products, room, split
 
@@ -299,16 +282,22 @@ class LowRank(Space):
         for group, size in zip(groups, rooms, strict=True):
             factors = split(memory[:size], terms, shapes(group))
             jobs = [
-                job for p, (left, right) in zip(group, factors, strict=True)
-                for job in self._jobs(layout, p.name, p.slices, right.view(members, layout.rank, -1),
-                                      left.view(members, layout.rank, -1).mT)
-            ]  # fmt: skip
+                job
+                for p, (left, right) in zip(group, factors, strict=True)
+                for job in self._jobs(
+                    layout,
+                    p.name,
+                    p.slices,
+                    right.view(members, layout.rank, -1),
+                    left.view(members, layout.rank, -1).mT,
+                )
+            ]
             matrices = [Matrix(p.master, p.served, p.start, *places) for p, places in zip(group, factors, strict=True)]
             batches.append(_Batch(tuple(p.name for p in group), memory.device, Jobs(jobs), Products(matrices)))
         return batches
 
     def _move(self, layout: Layout, batch: _Batch, update: Update) -> None:
-        """As `_accumulate_fused` of each part: the served factors, those of B weighted, and their products in order."""
+        """Draw the served factors of a batch, with weights on those of B, and add their products in order."""
         pairs, scale = pair_weights(update), [layout[n].scale for n in batch.names]
         coefficient = torch.tensor([*pairs.values()], dtype=torch.float64)
         width = torch.tensor([update.sigma * s for s in scale], dtype=torch.float64)[:, None]
@@ -317,14 +306,14 @@ class LowRank(Space):
             update.generation,
             list(pairs),
             _after_ones((width / math.sqrt(layout.rank)).expand(-1, len(pairs))),
-            _after_ones(torch.where(width != 0, coefficient / width, 0.0)),  # no noise has no weight
+            _after_ones(torch.where(width != 0, coefficient / width, 0.0)),  # weight 0 where the width is 0
             layout.torch_dtype,
         )
         steps = [update.step * s for s in scale]
         batch.products.move(len(pairs) * layout.rank, len(update.members), steps, update.decay)
 
     def _jobs(self, layout: Layout, name: str, slices: Slices, a: torch.Tensor, b: torch.Tensor) -> list[Job]:
-        """What to draw of a matrix: the part of A to `a` [S, R, in], that of B to `b` [S, out, R]."""
+        """Return the jobs that draw a matrix's part of A to `a` [S, R, in] and of B to `b` [S, out, R]."""
         from evoalign.kernels.noise import Job
 
         factors, parts = self._factors(layout, name), factor_slices(slices)
@@ -334,44 +323,39 @@ class LowRank(Space):
         ]
 
     def _has(self, *methods: str) -> bool:
-        """Whether these are the methods of this class, not those of one derived from it."""
+        """Return whether a subclass overrides none of these methods."""
         return all(getattr(type(self), m) is getattr(LowRank, m) for m in methods)
 
     def _served(
         self,
         layout: Layout,
         name: str,
-        generation: int,
-        sigma: float,
+        source: Plan | Update,
         streams: Sequence[int],
         signs: Sequence[int],
         slices: Slices | None,
         device: torch.device,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter:
-        width, dtype = sigma * layout[name].scale / math.sqrt(layout.rank), layout.torch_dtype
-        widths = [sign * width for sign in signs]
-        if type(self).noise is not LowRank.noise:  # a space derived from this one, with noise of its own
-            own, into = self.noise(layout, name, generation, streams, slices, device), out or (None, None)
+        """Return the served factors of some streams, with the generation and sigma of a plan or an update."""
+        width = source.sigma * layout[name].scale / math.sqrt(layout.rank)
+        widths, dtype, into = [sign * width for sign in signs], layout.torch_dtype, out or (None, None)
+        if type(self).noise is not LowRank.noise:  # a subclass overrides `noise`
+            own = self.noise(layout, name, source.generation, streams, slices, device)
             factor = kernels.factors(tuple(widths), own.b.device)
             drawn = own.a.to(dtype), own.b.mul_(factor[:, None, None]).to(dtype)
             a, b = (d if o is None else o.copy_(d) for d, o in zip(drawn, into, strict=True))
             return Adapter(a, b, 1.0)
-        (a_key, a_shape), (b_key, b_shape) = self._factors(layout, name)
-        of_a, of_b = factor_slices(slices)
-        into_a, into_b = out or (None, None)
-        ones = [1.0] * len(streams)
-        a = noise_source.scaled(
-            a_key, a_shape, generation, streams, ones, dtype=dtype, slices=of_a, device=device, out=into_a
-        )
-        b = noise_source.scaled(
-            b_key, b_shape, generation, streams, widths, dtype=dtype, slices=of_b, device=device, out=into_b
+        factors, parts, scale = self._factors(layout, name), factor_slices(slices), ([1.0] * len(streams), widths)
+        a, b = (
+            noise_source.scaled(key, shape, source.generation, streams, w, dtype=dtype, slices=p, device=device, out=o)
+            for (key, shape), w, p, o in zip(factors, scale, parts, into, strict=True)
         )
         return Adapter(a, b, 1.0)
 
 
 def _halves(slices: Slices, dim: int) -> Iterator[tuple[Slices, Slices]]:
-    """Two halves of a part of a matrix along a dimension: where each lies in the part, and in the whole matrix."""
+    """Yield the slices of two halves of a part along a dimension: within the part, and within the whole matrix."""
     first, size = slices[dim].start, slices[dim].stop - slices[dim].start
     for a, b in ((0, size // 2), (size // 2, size)):
         here, whole = [slice(None)] * 2, list(slices)
@@ -380,5 +364,5 @@ def _halves(slices: Slices, dim: int) -> Iterator[tuple[Slices, Slices]]:
 
 
 def _after_ones(of_b: torch.Tensor) -> torch.Tensor:
-    """Ones for A and these for B of each matrix: [K, M] -> [2 K, M]."""
+    """Interleave ones for A with these values for B of each matrix: [K, M] -> [2 K, M]."""
     return torch.stack((torch.ones_like(of_b), of_b), dim=1).flatten(0, 1)

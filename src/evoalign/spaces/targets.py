@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a model a space evolves, and how wide their noise is."""
+"""Select the tensors of a model that a space evolves, and the scale of their noise."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LINEAR = ("linear", "expert")
 def targets(
     specs: Sequence[TensorSpec], layers: Sequence[int] | None, modules: Sequence[str] | None, section: str
 ) -> list[TensorSpec]:
-    """The linear weights of the layers that a config names, those of experts among them.
+    """Return the linear weights, including experts, of the configured layers and modules.
 
-    Raises ConfigError naming what the model has.
+    Raises ConfigError with the layers or modules of the model.
     """
     linear = [s for s in specs if s.kind in LINEAR and s.layer is not None]
     has_layers = sorted({s.layer for s in linear if s.layer is not None})
@@ -30,28 +30,24 @@ def targets(
         if module not in has_modules:
             raise ConfigError(f"{section}.target_modules: no module {module!r}; the model has {', '.join(has_modules)}")
     return [
-        s for s in linear
-        if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
-    ]  # fmt: skip
+        s for s in linear if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
+    ]
 
 
 def check_rank(rank: int, matrices: Sequence[TensorSpec], section: str) -> None:
-    """Raise ConfigError for factors larger than any of the matrices that they are for."""
+    """Raise ConfigError for a rank above the rank of every matrix."""
     most = max((min(s.shape) for s in matrices), default=rank)
     if rank > most:
         raise ConfigError(f"{section}.rank: {rank} exceeds the rank of every chosen matrix, {most} at most; lower it")
 
 
 def module_of(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj.weight` -> `q_proj`."""
+    """Return `q_proj` for `model.layers.0.self_attn.q_proj.weight`."""
     return name.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
 def scales(config: Config, matrices: Sequence[TensorSpec]) -> dict[int | None, float]:
-    """Scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|.
-
-    Without a section `es` nothing is perturbed, and no scale is of use: 1, too.
-    """
+    """Return the scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|."""
     layers = {s.layer for s in matrices}
     if not by_layer(config):
         return dict.fromkeys(layers, 1.0)
@@ -60,12 +56,12 @@ def scales(config: Config, matrices: Sequence[TensorSpec]) -> dict[int | None, f
 
 
 def by_layer(config: Config) -> bool:
-    """Whether noise is as wide as a layer's weights are large."""
+    """Return whether the noise is scaled by the size of each layer's weights (`es.noise_multiplier`)."""
     return config.es_ is not None and config.es.noise_multiplier is not None
 
 
 def evolved(spec: TensorSpec, scale: float) -> EvolvedTensor:
-    """A tensor of the model's own that evolves."""
+    """Return the evolved form of one of the model's own tensors."""
     return EvolvedTensor(name=spec.name, shape=spec.shape, module=spec.name, scale=scale)
 
 

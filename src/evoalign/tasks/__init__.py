@@ -52,7 +52,7 @@ def isolate(task: Task, grader: GraderConfig) -> Task:
 
     Take it before `load_data`, and load the data before the engine: that starts the worker. `close` it at the end.
     """
-    harmless = type(task) in PLAIN.values() and not task.isolated and task.fitness is None
+    harmless = type(task) in PLAIN.values() and not task.isolated and task.set_objective is None
     if not isinstance(task, isolation.Isolated):
         task.per_call = type(task).per_call or (None if task.asks_scorer else grader.batch)
     # Models that score are loaded once, in this process, whoever's class asks them.

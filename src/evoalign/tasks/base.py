@@ -18,10 +18,9 @@ from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
-from evoalign.rewards.fitness import FitnessFunction, SetFitness
 from evoalign.rewards.functions import failure, finite, fresh, shown
 from evoalign.rewards.gold import says
-from evoalign.rewards.objective import Columns, Objective, WeightedSum
+from evoalign.rewards.objective import Columns, Objective, SetObjective, WeightedSum
 from evoalign.types import Example, Messages, Prompt
 
 SHOWN = 3
@@ -132,8 +131,8 @@ class Task(ABC):
     run ends, where the files that they name in it are there."""
     notes: Sequence[str] = ()
     """What there is to say of the rows that were loaded, a sentence each: told as a run begins."""
-    fitness: FitnessFunction | None = None
-    """The function of `task.fitness`."""
+    set_objective: SetObjective | None = None
+    """The objective that `task.fitness` names, if set."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -142,7 +141,7 @@ class Task(ABC):
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
-        self.fitness = None if config.fitness is None else FitnessFunction(config.fitness)
+        self.set_objective = None if config.fitness is None else SetObjective(config.fitness, self.clean)
         if config.grading not in self.gradings:
             raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
         if config.gold is not None and not self.reads_gold:
@@ -238,26 +237,10 @@ class Task(ABC):
 
         Raises ConfigError.
         """
-        if self.fitness is not None:
-            return SetFitness(self.fitness.name)
+        if self.set_objective is not None:
+            return self.set_objective
         chosen = self.config.objective
         return self.weighted if chosen is None else objective.create(chosen)
-
-    @property
-    def aim(self) -> str:
-        """The measure of an evaluation that training is after."""
-        return "reward" if self.fitness is None else self.fitness.measure
-
-    def fitness_of(
-        self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]
-    ) -> list[float]:
-        """What `task.fitness` gives for sets of completions, which are places among those that are handed over.
-
-        Raises RewardError.
-        """
-        assert self.fitness is not None
-        said = [self.clean(text) for text in texts]
-        return [self.fitness.value([said[i] for i in one], [examples[i] for i in one]) for one in sets]
 
     def checked(self, rewards: Any, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """The rewards as floats. Raises RewardError unless there is one finite number for each text."""

@@ -24,7 +24,7 @@ from evoalign.report.progress import Display
 from evoalign.report.rows import Row
 from evoalign.report.tables import shorten, visible
 from evoalign.report.terminal import print_line
-from evoalign.rewards.fitness import aim, aim_of
+from evoalign.rewards.objective import aim, aim_of
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.tasks import Split

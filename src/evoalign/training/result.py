@@ -22,7 +22,7 @@ from evoalign.evaluation import Evaluation, Scored
 from evoalign.placebos.estimates import Placebos
 from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import Interval, Sample, alarm, before_after, headline, is_share, weighed
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text

@@ -36,8 +36,8 @@ from evoalign.evaluation import Evaluation, with_resampled
 from evoalign.placebos.estimates import Placebos
 from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
-from evoalign.rewards.fitness import aim
-from evoalign.rundir import sealing
+from evoalign.rewards.objective import aim
+from evoalign.rundir import checksums
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
 from evoalign.rundir.journal import Ending
 from evoalign.rundir.manifest import command_line, make_manifest
@@ -241,7 +241,7 @@ class Session:
         self.algorithm.check_resume(self)
         self.recorder.evaluations = budget.read_evaluation(self.run.budget)
         before = self._read_before()
-        self._unseal()
+        self._forget_checksums()
         self.run.sweep()
         missed = self.algorithm.resume(self)
         if self.done < self.total:
@@ -254,13 +254,13 @@ class Session:
     def _manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         return make_manifest(self.config, facts, command_line(), self.labels.method)
 
-    def _unseal(self) -> None:
-        """The results change as the run goes on; it says so where they had been changed by others."""
+    def _forget_checksums(self) -> None:
+        """Warn of results that were altered since the run wrote them, and drop their checksums."""
         try:
-            sealing.is_sealed(self.run.path)
+            checksums.verify(self.run.path)
         except DataError as error:
             self.tell(f"warning: {error}")
-        sealing.unseal(self.run.path)
+        checksums.forget(self.run.path)
 
     def _read_before(self) -> Evaluation:
         """The evaluation of the start, where the mean is now: as it was written, or else made again."""
@@ -299,15 +299,14 @@ class Session:
         before, after = (with_resampled(task, self.algorithm.data.test, e) for e in (before, after))
         mean["alarms"] = judge(before.completions, after.completions).as_dict()
         # Before what may be stopped, or not fit; where the process dies in it, a sweep makes up for it.
-        write_results(self.run, self.config.evaluation, {**mean, MEASURING: True}, before, after)
-        ending.write_points(self.run, task, self.algorithm.data.test, points=after, points_before=before)
-        sealing.seal(self.run.path)
+        with checksums.recorded(self.run.path):
+            write_results(self.run, self.config.evaluation, {**mean, MEASURING: True}, before, after)
+            ending.write_points(self.run, task, self.algorithm.data.test, points=after, points_before=before)
         verdict = judge(before.completions, after.completions, self._fluency(before, after))
         mean["alarms"] = verdict.as_dict()
         placebos = self._beside("placebos", lambda: self.algorithm.placebos(self, before, after))
-        sealing.unseal(self.run.path)
-        conclude(self.run, self.config.evaluation, mean, before, after, verdict, self.recorder, placebos)
-        sealing.seal(self.run.path)
+        with checksums.recorded(self.run.path):
+            conclude(self.run, self.config.evaluation, mean, before, after, verdict, self.recorder, placebos)
         for line in self.algorithm.summary(verdict.word):
             self.tell(line)
         self.recorder.measured("test", before, after)

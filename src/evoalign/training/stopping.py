@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from evoalign.config import Config
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.rundir.journal import Ending, Journal, Log
 
 

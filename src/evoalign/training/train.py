@@ -22,7 +22,6 @@ from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
-from evoalign.engines.base import metrics_of, parts_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
@@ -151,7 +150,7 @@ class _EvolutionStrategies:
             "es",
             self.config.es.num_generations,
             f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
-            words=dataclasses.replace(figures.ES_WORDS, aim=parts.task.aim),
+            words=dataclasses.replace(figures.ES_WORDS, aim=parts.objective.measure),
             devices=self._meter.devices,
             note=self._meter.note,
         )
@@ -316,11 +315,8 @@ class _EvolutionStrategies:
         return self.log
 
     def _generations(self, session: Session) -> Iterator[Generation]:
-        parts = self.parts
-        return evolve.evolve(
-            self.config, parts.task, parts.data.train, parts.engine, parts.tokens, self.journal,
-            lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus, parts.graders,
-        )  # fmt: skip
+        run = self.parts.run(self.journal, lambda: session.evaluate().measures, self._course.plateaus)
+        return evolve.evolve(run, session.done)
 
     def _end_if_due(self, session: Session) -> None:
         """Before the last generation, where the settings say so."""
@@ -335,7 +331,7 @@ class _EvolutionStrategies:
         row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
         row["budget"] = self._meter.generation(generation).as_dict()
         row["divergence"] = session.divergence_if_due()
-        busy = metrics_of(self.parts.engine)
+        busy = self.parts.engine.metrics()
         row |= {"engine": dict(busy)} if busy else {}
         row |= session.validation() if generation.evaluation is not None else {}
         self._course.note(self.journal, generation.index, row)
@@ -382,7 +378,7 @@ class _EvolutionStrategies:
         """Raise CanaryError where members do not answer with their own weights."""
         parts, prompt = self.parts, self.parts.tokens.encode(self.task.prompt(self.data.train[0]))
         width, exact = self._width(min(generation, self.config.es.num_generations - 1)), parts.facts.deterministic
-        for engine in parts_of(parts.engine):
+        for engine in parts.engine.parts():
             canary.check(engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
 
     def _width(self, generation: int) -> float:

@@ -18,7 +18,7 @@ from evoalign.analysis.judge.answers import Answers, asked, read
 from evoalign.errors import ConfigError, DataError
 from evoalign.models import tiny
 from evoalign.rundir import parquet
-from evoalign.rundir.sealing import seal
+from evoalign.rundir.checksums import recorded
 
 ROWS = [{"prompt": "P1", "response": "R1", "reward": 2.0}, {"prompt": "P2", "response": ""}]
 SAID = {"P1": "R1", "P2": ""}
@@ -52,7 +52,8 @@ def test_a_run_has_its_completions_and_scorers(tmp_path: Path) -> None:
 
 def test_a_run_that_was_altered_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    seal(run)
+    with recorded(run):
+        pass
     assert read(str(run)).by_prompt == SAID
     parquet.write(run / "results/completions/after.parquet", [{**TABLE[0], "text": "better"}])
     with pytest.raises(DataError, match=r"after\.parquet"):

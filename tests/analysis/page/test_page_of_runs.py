@@ -82,7 +82,7 @@ def quick(folder: Path, **more: Any) -> dict[str, Any]:
 
 def test_report_false_writes_none_and_is_the_same_run(tmp_path: Path) -> None:
     evoalign.train(quick(tmp_path / "run", report=False), console=Console(file=io.StringIO()))
-    assert (tmp_path / "run/results/sealed.json").is_file() and not (tmp_path / "run/report.html").exists()
+    assert (tmp_path / "run/SHA256SUMS").is_file() and not (tmp_path / "run/report.html").exists()
     config = load(tmp_path / "run/config.yaml")
     assert not config.report
     assert config_hash(config) == config_hash(config.model_copy(update={"report": True}))
@@ -96,7 +96,7 @@ def test_a_report_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(page, "render", fail)
     told = io.StringIO()
     result = evoalign.train(quick(tmp_path / "run"), console=Console(file=told, width=200))
-    assert result.saved.is_dir() and (tmp_path / "run/results/sealed.json").is_file()
+    assert result.saved.is_dir() and (tmp_path / "run/SHA256SUMS").is_file()
     assert not list((tmp_path / "run").glob("*report*"))
     assert "warning: report.html was not written" in told.getvalue() and "evoalign report" in told.getvalue()
 
@@ -152,10 +152,10 @@ def test_the_intervals_are_those_of_the_statistics(done: Path) -> None:
     assert view.ends["test"].before == mean(rewards)
 
 
-def test_an_unsealed_result_is_a_warning_and_an_altered_one_an_alarm(run: Path) -> None:
-    (run / "results/sealed.json").unlink()
+def test_results_without_checksums_are_a_warning(run: Path) -> None:
+    (run / "SHA256SUMS").unlink()
     (view,) = views_of([run])
-    assert any("not sealed" in line for line in view.warnings) and not view.alarms
+    assert any("not verified" in line for line in view.warnings) and not view.alarms
 
 
 def test_an_altered_result_is_an_alarm(run: Path) -> None:
@@ -216,7 +216,7 @@ def test_without_placebos_it_is_said_that_drift_is_not_known(run: Path) -> None:
 
 
 def test_a_run_that_is_being_trained_is_shown_as_far_as_it_is(run: Path) -> None:
-    for name in ("results/evaluation.json", "results/sealed.json", "results/completions/after.parquet"):
+    for name in ("results/evaluation.json", "SHA256SUMS", "results/completions/after.parquet"):
         (run / name).unlink()
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])  # in mid-write
@@ -369,7 +369,7 @@ def test_the_stamp_is_another_where_anything_changed(run: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     ["config.yaml", "manifest.json", "metrics.jsonl", "results/evaluation.json", "results/budget.json",
-     "results/completions/before.parquet", "results/completions/after.parquet", "results/sealed.json"],
+     "results/completions/before.parquet", "results/completions/after.parquet", "SHA256SUMS"],
 )  # fmt: skip
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[]", b"\xff\xfe\x00", b'{"generation": 1e999}', b"null\n", b"[" * 5000]

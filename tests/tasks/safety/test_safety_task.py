@@ -27,7 +27,7 @@ from evoalign.errors import ConfigError, DataError, ModelError, RewardError, Sto
 from evoalign.evaluation import evaluate
 from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
-from evoalign.rundir import sealing
+from evoalign.rundir import checksums
 from evoalign.tasks import create, isolate, with_sources
 from evoalign.tasks.safety.objective import Lagrangian
 from evoalign.tasks.safety.task import COLUMNS, LABELS, Safety
@@ -229,7 +229,7 @@ def test_a_run_trains_evaluates_and_resumes(files: dict[str, Any], tmp_path: Pat
     assert [point["prompt"] for point in points] == [row["prompt"] for row in ROWS[4:] for _ in range(2)]
     assert [[point[name] for name in COLUMNS] for point in points] == list(map(list, zip(rewards, costs, strict=True)))
     assert len(rows_of(tmp_path / "run/results/points_before.jsonl")) == 4
-    assert sealing.is_sealed(tmp_path / "run", "results/points.jsonl")
+    assert checksums.verify(tmp_path / "run", "results/points.jsonl")
     measures = result.after.measures
     assert measures["reward"] == pytest.approx((rewards - costs).mean())
     assert measures["reward/reward"] == pytest.approx(rewards.mean())

@@ -23,7 +23,7 @@ from evoalign.analysis.compare.statistics import Pair, adjust
 from evoalign.analysis.compare.statistics import compare as compare_groups
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, EvoalignError
-from evoalign.rewards.fitness import shared_aim
+from evoalign.rewards.objective import shared_aim
 from evoalign.statistics import LEVEL, Estimate, interquartile_mean, mean
 
 Matching = Literal["wall", "completions", "tokens", "flops"]

@@ -14,7 +14,7 @@ from evoalign.analysis.compare.runs import Run
 from evoalign.config import Config
 from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError
-from evoalign.rewards.fitness import PREFIX, measure_of
+from evoalign.rewards.objective import PREFIX, measure_of
 from evoalign.rundir.identity import identity
 from evoalign.rundir.method import Method
 

@@ -27,8 +27,8 @@ from evoalign.placebos import estimates
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos.estimates import PlaceboResults
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import verify
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
-from evoalign.rundir.sealing import is_sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Run:
     """Name of the task, and what it was given as, where that was a Python object."""
     alarm: str | None
     """What the run says of its completions, such as `likely hacked`; None where nothing alarmed, or nobody saw."""
-    sealed: bool
-    """Whether its results have a seal, which fits them."""
+    verified: bool
+    """Whether its results match the checksums of its end."""
     placebo: PlaceboResults | None
     """Of a run of ES that measured them."""
     questions: str | None
@@ -127,7 +127,7 @@ def _is_readable(path: Path) -> bool:
 
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
-    sealed = is_sealed(path)
+    verified = verify(path)
     manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
@@ -155,7 +155,7 @@ def read(path: Path) -> Run:
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result and result.alarms else None,
-        sealed=sealed,
+        verified=verified,
         placebo=_gain(path, config, result),
         questions=_questions(before or after),
         items=_items(after or ()),

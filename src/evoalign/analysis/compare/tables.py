@@ -113,8 +113,8 @@ def end_grid(comparison: Comparison) -> Grid:
     """One column a group: measures, text, divergence and costs of its finished runs, as means over them."""
     ends = {group.label: [run for run in group.runs if run.finished] for group in comparison.groups}
     rows = [("seeds", *(str(len(runs)) for runs in ends.values()))]
-    loose = [sum(not run.sealed for run in runs) for runs in ends.values()]
-    rows += [("not sealed", *map(str, loose))] if any(loose) else []
+    loose = [sum(not run.verified for run in runs) for runs in ends.values()]
+    rows += [("not verified", *map(str, loose))] if any(loose) else []
     alarms = [sum(run.alarm is not None for run in runs) for runs in ends.values()]
     rows += [("runs whose completions alarm", *map(str, alarms))] if any(alarms) else []
     rows += [(f"{name} [95 %]", *(_at_end(name, runs) for runs in ends.values())) for name in comparison.measures]

@@ -28,7 +28,7 @@ from evoalign.analysis.efficiency.measures import (
     variances_ratio,
 )
 from evoalign.errors import ConfigError, EvoalignError
-from evoalign.rewards.fitness import shared_aim
+from evoalign.rewards.objective import shared_aim
 
 if TYPE_CHECKING:
     from evoalign.analysis.efficiency.command import Settings

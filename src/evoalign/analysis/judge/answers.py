@@ -134,15 +134,15 @@ def _of_eval(path: Path) -> Iterable[tuple[str, str]]:
 
 
 def _of_run(name: str, path: Path) -> Iterable[tuple[str, str]]:
+    from evoalign.rundir.checksums import verify
     from evoalign.rundir.directory import RunDir  # these two bring torch, which files of answers do without
-    from evoalign.rundir.sealing import is_sealed
 
     found = RunDir(path).completions(AFTER)
     if not found.is_file():
         raise ConfigError(
             f"{path} has no {found.relative_to(found.parents[2])}; let it end, or {_answered_by(name, path, ())}"
         )
-    is_sealed(path, found.relative_to(found.parents[2]).as_posix())
+    verify(path, found.relative_to(found.parents[2]).as_posix())
     return _of_parquet(found)
 
 

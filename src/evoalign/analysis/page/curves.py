@@ -13,7 +13,7 @@ from evoalign.analysis.page.charts import Chart, Point, Series, drawn, drawn_of,
 from evoalign.analysis.page.view import Row, View
 from evoalign.errors import cut
 from evoalign.report.figures import Ends
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 
 MOST_ROWS = 400
 """Most rows of the table below a chart; of a longer run every second, third, ... is in it."""

@@ -30,17 +30,17 @@ from evoalign.placebos import file as placebo_file
 from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.report.tables import shorten
-from evoalign.rundir import parquet, sealing
-from evoalign.rundir.directory import REPORT, RunDir
+from evoalign.rundir import checksums, parquet
+from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.links import ANALYSES, refuse_links
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 
 READ = (
-    "config.yaml", "manifest.json", *sealing.SEALED, sealing.SEAL, placebo_file.PLACEBO,
+    "config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO,
 )  # fmt: skip
 """Files that the page reads, without those of analyses."""
-NOT_SEALED = "the results are not sealed (results/sealed.json): nothing shows whether they were changed"
+NOT_VERIFIED = f"the results are not verified: {CHECKSUMS} has no checksums of them, so edits would go unnoticed"
 _T = TypeVar("_T")
 
 
@@ -105,7 +105,7 @@ class _Reader:
         before, after = self._completions("before"), self._completions("after") if result else []
         steps, state = len(rows), self._state(result, len(rows))
         known = self._known(config, result)
-        self._check_seal(state)
+        self._check_results(state)
         words = GRPO_WORDS if self.method == "grpo" else dataclasses.replace(ES_WORDS, aim=views.aim(result))
         alarm = self._verdict(result)
         diagnosis = self._diagnosis(config, rows, manifest, alarm, known)
@@ -172,10 +172,10 @@ class _Reader:
             return "unfinished"
         return "measuring" if result.measuring else "done"
 
-    def _check_seal(self, state: State) -> None:
-        sealed = self._tried(lambda: sealing.is_sealed(self.path))
-        if sealed is False and state == "done":
-            self.warnings.append(NOT_SEALED)
+    def _check_results(self, state: State) -> None:
+        verified = self._tried(lambda: checksums.verify(self.path))
+        if verified is False and state == "done":
+            self.warnings.append(NOT_VERIFIED)
 
     def _known(self, config: Config | None, result: Result | None) -> PlaceboResults | None:
         """Return the placebos of the end of training, or of `evoalign placebo` if those are more."""
@@ -186,7 +186,7 @@ class _Reader:
         return estimates.largest(own, kept)
 
     def _own_placebos(self) -> PlaceboResults:
-        file = self.path / sealing.EVALUATION
+        file = self.path / checksums.EVALUATION
         return estimates.parse(parse(read_bytes(file), str(file))["placebo"], str(file))
 
     def _verdict(self, result: Result | None) -> str | None:

@@ -17,7 +17,7 @@ from evoalign.placebos import estimates
 from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.tables import Interval, headline, shorten
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 from evoalign.rundir.method import Method
 from evoalign.statistics import Estimate, mean
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from evoalign.analysis.sweeping.children import Child, Children, Ended, last_rows
 from evoalign.report.tables import visible
 from evoalign.report.terminal import print_line
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 
 SHOWN_ENDED = 6
 """Runs that have ended and are still in the live table."""

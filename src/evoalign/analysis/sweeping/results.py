@@ -20,11 +20,11 @@ from evoalign.evaluation import Scored
 from evoalign.placebos import estimates
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos.estimates import drift_together
-from evoalign.rewards.fitness import PREFIX
+from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
-from evoalign.rundir.sealing import EVALUATION
 
 FORMAT_VERSION = 1
 ENDS = ("before", "after")

@@ -46,7 +46,7 @@ from evoalign.analysis.sweeping.sweep import (
 )
 from evoalign.config import Config, to_yaml
 from evoalign.errors import ConfigError
-from evoalign.rewards.fitness import shared_aim
+from evoalign.rewards.objective import shared_aim
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike

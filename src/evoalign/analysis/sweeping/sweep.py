@@ -23,7 +23,7 @@ from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.evaluation import RIGHT
 from evoalign.report.terminal import print_line
-from evoalign.rewards.fitness import aim, shared_aim
+from evoalign.rewards.objective import aim, shared_aim
 from evoalign.rundir.manifest import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
@@ -153,7 +153,7 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
             task, data = task_and_data(config, None, None)
             with closing(task):
                 right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
-                whole = [] if task.fitness is None else [task.fitness.measure]
+                whole = [] if task.set_objective is None else [task.set_objective.measure]
                 known = [*SHARED_MEASURES, *whole, *right, *more, *task.measures("", data.test[0])]
             if measure not in known:
                 raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import check_members, pairs_of
+from evoalign.engines.base import EngineDefaults, check_members, pairs_of
 from evoalign.engines.ray import wire
 from evoalign.engines.ray.calls import FaultError
 from evoalign.engines.ray.graders import Pool
@@ -32,7 +32,7 @@ from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, Plan, Request, Rollout, TensorSpec, Update
 
 
-class RayEngine:
+class RayEngine(EngineDefaults):
     """See `evoalign.engines.base.Engine` for what each method promises."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from evoalign import engines, optimizer, spaces, tokens
 from evoalign.config import Config
-from evoalign.engines.base import metrics_of
 from evoalign.engines.ray import wire
 from evoalign.engines.ray.copying import Backend, Giver, taken
 from evoalign.types import Facts, Layout, TensorSpec
@@ -115,7 +114,7 @@ class Replica:
 
     def metrics(self) -> Mapping[str, float]:
         """What the engine says of how busy it is."""
-        return metrics_of(self._engine)
+        return self._engine.metrics()
 
     def close(self) -> None:
         """End the engine in order: one over a server has processes and files of its own."""

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members' terms folded into the kernels that a decoder runs anyway: no extra launch, no extra pass.
+"""Attaches the population path to a model, and computes the members' terms inside a decoder's kernels if it can.
 
-A layer of the Qwen2, Qwen3 and Llama families becomes four matrix products, attention, and
-  norm    residual sum with the term of the layer before's down_proj, RMSNorm, dots with A of q, k, v
+In the deep form the terms need no extra launch and no extra pass. A layer of the Qwen2, Qwen3 and Llama families is four
+matrix products, attention, and
+  norm    residual sum with the term of the preceding layer's down_proj, RMSNorm, dots with A of q, k, v
   rotate  terms of q, k, v, the norms of q and k (Qwen3), rotary embedding
   norm    residual sum with the term of o_proj, RMSNorm, dots with A of gate, up
   gate    SwiGLU with the terms of gate and up, partial dots with A of down_proj
 Under tensor parallelism the terms of o_proj and down_proj belong to partial sums, so they are added before the
-all-reduce. Prefill takes the same kernels. Whether a model is of this shape is read off its modules, not its name.
+all-reduce. Prefill uses the same kernels. Whether a model has this shape is decided by its modules, not its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.lora.layers import (
     MergedQKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -36,7 +38,8 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import llama, qwen2, qwen3
 
 from evoalign.engines.vllm.insides import replace
-from evoalign.engines.vllm.rows import Rows
+from evoalign.engines.vllm.population import Form, Rows, Settings, Terms, replace_step
+from evoalign.errors import ModelError
 from evoalign.kernels import population
 
 _DECODERS = (qwen2.Qwen2Model.forward, llama.LlamaModel.forward)
@@ -51,23 +54,59 @@ _PROJECTIONS = {
 }
 
 
+def attach(model: torch.nn.Module, runner: Any, settings: Settings) -> tuple[Form, str]:
+    """Give a loaded model the requested form, before graphs are captured, and compile its kernels.
+
+    Returns the form, and why it is not the requested one (empty where it is). Raises ModelError where vLLM put LoRA on
+    layers that no member has, such as the embedding.
+    """
+    if settings.form == "stock":
+        return "stock", ""
+    adapters = runner.lora_manager._adapter_manager
+    wrappers = list(adapters.punica_wrapper_mapping.values())
+    if len(wrappers) != 1 or not isinstance(wrappers[0], Terms):
+        names = ", ".join(type(w).__name__ for w in wrappers)
+        raise ModelError(f"the population path needs one set of rows, and vLLM made {names}; use population: stock")
+    layers: dict[str, Any] = adapters.modules
+    for name, layer in layers.items():
+        if not isinstance(layer, BaseLinearLayerWithLoRA):
+            raise ModelError(f"vLLM put LoRA on {name}, which no member changes; name the linear layers only")
+    rows = wrappers[0].rows
+    replace_step(runner, rows)
+    reason = obstacle(model) if settings.form == "deep" else ""
+    if settings.form == "deep" and not reason:
+        decoder = decoder_of(model)
+        assert decoder is not None
+        # An attribute of the instance wins over its class where vLLM's __call__ looks `forward` up.
+        replace(decoder, "forward", Deep(decoder, rows, settings))
+        decoder.forward.warm_up()
+        return "deep", ""
+    _warm_up(layers.values(), settings)
+    return "generic", reason
+
+
+def _warm_up(layers: Iterable[Any], settings: Settings) -> None:
+    """Compile the generic kernel for every shape of layer, for few rows and for many, so that no rollout waits."""
+    seen: set[tuple[int, ...]] = set()
+    for layer in layers:
+        a, b = layer.lora_a_stacked, layer.lora_b_stacked
+        shape = (a[0].shape[3], *(one.shape[2] for one in b))
+        if shape not in seen:
+            seen.add(shape)
+            for count in population.row_sizes(a[0].device):
+                members = a[0].new_full((count,), -1, dtype=torch.int32)
+                y, x = a[0].new_zeros(count, sum(shape[1:])), a[0].new_zeros(count, shape[0])
+                population.add(y, x, a, b, members, rank=settings.rank, fixed=settings.fixed)
+
+
 def decoder_of(model: torch.nn.Module) -> Any | None:
-    """The one decoder of a known family inside a model, or None."""
+    """Return the one decoder of a known family inside a model, or None."""
     found = [m for m in model.modules() if type(m).forward in _DECODERS]
     return found[0] if len(found) == 1 else None
 
 
-def put(model: torch.nn.Module, rows: Rows, rank: int, scaling: float, fixed: bool) -> None:
-    """Give a model without an `obstacle` this form, with its kernels compiled."""
-    decoder = decoder_of(model)
-    assert decoder is not None
-    # An entry of the instance wins over its class where vLLM's __call__ looks `forward` up.
-    replace(decoder, "forward", Deep(decoder, rows, rank, scaling, fixed))
-    decoder.forward.warm_up()
-
-
 def obstacle(model: torch.nn.Module) -> str:
-    """Why a model cannot take this form, in words; empty where it can."""
+    """Return why a model cannot take the deep form; empty where it can."""
     decoder = decoder_of(model)
     if decoder is None:
         return f"{type(model).__name__} is not of the Qwen2, Qwen3 or Llama family"
@@ -83,11 +122,11 @@ def obstacle(model: torch.nn.Module) -> str:
 
 
 def _differences(layer: Any) -> Iterator[str]:
-    """How a layer differs from the block that the kernels compute."""
+    """Yield how a layer differs from the block that the kernels compute."""
     for part, known in (("", _LAYERS), ("self_attn", _ATTENTIONS), ("mlp", _MLPS)):
         module: Any = layer.get_submodule(part)
         if type(module).forward not in known:
-            yield f"{type(module).__name__} has a forward of its own"
+            yield f"{type(module).__name__} has a custom forward"
             return
     attention, rotary = layer.self_attn, layer.self_attn.rotary_emb
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
@@ -104,7 +143,7 @@ def _differences(layer: Any) -> Iterator[str]:
 
 
 def _strange(name: str, linear: Any, wrapper: type, base: type) -> Iterator[str]:
-    """What stands between a projection and a plain product with LoRA slots."""
+    """Yield why a projection is more than a plain product with LoRA slots."""
     if type(linear) is base:
         yield f"{name} has no members: the target modules leave it out"
         return
@@ -125,7 +164,7 @@ def _is_plain_norm(norm: Any) -> bool:
 
 
 def _is_plain_rotary(rotary: Any) -> bool:
-    """Scaled ones differ from the plain one in their table alone."""
+    """Return whether a rotary embedding differs from the plain one at most in its table, as scaled ones do."""
     kept = ("forward_native", "forward_cuda")
     if not isinstance(rotary, RotaryEmbedding) or not rotary.is_neox_style or rotary.use_flashinfer:
         return False
@@ -133,7 +172,7 @@ def _is_plain_rotary(rotary: Any) -> bool:
 
 
 def _head_norms(attention: Any) -> list[Any]:
-    """The norms of q and k: two, or none."""
+    """Return the norms of q and k: two, or none."""
     return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
 
 
@@ -146,18 +185,18 @@ class _Linear:
     b: tuple[torch.Tensor, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The base model's product, bias included."""
+        """Return the base model's product, bias included."""
         return self.layer.quant_method.apply(self.layer, x, self.layer.bias)
 
 
 class Deep:
-    """A decoder's forward with the members' terms inside."""
+    """A decoder's forward that includes the members' terms."""
 
-    def __init__(self, decoder: Any, rows: Rows, rank: int, scaling: float, fixed: bool) -> None:
+    def __init__(self, decoder: Any, rows: Rows, settings: Settings) -> None:
         self._decoder, self._rows = decoder, rows
         self._plain = decoder.forward
-        self._terms: Any = {"rank": rank, "scaling": scaling}
-        self._tiles: Any = {"fixed": fixed}
+        self._terms: Any = {"rank": settings.rank, "scaling": settings.scaling}
+        self._tiles: Any = {"fixed": settings.fixed}
         self._blocks = [_Block(layer) for layer in decoder.layers]
 
     def warm_up(self) -> None:
@@ -165,11 +204,20 @@ class Deep:
         block = self._blocks[0]
         a, attention = block.qkv.a[0], block.attention
         population.warm_up(
-            a.device, a.dtype, hidden=a.shape[3], intermediate=block.down.a[0].shape[3],
-            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim,
-            rank=self._terms["rank"], padded_rank=a.shape[2], rotary_dim=block.cos_sin.shape[1],
-            cos_sin_dtype=block.cos_sin.dtype, qk_norm=bool(_head_norms(attention)), **self._tiles,
-        )  # fmt: skip
+            a.device,
+            a.dtype,
+            hidden=a.shape[3],
+            intermediate=block.down.a[0].shape[3],
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            rank=self._terms["rank"],
+            padded_rank=a.shape[2],
+            rotary_dim=block.cos_sin.shape[1],
+            cos_sin_dtype=block.cos_sin.dtype,
+            qk_norm=bool(_head_norms(attention)),
+            **self._tiles,
+        )
 
     def __call__(
         self,
@@ -178,11 +226,11 @@ class Deep:
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> Any:
-        """Hidden states [T, H]. A batch without members is the base model's own."""
+        """Return hidden states [T, H]. A batch without members runs the base model's forward."""
         if not self._rows.any:
             return self._plain(input_ids, positions, intermediate_tensors, inputs_embeds)
         hidden = self._decoder.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        members = self._rows.of(len(hidden))
+        members = self._rows.view(len(hidden))
         residual = source = None
         for block in self._blocks:
             hidden, residual, source = self._layer(block, positions, members, hidden, residual, source)
@@ -197,9 +245,9 @@ class Deep:
         residual: torch.Tensor | None,
         source: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """One layer: what is to be added to the residual, the residual, and what the former still lacks.
+        """Return one layer's output, the residual it is added to, and the source of the term that the output lacks.
 
-        A function of its own, so that a layer's activations are gone before those of the next are made.
+        A separate function, so that a layer's activations are freed before those of the next are allocated.
         """
         normed, dots = self._norm(block.before, hidden, residual, members, block.qkv.a, source)
         residual = hidden if residual is None else residual
@@ -222,24 +270,39 @@ class Deep:
         source: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return population.norm(
-            hidden, residual, norm.weight, norm.variance_epsilon, members,
-            into_a=into, source=source, **self._terms, **self._tiles,
-        )  # fmt: skip
+            hidden,
+            residual,
+            norm.weight,
+            norm.variance_epsilon,
+            members,
+            into_a=into,
+            source=source,
+            **self._terms,
+            **self._tiles,
+        )
 
     def _attend(
         self, block: _Block, qkv: torch.Tensor, positions: torch.Tensor, dots: torch.Tensor, members: torch.Tensor
     ) -> torch.Tensor:
         attention = block.attention
         population.rotate(
-            qkv, positions, block.cos_sin, dots, block.qkv.b, members,
-            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim,
-            **block.head_norms(), **self._terms,
-        )  # fmt: skip
+            qkv,
+            positions,
+            block.cos_sin,
+            dots,
+            block.qkv.b,
+            members,
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            **block.head_norms(),
+            **self._terms,
+        )
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         return attention.attn(query, key, value)
 
     def _sum(self, linear: _Linear, x: torch.Tensor, members: torch.Tensor, source: Any) -> tuple[torch.Tensor, Any]:
-        """A row-parallel product, and where its members' term still has to come from."""
+        """Return a row-parallel product, and the source of the members' term that it lacks."""
         product = linear(x)
         if linear.layer.tp_size == 1:
             return product, source
@@ -248,24 +311,22 @@ class Deep:
 
 
 class _Block:
-    """The parts of one layer. Modules are kept, not their weights, which vLLM may exchange."""
+    """The parts of one layer. Keeps modules, not their weights, which vLLM may replace."""
 
     def __init__(self, layer: Any) -> None:
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
         self.attention = layer.self_attn
-        self.qkv, self.o, self.gate_up, self.down = (_linear(layer.get_submodule(name)) for name in _PROJECTIONS)
-        self.down_a = self.down.a[0] if self.down.layer.tp_size == 1 else None  # else `_sum` takes the dots
+        projections = [layer.get_submodule(name) for name in _PROJECTIONS]
+        linears = [_Linear(p.base_layer, p.lora_a_stacked, p.lora_b_stacked) for p in projections]
+        self.qkv, self.o, self.gate_up, self.down = linears
+        self.down_a = self.down.a[0] if self.down.layer.tp_size == 1 else None  # else `_sum` computes the dots
         weight = self.before.weight
-        # As vLLM does before it rotates: the table in the dtype of the queries.
+        # The table in the dtype of the queries, as vLLM converts it before it rotates.
         self.cos_sin = self.attention.rotary_emb._match_cos_sin_cache_dtype(weight)
 
     def head_norms(self) -> dict[str, Any]:
-        """What `rotate` has to know of the norms of q and k."""
+        """Return the arguments of `rotate` for the norms of q and k."""
         norms = _head_norms(self.attention)
         if not norms:
             return {}
         return {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": norms[0].variance_epsilon}
-
-
-def _linear(layer: Any) -> _Linear:
-    return _Linear(layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked)

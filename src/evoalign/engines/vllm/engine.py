@@ -1,48 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as an engine: plans and token ids go to the workers, completions come back.
+"""vLLM as an engine: plans and token ids are sent to the workers, completions come back.
 
-Adapter members (`lora`, `lowrank`) have a slot each in the model's LoRA layers and answer together in one batch; dense
-ones (`full`) are written over the served weights one after the other. Workers keep the mean and regenerate all noise.
+Adapter members (`lora`, `lowrank`) have a slot each in the model's LoRA layers and generate together in one batch.
+Dense ones (`full`) are written over the served weights one after the other. Workers keep the mean and regenerate all noise.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import check_members, pairs_of
+from evoalign.engines.base import EngineDefaults, check_members, pairs_of
 from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import insides
 from evoalign.engines.vllm import start as starting
-from evoalign.engines.vllm.adapters import KERNEL_RANK, rank, room, settings, slots
-from evoalign.engines.vllm.asking import Asking, Said
-from evoalign.engines.vllm.insides import check_version
+from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.models.files import why_not
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, before_stop
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
+from evoalign.tokens import Tokens, before_stop, stopped
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec, Update
+
+FILE = "in-memory"
+"""The adapter path that vLLM requires. No file exists there: all adapters are resident, so vLLM never reads it."""
+AHEAD = 2
+"""Prompt tokens are queued for this many further steps, so that every step is as full as if all had been queued."""
+LOOK = 8
+"""Tokens between two searches for a stop text: vLLM has no tokenizer here."""
 
 
-class VllmEngine:
-    """See `evoalign.engines.base.Engine` for what each method promises."""
+class VllmEngine(EngineDefaults):
+    """Implements `evoalign.engines.base.Engine`."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
         self._config, self._tokens = config, tokens
         self.on_cpu = starting.on_cpu()
         self.deterministic = self.on_cpu if config.deterministic is None else config.deterministic
         self.llm: Any = starting.start(config, self.on_cpu, self.deterministic)
-        self._asking = Asking(self.llm, tokens.stop_ids, tokens.decode)
+        self._generator = Generation(self.llm, tokens.stop_ids, tokens.decode)
         self._space: Space | None = None
         self._serial = itertools.count()
         self.facts: dict[str, Any] = {}
@@ -60,143 +66,56 @@ class VllmEngine:
         return list(self._specs)
 
     def _measured(self, specs: list[TensorSpec]) -> list[TensorSpec]:
-        """The specs with their mean |W|. Raises ModelError where vLLM's model lacks a part of a tensor."""
-        parts = [part for held in self.rpc("es_means") for part in held]
-        wanted = {s.name: s.shape for s in specs}
-        held: dict[str, list[tuple[int, float]]] = {name: [] for name in wanted}
-        for name, shape, numbers, mean in parts:
-            if wanted.get(name) == tuple(shape):
-                held[name].append((numbers, mean))
-        whole: dict[str, float] = {}
-        for name, shape in wanted.items():
-            count = math.prod(shape)
-            if sum(numbers for numbers, _ in held[name]) != count:
+        """Add the mean |W| to the specs. Raises ModelError where vLLM's model lacks a part of a tensor."""
+        parts: dict[tuple[str, tuple[int, ...]], list[tuple[int, float]]] = {}
+        for name, shape, count, mean in [part for worker in self.rpc("es_means") for part in worker]:
+            parts.setdefault((name, tuple(shape)), []).append((count, mean))
+        measured: list[TensorSpec] = []
+        for spec in specs:
+            found, count = parts.get((spec.name, spec.shape), []), math.prod(spec.shape)
+            if sum(size for size, _ in found) != count:
                 raise ModelError(
-                    f"engine vllm keeps {name} of model {self._config.model.name} in a form that ES cannot move "
+                    f"engine vllm keeps {spec.name} of model {self._config.model.name} in a form that ES cannot move "
                     "(quantised, or fused in a way that is not known); use engine transformers"
                 )
-            single = len(held[name]) == 1
-            whole[name] = held[name][0][1] if single else sum(n * mean for n, mean in held[name]) / count
-        return [replace(s, mean_abs=whole[s.name]) for s in specs]
+            mean = found[0][1] if len(found) == 1 else sum(n * mean for n, mean in found) / count
+            measured.append(replace(spec, mean_abs=mean))
+        return measured
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
-        """Make the master and, for adapters, a slot for each member."""
-        count = room(self._config) if space.carrier == "adapter" else 0
-        host = settings(self._config).master == "host"
-        said = self.rpc("es_start", space, layout, optimizer, keep_start, host, count)
-        missing = sorted({name for worker in said for name in worker["missing"]})
+        """Create the master and, for adapters, a slot for each member."""
+        settings, is_adapter = settings_of(self._config), space.carrier == "adapter"
+        count = settings.allocated_slots(self._config) if is_adapter else 0
+        workers = self.rpc("es_start", space, layout, optimizer, keep_start, settings.master == "host", count)
+        missing = sorted({name for worker in workers for name in worker["missing"]})
         if missing:
             raise ModelError(f"vLLM has no adapter slot for {missing[0]}; choose other target modules")
-        if count:
-            self._check_form(said[0])
-        self._space, self._layout, self.facts = space, layout, said[0]
+        facts = workers[0]
+        if is_adapter and settings.population not in ("auto", facts["form"]):
+            raise ModelError(f"engine.population {settings.population} does not fit: {facts['why']}; use auto")
+        self._space, self._layout, self.facts = space, layout, facts
+        note = "members are written over the weights one after the other"
+        if is_adapter:
+            where = ", in plain torch on the CPU" if self.on_cpu and facts["form"] != "stock" else ""
+            high = f"rank {space.rank} is above {KERNEL_RANK}" if space.rank > KERNEL_RANK else ""
+            why = facts["why"] or high
+            note = f"members answer in the {facts['form']} form{where}" + (f" ({why})" if why else "")
+        version = insides.check_version()
         return Facts(
             engine="vllm",
-            device=said[0]["device"],
+            device=facts["device"],
             dtype=layout.dtype,
             deterministic=self.deterministic,
-            model_hash=hash_of(worker["sums"] for worker in said),
-            library=f"vllm {check_version()}",
-            master_bytes=sum(worker["bytes"] for worker in said),
-            note=f"vLLM {check_version()}; {self._note(said[0], adapters=count > 0)}",
+            model_hash=hash_of(worker["sums"] for worker in workers),
+            library=f"vllm {version}",
+            master_bytes=sum(worker["bytes"] for worker in workers),
+            note=f"vLLM {version}; {note}",
         )
 
-    def _check_form(self, said: Mapping[str, str]) -> None:
-        """Raise ModelError where a form was asked for by name and another serves."""
-        asked = settings(self._config).population
-        if asked not in ("auto", said["form"]):
-            raise ModelError(f"engine.population {asked} does not fit: {said['why']}; use auto")
-
-    def _note(self, said: Mapping[str, str], adapters: bool) -> str:
-        """How members answer, and why not in a faster way."""
-        if not adapters:
-            return "members are written over the weights one after the other"
-        high = rank(self._config) > KERNEL_RANK and f"rank {rank(self._config)} is above {KERNEL_RANK}"
-        why = said["why"] or high or ""
-        where = ", in plain torch on the CPU" if self.on_cpu and said["form"] != "stock" else ""
-        return f"members answer in the {said['form']} form{where}" + (f" ({why})" if why else "")
+    # --- rollouts ----------------------------------------------------------------------------------------------------
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member, or the one it names; before `start`, of the mean alone."""
-        self._check_length(requests)
-        check_members(plan, requests)
-        with self._memory():
-            yield from self._members(plan, requests)
-
-    def _members(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        if self._space is None:
-            if plan.members != (MEAN,):
-                raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
-            yield from self._ask([(MEAN, None)], requests)
-        elif self._space.carrier == "dense":
-            yield from self._dense(plan, requests)
-        else:
-            yield from self._adapters(plan, requests)
-
-    def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One member after the other, each straight from the mean; the mean is put back once."""
-        if plan.members == (MEAN,):
-            yield from self._ask([(MEAN, None)], requests)
-            return
-        try:
-            for member in dict.fromkeys(m for m, _ in pairs_of(plan.members, requests)):
-                self.rpc("es_write", plan, member)
-                yield from self._ask([(member, None)], requests)
-        finally:  # also where the rollout fails or is left half-way
-            self.rpc("es_write", plan, None)
-
-    def _adapters(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """As many members as there are slots at once, all their requests in flight."""
-        assert self._space is not None
-        bare = self._space.evolves_model
-        present = dict.fromkeys(m for m, _ in pairs_of(plan.members, requests))
-        base = [m for m in present if m.is_mean and bare]
-        adapted = [m for m in present if not (m.is_mean and bare)]
-        most = slots(self._config)
-        pieces = [adapted[i : i + most] for i in range(0, len(adapted), most)] or [[]]
-        for number, members in enumerate(pieces):
-            if members:
-                self.rpc("es_put", plan, members)
-            named = [(m, slot) for slot, m in enumerate(members)]
-            alone = [(m, None) for m in base] if number == 0 else []
-            yield from self._ask([*named, *alone], requests)
-
-    def _ask(self, members: Sequence[tuple[Member, int | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
-        """Completions of all members, in one call a batch; a member without a slot is the served weights."""
-        salt, slots = self._salt(), dict(members)
-        for asked in self._batches(pairs_of([m for m, _ in members], requests)):
-            for ended in self._asking.answers(asked, [slots[m] for m, _ in asked], salt):
-                yield from self._rollouts([(*asked[place], said) for place, said in ended])
-
-    def _batches(self, asked: list[tuple[Member, Request]]) -> list[list[tuple[Member, Request]]]:
-        """What may be in flight together: on a CPU vLLM 0.26 draws without seeds where a row of the batch is greedy."""
-        drawn = [pair for pair in asked if pair[1].sampling.temperature > 0]
-        greedy = [pair for pair in asked if pair[1].sampling.temperature <= 0]
-        return [pairs for pairs in ((greedy, drawn) if self.on_cpu else (asked,)) if pairs]
-
-    def _salt(self) -> str:
-        """What vLLM has computed of a prompt is found again under the same salt only: never with other weights."""
-        return str(next(self._serial))
-
-    def _rollouts(self, ended: Sequence[tuple[Member, Request, Said]]) -> Iterator[Rollout]:
-        """What has ended in a step, each of its texts made once."""
-        ids = list(dict.fromkeys(said.token_ids for _, _, said in ended))
-        texts = dict(zip(ids, self._tokens.decode_all(ids), strict=True))
-        for member, request, said in ended:
-            if said.reason not in ("stop", "length"):
-                raise EvoalignError(
-                    f"vLLM gave up on a completion of member {member.index}: {said.reason}; it is not scored"
-                )
-            yield Rollout(
-                member=member,
-                request=request.index,
-                token_ids=said.token_ids,
-                text=before_stop(texts[said.token_ids], request.sampling.stop, request.sampling.keep_stop),
-                finish_reason=said.reason,
-                logprobs=said.logprobs,
-            )
-
-    def _check_length(self, requests: Sequence[Request]) -> None:
+        """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
         limit: int = self.llm.llm_engine.model_config.max_model_len
         for request in requests:
             length, room = len(request.prompt_ids), request.sampling.max_tokens
@@ -205,6 +124,74 @@ class VllmEngine:
                     f"a prompt of {length} tokens and a completion of {room} exceed the {limit} positions of "
                     "engine.max_model_len; shorten the prompt, lower max_tokens (sampling, evaluation), or raise it"
                 )
+        check_members(plan, requests)
+        if self._space is None and plan.members != (MEAN,):
+            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+        with self._memory():
+            if self._space is None or (self._space.carrier == "dense" and plan.members == (MEAN,)):
+                yield from self._generate([(MEAN, None)], requests)
+            elif self._space.carrier == "dense":
+                yield from self._dense(plan, requests)
+            else:
+                yield from self._adapters(self._space, plan, requests)
+
+    def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Generate one member after the other, each written straight from the mean; restore the mean once."""
+        try:
+            for member in dict.fromkeys(m for m, _ in pairs_of(plan.members, requests)):
+                self.rpc("es_write", plan, member)
+                yield from self._generate([(member, None)], requests)
+        finally:  # also where the rollout fails or is left half-way
+            self.rpc("es_write", plan, None)
+
+    def _adapters(self, space: Space, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Generate as many members at once as there are slots, all their requests in flight."""
+        present = dict.fromkeys(m for m, _ in pairs_of(plan.members, requests))
+        served = [m for m in present if m.is_mean and space.evolves_model]
+        adapted = [m for m in present if m not in served]
+        most = settings_of(self._config).slots(self._config)
+        pieces = [adapted[i : i + most] for i in range(0, len(adapted), most)] or [[]]
+        for number, members in enumerate(pieces):
+            if members:
+                self.rpc("es_put", plan, members)
+            without_slot = [(m, None) for m in served] if number == 0 else []
+            yield from self._generate([*((m, slot) for slot, m in enumerate(members)), *without_slot], requests)
+
+    def _generate(self, members: Sequence[tuple[Member, int | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Yield completions of all members, in one call per batch; a member without a slot is the served weights."""
+        salt, slots = self._salt(), dict(members)
+        pairs = pairs_of([m for m, _ in members], requests)
+        # On a CPU vLLM 0.26 samples without seeds where a row of the batch is greedy.
+        drawn = [pair for pair in pairs if pair[1].sampling.temperature > 0]
+        greedy = [pair for pair in pairs if pair[1].sampling.temperature <= 0]
+        for batch in (greedy, drawn) if self.on_cpu else (pairs,):
+            if batch:
+                for ended in self._generator.run(batch, [slots[m] for m, _ in batch], salt):
+                    yield from self._rollouts([(*batch[place], completion) for place, completion in ended])
+
+    def _salt(self) -> str:
+        """Return a new salt: vLLM's prefix cache is shared under the same salt only, never with other weights."""
+        return str(next(self._serial))
+
+    def _rollouts(self, ended: Sequence[tuple[Member, Request, Completion]]) -> Iterator[Rollout]:
+        """Decode the completions of one step, each distinct text once."""
+        ids = list(dict.fromkeys(completion.token_ids for _, _, completion in ended))
+        texts = dict(zip(ids, self._tokens.decode_all(ids), strict=True))
+        for member, request, completion in ended:
+            if completion.reason not in ("stop", "length"):
+                raise EvoalignError(
+                    f"vLLM ended a completion of member {member.index} early ({completion.reason}); it is not scored"
+                )
+            yield Rollout(
+                member=member,
+                request=request.index,
+                token_ids=completion.token_ids,
+                text=before_stop(texts[completion.token_ids], request.sampling.stop, request.sampling.keep_stop),
+                finish_reason=completion.reason,
+                logprobs=completion.logprobs,
+            )
+
+    # --- the mean ----------------------------------------------------------------------------------------------------
 
     def apply(self, update: Update) -> None:
         """Move the mean and serve it: served weights equal round(master)."""
@@ -212,29 +199,30 @@ class VllmEngine:
         self.rpc("es_apply", update)
 
     def fingerprint(self) -> str:
-        """`weights_hash` of the master, summed where the weights are."""
+        """Return the `weights_hash` of the master, summed on the workers."""
         self._started()
         return hash_of(self.rpc("es_sums"))
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The master, on the CPU."""
+        """Yield the master, on the CPU."""
         layout = self._started()
         for tensor in (*layout.tensors, *layout.frozen):
             yield tensor.name, joined(tensor.shape, self.rpc("es_state", tensor.name))
 
     def probe_weights(self, count: int) -> torch.Tensor:
-        """The master at fixed places, gathered where it lies."""
+        """Return the master at fixed places."""
         return gathered(self._started(), count, self.rpc("es_probe", count))
 
     sample = probe_weights
+    """The former name of `probe_weights`."""
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Momentum's or Adam's slots, on the CPU."""
+        """Yield the state of momentum or Adam, on the CPU."""
         self._started()
-        yield from self.rpc("es_optimizer_state")[0]  # kept alike by all workers
+        yield from self.rpc("es_optimizer_state")[0]  # the same on all workers
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Put a master back. Raises ModelError where names or shapes differ, and then changes nothing."""
+        """Load a master. Raises ModelError where names or shapes differ, and then changes nothing."""
         check_state(self._started(), state)
         for name, tensor in state.items():
             self.rpc("es_load", name, tensor)
@@ -253,22 +241,22 @@ class VllmEngine:
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
-        finally:  # the memory of CUDA graphs went with them; a next engine in this process would begin its own in it
+        finally:  # the pool's memory was freed with the CUDA graphs; a later engine of this process must not reuse it
             insides.replace(type(current_platform), "_global_graph_pool", None)
 
     def rpc(self, method: str, *arguments: object) -> list[Any]:
-        """What each worker returns. Raises EvoalignError where one fails."""
+        """Call a method of every worker and return the results. Raises EvoalignError where one fails."""
         with self._memory():
             try:
                 return self.llm.collective_rpc(method, args=arguments)
             except (EvoalignError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # vLLM passes on whatever a worker raised, or that it died
+            except Exception as error:  # vLLM passes on any exception of a worker, and reports its death
                 raise EvoalignError(f"vLLM failed in {method}: {why_not(error)}") from error
 
     @contextmanager
     def _memory(self) -> Generator[None]:
-        """Raises EvoalignError, in one line that says what to change, where a GPU has not enough memory."""
+        """Raise EvoalignError, in one line that names settings, where a GPU runs out of memory."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -278,3 +266,146 @@ class VllmEngine:
         if self._space is None:
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
         return self._layout
+
+
+class Completion(NamedTuple):
+    """A completion; `reason` is vLLM's finish reason."""
+
+    token_ids: tuple[int, ...]
+    reason: str
+    logprobs: tuple[float, ...] | None
+
+
+class _Row:
+    """A request in flight."""
+
+    __slots__ = ("ids", "logprobs", "place", "request", "searched")
+
+    def __init__(self, place: int, request: Request) -> None:
+        self.place, self.request, self.searched = place, request, 0
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+
+class Generation:
+    """Generates on a `vllm.LLM` of this process as its `generate` does, with less work on the host.
+
+    vLLM's own looks at each request, copies its settings, keeps a state for each, and returns completions when the last
+    is done. Here vLLM's input processor sees one request of each kind and the others are copies that share settings and
+    prompts; a completion is yielded at the step it ends in. Requests are made while the device computes earlier ones.
+    `decode` returns the text of tokens.
+    """
+
+    def __init__(self, llm: Any, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
+        self._engine, self._stop_ids, self._decode = llm.llm_engine, stop_ids, decode
+        self._step: int = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
+        self._adapters: dict[int, Any] = {}
+        self._flying: dict[str, _Row] = {}
+        self._names = itertools.count()
+
+    def run(
+        self, pairs: Sequence[tuple[Member, Request]], slots: Sequence[int | None], salt: str
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Yield the completions that end in a step, with their places in `pairs`. Closing it aborts the others.
+
+        `slots` holds each one's adapter slot, or None. Cached prefixes are shared within the same `salt` only.
+        """
+        self._abort(self._flying)  # of an earlier call that was neither finished nor closed
+        core, flying = self._engine.engine_core, dict[str, _Row]()
+        self._flying = flying
+        waiting = self._requests(pairs, slots, salt)
+        added, steps, more = 0, 0, True
+        try:
+            while more or flying:
+                steps += 1
+                while more and added <= (steps + AHEAD) * self._step:
+                    made = next(waiting, None)
+                    if made is None:
+                        more = False
+                        break
+                    row, request = made
+                    flying[request.request_id] = row
+                    core.add_request(request)
+                    added += len(row.request.prompt_ids)
+                ended = [self._take(output, flying) for output in core.get_output().outputs]
+                if done := [one for one in ended if one is not None]:
+                    yield done
+                    if self._flying is not flying:
+                        raise EvoalignError("engine vllm runs one rollout at a time: finish one before the next begins")
+        finally:  # a later call would receive what is left
+            self._abort(flying)
+
+    def _abort(self, flying: dict[str, _Row]) -> None:
+        if flying:
+            self._engine.engine_core.abort_requests(list(flying))
+        flying.clear()
+
+    def _requests(
+        self, pairs: Sequence[tuple[Member, Request]], slots: Sequence[int | None], salt: str
+    ) -> Iterator[tuple[_Row, Any]]:
+        """Yield vLLM's form of each request: copies of one that vLLM processed, which share settings and prompts."""
+        processed: dict[tuple[Sampling, bool, int], Any] = {}
+        prompts: dict[tuple[int, ...], list[int]] = {}
+        for place, ((_, request), slot) in enumerate(zip(pairs, slots, strict=True)):
+            ids, sampling = request.prompt_ids, request.sampling
+            key = (sampling, request.logprobs, request.seed if sampling.temperature > 0 else 0)
+            made = copy.copy(processed.get(key) or processed.setdefault(key, self._process(request, salt)))
+            made.prompt_token_ids = prompts.get(ids) or prompts.setdefault(ids, list(ids))
+            made.request_id = made.external_req_id = f"{salt}-{next(self._names)}"
+            made.lora_request = None if slot is None else self._adapter(slot)
+            yield _Row(place, request), made
+
+    def _process(self, request: Request, salt: str) -> Any:
+        """Return vLLM's form of a request. The seed belongs to the prompt and sample, so that members draw alike.
+
+        Raises ValueError where vLLM rejects it.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        parameters = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=request.seed if sampling.temperature > 0 else None,
+            stop_token_ids=list(self._stop_ids),
+            ignore_eos=True,  # the task defines the stop tokens, whatever the model
+            logprobs=0 if request.logprobs else None,
+            detokenize=False,  # done here, by the task's tokenizer
+            skip_clone=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
+        return self._engine.input_processor.process_inputs(
+            "", prompt, parameters, supported_tasks=self._engine.get_supported_tasks()
+        )
+
+    def _adapter(self, slot: int) -> Any:
+        if slot not in self._adapters:
+            from vllm.lora.request import LoRARequest
+
+            self._adapters[slot] = LoRARequest(lora_name=f"member-{slot}", lora_int_id=slot + 1, lora_path=FILE)
+        return self._adapters[slot]
+
+    def _take(self, output: Any, flying: dict[str, _Row]) -> tuple[int, Completion] | None:
+        """Add one step's tokens to a row; return its completion where that ends it."""
+        row = flying.get(output.request_id)
+        if row is None:  # it was aborted
+            return None
+        row.ids += output.new_token_ids
+        if row.request.logprobs and output.new_logprobs is not None:
+            row.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        count, stop, searched = len(row.ids), row.request.sampling.stop, row.searched
+        if stop and (reason is not None or count - searched >= LOOK):
+            row.searched = count
+            if found := stopped(self._decode, row.ids, searched, stop):
+                if reason is None:
+                    self._engine.engine_core.abort_requests([output.request_id])
+                count, reason = found, "stop"
+        if reason is None:
+            return None
+        del flying[output.request_id]
+        logprobs = tuple(row.logprobs[:count]) if row.request.logprobs else None
+        return row.place, Completion(tuple(row.ids[:count]), reason, logprobs)

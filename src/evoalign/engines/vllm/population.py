@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole population in one batch of vLLM: each row takes the low-rank term of its own member.
+"""The whole population in one batch of vLLM: each row gets its member's low-rank term.
 
-Member of slot i is LoRA id i + 1, in slot i of vLLM's stacked tensors, for as long as the engine lives; the engine
-rewrites the slots in place. Three forms:
-  deep     the terms ride in the kernels of the Qwen2, Qwen3 and Llama families (see `deep`)
-  generic  one launch a projection, any model: ours in place of vLLM's LoRA kernels
+The member of slot i is LoRA id i + 1, in slot i of vLLM's stacked tensors, for as long as the engine lives; the engine
+rewrites the slots in place. There are three forms:
+  deep     the terms are computed in the kernels of the Qwen2, Qwen3 and Llama families (see `deep`)
+  generic  one launch per projection, any model: our kernel in place of vLLM's LoRA kernels
   stock    vLLM's own kernels and bookkeeping
 The first two also replace vLLM's bookkeeping at each step, which loads, evicts and sorts adapters.
 
-The worker loads the model within `installed`, calls `attach` there before graphs are captured, `register` after vLLM's
-warm-up, and writes to what `stacked` names.
+The worker loads the model within `installed`, calls `deep.attach` there before graphs are captured, `register` after
+vLLM's warm-up, and writes to the slots that `stacked` returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,18 +28,18 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.platforms import current_platform
 
-from evoalign.engines.vllm import deep
 from evoalign.engines.vllm.insides import replace
-from evoalign.engines.vllm.rows import Rows
 from evoalign.errors import ModelError
 from evoalign.kernels import population
 
 Form = Literal["deep", "generic", "stock"]
+_RING = 4
+"""Pinned buffers for the row map: with asynchronous scheduling vLLM is at most two batches ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the worker asked for: R, the factor on every term, and whether tiles must not depend on the batch."""
+    """The worker's settings: R, the factor on every term, and whether tiles must not depend on the batch."""
 
     form: Form
     rank: int
@@ -47,18 +47,11 @@ class Settings:
     fixed: bool
 
 
-class Active(NamedTuple):
-    """The form that serves, and why it is not the one asked for (empty where it is)."""
-
-    form: Form
-    reason: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     """All members' slots of one matrix W [out, in] on this rank: `a` [S, 1, RS, in'], `b` [S, 1, out', RS].
 
-    This rank holds `rows` of out, and so of each member's B, and `columns` of in, and so of A.
+    This rank holds `rows` of out (and of each member's B) and `columns` of in (and of A).
     """
 
     a: torch.Tensor
@@ -67,17 +60,81 @@ class Slot:
     columns: slice
 
 
-_asked = Settings("stock", 1, 1.0, fixed=False)
+class Rows:
+    """int32 slot of each row of the batch, -1 for rows of the base model and for padding.
+
+    It is at a fixed address, which CUDA graphs read. A changed map is copied to the device through a ring of pinned
+    buffers, so that the host waits for the device only where all of them are in use.
+    """
+
+    def __init__(self, capacity: int, slots: int, device: torch.device) -> None:
+        self.any = False
+        """Whether any row belongs to a member."""
+        self._slots = slots
+        self._members = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+        self._ids = np.zeros(0, dtype=np.int64)
+        self._ring = [_Buffer(capacity, device) for _ in range(_RING)]
+        self._turn = 0
+
+    def view(self, count: int) -> torch.Tensor:
+        """Return the slots of a batch of `count` rows, padding included: int32 [count] on the device, a view."""
+        if count > len(self._members):
+            raise ModelError(
+                f"a batch of {count} rows exceeds the {len(self._members)} of the population path: "
+                "raise max_num_batched_tokens"
+            )
+        return self._members[:count]
+
+    def put(self, ids: NDArray[np.integer]) -> None:
+        """Set the LoRA id of each row of the next batch. Raises ModelError for an id without a slot."""
+        if np.array_equal(ids, self._ids):
+            return
+        count, before = len(ids), len(self._ids)
+        if count and int(ids.max()) > self._slots:
+            raise ModelError(f"LoRA id {int(ids.max())} has no slot: there are {self._slots}")
+        self.view(count)
+        buffer = self._ring[self._turn]
+        self._turn = (self._turn + 1) % _RING
+        host = buffer.wait()
+        np.subtract(ids, 1, out=host[:count], casting="unsafe")
+        host[count:before] = -1
+        buffer.send(self._members, max(count, before))
+        self._ids = ids.copy()
+        self.any = bool(ids.any())
+
+
+class _Buffer:
+    """A pinned host buffer, which must not be written before its last copy has ended."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=cuda)
+        self._array = self._host.numpy()
+        self._sent = torch.cuda.Event() if cuda else None
+
+    def wait(self) -> NDArray[np.int32]:
+        """Return the buffer when it is free to write: int32 [size]."""
+        if self._sent is not None and not self._sent.query():
+            self._sent.synchronize()
+        return self._array
+
+    def send(self, target: torch.Tensor, count: int) -> None:
+        target[:count].copy_(self._host[:count], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+_installed = Settings("stock", 1, 1.0, fixed=False)
 
 
 @contextmanager
-def installed(form: Form, rank: int, scaling: float, fixed: bool) -> Generator[None, None, None]:
-    """Models that load in here take a form; others of this process stay as vLLM makes them."""
-    global _asked
+def installed(settings: Settings) -> Generator[None, None, None]:
+    """Give a form to the models that are loaded within; other models of this process stay as vLLM makes them."""
+    global _installed
     own = vars(current_platform).pop("get_punica_wrapper", None)
-    _asked = Settings(form, rank, scaling, fixed)
+    _installed = settings
     try:
-        if form != "stock":
+        if settings.form != "stock":
             replace(current_platform, "get_punica_wrapper", lambda: f"{__name__}.{Terms.__name__}")
         yield
     finally:
@@ -87,18 +144,18 @@ def installed(form: Form, rank: int, scaling: float, fixed: bool) -> Generator[N
 
 
 class Terms:
-    """Stands where vLLM has its "punica wrapper": which row is whose, and y += scaling * (x A_m^T) B_m^T."""
+    """Replaces vLLM's "punica wrapper": maps rows to members, and adds scaling * (x A_m^T) B_m^T to y."""
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, lora_config: Any, **_: Any
     ) -> None:
-        self.settings = _asked
+        self.settings = _installed
         if self.settings.rank > lora_config.max_lora_rank:
-            raise ModelError(f"rank {self.settings.rank}, and vLLM's slots hold {lora_config.max_lora_rank}")
+            raise ModelError(f"rank {self.settings.rank} exceeds max_lora_rank {lora_config.max_lora_rank}")
         self.rows = Rows(max_num_batched_tokens, lora_config.max_loras, torch.device(device))
 
     def update_metadata(self, mapping: Any, *_: Any, **__: Any) -> None:
-        """vLLM's own way in, for callers other than the runner's step."""
+        """Set the rows as vLLM's own wrapper does, for callers other than the runner's step."""
         self.rows.put(np.asarray(mapping.index_mapping))
 
     def add_lora_linear(
@@ -110,13 +167,19 @@ class Terms:
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """y [T, sum N_i] += the members' terms, in place. Nothing is launched, or captured, without members."""
+        """Add the members' terms to y [T, sum N_i], in place. Launches and captures nothing without members."""
         if self.rows.any:
-            asked = self.settings
+            settings = self.settings
             population.add(
-                y, x, lora_a_stacked, lora_b_stacked, self.rows.of(len(y)),
-                rank=asked.rank, scaling=asked.scaling, fixed=asked.fixed,
-            )  # fmt: skip
+                y,
+                x,
+                lora_a_stacked,
+                lora_b_stacked,
+                self.rows.view(len(y)),
+                rank=settings.rank,
+                scaling=settings.scaling,
+                fixed=settings.fixed,
+            )
         return y
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -129,63 +192,15 @@ class Terms:
     apply_lora_full_linear = add_lora_fused_moe = moe_lora_align_block_size = add_lora_w13 = add_lora_w2 = _refuse
 
 
-def attach(model: torch.nn.Module, runner: Any) -> Active:
-    """Put the form that was asked for on a loaded model, before graphs are captured. Compiles the kernels.
-
-    Raises ModelError where vLLM put LoRA on layers that no member has, such as the embedding.
-    """
-    if _asked.form == "stock":
-        return Active("stock")
-    terms = _terms(runner)
-    layers = _linear_layers(runner)
-    replace_step(runner, terms.rows)
-    reason = deep.obstacle(model) if _asked.form == "deep" else ""
-    if _asked.form == "deep" and not reason:
-        deep.put(model, terms.rows, _asked.rank, _asked.scaling, _asked.fixed)
-        return Active("deep")
-    _warm_up(layers, terms)
-    return Active("generic", reason)
-
-
-def _terms(runner: Any) -> Terms:
-    wrappers = list(runner.lora_manager._adapter_manager.punica_wrapper_mapping.values())
-    if len(wrappers) != 1 or not isinstance(wrappers[0], Terms):
-        names = ", ".join(type(w).__name__ for w in wrappers)
-        raise ModelError(f"the population path needs one set of rows, and vLLM made {names}; use population: stock")
-    return wrappers[0]
-
-
-def _linear_layers(runner: Any) -> list[Any]:
-    modules: dict[str, Any] = runner.lora_manager._adapter_manager.modules
-    for name, layer in modules.items():
-        if not isinstance(layer, BaseLinearLayerWithLoRA):
-            raise ModelError(f"vLLM put LoRA on {name}, which no member changes; name the linear layers only")
-    return list(modules.values())
-
-
-def _warm_up(layers: Iterable[Any], terms: Terms) -> None:
-    """Compile the kernel for every shape of layer, for few rows and for many, so that no rollout waits for it."""
-    seen: set[tuple[int, ...]] = set()
-    for layer in layers:
-        a, b = layer.lora_a_stacked, layer.lora_b_stacked
-        shape = (a[0].shape[3], *(one.shape[2] for one in b))
-        if shape not in seen:
-            seen.add(shape)
-            for count in population.row_sizes(a[0].device):
-                members = a[0].new_full((count,), -1, dtype=torch.int32)
-                y, x = a[0].new_zeros(count, sum(shape[1:])), a[0].new_zeros(count, shape[0])
-                population.add(y, x, a, b, members, rank=terms.settings.rank, fixed=terms.settings.fixed)
-
-
 def replace_step(runner: Any, rows: Rows) -> None:
-    """The runner hands over arrays, and no step touches vLLM's caches of adapters.
+    """Pass the runner's arrays to `rows`, so that no step touches vLLM's caches of adapters.
 
-    vLLM builds two tuples of numpy integers a step, hashes every request, and keeps adapters by recency. Both of its
-    runners end in `_set_active_loras`; the first asks the batch for its ids, the second its own LoRA state. Whether
-    graphs with or without LoRA are replayed depends on the requests of the same step: at least one has an id exactly
-    when `rows.any` holds.
+    vLLM builds two tuples of numpy integers per step, hashes every request, and orders adapters by last use. Both of
+    its runners call `_set_active_loras`; the first reads the ids from the batch, the second from its own LoRA state.
+    Whether graphs with or without LoRA are replayed depends on the requests of the same step: at least one has an id exactly
+    when `rows.any` is set.
 
-    Parameters are named as vLLM names them. Raises EngineError where it has none of that name.
+    Parameters are named as vLLM names them. Raises EngineError where it lacks a method.
     """
     state: Any = getattr(runner, "lora_state", None)
 
@@ -201,7 +216,7 @@ def replace_step(runner: Any, rows: Rows) -> None:
         return (), np.repeat(state.lora_ids[idx_mapping], num_scheduled_tokens), ()
 
     def active(req_ids: Iterable[str]) -> set[str]:
-        return set(islice(filter(state.lora_requests.__contains__, req_ids), 1))  # our kernels do not ask how many
+        return set(islice(filter(state.lora_requests.__contains__, req_ids), 1))  # our kernels do not need the number
 
     def nothing(*_: Any, **__: Any) -> nullcontext[None]:
         return nullcontext()
@@ -217,22 +232,22 @@ def replace_step(runner: Any, rows: Rows) -> None:
 
 
 def register(lora_manager: Any, slots: int) -> None:
-    """Make slots 0 to `slots` - 1 known to vLLM as LoRA ids 1 to `slots`, zeroed: nothing is ever loaded or evicted."""
+    """Register slots 0 to `slots` - 1 with vLLM as LoRA ids 1 to `slots`, zeroed, so that it loads and evicts none."""
     adapters = lora_manager._adapter_manager
     if slots > adapters.lora_slots or slots > adapters.capacity:
-        raise ModelError(f"{slots} members, and vLLM was given {adapters.lora_slots} LoRA slots; raise max_loras")
+        raise ModelError(f"{slots} members exceed the {adapters.lora_slots} LoRA slots of vLLM; raise max_loras")
     adapters.remove_all_adapters()
     for lora_id in range(1, slots + 1):
-        # Not `add_adapter`: it looks at the first of an adapter's tensors, and this one has none.
+        # Not `add_adapter`: it reads an adapter's first tensor, and this one has none.
         adapters._registered_adapters[lora_id] = LoRAModel(lora_id, adapters.lora_config.max_lora_rank, {})
         adapters.activate_adapter(lora_id)
 
 
 def stacked(model: torch.nn.Module) -> dict[str, Slot]:
-    """Where the members' factors of each Hugging Face weight live on this rank, by the weight's name.
+    """Return the slots of each Hugging Face weight on this rank, by the weight's name.
 
-    Names are vLLM's, fused layers taken apart: `...qkv_proj` is `...q_proj.weight`, `...k_proj.weight` and so on.
-    Where there are fewer key and value heads than ranks, several ranks hold the same rows.
+    Fused layers are separated: `...qkv_proj` is `...q_proj.weight`, `...k_proj.weight` and so on. Where there are fewer
+    key and value heads than ranks, several ranks hold the same rows.
     """
     linear = ((path, m) for path, m in model.named_modules() if isinstance(m, BaseLinearLayerWithLoRA))
     return {name: slot for path, layer in linear for name, slot in _slots(model, path, layer)}
@@ -244,7 +259,9 @@ def _slots(model: Any, path: str, layer: Any) -> Iterator[tuple[str, Slot]]:
     if len(names) != layer.n_slices or (
         layer.tp_size > 1 and len(names) < len(getattr(layer.base_layer, "output_sizes", ()))
     ):
-        raise ModelError(f"{path}: members cannot be put on a layer that the checkpoint itself fuses; leave it out")
+        raise ModelError(
+            f"{path}: a layer that the checkpoint itself fuses cannot have members; leave it out of target_modules"
+        )
     by_rows, by_columns = isinstance(layer, ColumnParallelLinearWithLoRA), isinstance(layer, RowParallelLinearWithLoRA)
     shards = getattr(layer, "output_ids", (layer.tp_rank if by_rows else 0,))
     for name, shard, a, b in zip(names, shards, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of vLLM, and what follows from them. Imports no torch."""
+"""The config section of engine vllm, and the adapter slots that follow from it. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from pydantic import Field
 
 from evoalign.config.base import Count, Gib, Word
 from evoalign.config.engines import EngineSettings, Held
 from evoalign.config.outside import INSIDE
+from evoalign.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +19,14 @@ if TYPE_CHECKING:
     from evoalign.config import Config
     from evoalign.types import Layout, TensorSpec
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks for which vLLM can allocate slots."""
+KERNEL_RANK = 16
+"""Highest rank that the population kernels support."""
+
 
 class VllmConfig(EngineSettings):
-    """vLLM in this process, which all members share; needs the extra `vllm`. It takes the GPUs it finds."""
+    """vLLM in this process, with all members in one batch; needs the extra `vllm`. Uses the GPUs it finds."""
 
     name: Literal["vllm"]  # pyright: ignore[reportIncompatibleVariableOverride]
     tensor_parallel_size: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -28,34 +34,45 @@ class VllmConfig(EngineSettings):
     gpu_memory_utilization: Annotated[float, Field(ge=1e-3, le=1)] = 0.9
     """Share of a GPU's memory for the weights, the float32 master, the adapters and the cache together."""
     kv_cache_gib: Gib | None = None
-    """Room for keys and values. None: what `gpu_memory_utilization` leaves; 1 on the CPU."""
+    """Memory for keys and values. None: what `gpu_memory_utilization` leaves; 1 on the CPU."""
     max_num_seqs: Count = 1024
-    """At most this many sequences in one batch; more wait their turn."""
+    """Maximum number of sequences in one batch; further ones wait."""
     max_num_batched_tokens: Count | None = None
-    """At most this many tokens in one step; None leaves vLLM's own choice."""
+    """Maximum number of tokens in one step; None: vLLM's default."""
     max_model_len: Count | None = None
-    """Longest prompt and completion together; None: as many positions as the model has."""
+    """Longest prompt and completion together; None: the model's number of positions."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
-    """dummy: random weights of the model's shapes, to measure with."""
+    """dummy: random weights of the model's shapes, for benchmarks."""
     enforce_eager: bool = False
     """No CUDA graphs: a faster start and slower steps."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    """vLLM's own seed, of dummy weights. None: the run's. Completions are seeded by prompt and sample."""
+    """vLLM's seed for dummy weights. None: the run's. Completions are seeded by prompt and sample."""
     attention_backend: Annotated[Word | None, INSIDE] = None
-    """One of vLLM's, such as FLASH_ATTN or TRITON_ATTN; None leaves vLLM's own choice."""
+    """A backend of vLLM, such as FLASH_ATTN or TRITON_ATTN; None: vLLM's default."""
     population: Literal["auto", "deep", "generic", "stock"] = "auto"
-    """How rows get their members' terms. `deep`: inside the kernels of norm, rotation and activation (Qwen2, Qwen3,
-    Llama). `generic`: one kernel a layer, any model. `stock`: vLLM's own multi-LoRA. auto: the first that fits."""
+    """How each row's low-rank term is computed. `deep`: inside the kernels of norm, rotation and activation (Qwen2,
+    Qwen3, Llama). `generic`: one kernel per layer, any model. `stock`: vLLM's multi-LoRA. auto: the first that fits."""
     members: Count | None = None
-    """Adapters on the GPU at once; None: the population. A larger population takes its turns."""
+    """Adapters on the GPU at once; None: the population. A larger population is answered in several batches."""
     master: Literal["device", "host"] = "device"
-    """Where the float32 mean of `lowrank` and `full` lies; `host` frees 4 bytes a weight and makes updates slower."""
+    """Where the float32 mean of `lowrank` and `full` is kept; `host` frees 4 bytes per weight and slows updates."""
 
     path = "evoalign.engines.vllm.engine:VllmEngine"
-    resources = frozenset({
-        "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "max_num_seqs", "max_num_batched_tokens",
-        "max_model_len", "enforce_eager", "attention_backend", "population", "members", "master",
-    })  # fmt: skip
+    resources = frozenset(
+        {
+            "tensor_parallel_size",
+            "gpu_memory_utilization",
+            "kv_cache_gib",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "enforce_eager",
+            "attention_backend",
+            "population",
+            "members",
+            "master",
+        }
+    )
     takes_mixtures = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 
@@ -68,17 +85,48 @@ class VllmConfig(EngineSettings):
     def devices(self) -> int:
         return self.tensor_parallel_size
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
-        """Room for every member's factors, and the least cache that is worth starting with: vLLM takes all that
-        `gpu_memory_utilization` leaves."""
-        from evoalign.engines.specs import on_gpu
-        from evoalign.engines.vllm import adapters
+    def slots(self, config: Config) -> int:
+        """Return how many adapters are on the GPU at once: the population, and the mean where it is an adapter."""
+        from evoalign import spaces
 
+        population = config.es.population_size if config.es_ is not None else 1
+        return (self.members or population) + spaces.create(config).has_mean_adapter
+
+    def allocated_slots(self, config: Config) -> int:
+        """Return how many slots vLLM allocates. In the stock form its CPU kernels use the last one, which stays zero,
+        for rows of the base model."""
+        return self.slots(config) + (self.form(config) == "stock")
+
+    def form(self, config: Config) -> str:
+        """Return the form to request: `deep` (where the model allows), `generic` or `stock`. Raises ConfigError."""
+        from evoalign import spaces
+
+        rank = spaces.create(config).rank
+        if rank <= KERNEL_RANK:
+            return "deep" if self.population == "auto" else self.population
+        if self.population in ("auto", "stock"):
+            return "stock"
+        raise ConfigError(
+            f"engine.population {self.population} supports ranks up to {KERNEL_RANK}, not {rank}; lower the rank or "
+            "use stock"
+        )
+
+    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+        """Return the bytes of the adapter slots, which vLLM allocates on every layer, and of the smallest useful cache:
+        vLLM takes all that `gpu_memory_utilization` leaves."""
+        from evoalign.engines.specs import on_gpu
+        from evoalign.spaces.targets import module_of
+
+        adapters = 0
+        if layout.rank:
+            modules = {module_of(t.module) for t in layout.tensors}
+            sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
+            adapters = self.allocated_slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
         return Held(
             cache=(self.kv_cache_gib or 1.0) * 2**30,
             bound="at least",
             setting="engine.kv_cache_gib",
-            adapters=adapters.slot_bytes(config, layout, specs, dtype),
+            adapters=adapters,
             host=mean if self.master == "host" and on_gpu(config) else 0,
         )
 
@@ -89,3 +137,16 @@ class VllmConfig(EngineSettings):
         host = config.section.evolves_model and self.master == "device"
         mean = ", or set engine.master host" if host else ""
         return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
+
+
+def settings_of(config: Config) -> VllmConfig:
+    """Return the config's engine section."""
+    return cast(VllmConfig, config.engine)
+
+
+def slot_rank(rank: int) -> int:
+    """Return the smallest slot rank that holds an adapter of `rank`. Raises ConfigError above the largest."""
+    found = next((size for size in RANKS if rank <= size), None)
+    if found is None:
+        raise ConfigError(f"rank {rank}: engine vllm supports adapters of rank {RANKS[-1]} at most; lower it")
+    return found

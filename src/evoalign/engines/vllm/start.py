@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting vLLM in this process with what a config asks for, and saying in plain words why it does not start."""
+"""Starts vLLM in this process with a config's settings, and explains why it does not start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.specs import specs_of_config
-from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank, slots
 from evoalign.engines.vllm.insides import check, check_version
+from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.empty import model_config
 from evoalign.models.files import refuse_pickles, why_not
@@ -27,16 +27,18 @@ from evoalign.types import TensorSpec
 VOCABULARY = 64
 """vLLM pads the vocabulary to a multiple of this."""
 SMALL = (8, 32, 64, 128, 256)
-"""Sizes of small batches that have a graph."""
+"""Sizes of small batches for which a CUDA graph is captured."""
 CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
+_batch_invariant: list[bool] = []
+"""Whether engines on GPUs of this process are batch-invariant; empty before the first one starts."""
 
 
 def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
-    """A `vllm.LLM` that serves the model. Raises ModelError in plain words where it does not start, and EngineError
-    where vLLM is not what this package works on."""
+    """Return a `vllm.LLM` that serves the model. Raises ModelError where it does not start, and EngineError where the
+    installed vLLM lacks what this package uses."""
     check_version()
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
@@ -49,167 +51,160 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     try:
         from vllm import LLM
 
-        arguments = {**_model(config, path, on_cpu), **_room(config, on_cpu, specs), **_adapters(config, specs)}
-        # A prompt found in the cache is computed in other pieces than one that is not.
+        arguments = {**_model(config, path, on_cpu), **_memory(config, on_cpu, specs), **_adapters(config, specs)}
+        # The rest of a prompt whose beginning is cached is computed in other pieces, which changes bits.
         return LLM(**arguments, enable_prefix_caching=not deterministic)
     except EvoalignError:
         raise
-    except Exception as error:  # vLLM raises whatever its parts raise
+    except Exception as error:  # vLLM passes on any exception of its parts
         gc.collect()
-        raise ModelError(_plainly(config, error)) from error
+        raise ModelError(_explain(config, error)) from error
 
 
 def on_cpu() -> bool:
-    """Whether the installed vLLM serves from a CPU. Raises ModelError where none is installed."""
+    """Return whether the installed vLLM serves from a CPU. Raises ModelError where none is installed."""
     check_version()
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
-_batch_invariant: list[bool] = []
-"""Whether engines on GPUs of this process are batch-invariant, once there was one."""
-
-
 def _set_environment(batch_invariant: bool) -> None:
-    """vLLM reads these where it is imported and where an engine starts."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: plans are handed over, not sent
+    """Set variables that vLLM reads when it is imported and when an engine starts."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: plans are passed as objects
     if batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # what its processes use to find each other
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # by which its processes find each other
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start says little else than that all is well
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the caller's threads where they are
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 def _check_invariance(batch_invariant: bool) -> None:
-    """Raise ConfigError where an earlier engine has settled it: vLLM puts kernels of torch's in or not, for good."""
+    """Raise ConfigError where an earlier engine chose otherwise: vLLM replaces kernels of torch once per process."""
     if not _batch_invariant:
         _batch_invariant.append(batch_invariant)
     if _batch_invariant != [batch_invariant]:
         raise ConfigError(
-            f"deterministic: an engine on a GPU of this process started with {_batch_invariant[0]}, and vLLM settles "
-            f"that once; start a new process for {batch_invariant}"
+            f"deterministic: an engine on a GPU of this process started with {_batch_invariant[0]}, which vLLM cannot "
+            f"change in a process; start a new process for {batch_invariant}"
         )
 
 
 def _check_split(config: Config, cpu: bool) -> None:
-    """Raise ModelError where a matrix cannot be split as asked: workers that die of it do not say why."""
-    size, text = settings(config).tensor_parallel_size, model_config(config.model).get_text_config()
-    there = size if cpu else torch.cuda.device_count()
-    if size > there:
-        raise ModelError(f"engine.tensor_parallel_size {size}: there are {there} GPUs here; lower it")
+    """Raise ModelError where the matrices cannot be split: a worker that fails on it reports no reason."""
+    size, text = settings_of(config).tensor_parallel_size, model_config(config.model).get_text_config()
+    available = size if cpu else torch.cuda.device_count()
+    if size > available:
+        raise ModelError(f"engine.tensor_parallel_size {size}: there are {available} GPUs here; lower it")
     heads, keys = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     words = -(-text.vocab_size // VOCABULARY) * VOCABULARY
     if heads % size or (keys % size and size % keys) or words % size:
         raise ModelError(
             f"engine.tensor_parallel_size {size} does not divide the {heads} attention heads, {keys} key-value heads "
-            f"and {words} places of the vocabulary of model {config.model.name}; choose one that does"
+            f"and {words} rows of the padded vocabulary of model {config.model.name}; choose one that does"
         )
 
 
 def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
-    """Which model, how it is split and compiled."""
-    wanted = settings(config)
-    dtype = _dtype(config, cpu)
-    worker = "cpu_worker.CpuWorker" if cpu else "worker.GpuWorker"
-    adapted = spaces.create(config).carrier == "adapter"
-    taken = form(config) if adapted else "stock"
-    if adapted and taken == "stock" and dtype == torch.float32 and not cpu:
+    """Return the arguments that say which model is served, how it is split and how it is compiled."""
+    settings, space, dtype = settings_of(config), spaces.create(config), _dtype(config, cpu)
+    is_adapter = space.carrier == "adapter"
+    form = settings.form(config) if is_adapter else "stock"
+    if is_adapter and form == "stock" and dtype == torch.float32 and not cpu:
         raise ConfigError(
-            "on a GPU vLLM's own LoRA kernels take half precision only; set model.dtype bfloat16, or "
+            "on a GPU vLLM's LoRA kernels support half precision only; set model.dtype bfloat16, or "
             f"engine.population auto and a rank up to {KERNEL_RANK}"
         )
     population = {
-        "form": taken,
-        "rank": rank(config) if adapted else 0,
-        "scaling": scaling(config),
+        "form": form,
+        "rank": space.rank if is_adapter else 0,
+        "scaling": space.scaling,
         "fixed": bool(config.deterministic),
     }
+    # No torch.compile: graphs have to replay the kernels of the population path.
+    compilation: dict[str, Any] = {"mode": 0} if cpu or settings.enforce_eager else _graphs(config)
     arguments: dict[str, Any] = {
         "model": path,
         "revision": config.model.revision,
         "dtype": dtype,
-        "load_format": wanted.load_format,
+        "load_format": settings.load_format,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "trust_remote_code": False,
-        "seed": config.seed % 2**32 if wanted.seed is None else wanted.seed,
-        "tensor_parallel_size": wanted.tensor_parallel_size,
-        "enforce_eager": wanted.enforce_eager or cpu,
-        # No torch.compile: graphs replay the very kernels that the population path puts in.
-        "compilation_config": {"mode": 0} if cpu or wanted.enforce_eager else _graphs(config),
-        "worker_cls": f"evoalign.engines.vllm.{worker}",
+        "seed": config.seed % 2**32 if settings.seed is None else settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enforce_eager": settings.enforce_eager or cpu,
+        "compilation_config": compilation,
+        "worker_cls": "evoalign.engines.vllm.worker.EvolvingWorker",
         "additional_config": {"evoalign": population},
         "logprobs_mode": "raw_logprobs",
         "disable_log_stats": True,
     }
-    if wanted.attention_backend is not None:
-        arguments["attention_backend"] = wanted.attention_backend
-    if wanted.tensor_parallel_size > 1:
-        arguments["distributed_executor_backend"] = "mp"  # else it takes Ray where it is in one of Ray's actors
+    if settings.attention_backend is not None:
+        arguments["attention_backend"] = settings.attention_backend
+    if settings.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would choose Ray
     return arguments
 
 
 def _graphs(config: Config) -> dict[str, Any]:
-    """CUDA graphs of decode steps, up to the most rows that can be in one."""
-    most, rows = settings(config).max_num_seqs, set[int]()
+    """Return vLLM's compilation config: CUDA graphs of decode steps, up to the largest batch."""
+    settings, rows = settings_of(config), set[int]()
     if config.es_ is not None and (prompts := config.task.batch_size or config.task.train_size):
-        adapted = spaces.create(config).carrier == "adapter"
-        at_once = min(slots(config), config.es.population_size) if adapted else 1
-        rows = {at_once * config.task.asked(prompts)}
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(most, rows)}
+        is_adapter = spaces.create(config).carrier == "adapter"
+        members = min(settings.slots(config), config.es.population_size) if is_adapter else 1
+        rows = {members * config.task.asked(prompts)}
+    sizes = graph_sizes(settings.max_num_seqs, rows)
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
 def graph_sizes(most: int, rows: Iterable[int] = ()) -> list[int]:
-    """Batch sizes that have a graph; each is captured twice at the start, with members and without.
+    """Return the batch sizes to capture; each is captured twice at the start, with members and without.
 
-    A step is padded to the next. Up to 256 rows what takes time is the weights' way through memory, and padding hardly
-    any; above, padding is half of the rows at most. `rows` are those of whole batches, which need none.
+    A step is padded to the next size. Up to 256 rows the time is that of reading the weights, so that padding costs
+    little; above, at most half of the rows are padding. `rows` are sizes of whole batches, which then need none.
     """
     grid = (n for k in range(most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n in SMALL or n > max(SMALL))
     return sorted({n for n in (*grid, *rows, most) if n <= most})
 
 
-def _room(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
-    """How much may be in flight, and the memory for it."""
-    wanted = settings(config)
-    room: dict[str, Any] = {
-        "max_num_seqs": wanted.max_num_seqs,
-        "max_num_batched_tokens": wanted.max_num_batched_tokens,
-        "max_model_len": wanted.max_model_len,
+def _memory(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
+    """Return the arguments that bound batches and memory."""
+    settings = settings_of(config)
+    arguments: dict[str, Any] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_model_len": settings.max_model_len,
     }
-    if cpu or wanted.kv_cache_gib is not None:
-        room["kv_cache_memory_bytes"] = int((wanted.kv_cache_gib or CPU_CACHE / 2**30) * 2**30)
+    if cpu or settings.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int((settings.kv_cache_gib or CPU_CACHE / 2**30) * 2**30)
     if cpu:
-        # vLLM cannot go on with a seeded completion whose prompt was computed in pieces on a CPU.
-        longest = wanted.max_model_len or model_config(config.model).get_text_config().max_position_embeddings
-        room |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(wanted.max_num_batched_tokens or CPU_BATCH, longest),
-        }
+        # On a CPU vLLM cannot continue a seeded completion whose prompt was computed in pieces.
+        longest = settings.max_model_len or model_config(config.model).get_text_config().max_position_embeddings
+        tokens = max(settings.max_num_batched_tokens or CPU_BATCH, longest)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     else:
-        total, beside = torch.cuda.mem_get_info()[1], _beside(config, specs)
-        share = wanted.gpu_memory_utilization - beside / total
+        total, mean = torch.cuda.mem_get_info()[1], _mean_bytes(config, specs)
+        share = settings.gpu_memory_utilization - mean / total
         if share <= 0:
             raise ModelError(
-                f"the float32 mean of space {config.space.name} takes {beside / 2**30:.1f} GiB and "
+                f"the float32 mean of space {config.space.name} takes {mean / 2**30:.1f} GiB and "
                 f"the GPU has {total / 2**30:.1f}; set engine.master host, or use space lora"
             )
-        room["gpu_memory_utilization"] = share
-    return {name: value for name, value in room.items() if value is not None}
+        arguments["gpu_memory_utilization"] = share
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _beside(config: Config, specs: list[TensorSpec]) -> int:
-    """Bytes on each GPU that vLLM does not know of: the float32 mean, and the start for decay."""
-    wanted, space = settings(config), spaces.create(config)
-    dtype = _dtype(config, cpu=False)
-    if not space.evolves_model or wanted.master == "host":
+def _mean_bytes(config: Config, specs: list[TensorSpec]) -> int:
+    """Return the bytes per GPU that vLLM does not account for: the float32 mean, and its starting copy for decay."""
+    settings, space, dtype = settings_of(config), spaces.create(config), _dtype(config, cpu=False)
+    if not space.evolves_model or settings.master == "host":
         return 0
-    own = not (space.carrier == "adapter" and dtype == torch.float32)  # else the served weights are the mean
-    copies = own + config.decays
-    return 4 * copies * space.layout(specs, dtype).parameters // wanted.tensor_parallel_size
+    is_separate = not (space.carrier == "adapter" and dtype == torch.float32)  # else the served weights are the mean
+    copies = is_separate + config.decays
+    return 4 * copies * space.layout(specs, dtype).parameters // settings.tensor_parallel_size
 
 
 def _dtype(config: Config, cpu: bool) -> torch.dtype:
@@ -217,52 +212,52 @@ def _dtype(config: Config, cpu: bool) -> torch.dtype:
 
 
 def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
-    """One slot a member, on the modules that evolve."""
-    if spaces.create(config).carrier != "adapter":
+    """Return the arguments for one slot per member on the modules that evolve."""
+    space, slots = spaces.create(config), settings_of(config)
+    if space.carrier != "adapter":
         return {"enable_lora": False}
-    layout = spaces.create(config).layout(specs, _dtype(config, on_cpu()))
-    modules = sorted({module_of(t.module) for t in layout.tensors})
+    layout, count = space.layout(specs, _dtype(config, on_cpu())), slots.allocated_slots(config)
     return {
         "enable_lora": True,
-        "max_loras": room(config),
-        "max_cpu_loras": room(config),
-        "max_lora_rank": slot_rank(rank(config)),
-        "lora_target_modules": modules,
+        "max_loras": count,
+        "max_cpu_loras": count,
+        "max_lora_rank": slot_rank(space.rank),
+        "lora_target_modules": sorted({module_of(t.module) for t in layout.tensors}),
     }
 
 
-def _plainly(config: Config, error: Exception) -> str:
-    """Why vLLM does not start, and what to do."""
-    said, wanted = _reason(error), settings(config)
-    low = said.lower()
-    if ("kv cache" in low or "cache blocks" in low) and wanted.kv_cache_gib is not None:
-        return f"engine vllm: {said}; raise engine.kv_cache_gib, which is {wanted.kv_cache_gib:g}"
+def _explain(config: Config, error: Exception) -> str:
+    """Return why vLLM does not start, and which setting to change."""
+    reason, settings = _reason(error), settings_of(config)
+    low = reason.lower()
+    if ("kv cache" in low or "cache blocks" in low) and settings.kv_cache_gib is not None:
+        return f"engine vllm: {reason}; raise engine.kv_cache_gib, which is {settings.kv_cache_gib:g}"
     if "max_model_len" in low or "max seq len" in low or "maximum model length" in low:
-        return f"engine vllm: {said}; set engine.max_model_len to the longest prompt and completion together"
+        return f"engine vllm: {reason}; set engine.max_model_len to the longest prompt and completion together"
     if isinstance(error, torch.OutOfMemoryError) or "memory" in low:
         return (
-            f"engine vllm does not fit the memory ({said}); lower engine.gpu_memory_utilization if others "
+            f"engine vllm does not fit the memory ({reason}); lower engine.gpu_memory_utilization if other processes "
             "use the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise engine.tensor_parallel_size"
         )
     if "max_num_batched_tokens" in low:
-        return f"engine vllm: {said}; raise engine.max_num_batched_tokens, or leave it to vLLM"
+        return f"engine vllm: {reason}; raise engine.max_num_batched_tokens, or set it to null for vLLM's default"
     if "does not support lora" in low or "not supported for now" in low or "are not supported" in low:
-        return f"model {config.model.name} is not one that vLLM adapts ({said}); use engine transformers"
+        return f"vLLM does not support adapters of model {config.model.name} ({reason}); use engine transformers"
     if "workerproc" in low:
-        return f"engine.tensor_parallel_size {wanted.tensor_parallel_size}: a worker does not start, and says above why"
-    return f"model {config.model.name} does not start on engine vllm: {said}"
+        return f"engine.tensor_parallel_size {settings.tensor_parallel_size}: a worker failed, for the reason above"
+    return f"model {config.model.name} does not start on engine vllm: {reason}"
 
 
 def out_of_memory(config: Config, error: torch.OutOfMemoryError) -> str:
-    """What was asked of a GPU that it did not have, and which settings leave it more, in one line."""
-    return f"engine vllm does not fit the memory ({_reason(error)}); {settings(config).smaller(config)}"
+    """Return one line: how much memory was missing on a GPU, and which settings free some."""
+    return f"engine vllm does not fit the memory ({_reason(error)}); {settings_of(config).smaller(config)}"
 
 
 def _reason(error: Exception) -> str:
-    """One line: of a refused setting what is wrong with it, of anything else its first sentence or two."""
+    """Return one line: the message of a rejected setting, or the first sentence or two of any other error."""
     if isinstance(error, ValidationError):
         return error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     line = why_not(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return ". ".join(line.split(". ")[:2])  # how much of it lacks; what follows is of torch's own settings
+        return ". ".join(line.split(". ")[:2])  # the amount; what follows is about settings of torch
     return line.split(". ")[0] if len(line) > 160 else line

@@ -55,7 +55,9 @@ class Isolated(Task):
         self.config, self.name = task.config, task.name
         self.from_config = task.from_config
         self.task = task
-        self.weighted, self.fitness = task.weighted, task.fitness
+        self.weighted = task.weighted
+        own = task.set_objective
+        self.set_objective = None if own is None else own.evaluated_by(self._set_values)
         self.text_form, self.commands = task.text_form, task.commands
         self._grader = grader
         self.per_call = task.per_call
@@ -118,9 +120,9 @@ class Isolated(Task):
 
     def objective(self) -> Objective:
         """The task's own, in this process: it sees numbers, and its state has to outlive a worker."""
-        return super().objective() if self.fitness is not None else self.task.objective()
+        return self.set_objective or self.task.objective()
 
-    def fitness_of(
+    def _set_values(
         self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]
     ) -> list[float]:
         """All sets in one call in the worker. Raises RewardError."""
@@ -231,7 +233,7 @@ class Isolated(Task):
             "row_of": [number[id(example)] for example in examples],
             **more,
         }
-        who = f"task.fitness {self.fitness.name}" if "sets" in more and self.fitness is not None else None
+        who = self.set_objective.name if "sets" in more and self.set_objective is not None else None
         return self._worker.ask(request, limit, who, self.stopping)
 
     def _sent(self, example: Example) -> dict[str, Any]:

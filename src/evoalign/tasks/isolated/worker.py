@@ -151,8 +151,8 @@ def _redirect() -> None:
 def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
     rows = [_row(row, data) for row in request["rows"]]
     examples = [fresh(rows[i]) for i in request["row_of"]]
-    if "sets" in request:
-        return task.fitness_of(request["texts"], examples, request["sets"])
+    if "sets" in request and task.set_objective is not None:
+        return task.set_objective.compute(request["texts"], examples, request["sets"])
     if "rewards" in request:
         found = task.point(request["texts"][0], examples[0], request["rewards"])
         return None if found is None else dict(found)
