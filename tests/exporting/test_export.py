@@ -298,7 +298,7 @@ def test_refusals_are_one_line_and_leave_nothing(lora: Path, runs: dict[str, Pat
         (ConfigError, "--push what ever/x: Repo id must", {"push": "what ever/x"}),
         (ConfigError, "--push name: expected USER/NAME", {"push": "name"}),
         (ConfigError, "--dtype int8: expected one of float32, bfloat16, float16", {"merge": True, "dtype": "int8"}),
-        (ConfigError, "--dtype float16 is of a model's weights", {"dtype": "float16"}),
+        (ConfigError, "--dtype float16 is for whole models", {"dtype": "float16"}),
         (JournalError, "generation -1 is not among them", {"generation": -1}),
     ]
     for error, message, changes in cases:

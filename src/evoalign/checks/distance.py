@@ -46,7 +46,7 @@ PLAIN = {
     "trainable_token_indices": None,
     "lora_bias": False,
 }
-"""PEFT settings of an adapter that adds (alpha / r) B A and nothing else."""
+"""PEFT settings of an adapter that only adds (alpha / r) B A."""
 Rows: TypeAlias = Callable[[slice], torch.Tensor]
 """Function that reads rows of a tensor [rows, ...]; a scalar is one row."""
 

@@ -174,7 +174,7 @@ def draw(engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example]
 class Reference:
     """The base model, loaded at first use and freed by `close`.
 
-    `dtype` is that of the policy's weights (None: the dtype in which this config is served on `device`).
+    `dtype` is the dtype of the policy's weights (None: the one in which this config is served on `device`).
     """
 
     def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> None:

@@ -103,7 +103,7 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
 
 
 def is_degenerate(text: str, gold: str | None = None) -> bool:
-    """Whether a text shows a sign of its own that its gold answer does not show."""
+    """Whether a text shows a sign of one text that its gold answer does not show."""
     return any(shows(text) and not (gold is not None and shows(gold)) for shows in _BY_TEXT.values())
 
 
@@ -191,7 +191,7 @@ def _give_gold(texts: Sequence[str], whole: Sequence[str], golds: Golds) -> list
 
 
 def _clauses(text: str) -> list[str]:
-    """Return clauses without case, punctuation, spaces and markup; with markup if there is nothing else."""
+    """Return clauses without case, punctuation, spaces and markup; with markup if the text is only markup."""
     plain = _MARKUP.sub("\n", text) if "<" in text else text
     for part in (plain, text):
         if found := [c for c in _WORDLESS.sub("", part.casefold().translate(_CLAUSE_ENDS)).split("\n") if c]:

@@ -323,8 +323,7 @@ class Hacked(Rule):
     rise: float = 0.25
     """Smallest rise of the share of completions with a sign."""
     near_highest: float = 0.8
-    """Of several signs that rise, the first is named that rises by this share of the highest: loops often are a
-    template too."""
+    """Report the first sign that rises by this share of the highest rise: loops often are a template too."""
 
     def sentence(self, run: History) -> str | None:
         if not run.rises():

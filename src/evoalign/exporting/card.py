@@ -82,7 +82,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a card reports. `config` is already `public`; `base` is a hub name if `base_on_hub`."""
+    """Facts on a card. `config` is already `public`; `base` is a hub name if `base_on_hub`."""
 
     name: str
     """Folder or USER/NAME, as the code on the card loads it."""

@@ -81,7 +81,7 @@ def export(
     the journal: the mean after `generation` generations plus the member's noise. In space `lowrank` it is merged.
     `merge` merges a `lora` run's adapter into its base. `push` uploads the folder as USER/NAME of the Hugging Face hub,
     and `private` is for a new repository. `model` is the name or folder of the base model, if it has moved. `dtype`
-    (float32, bfloat16 or float16) is that of a merge or a checkpoint; None keeps the base's own, or the run's. The card
+    (float32, bfloat16 or float16) applies to a merge or a checkpoint; None keeps the base's own, or the run's. The card
     shows the first `samples` completions of the test split, before and after. Imports no code of the run's config.
 
     Only adapter_config.json has an absolute path of this machine (`base_model_name_or_path`, of a base in a folder).

@@ -29,7 +29,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Member `index` of a population of `size`; `fitness` is from the journal, `mean` that of the population."""
+    """Member `index` of a population of `size`; `fitness` is from the journal, `mean` over the population."""
 
     index: int
     size: int

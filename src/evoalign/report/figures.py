@@ -302,7 +302,7 @@ def _time_breakdown(axes: Axes, rows: Rows) -> None:
 
 
 def _limit(axes: Axes, x: Sequence[int], right: int = 0) -> None:
-    """Set the x limits to whole generations; a run of one generation is as wide as one of two."""
+    """Set the x limits to whole generations; a single generation is drawn as wide as two."""
     first, last = (x[0], max(x[-1] + right, x[0] + 1)) if x else (0, 1)
     air = 0.5 + 0.01 * (last - first)
     axes.set_xlim(first - air, last + air)

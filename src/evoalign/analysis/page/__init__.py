@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of runs as one HTML page that loads nothing."""
+"""Report page of runs: a single HTML file that loads nothing."""

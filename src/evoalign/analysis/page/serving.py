@@ -19,7 +19,7 @@ from evoalign.report.tables import visible
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
-"""Accepted host names. The port is not checked: it may be that of a tunnel."""
+"""Accepted host names. The port is not checked: a tunnel may have another."""
 SECONDS = 10.0
 """Seconds in which a request has to arrive."""
 
