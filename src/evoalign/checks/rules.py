@@ -306,7 +306,7 @@ class Noise(Rule):
         if reward := run.reward_noise():
             return (
                 f"{seen}: the reward gives the same text different scores (a standard deviation of {reward:.2g} per "
-                "completion), so members are ranked by chance; make the reward deterministic (no random draws, a "
+                "completion), so members are ranked by chance; make the reward repeatable (no random draws, a "
                 f"cached judgement per text), average several calls of it, or try {more}"
             )
         if run.config.sampling.temperature > 0:

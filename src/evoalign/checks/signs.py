@@ -82,8 +82,8 @@ def is_repeated(text: str) -> bool:
     """Whether the text ends in a loop: a phrase at least three times in a row, at least 24 characters in total.
 
     Follows Holtzman et al. (arXiv 1904.09751, "repetition"), in characters instead of tokens; runs of white space
-    count as a single space. The last repetition may be cut off. Loops before the end do not count. A loop of punctuation, such as the
-    line under a heading, counts only if it is half of the text.
+    count as a single space. The last repetition may be cut off. Loops before the end do not count. A loop of
+    punctuation, such as the line under a heading, counts only if it is half of the text.
     """
     text = " ".join(text.removesuffix(_CUT).split())
     tail = text[-_LOOP_PROBE:]

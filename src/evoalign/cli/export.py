@@ -19,7 +19,7 @@ def export(
     ] = None,
     member: Annotated[
         int | None,
-        typer.Option("--member", "-m", min=0, help="Export this member of the generation instead of the mean."),
+        typer.Option("--member", "-m", min=0, help="Member to export instead of the mean."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Put the adapter into its base model.")] = False,
     push: Annotated[str | None, typer.Option(metavar="USER/NAME", help="Upload to the Hugging Face hub.")] = None,
