@@ -338,7 +338,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     assert "Reward: 3 placebos" in shown(folder)
     found = read(folder).placebo
     assert found is not None and found.reward.as_dict() == kept["reward"] and found.fitness is None
-    assert "has 3 placebos; delete it to keep these" in measure(folder, "--shuffles", "1")
+    assert "has 3 placebos; delete it to save these" in measure(folder, "--shuffles", "1")
     assert json.loads((folder / PLACEBO).read_text()) == kept
     (folder / "results/evaluation.json").unlink()
     assert "not saved: " in measure(folder, "--shuffles", "3")

@@ -199,7 +199,7 @@ def test_its_placebos_are_kept_for_cards_comparisons_and_sweeps(
 
     evoalign.export(run, tmp_path / "card")
     card = (tmp_path / "card/README.md").read_text()
-    assert "fitness/letters, which was trained for: 3 placebos reached" in card and "Reward: 3 placebos" in card
+    assert "fitness/letters, the trained measure: 3 placebos reached" in card and "Reward: 3 placebos" in card
 
     rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
     whole, drift = measured.fitness, "share of the gain that is drift, of all runs together"

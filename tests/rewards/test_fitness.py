@@ -119,7 +119,7 @@ def test_it_is_told_everywhere(runs: tuple[Path, str]) -> None:
     assert [whole["before"], whole["real"], *whole["placebos"]] == pytest.approx(
         [own["before"], own["real"], *own["placebos"]]
     )
-    assert f"{name}, which was trained for: 1 placebo" in said
+    assert f"{name}, the trained measure: 1 placebo" in said
     said_of = parquet.read_table(folder / "mean/results/completions/generation_0000.parquet").to_pylist()
     assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
 

@@ -56,7 +56,7 @@ def test_what_alarms_stands_above_the_table_with_completions(broken: tuple[evoal
     assert result.verdict is not None and result.verdict.word is not None
     word = result.verdict.word
     above, below = told.split("\ntest split", 1)
-    assert f"{word.upper()}: what the test completions say, whatever they earn" in above
+    assert f"{word.upper()}, judging by the test completions" in above
     assert "of the test completions are broken" in above and "for example" in above
     assert len(result.verdict.shown) == 2
     assert f"{word}, judging by the completions; " in below  # and not the bare word learning
