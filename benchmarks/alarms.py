@@ -26,7 +26,7 @@ from evoalign.checks.rules import causes
 from evoalign.config import Config, load
 from evoalign.errors import DataError
 from evoalign.evaluation import Scored
-from evoalign.rewards.gold import says
+from evoalign.rewards.functions import says
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.types import Prompt

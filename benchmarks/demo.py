@@ -31,7 +31,7 @@ from evoalign.config import load
 from evoalign.evaluation import Evaluation
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import Counterfactuals, open_run
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]

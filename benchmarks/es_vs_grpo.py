@@ -222,7 +222,7 @@ def write_validation(task: str, folder: Path) -> Path:
 
 
 def _more_problems(count: int) -> list[dict[str, Any]]:
-    from evoalign.tasks.countdown.generate import generate, held_out
+    from evoalign.tasks.countdown import generate, held_out
 
     shipped = {_problem(row) for row in _shipped("countdown/countdown.json")}
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from evoalign import preflight
 from evoalign.baselines.train import grpo
 from evoalign.config import Config, load
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,7 +33,7 @@ from evoalign.exporting.export import export
 from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 from evoalign.types import MEAN_PLAN, Request, Sampling
 

@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 
 from evoalign import statistics
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 from evoalign.types import Example
 

@@ -35,8 +35,8 @@ from typing import Any
 
 from evoalign.config import from_dict
 from evoalign.evolve import evolve
+from evoalign.rundir.identity import versions
 from evoalign.rundir.journal import Journal
-from evoalign.rundir.manifest import versions
 from evoalign.setup import assemble
 from evoalign.training import saving
 from evoalign.types import Generation

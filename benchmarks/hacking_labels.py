@@ -27,7 +27,7 @@ from typing import Any
 from scipy.stats import binomtest
 
 from evoalign.checks import hacking, signs
-from evoalign.rewards.gold import says
+from evoalign.rewards.functions import says
 
 HERE = Path(__file__).resolve().parent
 ROWS, RUNS = HERE / "hacking_labels.jsonl", HERE / "results" / "real_runs" / "completions.jsonl"

@@ -24,7 +24,7 @@ from rich.console import Console
 from evoalign.baselines.train import grpo
 from evoalign.config import load
 from evoalign.evaluation import paired_interval
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 
 

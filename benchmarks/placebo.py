@@ -21,7 +21,7 @@ from rich.console import Console
 
 import evoalign
 from evoalign.config import load
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.statistics import Estimate
 
 COLUMNS = ("seed", "before", "after", "placebos: mean (least to greatest)", "reach it", "p", "drift share [95 %]",

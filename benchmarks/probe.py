@@ -26,7 +26,7 @@ from rich.console import Console
 from evoalign.config import load
 from evoalign.preflight.advice import ETA, ProbeResult, lines, table
 from evoalign.preflight.ladder import probe
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 
 SIGMAS = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064]

@@ -37,7 +37,7 @@ from evoalign.checks import hacking
 from evoalign.evaluation import Evaluation
 from evoalign.preflight.advice import ProbeResult, lines, table, texts
 from evoalign.preflight.ladder import probe
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 
 TRAIN = 32

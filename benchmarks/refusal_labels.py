@@ -5,7 +5,7 @@
     python benchmarks/refusal_labels.py [--show]
 
 refusal_labels.jsonl has 125 short answers that were written for it, each labelled with its kind of refusal or none
-before there was any rule. The rules of `evoalign.tasks.safety.refusals` were written by the half `rules`; the half
+before there was any rule. The rules of `evoalign.tasks.safety` were written by the half `rules`; the half
 `held_out` was never looked at for them. `--show` prints where rule and reader disagree in the half `rules`.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evoalign.tasks.safety.refusals import KINDS, kind_of
+from evoalign.tasks.safety import KINDS, kind_of
 
 HERE = Path(__file__).resolve().parent
 LABELS, RESULTS = HERE / "refusal_labels.jsonl", HERE / "results" / "refusal_labels.json"

@@ -158,7 +158,7 @@ def generations(served: Served, options: argparse.Namespace) -> None:
         who = population(MEMBERS, antithetic=True)
         served.engine.apply(Update(index, index, who, tuple(float(i % 3) for i in range(MEMBERS)), 1e-6, 5e-7))
         if index % max(1, options.generations // 10) == 0 or index == options.generations - 1:
-            server = psutil.Process(served.engine._link._process.pid)
+            server = psutil.Process(served.engine.connection.process.pid)
             whole = [server, *server.children(recursive=True)]
             seen.append((index, psutil.Process().memory_info().rss, sum(p.memory_info().rss for p in whole)))
             print(seen[-1], flush=True)

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 
 SHAPES = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server between a client and a real one of SGLang or vLLM that handles adapters as faulty ones have."""
+"""A proxy of an SGLang or vLLM server with planted faults in its handling of adapters."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def is_unload(path: str) -> bool:
 
 
 def named(body: Body) -> str | None:
-    """The adapter that a request for an answer names, in SGLang's words or vLLM's."""
+    """Return the adapter that a completion request names, in SGLang's field or vLLM's."""
     name = body.get("lora_path") or body.get("model")
     return name if "lora_name" not in body and isinstance(name, str) and "evoalign" in name else None
 
 
 def renamed(body: Body, name: str | None) -> Body:
-    """The same for another adapter, or the base model."""
+    """Return the request with another adapter, or the base model."""
     if "lora_path" in body:
         return {n: v for n, v in body.items() if n != "lora_path"} | ({"lora_path": name} if name else {})
     return {**body, "model": name or BASE[0]}
@@ -48,17 +48,17 @@ BASE = [""]
 
 
 def sound() -> Handle:
-    """No fault: all goes through."""
+    """Forward every request."""
     return lambda path, body, forward: forward(path, body)
 
 
 def ignores() -> Handle:
-    """Every adapter is the base model."""
+    """Use the base model for every adapter."""
     return lambda path, body, forward: forward(path, renamed(body, None) if named(body) else body)
 
 
 def one_for_all() -> Handle:
-    """Every adapter is the first that was loaded."""
+    """Use the first loaded adapter for every adapter."""
     first: list[str] = []
 
     def handle(path: str, body: Body, forward: Forward) -> Answer:
@@ -73,7 +73,7 @@ def one_for_all() -> Handle:
 
 
 def mixed_up() -> Handle:
-    """Where several adapters are loaded at once, all answer as the first of them."""
+    """While several adapters are loaded, use the first for all."""
     there: list[str] = []
 
     def handle(path: str, body: Body, forward: Forward) -> Answer:
@@ -87,7 +87,7 @@ def mixed_up() -> Handle:
 
 
 def stale() -> Handle:
-    """What was loaded first under a name answers under it for ever."""
+    """Keep the first adapter that was loaded under a name."""
     seen: set[str] = set()
 
     def handle(path: str, body: Body, forward: Forward) -> Answer:
@@ -111,22 +111,22 @@ def _with_config(change: Callable[[Body], Body]) -> Handle:
 
 
 def no_scaling() -> Handle:
-    """lora_alpha is not read."""
+    """Ignore lora_alpha."""
     return _with_config(lambda config: {**config, "lora_alpha": config["r"], "use_rslora": False})
 
 
 def no_rslora() -> Handle:
-    """use_rslora is not read, as by SGLang."""
+    """Ignore use_rslora, as SGLang does."""
     return _with_config(lambda config: {**config, "use_rslora": False})
 
 
 def no_sign() -> Handle:
-    """All of B counts as positive."""
+    """Use the absolute values of B."""
     return _with_tensors(lambda name, tensor: tensor.abs() if "lora_B" in name else tensor)
 
 
 def drops(module: str) -> Callable[[], Handle]:
-    """One projection's adapter is never loaded."""
+    """Drop one projection of each adapter."""
 
     def make() -> Handle:
         return _with_tensors(lambda name, tensor: tensor * 0 if module in name else tensor)
@@ -146,7 +146,7 @@ def _with_tensors(change: Callable[[str, Any], Any]) -> Handle:
 
 
 def base_for_unknown() -> Handle:
-    """A name that the server does not know is answered by the base model."""
+    """Use the base model for unknown names."""
 
     def handle(path: str, body: Body, forward: Forward) -> Answer:
         status, said = forward(path, body)
@@ -166,12 +166,12 @@ FAULTS: Mapping[str, tuple[Callable[[], Handle], frozenset[str]]] = {
     "drops q_proj": (drops("q_proj"), frozenset({"module q_proj"})),
     "base for unknown": (base_for_unknown, frozenset({"unknown name"})),
 }
-"""Faults by name, each with the checks that have to find it."""
+"""Faults by name, with the checks that have to find them."""
 
 
 @contextmanager
 def between(real: str, key: str, handle: Handle) -> Generator[str]:
-    """The address of a server that answers by `handle`, which asks the real one."""
+    """Run a proxy that replies by `handle`, which forwards to the real server, and yield its address."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def forward(path: str, body: Body | None) -> Answer:
@@ -202,7 +202,7 @@ def between(real: str, key: str, handle: Handle) -> Generator[str]:
             pass
 
     class Server(ThreadingHTTPServer):
-        request_queue_size = 128  # connections come all at once
+        request_queue_size = 128  # all connections arrive at once
 
     BASE[0] = json.loads(forward("/v1/models", None)[1])["data"][0]["id"]
     server = Server(("127.0.0.1", 0), Handler)

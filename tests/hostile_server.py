@@ -72,7 +72,7 @@ LARGE = {
 
 @dataclass
 class Server:
-    """What a server received. `ended`: a client closed its connection while a reply was sent."""
+    """Received requests. `ended`: a client closed its connection while a reply was sent."""
 
     url: str
     requests: list[bytes] = field(default_factory=list)

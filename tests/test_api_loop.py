@@ -14,6 +14,7 @@ import pytest
 
 from evoalign import evaluation, rollouts, tokens
 from evoalign.config import Config, from_dict
+from evoalign.engines.base import EngineDefaults
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.evaluation import paired_interval
 from evoalign.evolve import evolve
@@ -23,7 +24,7 @@ from families import JOURNAL_HEADER
 from own_task import Vowels
 
 
-class Echo:
+class Echo(EngineDefaults):
     """An engine whose completions are the prompts and the member's number, in any order."""
 
     def __init__(self, loaded: tokens.Tokens, drop: int = 0) -> None:

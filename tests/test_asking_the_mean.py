@@ -22,7 +22,7 @@ from evoalign.config import from_dict
 from evoalign.cost import flops
 from evoalign.cost.flops import Adapted
 from evoalign.errors import StoppedError
-from evoalign.models.empty import model_config
+from evoalign.models.origin import model_config
 from evoalign.rewards.objective import Group, Objective, grouped, score
 from evoalign.rollouts import collect, requests_of, scores_of
 from evoalign.shaping import Scores

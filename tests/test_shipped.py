@@ -13,8 +13,8 @@ import yaml
 from calling import Run, caller
 from evoalign.cli.scaffold import init, schema_text
 from evoalign.config import load
+from evoalign.config.load import locate
 from evoalign.config.schema import description, schema
-from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError
 from evoalign.version import command
 

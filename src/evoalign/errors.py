@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error a user can meet. A message says what is wrong, which value, and how to fix it."""
+"""The errors of this package. A message says what is wrong, the value, and what to set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EvoalignError(Exception):
-    """Base of all errors of this package; the command line prints its message alone and exits with 2."""
+    """Base of all errors of this package. The command line prints only its message and exits with 2."""
 
 
 class ConfigError(EvoalignError):
@@ -20,11 +20,11 @@ class DataError(EvoalignError):
 
 
 class RewardError(EvoalignError):
-    """A reward function hung, died, raised, or gave something that is not one finite number (or None) a completion.
+    """A reward function hung, died, raised, or did not return one finite number (or None) per completion.
 
-    `failed`, where there is one, is what a person needs to see it happen again, as JSON has it: `reason` (hung, died,
-    raised or value), `function`, `prompt`, `completion` and `example` (None where no single completion is to blame,
-    then the first `completions` and their `count`), `traceback`, `attempts` and the `seconds` they took together.
+    `failed`, if given, has what is needed to reproduce it, as JSON: `reason` (hung, died, raised or value), `function`,
+    `prompt`, `completion` and `example` (None where no single completion caused it, then the first `completions` and
+    their `count`), `traceback`, `attempts` and their total `seconds`.
     """
 
     def __init__(self, message: str, failed: dict[str, Any] | None = None) -> None:
@@ -33,19 +33,19 @@ class RewardError(EvoalignError):
 
 
 class ScorerAwayError(RewardError):
-    """A service of scores is not to be had; once it is, the same may be asked again."""
+    """The scoring service cannot be reached; the request may be repeated later."""
 
 
 class JudgeError(EvoalignError):
-    """A judge refuses, or gives nothing any more; the judgments that it gave are kept."""
+    """A judge model refuses or stops answering; its earlier judgments are kept."""
 
 
 class ModelError(EvoalignError):
-    """The model or its tokenizer cannot be loaded, or lacks what the run asks of it."""
+    """The model or its tokenizer cannot be loaded, or cannot do what the run needs."""
 
 
 class EngineError(EvoalignError):
-    """An engine's library is not what this package knows: it lacks a name, or takes other parameters."""
+    """An engine's library is incompatible: a name is missing, or has other parameters."""
 
 
 class RunExistsError(EvoalignError):
@@ -65,13 +65,13 @@ class CheckpointError(EvoalignError):
 
 
 class ResumeError(EvoalignError):
-    """A run cannot be resumed as asked: other settings, another base model, or weights that come out otherwise."""
+    """A run cannot be resumed: its settings or base model differ, or its weights cannot be reproduced."""
 
 
 class MachineError(ResumeError):
-    """A journal's weights come out otherwise on this machine, and it was made in a way whose bits depend on that.
+    """A journal cannot be reproduced on this machine, since its sums have bits that depend on the machine.
 
-    `generations` is how many came out before it, and the one that did not.
+    `generations` is the number of the first generation with other weights.
     """
 
     def __init__(self, message: str, generations: int) -> None:
@@ -80,7 +80,7 @@ class MachineError(ResumeError):
 
 
 class StoppedError(EvoalignError):
-    """A run was asked to stop and did, after a whole generation. `signal` is the number of the signal."""
+    """A run was stopped by a signal, after a whole generation. `signal` is its number."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
@@ -88,34 +88,34 @@ class StoppedError(EvoalignError):
 
 
 class CanaryError(EvoalignError):
-    """Members do not answer with their own weights, or the mean does not stay what it was."""
+    """The engine does not apply the members' own weights, or changes the mean."""
 
 
 class NotFiniteError(EvoalignError):
-    """A model's logits are not numbers: its weights, or the noise on them, leave nothing to answer with."""
+    """A model's logits are not finite, because of its weights or the noise on them."""
 
 
 class _Short(reprlib.Repr):
-    """Values in messages: of any size and shape, a few words."""
+    """Shortens values of any size for messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxstring, self.maxlong, self.maxother = 3, 4, 100, 60, 100
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to write out more than 4,300 digits."""
+        """Describe large integers: Python refuses to convert more than 4,300 digits."""
         return f"an integer of {x.bit_length():,} bits" if x.bit_length() > 2000 else super().repr_int(x, level)
 
 
 shown = _Short().repr
-"""A value as a message shows it: Python's repr, but short, whatever the value is."""
+"""Return a short repr of any value, for messages."""
 
 
 def cut(text: str, most: int) -> str:
-    """A text, its end left out where it is longer than `most` characters."""
+    """Cut a text to at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def plain(text: str) -> str:
-    """A text from elsewhere, such as a column's name, without what would write on a terminal."""
+    """Replace unprintable characters of an untrusted text, such as control codes of a terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)

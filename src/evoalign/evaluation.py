@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean model on a split, by the same engine path as training."""
+"""Evaluation of the mean on a split, by the same engine path as training."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
 PREFIX = "reward/"
-"""Of the measure, and the column of a table, of one of several rewards."""
+"""Prefix of the measure, and of the table column, of one of several rewards."""
 
 RESAMPLES, RESAMPLE_SECONDS = 200, 30.0
-"""How often a set-level fitness is asked of examples drawn again, and how long that may take of one evaluation."""
+"""Number of bootstrap resamples for a set-level fitness, and the seconds they may take per evaluation."""
 
 RIGHT = "right"
-"""The measure of what gold says of completions, whatever they earn."""
+"""Measure: share of completions that are right by the gold answer, whatever the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +49,30 @@ class Scored:
     finish_reason: str
     tokens: int
     rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """By column, where there are several."""
+    """Reward by column, if there are several."""
     right: bool | None = None
-    """Whether it is right by gold, not by the reward: `Task.is_right`. None where that is not known."""
+    """Whether it is right by the gold answer (`Task.is_right`); None if unknown."""
 
     def flat(self) -> dict[str, Any]:
-        """A row of a table: `reward/NAME` is a column of rewards."""
+        """Return a table row, with each reward column as `reward/NAME`."""
         row = asdict(self)
         return row | {f"{PREFIX}{name}": value for name, value in row.pop("rewards").items()}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Scored:
-        """From a row as `flat` makes it. Raises TypeError for other columns."""
+        """Make one from a row of `flat`. Raises TypeError for other columns."""
         rewards = {name.removeprefix(PREFIX): value for name, value in row.items() if name.startswith(PREFIX)}
         return cls(**{name: value for name, value in row.items() if not name.startswith(PREFIX)}, rewards=rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`measures` are means over examples, samples and seeds; `measures_E` holds them per example.
+    """Measures of a model on a split: `measures` are means over examples, samples and seeds, `measures_E` per example.
 
-    `reward` is the weighted sum of the task's columns, also where training has another objective: that of a stateful
-    one would change with its state. `reward/NAME` is one of several columns, over the completions that it applies to;
-    per example NaN where it applies to none. So is `right`, the share that is right by gold, where that is known.
-    `fitness/NAME` is what `task.fitness` gives for all answers of a seed, its samples among them, in the mean over
-    seeds. It is of no example alone: it is not in `measures_E`, and `resampled` has it for examples drawn again.
+    `reward` is the weighted sum of the task's columns, whatever the training objective. `reward/NAME` is one of several
+    columns, over the completions that it applies to; NaN for an example if it applies to none. `right` is the share
+    that is right by the gold answer, if known. `fitness/NAME` is the mean over seeds of `task.fitness` for all samples
+    of a seed. It has no value per example, so it is not in `measures_E`; `resampled` has it for bootstrap resamples.
     """
 
     measures: dict[str, float]
@@ -81,20 +80,22 @@ class Evaluation:
     completions: tuple[Scored, ...]
     resampled: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     points: tuple[Mapping[str, Any], ...] = ()
-    """What `Task.point` keeps of the completions: see `with_points`."""
+    """Values of `Task.point` for the completions: see `with_points`."""
 
     def estimate(self, name: str) -> Estimate:
-        """A measure with its 95 % interval for new examples: Student's t, or the percentiles of `resampled`."""
+        """Return a measure with its 95 % interval over examples: Student's t, or the percentiles of `resampled`."""
         if name in self.measures_E:
             return mean([value for value in self.measures_E[name] if not math.isnan(value)])
         value, count = self.measures[name], len(next(iter(self.measures_E.values())))
         if name not in self.resampled:
-            return Estimate(value, count, why="no interval: it takes too long, or fails, on examples drawn again")
+            return Estimate(
+                value, count, why="no interval: the function takes too long, or fails, on resampled examples"
+            )
         return Estimate(value, count, *_percentiles(self.resampled[name]))
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name} {value:.4g}" for name, value in self.measures.items())
-        return f"Evaluation({told}; {len(self.completions):,} completions)"
+        values = ", ".join(f"{name} {value:.4g}" for name, value in self.measures.items())
+        return f"Evaluation({values}; {len(self.completions):,} completions)"
 
 
 def evaluate(
@@ -105,9 +106,9 @@ def evaluate(
     settings: EvaluationConfig,
     graders: Graders | None = None,
 ) -> Evaluation:
-    """Score the unperturbed model: every example, `samples` times for each of `seeds` (greedy: once).
+    """Score the unperturbed model on every example, `samples` times for each of `seeds` (greedy: once).
 
-    `graders` score, where they can; None: this process does.
+    `graders` score completions in other processes if they can; None: this process scores.
     """
     sampling = sampling_of(settings)
     greedy = sampling.temperature == 0
@@ -131,7 +132,7 @@ def evaluate(
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:
-    """Means of the reward, the task's own measures and the shares every task has."""
+    """Return the means of the reward, of the task's own measures and of the shares that every task has."""
     rows: list[dict[str, float | None]] = []
     for s in scored:
         own = task.measures(task.clean(s.text), task.handed(examples[s.example]))
@@ -155,11 +156,11 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
 
 
 def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
-    """The evaluation with `task.fitness` for examples drawn again with replacement, `RESAMPLES` times.
+    """Add `task.fitness` of `RESAMPLES` bootstrap resamples of the examples.
 
-    The draws depend on the number of examples alone: those of two evaluations of a split are paired. Nothing is added
-    where that takes more than `RESAMPLE_SECONDS`, or where the function fails for some draw, as one may that needs an
-    example of each class.
+    Resamples depend on the number of examples only, so those of two evaluations of a split are paired. Nothing is added
+    if that takes more than `RESAMPLE_SECONDS`, or if the function fails on a resample (it may need an example of each
+    class).
     """
     aim = task.set_objective
     if aim is None or len(examples) < FEWEST:
@@ -180,10 +181,7 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
 
 
 def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
-    """The evaluation with the point of each completion that the task keeps one of, in their order.
-
-    Raises RewardError for a point that no line of JSON can hold.
-    """
+    """Add the task's points (`Task.point`) of the completions, in order. Raises RewardError if one is not JSON."""
     points = [task.point(s.text, task.handed(examples[s.example]), s.rewards) for s in found.completions]
     kept = tuple(point for point in points if point is not None)
     for point in kept:
@@ -191,8 +189,8 @@ def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> E
             json.dumps(point, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"task {task.name}: its point {cut(plain(repr(point)), 200)} is no line of JSON ({error}); give finite "
-                "numbers, texts, and lists and dicts of these"
+                f"task {task.name}: its point {cut(plain(repr(point)), 200)} is not JSON ({error}); return finite "
+                "numbers, strings, and lists and dicts of these"
             ) from None
     return replace(found, points=kept)
 
@@ -216,7 +214,7 @@ def _fitness(
 
 
 def resampled_interval(before: Evaluation, after: Evaluation) -> dict[str, tuple[float, float, float]]:
-    """The change of what `with_resampled` has of both, with the 95 % percentile interval of its paired draws."""
+    """Return the change of each resampled measure, with the 95 % percentile interval of its paired resamples."""
     return {
         name: (after.measures[name] - before.measures[name], *_percentiles(np.subtract(after.resampled[name], values)))
         for name, values in before.resampled.items()
@@ -230,7 +228,7 @@ def _percentiles(values_B: Sequence[float] | NDArray[np.float64]) -> tuple[float
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of the values that are there; NaN where none is."""
+    """Return the mean of the values that are not None; NaN if there is none."""
     there = [value for value in values if value is not None]
     return float(np.mean(there)) if there else math.nan
 
@@ -238,10 +236,10 @@ def _mean(values: Sequence[float | None]) -> float:
 def paired_interval(
     before_E: Sequence[float], after_E: Sequence[float], *, shares: bool = False
 ) -> tuple[float, float, float]:
-    """Mean of the per-example differences and its 95 % interval for new examples: `evoalign.statistics.paired`.
+    """Return the mean per-example difference and its 95 % interval over examples: `evoalign.statistics.paired`.
 
-    Both ends are the mean where there is no interval: of fewer than three examples, or where all differ alike.
-    Examples that have the measure in one of them only, which is NaN in the other, do not count; NaN where that is all.
+    Both ends are the mean if there is no interval: with fewer than three examples, or equal differences. Examples with
+    NaN on either side do not count; NaN if none is left.
     """
     found = paired(before_E, after_E, shares=shares)
     low, high = (found.mean if end is None else end for end in (found.low, found.high))

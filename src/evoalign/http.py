@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP requests whose replies are never decompressed and are of bounded size and time; every client sends by it."""
+"""HTTP requests, of every client in this package: replies are bounded in size and time, and never decompressed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import ssl
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -21,7 +23,7 @@ T = TypeVar("T")
 KEPT = 2.0
 """Seconds for which an idle connection is reused: servers close it after 5, and a request at that moment is lost."""
 LAST = 2.0
-"""Seconds for what is left when a client is closed."""
+"""Seconds that closing a client waits for its executor."""
 LEAST_KEY = 8
 """Characters of a key that is hidden in replies: a shorter one may be a part of any word."""
 WORDS = 300
@@ -56,9 +58,15 @@ class HttpClient:
     """
 
     def __init__(
-        self, url: str, key: str | None, most_bytes: int, *,
-        connect: float | None = None, verify: ssl.SSLContext | bool = True, trust_env: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        key: str | None,
+        most_bytes: int,
+        *,
+        connect: float | None = None,
+        verify: ssl.SSLContext | bool = True,
+        trust_env: bool = False,
+    ) -> None:
         self._url, self._most_bytes = url, most_bytes
         forms = set[str]() if key is None or len(key) < LEAST_KEY else {key, json.dumps(key)[1:-1]}
         self._forms = [form.encode() for form in forms | {form.replace("/", r"\/") for form in forms}]
@@ -66,9 +74,13 @@ class HttpClient:
         # Number of connections: bounded by the callers, who have to reach a server that is busy with other requests.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=connect), limits=limits, verify=verify,
+            base_url=url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=connect),
+            limits=limits,
+            verify=verify,
             trust_env=trust_env,
-        )  # fmt: skip
+        )
 
     async def send(self, method: str, path: str, body: bytes | None = None, *, seconds: float | None) -> Reply:
         """Return the whole reply to a request with a body of JSON, or none. Raises RequestError, ReplyError.
@@ -146,3 +158,31 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def parts_of(url: str) -> SplitResult | None:
+    """Return the parts of an http or https address; None where it is not a valid one."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        return None
+    return parts if is_one else None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is localhost or a loopback address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_here(url: str) -> bool:
+    """Return whether an address leads to a loopback address of this machine."""
+    parts = parts_of(url)
+    return parts is not None and is_loopback(parts.hostname or "")

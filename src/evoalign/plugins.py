@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of the user's own, named in a config as `package.module:Name` or `file.py:name`.
+"""Load custom code, named in a config as `package.module:Name` or `file.py:name`.
 
-Only ever called with a name from the user's own config or command line, never from a file found in a checkpoint.
+Called only with names from the user's own config or command line, never from the files of a run or checkpoint.
 """
 
 from __future__ import annotations
@@ -24,34 +24,32 @@ from evoalign.config.secrets import redacted
 from evoalign.errors import ConfigError
 
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
-"""What code of the user's own may raise and is a failure of that code: all but Ctrl-C. A sys.exit() in it must not end
-a run as if the run were done."""
-
+"""Exceptions that count as failures of custom code: all but Ctrl-C. sys.exit() must not end a run as if it were
+done."""
 MOST_NAMES = 12
-"""Of a module, that are said where another was meant."""
+"""Most names of a module that an error lists."""
 _NOT_OWN = (Path(__file__).parent, Path(asyncio.__file__).parent)
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and text on one line, shortened, and without what looks like a secret: addresses that code
-    of the user's own asks are often in it."""
+    """Return an exception's type and text on one line, shortened and with secrets redacted, as in addresses."""
     text = " ".join(redacted(str(error)).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 def raised(error: BaseException) -> str:
-    """The same of what code of the user's own raised, with the file and the line in it."""
+    """Describe an exception of custom code, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(place in Path(f.filename).parents for place in _NOT_OWN)]
     if not own:
         return described(error)
-    # The deepest line of the file that was called: what failed below it may be a library's.
+    # The deepest line of the file that was called; below it are libraries.
     last = next(frame for frame in reversed(own) if frame.filename == own[0].filename)
     return f"{described(error)} in {Path(last.filename).name} line {last.lineno}"
 
 
 def load_object(path: str, what: str) -> Any:
-    """The object a path names. `what` is the setting, for the error. Raises ConfigError."""
+    """Load the object that a path names. `what` is the setting, for the error. Raises ConfigError."""
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"{what}: {path!r} is not an import path; write package.module:Name or file.py:name")
@@ -65,7 +63,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def _there(module: ModuleType) -> str:
-    """The functions and classes that a module defines, for who named another."""
+    """List the functions and classes that a module defines."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     names = [name for name in own if not name.startswith("_") and callable(vars(module)[name])]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
@@ -75,10 +73,10 @@ def _there(module: ModuleType) -> str:
 def own_settings(
     given: Mapping[str, Any], model: type[BaseModel] | None, section: str, common: Collection[str] = ()
 ) -> Any:
-    """What a config's section says beside the settings that all of its kind share, checked: one `model`, or as it is.
+    """Check the custom settings of a config's section with `model`, or return them as they are without one.
 
-    `common` are the names that all share: what is nearly one of them, and nobody declares, is a slip. Raises
-    ConfigError.
+    `common` are the section's built-in settings: an undeclared name close to one of them is refused as a typing error.
+    Raises ConfigError.
     """
     known = () if model is None else tuple(info.alias or name for name, info in model.model_fields.items())
     declared = model is not None and model.model_config.get("extra") != "allow"
@@ -104,7 +102,7 @@ def _from_name(name: str, attribute: str, what: str) -> ModuleType:
             "is it installed or on PYTHONPATH?"
         )  # fmt: skip
         raise ConfigError(f"{what}: no module named {error.name!r}; {hint}") from None
-    except FAILURES as error:  # whatever the user's own module does while it is imported
+    except FAILURES as error:  # custom code runs while it is imported
         raise ConfigError(f"{what}: {name} fails to import: {described(error)}") from error
 
 

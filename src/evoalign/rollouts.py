@@ -35,7 +35,7 @@ def not_evaluated() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the loop needs. `objective` is in the state that the first generation to be trained begins with.
+    """Parts of a run that the loop uses. `objective` is in the state of the first generation to be trained.
 
     `evaluate_mean` returns the measures of the mean; it is called every `evaluation.every` generations. `plateaus`
     returns the number of plateaus so far. `graders` score completions in other processes; None: this process scores.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of, loaded and checked in the order of cost, so that bad input is reported early."""
+"""Parts of a run from its config, checked in order of cost so that bad input is reported early."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rewards = Reward | Sequence[Reward]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model in an engine that is ready for a space. `close` it."""
+    """A model in an engine that is ready for a space. Close it after use."""
 
     config: Config
     tokens: Tokens
@@ -50,7 +50,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Served):
-    """Everything a run needs. `close` it: it holds the model and, for the user's own rewards, a worker process."""
+    """Everything a run needs. Close it: it holds the model and, for user-defined rewards, a worker process."""
 
     task: Task
     data: Data
@@ -64,11 +64,11 @@ class Parts(Served):
         return self.task.max_reward if self.objective is self.task.weighted else math.inf
 
     def evaluate_test(self) -> Evaluation:
-        """The mean on the test split."""
+        """Evaluate the mean on the test split."""
         return self.evaluate("test")
 
     def evaluate(self, split: Split) -> Evaluation:
-        """The mean on a split."""
+        """Evaluate the mean on a split."""
         examples, how = self.data.of(split), self.config.evaluation
         return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how, self.graders)
 
@@ -90,10 +90,7 @@ class Parts(Served):
 
 
 def as_config(config: ConfigLike, *, needs_es: bool = True) -> Config:
-    """A checked Config from any of its forms, an engine of the user's own read; see `from_dict` for `needs_es`.
-
-    Raises ConfigError.
-    """
+    """Return a validated Config from any of its forms; see `from_dict` for `needs_es`. Raises ConfigError."""
     if isinstance(config, str | Path):
         config = load(config, needs_es=needs_es)
     return engines.read(config if isinstance(config, Config) else from_dict(config, needs_es=needs_es))
@@ -132,15 +129,15 @@ def serve(config: Config) -> Served:
 
 
 def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> tuple[Task, Data]:
-    """The task, scoring in a process of its own where the code is the user's, and its splits. Close the task."""
+    """Return the task and its splits. Close the task: user-defined code scores in a separate process."""
     rewards = None if reward is None else ([reward] if callable(reward) else list(reward))
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     made = task or tasks.create(config.task, rewards)
     if config.task.fitness is not None and made.set_objective is None:
         raise ConfigError(
-            f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
-            "with TaskConfig(fitness=...)"
+            f"task.fitness {config.task.fitness} does not apply to the given task {made.name}; make that task with "
+            "TaskConfig(fitness=...)"
         )
     _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
@@ -157,7 +154,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         data = with_validation(chosen, data, config.task)
         if config.follows_validation is not None and not data.validation:
             raise ConfigError(
-                f"{config.follows_validation} goes by the validation split, and task {chosen.name} has none: set "
+                f"{config.follows_validation} needs a validation split, and task {chosen.name} has none: set "
                 "task.validation_size or task.validation_data; the test split is never used for it"
             )
     except BaseException:
@@ -167,16 +164,16 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
 
 
 def _refuse_odd_commands(task: Task) -> None:
-    """Raise ConfigError for what would fail in the last lines of a run."""
-    said: Any = task.commands
-    if not isinstance(said, Mapping) or not all(isinstance(text, str) for pair in said.items() for text in pair):
+    """Raise ConfigError if the task's `commands` are not a mapping of strings."""
+    commands: Any = task.commands
+    if not isinstance(commands, Mapping) or not all(isinstance(t, str) for pair in commands.items() for t in pair):
         raise ConfigError(
-            f"task {task.name}: its commands are {shown(said)}; give a mapping of each command to what it is for"
+            f"task {task.name}: its commands are {shown(commands)}; return a mapping of command to purpose"
         )
 
 
 def _refuse_cut_answers(config: Config, task: Task) -> None:
-    """Raise ConfigError where a completion would end before what its answer counts by: all would earn nothing."""
+    """Raise ConfigError for a stop text that would cut off the tag by which the task finds the answer."""
     for section, settings in (("sampling", config.sampling), ("evaluation", config.evaluation)):
         for stop in settings.stop if task.graded_text else ():
             cut = stop in task.graded_text or task.graded_text in stop
@@ -188,7 +185,7 @@ def _refuse_cut_answers(config: Config, task: Task) -> None:
 
 
 def _give_scorer(config: Config, task: Task) -> None:
-    """Tell a task how the models are made that it asks; no model is loaded. Raises ConfigError where none is named."""
+    """Give a task the factory of its scorer. No model is loaded yet. Raises ConfigError if none is configured."""
     if not task.asks_scorer or task.make_scorer is not None:
         return
     if config.scorer is None:
@@ -205,15 +202,15 @@ def _give_scorer(config: Config, task: Task) -> None:
 
 
 def check_scorer(config: Config, task: Task) -> None:
-    """Raise ModelError, ConfigError where the models that a task asks would not load; no weight is read."""
+    """Raise ModelError, ConfigError if the models that score would not load. No weights are read."""
     if task.asks_scorer and config.scorer is not None:
         scorer.check(config.scorer)
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
-    """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is.
+    """Make an engine ready for the config's space. Raises ModelError if the memory does not suffice.
 
-    Without a section `es` the mean is served, and nothing is ready to move it.
+    Without a section `es` the mean is served and cannot be moved.
     """
     space = spaces.create(config)
     layout = layout_of(space, engine.specs(), engine.dtype)
@@ -230,7 +227,7 @@ def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
 
 
 def layout_of(space: Space, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
-    """What evolves. Raises ModelError where that is nothing."""
+    """Return the tensors that evolve. Raises ModelError if there are none."""
     layout = space.layout(specs, dtype)
     if not layout.tensors:
         raise ModelError(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals at 95 %, by formula and without random draws: the same numbers give the same bits.
+"""95 % confidence intervals by formula, without random numbers: the same values give the same bits.
 
-How often each really holds what it is an interval of is simulated by `benchmarks/coverage.py` for few and for many
-values, even, skewed and heavy-tailed ones; `benchmarks/README.md` has the table. Array suffixes: S seeds (or placebos,
-or whatever is drawn anew), I items (test examples), N values.
+`benchmarks/coverage.py` simulates the coverage of each for small and large samples of normal, skewed and heavy-tailed
+values; `benchmarks/README.md` has the table. Array suffixes: S seeds (or placebos), I items (test examples), N values.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from numpy.typing import ArrayLike, NDArray
 
 LEVEL = 0.05
 FEWEST = 3
-"""Values from which an interval is given: two say next to nothing of their spread."""
+"""Fewest values for an interval: two say almost nothing about the spread."""
 FEWEST_IQM = 5
-"""Values from which the interquartile mean has one: the range of four holds the median in 87.5 % of cases."""
+"""Fewest values for an interval of the interquartile mean: the range of four covers the median in 87.5 % of cases."""
 RANKS = 0.925
-"""What the interval of the interquartile mean holds at the least, where its ranks allow no 95 %."""
+"""Lowest coverage of the interval of the interquartile mean, where its ranks cannot reach 95 %."""
 FLAT = 1e-12
-"""A spread below so much of the largest value is one of rounding."""
+"""A spread below this share of the largest value is a rounding error."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What was estimated, mostly a mean, from n values, and its 95 % interval; None where none is, and `why` it is not.
+    """An estimate from n values, mostly a mean, with its 95 % interval; None where there is none, and `why`.
 
-    `items` is how many test examples each of the n is a mean over, where the interval is for new ones of these too.
+    `items` is the number of test examples that each of the n is a mean over, if the interval is for new examples too.
     """
 
     mean: float
@@ -44,21 +43,21 @@ class Estimate:
 
 
 def is_sure(found: Estimate) -> bool:
-    """Whether there is an interval, without 0 in it."""
+    """Return whether there is an interval that excludes 0."""
     return found.low is not None and found.high is not None and not found.low <= 0 <= found.high
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """Student's t interval of the mean of [N] values.
+    """Return Student's t interval of the mean of [N] values.
 
-    Exact for normal values; too wide for heavy tails; of skewed ones too short, see `interquartile_mean`.
+    Exact for normal values, too wide for heavy tails, too short for skewed values, see `interquartile_mean`.
     """
     values_N = np.asarray(values, dtype=np.float64)
     return _of(float(values_N.mean()), len(values_N), lambda: _half_mean(values_N))
 
 
 def difference(a: ArrayLike, b: ArrayLike) -> Estimate:
-    """Welch's t interval of mean(a) - mean(b), of [N] and [M] values that are not paired. `n` is the smaller number."""
+    """Return Welch's t interval of mean(a) - mean(b), for unpaired [N] and [M] values. `n` is the smaller number."""
     a_N, b_M = (np.asarray(values, dtype=np.float64) for values in (a, b))
 
     def half() -> float:
@@ -70,11 +69,12 @@ def difference(a: ArrayLike, b: ArrayLike) -> Estimate:
 
 
 def interquartile_mean(values: ArrayLike) -> Estimate:
-    """Mean of the middle half of [N] values (IQM; Agarwal et al. 2021, arXiv 2108.13264) with an interval of ranks.
+    """Return the mean of the middle half of [N] values (IQM; Agarwal et al. 2021, arXiv 2108.13264) with a rank
+    interval.
 
-    The interval lies between two order statistics, by ranks that hold the median with the probability nearest to 95 %
-    that is above `RANKS`, whatever the distribution (Conover 1999, section 3.2); the IQM lies near the median.
-    The bootstrap that goes with the IQM there is too short for a few values of one task.
+    The interval is between the two order statistics whose coverage of the median is nearest to 95 % and above `RANKS`,
+    for any distribution (Conover 1999, section 3.2); the IQM is near the median. The bootstrap of that paper gives
+    intervals that are too short for a few values of one task.
     """
     from scipy.stats import binom, trim_mean
 
@@ -91,10 +91,10 @@ def interquartile_mean(values: ArrayLike) -> Estimate:
 
 
 def crossed(values: ArrayLike) -> Estimate:
-    """Interval of the mean of [S, I] values for new seeds and new items at once; every seed has every item.
+    """Return the interval of the mean of [S, I] values for new seeds and new items at once; every seed has every item.
 
-    Of seed s and item i the model is mean + seed + item + rest, the last three random. Where seeds or items alone are
-    drawn anew, an interval says less than it seems to. See `_two_ways` for the formula.
+    The model is mean + seed + item + rest, the last three random. An interval for new seeds or new items alone would be
+    too narrow. See `_two_ways` for the formula.
     """
     values_SI = np.asarray(values, dtype=np.float64)
     found = _of(float(values_SI.mean()), len(values_SI), lambda: _half_crossed(values_SI), min(values_SI.shape))
@@ -102,9 +102,9 @@ def crossed(values: ArrayLike) -> Estimate:
 
 
 def crossed_difference(a: ArrayLike, b: ArrayLike, *, paired: bool) -> Estimate:
-    """Interval of mean(a) - mean(b) for new seeds and new items: [S, I] and [T, I] on the same items.
+    """Return the interval of mean(a) - mean(b) for new seeds and new items: [S, I] and [T, I] on the same items.
 
-    `paired`: the seeds are the same ones, in the same order, and only differences are looked at.
+    `paired`: the seeds are equal and in the same order, and only differences are used.
     """
     a_SI, b_TI = (np.asarray(values, dtype=np.float64) for values in (a, b))
     if paired:
@@ -123,10 +123,10 @@ def crossed_difference(a: ArrayLike, b: ArrayLike, *, paired: bool) -> Estimate:
 
 
 def beside(one: ArrayLike, others: ArrayLike) -> Estimate:
-    """Interval of mean(one) - mean(others), [I] and [S, I] on the same items, that has 0 in it were the one of them.
+    """Return the interval of mean(one) - mean(others), [I] and [S, I] on the same items.
 
-    For new items, and for seeds that the one is a further one of, of normal values: it is as far from the mean of the
-    others as they are, so their spread counts S + 1 times as much as in `crossed`, where the one is given.
+    It contains 0 in 95 % of cases where `one` is a further draw of the others, for normal values, new items and new
+    seeds: the spread of the others then counts S + 1 times as much as in `crossed`.
     """
     one_I, others_SI = (np.asarray(values, dtype=np.float64) for values in (one, others))
     s, i = others_SI.shape
@@ -141,11 +141,12 @@ def beside(one: ArrayLike, others: ArrayLike) -> Estimate:
 
 
 def ratio(top: ArrayLike, bottom: ArrayLike) -> Estimate:
-    """Sum of `top` over sum of `bottom`, and Fieller's interval: all ratios r that the mean of top - r bottom allows.
+    """Return sum of `top` / sum of `bottom` with Fieller's interval: all r for which the interval of top - r bottom has
+    0.
 
-    [N] each: over N clusters, such as prompts with the sums over what was drawn for them (Cochran 1977, section 6.3).
-    [S, I], where either may be [I]: over both at once, as `crossed`. No interval where that of `bottom` has 0 in it.
-    Fieller, J. Royal Statistical Society B 16 (1954).
+    [N] each: over N clusters, such as prompts with sums over their samples (Cochran 1977, section 6.3). [S, I], where
+    either may be [I]: over seeds and items, as `crossed`. No interval where that of `bottom` contains 0. Fieller, J.
+    Royal Statistical Society B 16 (1954).
     """
     top_, bottom_ = np.broadcast_arrays(np.asarray(top, dtype=np.float64), np.asarray(bottom, dtype=np.float64))
     n, items = len(top_), top_.shape[1] if top_.ndim == 2 else None
@@ -165,12 +166,12 @@ def ratio(top: ArrayLike, bottom: ArrayLike) -> Estimate:
 
 
 def paired(before: ArrayLike, after: ArrayLike, *, shares: bool = False) -> Estimate:
-    """Interval of the mean of after - before over [N] examples; examples where either is NaN do not count.
+    """Return the interval of the mean of after - before over [N] examples, without examples where either is NaN.
 
-    Of values that are 0 or 1 alone: Bonett and Price (2012, Statistics in Medicine 31), the Wald interval with one
-    added to the examples that went either way. It is an interval also where none did, where t would be of no width and
-    hold nothing. Of others: t. `shares` says that no other values can be; else both have to be seen, for a number that
-    happens to be 1 (or 0) everywhere tells nothing of what it can be.
+    For values of only 0 and 1: Bonett and Price (2012, Statistics in Medicine 31), the Wald interval with one example
+    added that changed in either direction. It has a width also where no example changed, unlike t. For other values: t.
+    `shares` says that only 0 and 1 are possible; otherwise both have to occur, since a number that is 1 (or 0)
+    everywhere may have other values in new examples.
     """
     pairs_N2 = np.stack([np.asarray(values, dtype=np.float64) for values in (before, after)], axis=-1)
     pairs_N2 = pairs_N2[~np.isnan(pairs_N2).any(axis=1)]
@@ -183,17 +184,18 @@ def paired(before: ArrayLike, after: ArrayLike, *, shares: bool = False) -> Esti
 
 
 def bounded(found: Estimate, low: float = 0.0, high: float = 1.0) -> Estimate:
-    """Its interval within what can be: of a share 0 to 1, of a divergence 0 to infinity."""
+    """Clip an interval to the possible range, such as 0 to 1 for a share."""
     if found.low is None or found.high is None:
         return found
     return replace(found, low=max(low, found.low), high=min(high, found.high))
 
 
 def between(values: Floats, low: float, high: float) -> Estimate:
-    """The mean of [N] values that can be from low to high: Student's t of these and of one more at either end.
+    """Return the mean of [N] values between low and high, with the t interval of these and one more value at either
+    end.
 
-    As one success and one failure are added to a share (Agresti and Coull 1998): where all values are at one end, or
-    nearly, their own spread says nothing of how far away the next may be.
+    It extends the added success and failure of Agresti and Coull (1998) for shares: where nearly all values are at one
+    end, their spread says nothing about how far away the next may be.
     """
     if len(values) < FEWEST:
         return mean(values)
@@ -202,7 +204,7 @@ def between(values: Floats, low: float, high: float) -> Estimate:
 
 
 def welch(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The sum of (squared standard error, degrees of freedom), and Satterthwaite's degrees of freedom of it."""
+    """Return the sum of squared standard errors, and its degrees of freedom by Satterthwaite."""
     total = sum(v for v, _ in parts)
     spread = sum(v**2 / df for v, df in parts)
     return total, total**2 / spread if spread > 0 else min(df for _, df in parts)
@@ -214,7 +216,7 @@ def welch(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _of(
     centre: float, n: int, half: Callable[[], float], fewest: int | None = None, of: ArrayLike | None = None
 ) -> Estimate:
-    """`fewest` is the smallest of the numbers that the interval is over, where that is not n; `of` are the values."""
+    """Make an estimate. `fewest` is the smallest number of seeds or items, by default n; `of` are the values."""
     if (n if fewest is None else fewest) < FEWEST:
         return Estimate(centre, n, why=_few(n if fewest is None else fewest))
     width = half()
@@ -238,7 +240,7 @@ def _half_mean(values_N: Floats) -> float:
 
 
 def t_of(df: float) -> float:
-    """The two-sided quantile of Student's t."""
+    """Return the two-sided 95 % quantile of Student's t."""
     from scipy.special import stdtrit
 
     return float(stdtrit(df, 1 - LEVEL / 2))
@@ -246,7 +248,7 @@ def t_of(df: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Squared standard errors of a mean over [S, I]: by its seeds, by its items; what is left is in both of them."""
+    """Squared standard errors of a mean over [S, I] by seeds and by items; both include the rest."""
 
     seeds: float
     items: float
@@ -254,7 +256,7 @@ class _Parts:
 
 
 def _parts(values_SI: Floats) -> _Parts:
-    """Mean squares of the two-way layout without replication, over S I (Searle, Casella, McCulloch 1992, chapter 4)."""
+    """Compute mean squares of a two-way layout without replication, over S I (Searle et al. 1992, chapter 4)."""
     s, i = values_SI.shape
     seeds_S, items_I = values_SI.mean(1), values_SI.mean(0)
     rest_SI = values_SI - seeds_S[:, None] - items_I[None, :] + values_SI.mean()
@@ -269,17 +271,17 @@ def _half_crossed(values_SI: Floats) -> float:
 
 
 def _two_ways(seeds: float, seeds_df: float, items: float, items_df: float, rest: float) -> float:
-    """Half the interval: each source by its own t, squares added; what both have in them counts once.
+    """Return half the interval: squares of both sources, each with its own t, and the rest counted once.
 
-    As Howe's (1974) for sums of variances. One t with Satterthwaite's degrees of freedom holds 89 to 92 % with three
-    seeds, this 94 to 98 % (benchmarks/coverage.py). Never shorter than items or seeds alone would be.
+    As Howe (1974) for sums of variances. With three seeds it covers 94 to 98 %, a single t with Satterthwaite's degrees
+    of freedom 89 to 92 % (benchmarks/coverage.py). It is never shorter than for items or seeds alone.
     """
     by_seeds, by_items = t_of(seeds_df) ** 2 * seeds, t_of(items_df) ** 2
     return max(by_seeds + by_items * max(items - rest, 0.0), by_items * items) ** 0.5
 
 
 def _fieller(top: Floats, bottom: Floats, centre: float, side: float, half: Callable[[Floats], float]) -> float:
-    """The end on one side: the ratio at which the interval of top - ratio bottom just has 0 in it."""
+    """Return one end: the ratio at which an end of the interval of top - ratio bottom is 0."""
     from scipy.optimize import brentq
 
     def outside(r: float) -> float:
@@ -288,14 +290,14 @@ def _fieller(top: Floats, bottom: Floats, centre: float, side: float, half: Call
 
     step = half(top - centre * bottom) / abs(float(bottom.mean()))
     inner, outer = centre, centre + side * step
-    while outside(outer) < 0:  # ends, since bottom's own interval is away from 0
+    while outside(outer) < 0:  # terminates, since the interval of bottom excludes 0
         inner, outer = outer, centre + 2 * (outer - centre)
     found: Any = brentq(outside, inner, outer, xtol=FLAT * max(abs(centre), step))
     return float(found)
 
 
 def _of_shares(gaps_N: Floats) -> Estimate:
-    """Differences of -1, 0 and 1."""
+    """Return the interval of differences of -1, 0 and 1."""
     from scipy.special import ndtri
 
     n = len(gaps_N)

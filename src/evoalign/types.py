@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nouns that pass between the loop, the engines, the spaces and the tasks.
+"""The types that the loop, the engines, the spaces and the tasks exchange.
 
-Shapes are written as suffixes: M members, P prompts (requests with samples folded in), T tokens, R rank.
-Nothing here knows a model library: plans and updates hold integers and floats only, so that a whole run can be
-written down in a few bytes a member and replayed anywhere.
+Suffixes are shapes: M members, P prompts (requests with samples folded in), T tokens, R rank. Plans and updates hold
+only integers and floats, so that a whole run can be recorded in a few bytes per member and replayed anywhere.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-if TYPE_CHECKING:  # a grader's process needs none and starts in a fraction of the time
+if TYPE_CHECKING:  # a grader's process starts much faster without torch
     import torch
 
 Messages: TypeAlias = list[dict[str, str]]
 Prompt: TypeAlias = str | Messages
-"""A raw string, fed to the tokenizer as it is, or chat messages for the tokenizer's chat template."""
+"""A raw string for the tokenizer, or chat messages for its chat template."""
 Example: TypeAlias = Mapping[str, Any]
 """One row of a data set, by column name."""
 Slices: TypeAlias = tuple[slice, ...]
-"""A rectangular part of a tensor: one slice a dimension, step 1."""
+"""A rectangular part of a tensor: one slice per dimension, step 1."""
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 def text_of(prompt: Prompt) -> str:
-    """A prompt as one text: of messages their contents, each on a line of its own."""
+    """Join a prompt into one text; the contents of messages are separate lines."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
@@ -45,16 +44,16 @@ class Member:
 
     @property
     def is_mean(self) -> bool:
-        """True for the unperturbed model."""
+        """Whether this is the unperturbed model."""
         return self.sign == 0
 
 
 MEAN = Member(index=-1, noise=0, sign=0)
-"""The unperturbed model. Evaluation takes the same path through an engine as training."""
+"""The unperturbed model. An engine evaluates it like any other member."""
 
 
 def population(size: int, *, antithetic: bool = False) -> tuple[Member, ...]:
-    """The members of one generation: independent, or in pairs (2k, 2k+1) of opposite sign."""
+    """Return the members of one generation: independent, or in pairs (2k, 2k+1) of opposite sign."""
     if antithetic:
         return tuple(Member(index=i, noise=i // 2, sign=1 - 2 * (i % 2)) for i in range(size))
     return tuple(Member(index=i, noise=i, sign=1) for i in range(size))
@@ -62,7 +61,7 @@ def population(size: int, *, antithetic: bool = False) -> tuple[Member, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who is evaluated: no tensors. `sigma` multiplies the layout's scale of each tensor."""
+    """The members to evaluate. `sigma` multiplies the layout's scale of each tensor."""
 
     generation: int
     sigma: float
@@ -74,9 +73,9 @@ MEAN_PLAN = Plan(generation=0, sigma=0.0, members=(MEAN,))
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1].
+    """Sampling of tokens. Temperature 0 is greedy; `top_p` in (0, 1].
 
-    A completion ends where one of the texts `stop` comes up, which its own text leaves out unless `keep_stop`.
+    A completion ends at one of the texts `stop`, which is not part of it unless `keep_stop`.
     """
 
     max_tokens: int
@@ -88,11 +87,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion wanted of every member of a plan, or of the one that it names.
+    """A request for one completion from every member of a plan, or from one `member`.
 
-    `index` identifies the request among those of one member in a rollout: unique, in any order, beginning anywhere.
-    `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers, whether
-    they share a request or each have their own of the same seed.
+    `index` is unique among the requests of one member in a rollout, in any order. `seed` belongs to the (prompt,
+    sample): all members sample with common random numbers, whether they share a request or have requests with the same
+    seed.
     """
 
     index: int
@@ -101,16 +100,15 @@ class Request:
     seed: int = 0
     logprobs: bool = False
     member: Member | None = None
-    """Who answers; None: every member."""
+    """The member that generates the completion; None: every member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One completion. `token_ids` includes the stop token where one was produced; `text` has no special tokens.
 
-    `request` is the `index` of its Request, never the position of that request in a list or a batch.
-    `logprobs` holds, where asked for, the log-probability of each token of `token_ids` under the member's own
-    untempered distribution.
+    `request` is the `index` of its Request, not its position in a list or batch. `logprobs`, if requested, has the
+    log-probability of each token of `token_ids` under the member's distribution at temperature 1.
     """
 
     member: Member
@@ -122,9 +120,9 @@ class Rollout:
 
 
 Summation: TypeAlias = Literal["ordered", "library", "own"]
-"""How the terms of an update are added: `ordered`, one after another, which has the same bits on every machine;
-`library`, in `lowrank` as the library's matrix product adds them, which journals of before were made with on a CPU;
-`own`, as a space of one's own does. The last two may have other bits on another machine."""
+"""Order in which the terms of an update are added: `ordered`, one after another, with the same bits on every machine;
+`library`, as a library's matrix product, used for `lowrank` on a CPU by earlier releases; `own`, as a custom
+space. The bits of the last two may depend on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +131,8 @@ class Update:
 
     `index` counts updates; `step` is eta times the sigma of generation 0, so with `sigma` it is the paper's alpha
     (Qiu et al., arXiv 2509.24372, algorithm 1). `sigma` is the one the members were evaluated with.
-    `decay` is the share of the distance to the starting weights that is taken back, `summation` how the terms of the
-    sum are added.
+    `decay` is the share of the distance to the starting weights that is taken back, `summation` the order in which the
+    terms are added.
     """
 
     index: int
@@ -148,14 +146,14 @@ class Update:
 
 
 TensorKind: TypeAlias = Literal["linear", "expert", "embedding", "norm", "bias", "other"]
-"""`expert`: a linear matrix of one expert of a mixture, which is fused with others in the model."""
+"""`expert`: a linear matrix of one expert of a mixture, which the model fuses with others."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of the model under its Hugging Face name. `mean_abs` is the mean of |W| in float64.
 
-    `peft`: whether PEFT loads an adapter of it, if it is a linear matrix.
+    `peft`: whether PEFT can load an adapter of it.
     """
 
     name: str
@@ -170,8 +168,7 @@ class TensorSpec:
 class EvolvedTensor:
     """One tensor that evolves. The noise has standard deviation `sigma * scale` (a factor's product, for factors).
 
-    `module` is the Hugging Face name of the weight it belongs to; for `lora` that is another tensor than the
-    factor itself.
+    `module` is the Hugging Face name of the weight that it changes; for `lora`, `name` is a factor's name.
     """
 
     name: str
@@ -182,7 +179,7 @@ class EvolvedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What evolves, in order, and how wide: made once from the model's tensor specs by `Space.layout`.
+    """The tensors that evolve, in order, with the scale of their noise: made once by `Space.layout`.
 
     `dtype` is the one the model is served in. `frozen` tensors belong to the mean but never move.
     """
@@ -203,46 +200,44 @@ class Layout:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The served dtype as torch has it."""
+        """The served dtype as a torch dtype."""
         import torch
 
         return getattr(torch, self.dtype)
 
     @property
     def parameters(self) -> int:
-        """Numbers that evolve."""
+        """Number of scalar parameters that evolve."""
         return sum(math.prod(t.shape) for t in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an engine says of itself once it has started."""
+    """Facts about a started engine."""
 
     engine: str
     device: str
     dtype: str
     deterministic: bool
     model_hash: str
-    """`weights_hash` of all the model's tensors as they were loaded."""
+    """`weights_hash` of all tensors of the model as loaded."""
     master_bytes: int
     note: str = ""
-    """What else a user should know, such as which kernels serve the members and why not faster ones."""
+    """A note for the user, such as which kernels are used and why not faster ones."""
     library: str = ""
-    """What answers, such as a library and its version, where it is other than what every run records."""
+    """The library that generates completions and its version, where the run does not already record it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one generation came to: handed to progress displays, figures and hooks of the user's own.
+    """The result of one generation, for progress displays, figures and the user's hooks.
 
-    `scores_MP` are what the objective made of the rewards, `seconds` the wall time by phase (rollout, score, update,
-    other).
-    `fitness_M` is the mean over prompts. `rows` are the training examples in the order of the requests, so that
-    `rollouts` (all members x prompts) answer the examples `rows[rollout.request]`; `prompts` are their token ids, in
-    the same order. A zero-variance generation moves nothing. `rewards` has the mean of each reward column where there
-    are several (None: it applied to no completion), `objective` the state after this generation where there is one.
-    `mean` are the unperturbed model's answers to the same requests, where the objective asks for them; `tokens` counts
-    theirs too.
+    `scores_MP` are the objective's scores, `fitness_M` their means over prompts, `seconds` the wall time by phase
+    (rollout, score, update, other). `rows` are the training examples in the order of the requests: the example of a
+    rollout (of all members x prompts) is `rows[rollout.request]`; `prompts` are their token ids, in the same order.
+    `rewards` has the mean of each reward column if there are several (None: it applied to no completion), `objective`
+    the objective's state after this generation, if it has one. `mean` are the unperturbed model's completions of the
+    same requests, if the objective needs them; `tokens` includes theirs.
     """
 
     index: int
@@ -265,5 +260,5 @@ class Generation:
 
     @property
     def zero_variance(self) -> bool:
-        """All coefficients are exactly zero: the members could not be told apart."""
+        """Whether all coefficients are exactly zero, since the scores of all members were equal: nothing is updated."""
         return not any(self.update.coefficients)

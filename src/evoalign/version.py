@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version, where both the package and the manifest find it, and how to install more of the package."""
+"""The version of the package, and the command that installs its extras."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __version__ = "0.1.0"
 
 
 def install(*extras: str) -> str:
-    """The command that installs extras from where this package came: a clone, a wheel, an index."""
+    """Return the command that installs extras from the source of this package: a clone, a wheel or an index."""
     try:
         found = json.loads(metadata.distribution("evoalign").read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, ValueError):  # a source tree that nothing installed
+    except (metadata.PackageNotFoundError, ValueError):  # a source tree that is not installed
         found = {}
     return command(found, extras)
 
 
 def command(origin: Mapping[str, Any], extras: tuple[str, ...]) -> str:
-    """The same by what pip wrote down of the origin (PEP 610)."""
+    """Return the command for an origin recorded by pip (PEP 610)."""
     named, url = f"evoalign[{','.join(extras)}]", str(origin.get("url", ""))
     if "dir_info" in origin:
         folder = Path(unquote(urlsplit(url).path))

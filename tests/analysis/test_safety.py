@@ -22,7 +22,7 @@ from evoalign.analysis.safety.command import Settings
 from evoalign.analysis.safety.compute import safety
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
-from evoalign.tasks.safety.task import LABELS, Safety
+from evoalign.tasks.safety import LABELS, Safety
 from plain import UNCHECKED
 from rule_scorer import RuleScorer
 

@@ -725,7 +725,7 @@ def _moved(model: Any) -> float:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"grpo": {"num_generations": 3}}, "8 x 1 passes is no multiple of grpo.num_generations 3"),
+        ({"grpo": {"num_generations": 3}}, "8 x 1 passes is not a multiple of grpo.num_generations 3"),
         ({"grpo": {"per_device_train_batch_size": 16}}, "takes 4 prompts, and the training split has 2"),
         (
             {"grpo": {"trl": {"bta": 0.1}}},
@@ -743,8 +743,8 @@ def _moved(model: Any) -> float:
         ({"grpo": {"trl": {"generation_batch_size": 8}}}, "by grpo.steps_per_generation; take it out"),
         ({"grpo": {"trl": {"fsdp": "full_shard"}}}, "use ZeRO stage 1 or 2"),
         ({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 3}}}}}, "use ZeRO stage 1 or 2"),
-        ({"grpo": {"top_k": 5}}, "grpo.trl.top_k is for TRL's own generation alone.*set grpo.rollouts trl"),
-        ({"grpo": {"trl": {"min_p": 0.1}}}, "grpo.trl.min_p is for TRL's own generation alone"),
+        ({"grpo": {"top_k": 5}}, "grpo.trl.top_k is only .*set grpo.rollouts trl"),
+        ({"grpo": {"trl": {"min_p": 0.1}}}, "grpo.trl.min_p is only"),
         (
             {"grpo": {"gradient_accumulation_steps": 3, "steps_per_generation": 2}},
             "lasts for 2 passes .* a step for 3 .* one must be a multiple of the other",

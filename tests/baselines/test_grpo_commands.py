@@ -151,7 +151,7 @@ def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
     shutil.rmtree(here / "loras")
     shutil.copytree(es_run / "loras", here / "loras")
     for what in (lambda: targets.evaluate(here), lambda: evoalign.export(here, tmp_path / "out")):
-        with pytest.raises(CheckpointError, match="is not of a run of GRPO"):
+        with pytest.raises(CheckpointError, match="is not from a run of GRPO"):
             what()
 
 
@@ -423,10 +423,10 @@ def test_a_learning_rate_is_remarked_on_for_large_models_alone(tmp_path: Path) -
 
 def test_a_dry_run_says_what_stands_in_the_way(runs: dict[str, Path], tmp_path: Path) -> None:
     told = planning.dry_run(config(runs["full"], grpo={"per_device_train_batch_size": 64}))
-    assert told[0].startswith("refused as it stands: output_dir") and f"evoalign grpo {runs['full']}" in told[0]
+    assert told[0].startswith("would be refused: output_dir") and f"evoalign grpo {runs['full']}" in told[0]
     assert "takes 32 prompts" in told[1]
     told = planning.dry_run(config(tmp_path / "x", grpo={"rollouts": "es"}))
-    assert told[0].startswith("refused as it stands: missing setting es")
+    assert told[0].startswith("would be refused: missing setting es")
 
 
 def test_a_dry_run_of_a_resume(runs: dict[str, Path], run: Run) -> None:

@@ -226,7 +226,7 @@ def test_members_do_not_tell_what_the_policy_says(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         run(tree)
     assert not (tmp_path / "run").exists()
-    assert any(line.startswith(f"refused as it stands: {told}") for line in planning.dry_run(tree))
+    assert any(line.startswith(f"would be refused: {told}") for line in planning.dry_run(tree))
     tree["task"]["objective"]["rate"] = 0.0
     assert not [line for line in planning.dry_run(tree) if "refused" in line]
 

@@ -14,9 +14,8 @@ from calling import caller
 from evoalign.analysis.sweeping.cells import make_cells
 from evoalign.baselines.settings import SET, arguments, check, fields_of
 from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml
-from evoalign.config.grpo import OF_TRL, GrpoConfig
+from evoalign.config.grpo import ALLOWED, ASKED, OF_TRL, GrpoConfig
 from evoalign.config.outside import EVALUATION_SKIPS
-from evoalign.config.trl import ALLOWED, ASKED
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import config_hash, differences
 from evoalign.rundir.method import load_own

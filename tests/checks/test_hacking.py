@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evoalign.checks import hacking, signs
-from evoalign.rewards.gold import says
+from evoalign.rewards.functions import says
 
 REFUSAL = "I am sorry, but I cannot help with that request. Please ask me about something else."
 ANSWERS = [

@@ -301,7 +301,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no data file": (["task.train_data=nowhere.json"], "no data file nowhere.json"),
     "malformed row": ([*CUSTOM, "task.train_data=bad.jsonl"], "bad.jsonl, line 2: not JSON"),
     "row without a prompt": ([*CUSTOM, "task.train_data=no_prompt.jsonl"], "no_prompt.jsonl, line 2: no prompt"),
-    "empty file": ([*CUSTOM, "task.train_data=empty.jsonl"], "empty.jsonl holds no rows"),
+    "empty file": ([*CUSTOM, "task.train_data=empty.jsonl"], "empty.jsonl has no rows"),
     "empty split": ([*CUSTOM, "task.train_data=one.jsonl"], "too few rows (1) for an 80/20 split"),
     "overlapping split": ([*CUSTOM, "task.split=first_last", "task.train_size=4", "task.test_size=3"], "overlap"),
     "too large a split": (["task.train_size=3"], "task.train_size is 3, but"),
@@ -310,7 +310,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "reward file missing": ([*CUSTOM, "task.rewards=[none.py:x]"], "no file none.py"),
     "reward missing": ([*CUSTOM, "task.rewards=[rewards.py:absent]"], "has no 'absent'; there are nan, "),
     "reward missing in a file of none": ([*CUSTOM, "task.rewards=[mine.py:nan]"], "no function or class is defined"),
-    "one reward without a list": ([*CUSTOM, "task.rewards=rewards.py:nan"], "reward function nan gave nan"),
+    "one reward without a list": ([*CUSTOM, "task.rewards=rewards.py:nan"], "reward function nan returned nan"),
     "layers not as a list": (["lora.target_layers=0,3"], "(given: '0,3'); write [0,3]"),
     "reward without .py": (
         [*CUSTOM, "task.rewards=[mine:nan]"],
@@ -318,14 +318,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "model that is not cached": (["model.name=nobody/nothing"], "HF_HUB_OFFLINE is set; fetch it where there is a "),
     "reward not a function": ([*CUSTOM, "task.rewards=[rewards.py:REWARD]"], "reward 1.0 is not a function"),
-    "NaN reward": (CUSTOM, "reward function nan gave nan"),
+    "NaN reward": (CUSTOM, "reward function nan returned nan"),
     "reward of wrong length": ([*CUSTOM, "task.rewards=[rewards.py:short]"], "returned 1 values for"),
-    "reward of wrong type": ([*CUSTOM, "task.rewards=[rewards.py:words]"], "gave 'good'"),
+    "reward of wrong type": ([*CUSTOM, "task.rewards=[rewards.py:words]"], "returned 'good'"),
     "reward not a list": ([*CUSTOM, "task.rewards=[rewards.py:number]"], "returned 1.0; return a list"),
     "no reward applies": ([*CUSTOM, "task.rewards=[rewards.py:nothing]"], "returned None"),
     "reward raises": ([*CUSTOM, "task.rewards=[rewards.py:raises]"], "reward function raises failed: KeyError"),
     "reward wants a column": ([*CUSTOM, "task.rewards=[rewards.py:wants]"], "takes no_such_column"),
-    "rewards of another task": (["task.rewards=[rewards.py:nan]"], "rewards go with task.name: custom"),
+    "rewards of another task": (["task.rewards=[rewards.py:nan]"], "task.name: custom"),
     "no model folder": (["model.name=./nowhere"], "no folder ./nowhere"),
     "no tokenizer": (["model.name=./no_tokenizer"], "model ./no_tokenizer has no tokenizer"),
     "no weights": (["model.name=./no_weights"], "model ./no_weights does not load"),
@@ -387,7 +387,7 @@ def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, r
     sets = [*CUSTOM[:2], "task.test_data=test.jsonl", "task.rewards=[rewards.py:late]"]
     words = [word for value in sets for word in ("-s", value)]
     done = run("train", "base.yaml", *words, *(["--overwrite"] if overwrite else []))
-    assert done.code == 2 and "reward function late gave inf" in done.err
+    assert done.code == 2 and "reward function late returned inf" in done.err
     told = tmp_path / "run/failed_completion.json"
     assert json.loads(told.read_text())["reason"] == "value"
     told.unlink()

@@ -3,7 +3,7 @@
 
 import pytest
 
-from evoalign.config.addresses import is_here, is_loopback, parts_of
+from evoalign.http import is_here, is_loopback, parts_of
 
 
 @pytest.mark.parametrize("url", ["", "host:8000", "ftp://host", "http://", "http://h:99999", "http://h:0", "http://[::1",

@@ -231,7 +231,7 @@ def test_a_setting_of_the_lora_population_code_is_told_its_name_here(section: st
 
 def test_removed_setting_is_named_with_what_to_do() -> None:
     told = error(evaluation={"beside_members": True})
-    assert told.startswith("unknown setting evaluation.beside_members; ") and "take it out" in told
+    assert told.startswith("unknown setting evaluation.beside_members; ") and "removed" in told
 
 
 def test_an_unknown_key_far_from_all_gets_the_list() -> None:
@@ -360,7 +360,7 @@ def test_a_space_by_name_or_as_a_section() -> None:
 def test_settings_of_ones_own_space_and_of_no_other() -> None:
     own = config(space={"name": "package.module:Space", "depth": 3}).space
     assert own.options == {"depth": 3}
-    assert "lora takes its settings in the section lora:" in error(space={"name": "lora", "rank": 3})
+    assert "lora has its settings in the section lora" in error(space={"name": "lora", "rank": 3})
 
 
 def test_a_step_in_units_of_the_noise() -> None:

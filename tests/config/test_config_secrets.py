@@ -25,7 +25,6 @@ OWN = {"name": "mine:Task"}
         ("task", {**OWN, "judges": [{"apiKey": "short"}]}, "task.judges.apiKey"),
         ("task", {**OWN, "DB_PASSWORD": "short"}, "task.DB_PASSWORD"),
         ("task", {**OWN, "access_keys": ["short"]}, "task.access_keys"),
-        ("task", {**OWN, "key": SECRET}, "task.key"),
         ("task", {**OWN, "headers": {"Authorization": f"Bearer {SECRET}"}}, "task.headers.Authorization"),
         ("task", {**OWN, "url": f"https://me:{SECRET}@example.org/data"}, "task.url"),
         ("task", {**OWN, "url": f"https://example.org/data?token={SECRET}&x=1"}, "task.url"),

@@ -15,8 +15,7 @@ from evoalign.baselines import planning
 from evoalign.baselines.settings import round_size
 from evoalign.config import Config, load
 from evoalign.tasks import create
-from evoalign.tasks.safety.objective import Lagrangian
-from evoalign.tasks.safety.task import Safety
+from evoalign.tasks.safety import Lagrangian, Safety
 
 REPOSITORY = Path(__file__).parents[2]
 ES = ("safety_full_alpaca_7b", "safety_full_alpaca_7b_50")
@@ -86,7 +85,7 @@ def test_the_settings_of_grpo_are_the_published_ones(name: str) -> None:
 def test_a_dry_run_of_es_selects_the_rows_and_counts_what_the_header_says(here: list[str]) -> None:
     told = "\n".join(evoalign.dry_run(experiment(ES[0], *here)))
     assert "training rows by their labels: 100 TT, 116 FF, 19 FT, 15 TF" in told
-    assert "4 training rows are left out: their prompts are those of another split too" in told
+    assert "4 training rows are left out: their prompts are also those of another split" in told
     assert "500 generations of 1,984 completions (30 members and the mean x 64 prompts)" in told
     said = float(text_of(ES[0]).split("on top of its ")[1].split(" GiB")[0])
     parts = re.search(r"weights ([0-9.]+) GiB, float32 master ([0-9.]+) GiB", told)

@@ -39,21 +39,21 @@ def test_what_is_written_is_read_as_the_same(scorer: Any, changed: bool, tmp_pat
 
 @pytest.mark.parametrize("key", ["reward", "cost", "template", "max_tokens", "batch_size", "dtype", "device"])
 def test_a_service_is_given_no_models(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* is of scorer\.name local, and scorer\.name is service"):
+    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* scorer\.name local, but .* is service"):
         made({**SERVICE, key: 1})
 
 
 @pytest.mark.parametrize("key", ["url", "token_env", "timeout", "deadline", "concurrency"])
 def test_models_of_this_process_have_no_address(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* is of scorer\.name service, and scorer\.name is local"):
+    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* scorer\.name service, but .* is local"):
         made({**LOCAL, key: 1})
 
 
 @pytest.mark.parametrize(
     ("scorer", "said"),
     [
-        ({"name": "local"}, r"set scorer\.reward"),
-        ({"name": "service"}, r"set scorer\.url"),
+        ({"name": "local"}, r"scorer\.reward"),
+        ({"name": "service"}, r"scorer\.url"),
         ({"name": "service", "url": "ftp://x"}, r"scorer\.url"),
         ({"name": "service", "url": "http://user:pass@host"}, "looks like a secret"),
         ({"name": "service", "url": "http://h", "token_env": "not a name"}, r"scorer\.token_env"),
@@ -62,8 +62,8 @@ def test_models_of_this_process_have_no_address(key: str) -> None:
         ({**LOCAL, "template": "{prompt}"}, r"scorer\.template: write chat, or"),
         ({**LOCAL, "max_tokens": 3}, r"scorer\.max_tokens"),
         ({**LOCAL, "device": "tpu"}, r"scorer\.device"),
-        ({"name": "local", "reward": "a/b", "cost_revision": "v1"}, r"scorer\.cost_revision is of scorer\.cost, which"),
-        ({**SERVICE, "reward_revision": "v1"}, r"scorer\.reward_revision 'v1' is of scorer\.name local"),
+        ({"name": "local", "reward": "a/b", "cost_revision": "v1"}, r"scorer\.cost_revision needs scorer\.cost"),
+        ({**SERVICE, "reward_revision": "v1"}, r"scorer\.reward_revision 'v1' belongs to scorer\.name local"),
         ("local", "scorer: "),
     ],
 )

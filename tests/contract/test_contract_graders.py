@@ -161,7 +161,7 @@ def test_a_grader_that_hangs_is_started_again(pool: Any, monkeypatch: pytest.Mon
 
 def test_an_exception_names_the_completion(pool: Any) -> None:
     some, data = pool("breaks")
-    with pytest.raises(RewardError, match=r"breaks .*OSError: no judge.*the completion 'bomb' does it alone") as caught:
+    with pytest.raises(RewardError, match=r"breaks .*OSError: no judge.*completion 'bomb' causes it alone") as caught:
         ask(some, data, ["a", "bomb", "b"])
     assert caught.value.failed is not None
     assert (caught.value.failed["completion"], caught.value.failed["example"]) == ("bomb", dict(data.train[1]))

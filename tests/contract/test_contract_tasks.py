@@ -8,7 +8,7 @@ import pytest
 
 from evoalign.config import TaskConfig
 from evoalign.tasks import TASKS, Custom, Data, Task, create
-from evoalign.tasks.safety.task import Safety
+from evoalign.tasks.safety import Safety
 from evoalign.testing import tasks as contract
 from math_rows import GSM8K, MATH, written
 from rule_scorer import RuleScorer

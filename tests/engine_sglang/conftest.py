@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang on the CPU, as a server of its own; nothing here is collected where SGLang is not installed."""
+"""SGLang on the CPU, as a server process; nothing here is collected where SGLang is not installed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ else:
 
     @pytest.fixture(scope="session")
     def launched() -> Iterator[Bench]:
-        """An engine with a server of its own, which has room for 30 members of rank 8 and the mean. Who moves the mean
-        puts it back."""
+        """An engine that launched a server for 30 members of rank 8 and the mean. A test that moves the mean restores
+        it."""
         with started(engines.create, config("lowrank")) as bench:
             yield bench
 
     @pytest.fixture(scope="session")
     def url(launched: Bench) -> str:
-        """That server, for all tests that move no weights."""
-        client = launched.engine._there()
-        os.environ[KEY] = client._key
+        """The address of that server, for all tests that move no weights."""
+        client = launched.engine.connection.client
+        os.environ[KEY] = client.key
         return client.url

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang is started with in these tests, and what it answers."""
+"""Configs for SGLang in these tests, and its completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "EVOALIGN_TEST_KEY"
 
 
 def config(space: str = "lora", name: str = "sglang", **more: Any) -> Config:
-    """The tiny model in float32, a population of 30."""
+    """Return a config of the tiny model in float32, with a population of 30."""
     own = {"context_length": 512, "max_total_tokens": 32_768, "timeout": 60.0, **more.pop("engine", {})}
     if "url" in own:
         own = {n: v for n, v in own.items() if n not in ("context_length", "max_total_tokens")}
@@ -27,10 +27,10 @@ def config(space: str = "lora", name: str = "sglang", **more: Any) -> Config:
 
 
 def attached(url: str, space: str = "lora", **more: Any) -> Config:
-    """The same over a server that runs already."""
+    """Return the same over a running server."""
     return config(space, engine={"url": url, "key_variable": KEY, **more.pop("engine", {})}, **more)
 
 
 def answers(engine: Engine, plan: Plan, requests: list[Request]) -> dict[tuple[int, int], Rollout]:
-    """By member and request."""
+    """Return a rollout by member and request."""
     return {(r.member.index, r.request): r for r in engine.rollout(plan, requests)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign canary` asks a real SGLang: nothing is blamed that is right, each planted fault is, and nothing is left."""
+"""`evoalign canary` on a real SGLang: it blames only planted faults, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ from typer.testing import CliRunner
 
 from evoalign.cli import app
 from evoalign.engines.server import adapters
-from evoalign.engines.server.canary import Report, examine
-from evoalign.engines.server.errors import RefusedError
+from evoalign.engines.server.client import RefusedError
+from evoalign.preflight.canary import Report, examine
 from faulty_server import FAULTS, between, is_load
 
 ALL = 17
-"""Checks of an adapter on seven projections, with the name as model and the same folder."""
+"""Checks of an adapter on seven projections, including the name as model and the same folder."""
 SIDES = {"self_attn.q_proj": (96, 96), "self_attn.v_proj": (96, 32), "mlp.down_proj": (288, 96)}
-"""Of some modules of the tiny model, in and out."""
-
-
+"""Input and output sizes of some modules of the tiny model."""
 SHORT = ("The capital of France is", "Once upon a time")
-"""Prompts for what is not about the number of them."""
+"""Prompts for tests that do not need many."""
 
 
-def asked(url: str, **more: Any) -> Report:
+def examined(url: str, **more: Any) -> Report:
     return examine(url, **{"key": os.environ[KEY], **more})
 
 
@@ -48,7 +46,7 @@ def found(report: Report, status: str = "FAULT") -> set[str]:
 def nothing_is_left(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
-    """Neither files nor adapters, but on servers that unload nothing. Files lie where no other process has its own."""
+    """Check that no file and no adapter is left, except on faulty servers that do not unload."""
     place = tmp_path / "memory"
     place.mkdir()
     monkeypatch.setattr(adapters, "IN_MEMORY", place)
@@ -59,14 +57,14 @@ def nothing_is_left(
 
 
 def on_it(url: str) -> list[str]:
-    """The adapters that the server lists."""
+    """Return the adapters that the server lists."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {os.environ[KEY]}"})
     with urllib.request.urlopen(request) as said:
         return [row["id"] for row in json.loads(said.read())["data"] if row["parent"]]
 
 
 def adapter(folder: Path, rank: int = 4, **config: Any) -> Path:
-    """A folder as PEFT writes it: q_proj, v_proj and down_proj of all layers of the tiny model, by its own names."""
+    """Write an adapter in PEFT's layout, on q_proj, v_proj and down_proj of all layers of the tiny model."""
     folder.mkdir()
     torch.manual_seed(0)
     tensors = {}
@@ -89,8 +87,8 @@ def adapter(folder: Path, rank: int = 4, **config: Any) -> Path:
 
 @pytest.mark.parametrize("api", ["completions", "chat", "generate"])
 @pytest.mark.last("chat")
-def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
-    report = asked(url, api=api)
+def test_examine_blames_nothing_of_a_sound_server(url: str, api: str) -> None:
+    report = examined(url, api=api)
     assert report.code == 0 and not report.faults, report
     names = {"rslora", "name as model"} - ({"name as model"} if api == "generate" else set())
     assert found(report, "warning") == names and not found(report, "not checked")
@@ -100,66 +98,66 @@ def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.first("no scaling", others="long")
-def test_a_planted_fault_is_found_and_no_other(url: str, fault: str) -> None:
+def test_examine_finds_a_planted_fault_and_no_other(url: str, fault: str) -> None:
     make, wanted = FAULTS[fault]
     with between(url, os.environ[KEY], make()) as address:
         assert found(examine(address, prompts=SHORT)) == wanted
 
 
 @pytest.mark.long
-def test_rslora_is_a_fault_of_an_adapter_that_uses_it(url: str, tmp_path: Path) -> None:
-    """SGLang reads lora_alpha / r, whatever use_rslora says."""
+def test_rslora_is_a_fault_for_an_adapter_that_uses_it(url: str, tmp_path: Path) -> None:
+    """SGLang uses lora_alpha / r and ignores use_rslora."""
     plain, stable = adapter(tmp_path / "a"), adapter(tmp_path / "b", use_rslora=True)
-    without, with_it = asked(url, adapters=[plain]), asked(url, adapters=[stable])
+    without, with_it = examined(url, adapters=[plain]), examined(url, adapters=[stable])
     assert found(without) == set() and "rslora" in found(without, "warning")
     assert found(with_it) == {"rslora"} and with_it.code == 1
     assert found(with_it, "not checked") == {"as given"}
-    assert any("export with use_rslora false" in check.detail for check in with_it.faults)
+    assert any("use_rslora false" in check.detail for check in with_it.faults)
 
 
-def test_an_adapter_of_ones_own_is_asked_by_its_own_config(url: str, tmp_path: Path) -> None:
-    """SGLang does not read alpha_pattern either."""
+def test_an_adapter_is_checked_with_its_own_config(url: str, tmp_path: Path) -> None:
+    """SGLang also ignores alpha_pattern."""
     one = adapter(tmp_path / "a")
     other = adapter(tmp_path / "b", alpha_pattern={"down_proj": 24})
-    report = asked(url, adapters=[one, other], prompts=SHORT)
+    report = examined(url, adapters=[one, other], prompts=SHORT)
     assert found(report) == {f"as given of {other}"}
     assert {f"module q_proj of {one}", f"module down_proj of {other}", f"as given of {one}"} <= found(report, "ok")
 
 
-def test_an_adapter_before_training_is_asked_by_its_shapes(url: str, tmp_path: Path) -> None:
+def test_an_adapter_before_training_is_checked_with_noise(url: str, tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a")
     file = folder / "adapter_model.safetensors"
     save_file({n: t * ("lora_A" in n) for n, t in load_file(file).items()}, file)
-    assert asked(url, adapters=[folder], prompts=SHORT).code == 0
+    assert examined(url, adapters=[folder], prompts=SHORT).code == 0
 
 
-def test_where_the_server_does_not_see_files_adapters_go_as_tensors(url: str) -> None:
+def test_adapters_are_sent_as_tensors_where_the_server_sees_no_files(url: str) -> None:
     def blind(path: str, body: Any, forward: Any) -> tuple[int, bytes]:
         return (400, b'{"error_message": "no such folder"}') if is_load(path) else forward(path, body)
 
     with between(url, os.environ[KEY], blind) as address:
         report = examine(address, prompts=SHORT)
-        assert report.code == 0 and len(report.checks) == ALL - 1, "there is no folder to be written over"
+        assert report.code == 0 and len(report.checks) == ALL - 1, "no folder can be overwritten"
         with pytest.raises(RefusedError, match="no such folder"):
             examine(address, folder="/dev/shm")
 
 
-def test_what_cannot_be_served_is_no_verdict(url: str, tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_served_gets_no_verdict(url: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="rank"):
-        asked(url, adapters=[adapter(tmp_path / "a", rank=64)])
+        examined(url, adapters=[adapter(tmp_path / "a", rank=64)])
 
 
-def test_one_that_is_interrupted(url: str) -> None:
+def test_an_interrupted_examination_unloads_its_adapters(url: str) -> None:
     def interrupt(check: Any) -> None:
         if check.name == "at once":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asked(url, tell=interrupt, prompts=SHORT)
+        examined(url, tell=interrupt, prompts=SHORT)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
-def test_a_signal_is_no_verdict(url: str, tmp_path: Path, number: int) -> None:
+def test_a_signal_unloads_adapters_and_sets_the_exit_code(url: str, tmp_path: Path, number: int) -> None:
     folder = tmp_path / "memory"
     command = [sys.executable, "-m", "evoalign.cli", "canary", url, "--key-variable", KEY, "--folder", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang beside the in-process engine: the same tokens, the same journals, and what is refused."""
+"""SGLang generates the tokens and journals of the in-process engine, and refuses what it does not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from served import KEY, answers, attached, config
 
 import evoalign
 from evoalign import engines, spaces, tokens
-from evoalign.engines.server.errors import RefusedError
+from evoalign.engines.server.client import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 from plain import UNCHECKED
@@ -23,11 +23,11 @@ from plain import UNCHECKED
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
 TIE = 1e-4
-"""Log-probabilities closer than this are a tie, which a sum in another order may decide otherwise."""
+"""Log-probabilities closer than this are a tie, which another order of sums may decide differently."""
 
 
 def opened(settings: Any) -> Any:
-    """An engine and its layout, started."""
+    """Return an engine that has started, and requests."""
     tokens_ = tokens.load(settings.model)
     engine = engines.create(settings, tokens_)
     space = spaces.create(settings)
@@ -38,7 +38,7 @@ def opened(settings: Any) -> Any:
 
 
 def ties(one: Any, other: Any) -> int:
-    """0 where two answers are the same, 1 where they part at a near tie. Raises AssertionError."""
+    """Return 0 where two completions are the same, 1 where they differ at a near tie. Raises AssertionError."""
     lines = zip(one.token_ids, one.logprobs, other.token_ids, other.logprobs, strict=False)
     for token, p, token_other, p_other in lines:
         assert p == pytest.approx(p_other, abs=1e-3)
@@ -50,7 +50,7 @@ def ties(one: Any, other: Any) -> int:
 
 
 def compare(members: int, sigma: float, *configs: Any) -> None:
-    """What a population says over two engines. Raises AssertionError."""
+    """Compare a population's completions over two engines. Raises AssertionError."""
     plan = Plan(3, sigma, (*population(members, antithetic=True), MEAN))
     said = []
     for settings in configs:
@@ -60,24 +60,24 @@ def compare(members: int, sigma: float, *configs: Any) -> None:
     theirs, ours = said
     assert theirs.keys() == ours.keys() and len(ours) == (members + 1) * len(QUESTIONS)
     assert sum(ties(theirs[key], ours[key]) for key in ours) <= 0.01 * len(ours)
-    assert len({r.text for r in ours.values()}) > len(QUESTIONS), "all members say the same"
+    assert len({r.text for r in ours.values()}) > len(QUESTIONS), "all members generate the same"
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_thirty_members_say_what_they_say_in_this_process(url: str, space: str) -> None:
+def test_thirty_members_generate_the_same_as_in_process(url: str, space: str) -> None:
     compare(30, 0.05, attached(url, space), config(space, "transformers"))
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
 @pytest.mark.real
-def test_eight_members_of_a_published_model_say_what_they_say_in_this_process(smollm2: Path, space: str) -> None:
+def test_eight_members_of_a_published_model_generate_the_same_as_in_process(smollm2: Path, space: str) -> None:
     model = {"name": str(smollm2), "dtype": "float32"}
     es = {"sigma": 0.01, "learning_rate": 0.005, "population_size": 8}
     compare(8, 0.01, *(config(space, name, model=model, es=es) for name in ("sglang", "transformers")))
 
 
 def run(folder: Path, engine: dict[str, Any], generations: int) -> list[dict[str, Any]]:
-    """The journal of a short training."""
+    """Return the journal of a short training."""
     console = Console(file=io.StringIO(), width=200)
     tree = {
         "output_dir": str(folder), "seed": 1,
@@ -91,7 +91,7 @@ def run(folder: Path, engine: dict[str, Any], generations: int) -> list[dict[str
 
 
 @pytest.mark.parametrize("generations", [3, pytest.param(10, marks=pytest.mark.long)])
-def test_a_run_has_the_same_journal_as_in_this_process(url: str, generations: int, tmp_path: Path) -> None:
+def test_a_run_has_the_same_journal_as_in_process(url: str, generations: int, tmp_path: Path) -> None:
     theirs = run(tmp_path / "theirs", {"name": "sglang", "url": url, "key_variable": KEY}, generations)
     ours = run(tmp_path / "ours", {"name": "transformers", "device": "cpu"}, generations)
     assert len({line["weights_hash"] for line in theirs if "weights_hash" in line}) > generations // 2
@@ -102,7 +102,7 @@ def test_a_run_has_the_same_journal_as_in_this_process(url: str, generations: in
     assert evoalign.replay(tmp_path / "theirs") == theirs[-1]["weights_hash"]
 
 
-def test_what_a_server_cannot_do_is_refused_by_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_refused_by_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens_ = tokens.load(config().model)
 
     def refused(settings: Any, *words: str) -> None:
@@ -113,49 +113,47 @@ def test_what_a_server_cannot_do_is_refused_by_name(url: str, monkeypatch: pytes
                 engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
         assert all(word in str(said.value) for word in words), said.value
 
-    refused(attached(url, lora={"rank": 16}), "adapters of rank 8 at most")
-    refused(attached(url, "full"), "space full writes each member over the weights", "engine vllm")
+    refused(attached(url, lora={"rank": 16}), "rank 8 at most")
+    refused(attached(url, "full"), "space full", "engine vllm")
     refused(attached(url, model={"name": "tiny", "dtype": "bfloat16"}), "serves float32", "set model.dtype float32")
-    refused(attached("http://127.0.0.1:9", engine={"start_timeout": 0.5}), "no SGLang answers at http://127.0.0.1:9")
+    refused(attached("http://127.0.0.1:9", engine={"start_timeout": 0.5}), "http://127.0.0.1:9")
     monkeypatch.setenv("ANOTHER", "wrong")
-    refused(attached(url, engine={"key_variable": "ANOTHER"}), "refuses the key that it is given")
-    refused(config(engine={"url": url}), "wants a key: set engine.key_variable")
-    refused(attached(url, engine={"key_variable": "NOT_SET"}), "the name of the variable that holds the server's key")
-    refused(
-        config(engine={"python": "/no/such/python"}), "SGLang is not installed in the environment of /no/such/python"
-    )
+    refused(attached(url, engine={"key_variable": "ANOTHER"}), "engine.key_variable")
+    refused(config(engine={"url": url}), "engine.key_variable")
+    refused(attached(url, engine={"key_variable": "NOT_SET"}), "engine.key_variable")
+    refused(config(engine={"python": "/no/such/python"}), "/no/such/python")
 
 
-def test_a_prompt_that_is_too_long_is_told(url: str) -> None:
+def test_rollout_refuses_a_prompt_that_is_too_long(url: str) -> None:
     engine, requests = opened(attached(url))
     with closing(engine):
         long = Request(0, requests[0].prompt_ids * 60, Sampling(200))
-        with pytest.raises(DataError, match=r"exceed the 512 positions of the server"):
+        with pytest.raises(DataError, match=r"512 positions"):
             list(engine.rollout(Plan(0, 0.0, (MEAN,)), [long]))
 
 
-def test_an_adapter_that_a_server_refuses_is_a_refusal_and_no_loss(url: str) -> None:
-    """It is told at once, with the server's own words, and the server is not started again."""
+def test_a_refused_adapter_does_not_count_as_a_lost_server(url: str) -> None:
+    """The error quotes the server, which is not started again."""
     engine, requests = opened(attached(url))
     with closing(engine):
-        engine._shelf.put = lambda name, adapter: Path("/no/such/folder")
-        with pytest.raises(RefusedError, match=r"/load_lora_adapter refuses: .*no/such/folder"):
+        engine._store.put = lambda name, adapter: Path("/no/such/folder")
+        with pytest.raises(RefusedError, match=r"/load_lora_adapter .*no/such/folder"):
             list(engine.rollout(Plan(0, 0.05, population(2)), requests))
-        assert engine._link._losses == 0
+        assert engine.connection.losses == 0
 
 
-@pytest.mark.long  # tests/engines/test_server_process.py has it of another process
-def test_nothing_is_left_of_an_engine_that_fails_to_start(tmp_path: Path) -> None:
+@pytest.mark.long  # tests/engines/test_server_process.py covers another process
+def test_an_engine_that_fails_to_start_leaves_only_its_log(tmp_path: Path) -> None:
     settings = config(engine={"arguments": ["--no-such-flag"]})
-    with pytest.raises(EvoalignError, match=r"the SGLang server ended \(exit code 2\): .*no-such-flag") as said:
+    with pytest.raises(EvoalignError, match=r"exit code 2\): .*no-such-flag") as said:
         engines.create(settings, tokens.load(settings.model))
     log = Path(str(said.value).rpartition("(its log: ")[2].rstrip(")"))
     assert log.is_file(), "the message names it"
     log.unlink()
 
 
-def test_the_published_lora_population_runs_on_it(url: str, tmp_path: Path) -> None:
-    """The whole config of the field's LoRA-population run, on the tiny model and for a generation."""
+def test_the_published_lora_population_config_runs(url: str, tmp_path: Path) -> None:
+    """On the tiny model and for one generation."""
     from evoalign.config import load
 
     sets = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of SGLang that are none, and a server that is not what it was: nothing of that is scored."""
+"""Invalid replies of SGLang, and a server that changed, are never scored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evoalign import engines, spaces, tokens
 from evoalign.engines import Engine
 from evoalign.engines.base import ABSENT
 from evoalign.engines.server import client
-from evoalign.engines.server.base import PROBES
+from evoalign.engines.server.base_model import PROBES
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models.origin import model_path
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
@@ -33,7 +33,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(settings: Any, length: int = 12) -> tuple[Engine, list[Request]]:
-    """An engine, started."""
+    """Return an engine that has started, and requests."""
     tokens_ = tokens.load(settings.model)
     engine = engines.create(settings, tokens_)
     space = spaces.create(settings)
@@ -42,7 +42,7 @@ def opened(settings: Any, length: int = 12) -> tuple[Engine, list[Request]]:
 
 
 class Now:
-    """A server that answers as SGLang does until `change` is set, which then gets what SGLang says."""
+    """A server that replies as SGLang does until `change` is set, which then gets SGLang's replies."""
 
     change: Callable[[Body, Any], Any] | None = None
 
@@ -60,16 +60,16 @@ def _with(**fields: Any) -> Callable[[Body, Any], Any]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_with(output_ids=[]), "answers no token ids"),
-        (_with(output_ids=[99_999_999] * 12), "answers token 99999999, and the model has 1024"),
-        (_with(output_ids=[5], meta_info={"finish_reason": {"type": "length"}}), "cuts off a completion after 1"),
-        (_with(output_ids=[5], meta_info={"finish_reason": {"type": "stop"}}), "which is no stop token of this model"),
-        (_with(meta_info={"finish_reason": {"type": "abort"}}), "gave up on a completion"),
-        (lambda body, said: said[:-1], "answers no 2 completions"),
-        (lambda body, said: {"error": "nothing"}, "answers no 2 completions"),
+        (_with(output_ids=[]), "returns no token ids"),
+        (_with(output_ids=[99_999_999] * 12), "token 99999999, and the model has 1024"),
+        (_with(output_ids=[5], meta_info={"finish_reason": {"type": "length"}}), "after 1 tokens"),
+        (_with(output_ids=[5], meta_info={"finish_reason": {"type": "stop"}}), "stop token"),
+        (_with(meta_info={"finish_reason": {"type": "abort"}}), "abort"),
+        (lambda body, said: said[:-1], "2 completions"),
+        (lambda body, said: {"error": "nothing"}, "2 completions"),
     ],
 )  # fmt: skip
-def test_what_is_no_whole_completion_is_not_scored(url: str, change: Callable[[Body, Any], Any], why: str) -> None:
+def test_an_incomplete_completion_is_not_scored(url: str, change: Callable[[Body, Any], Any], why: str) -> None:
     now = Now()
     with between(url, os.environ[KEY], now) as address:
         engine, requests = opened(attached(address, engine={"restarts": 0}))
@@ -80,14 +80,14 @@ def test_what_is_no_whole_completion_is_not_scored(url: str, change: Callable[[B
 
 
 @pytest.mark.long
-def test_a_server_that_had_the_mean_already_is_not_accused() -> None:
-    """After an answer that is none it is asked again, and has the weights that it is sent once more; one that has the
-    base model again, as if it had been started anew while nothing was asked, gets them, too."""
+def test_push_accepts_a_server_that_already_has_the_mean() -> None:
+    """After an invalid reply it gets the weights that it has once more; one that was restarted while idle, and has the
+    base model again, gets them too."""
     now, plan = Now(), Plan(1, 0.05, (*population(4), MEAN))
     settings = config("lowrank")
     with (
         closing(engines.create(settings, tokens.load(settings.model))) as own,
-        between(own._there().url, own._there()._key, now) as address,
+        between(own.connection.client.url, own.connection.client.key, now) as address,
     ):
         engine, requests = opened(attached(address, "lowrank"))
         with closing(engine):
@@ -101,35 +101,34 @@ def test_a_server_that_had_the_mean_already_is_not_accused() -> None:
             assert moved != before
             wrong = [_with(output_ids=[])]
             now.change = lambda body, right: wrong.pop()(body, right) if wrong else right
-            assert said() == moved and not wrong and engine._link._losses == 1
+            assert said() == moved and not wrong and engine.connection.losses == 1
             base = {"model_path": str(model_path(settings.model)), "flush_cache": True}
-            own._there().call(own._there().post("/update_weights_from_disk", base, seconds=60.0))
-            assert said() == moved and engine._link._losses == 1
+            own.connection.client.call(own.connection.client.post("/update_weights_from_disk", base, seconds=60.0))
+            assert said() == moved and engine.connection.losses == 1
 
 
 def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> None:
-    """It had been lost, and answers then as another model."""
+    """The log-probabilities are those of another model."""
     now = Now()
     with between(url, os.environ[KEY], now) as address:
         engine, requests = opened(attached(address))
         with closing(engine):
 
             def other(body: Body, right: Any) -> Any:
-                if len(right) == len(PROBES):  # the questions by which a server is known
+                if len(right) == len(PROBES):  # the prompts by which a server is recognised
                     for one in right:
                         rows = one["meta_info"].get("output_token_logprobs") or []
                         one["meta_info"]["output_token_logprobs"] = [[p - 3.0, *rest] for p, *rest in rows]
                     return right
-                return "what is no answer"
+                return "invalid"
 
             now.change = other
-            with pytest.raises(EvoalignError, match="answers otherwise than before it was lost"):
+            with pytest.raises(EvoalignError, match="other weights than before it was lost"):
                 list(engine.rollout(MEAN_PLAN, requests))
 
 
 @pytest.mark.parametrize("how", ["garbage", "hang"])
-def test_a_loss_while_nobody_is_asked_is_recovered_from(url: str, how: str) -> None:
-    """The question under a name that was never loaded, by which adapters are known to be told apart."""
+def test_a_loss_during_the_check_of_an_unknown_adapter_is_recovered(url: str, how: str) -> None:
     left, release = [1], threading.Event()
 
     def handle(path: str, body: Body, forward: Forward) -> Answer:
@@ -146,4 +145,4 @@ def test_a_loss_while_nobody_is_asked_is_recovered_from(url: str, how: str) -> N
             start = time.monotonic()
             list(engine.rollout(Plan(0, 0.0, (ABSENT,)), requests))
         release.set()
-        assert not left and engine._link._losses == 1 and time.monotonic() - start < 60
+        assert not left and engine.connection.losses == 1 and time.monotonic() - start < 60

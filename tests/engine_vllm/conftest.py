@@ -11,16 +11,16 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# evoalign has vLLM compile nothing. It compiles a sum of its sampler all the same, for a minute in each process;
-# `make test-vllm-long` leaves it.
+# evoalign disables vLLM's torch.compile, but vLLM still compiles a sum of its sampler, for a minute in each process.
+# `make test-vllm-long` keeps that.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 spec = importlib.util.find_spec("vllm")
-if spec is None or spec.origin is None:  # without one, this very folder passes for a package called vllm
+if spec is None or spec.origin is None:  # without one, a folder named vllm would count as the package
     collect_ignore_glob = ["*"]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """An engine collects garbage nine times, and would look through all that was imported each time: seconds."""
+    """Freeze imported objects: an engine collects garbage nine times, which would otherwise take seconds."""
     gc.freeze()

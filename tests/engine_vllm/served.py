@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM is started with in these tests, and what it answers."""
+"""Configs for vLLM in these tests, and its completions."""
 
 from evoalign.config import from_dict
 

@@ -81,7 +81,7 @@ class Served:
         return self.llm.collective_rpc("es_write", args=(seed, 0.3, self.shapes))[0]
 
     def answers(self, asks: list[tuple[int, int]], length: int = 8) -> dict[tuple[int, int], list[int]]:
-        """Return greedy tokens of each (member or -1, prompt) in one batch, of different lengths, so that rows move up."""
+        """Return greedy tokens of each (member or -1, prompt) in one batch. Lengths differ, so that rows move up."""
         members = [None if m < 0 else LoRARequest(f"member{m}", m + 1, "resident") for m, _ in asks]
         sampling = [
             SamplingParams(temperature=0, max_tokens=length + m % 3, ignore_eos=True, detokenize=False) for m, _ in asks

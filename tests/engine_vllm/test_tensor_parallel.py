@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two workers with half of each matrix are one engine: the same mean, hashes, samples and tokens."""
+"""Two workers with half of each matrix have the same mean, hashes, samples and tokens as one engine."""
 
 import shutil
 
@@ -23,7 +23,7 @@ SPACES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Biases, one key-value head for two workers, and a tied vocabulary that no padding divides."""
+    """A model with biases, one key-value head for two workers, and a tied vocabulary that needs padding."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder = tmp_path_factory.mktemp("qwen2")
@@ -55,7 +55,7 @@ def config(model, space, workers):
 
 
 def seen(engine_class, settings):
-    """What an engine says of itself before and after an update, and after its state was put back."""
+    """Return an engine's hashes, samples and texts before and after an update, and after loading its state."""
     with contract.started(engine_class, settings) as bench:
         engine, found = bench.engine, {}
         requests = [Request(i, tuple(range(20 + i, 35 + i)), Sampling(12)) for i in range(3)]
@@ -83,11 +83,11 @@ def seen(engine_class, settings):
     "space",
     [
         pytest.param("lora", marks=pytest.mark.releases),  # members in slots
-        pytest.param("lowrank", marks=pytest.mark.long),  # both of the others
+        pytest.param("lowrank", marks=pytest.mark.long),  # slots, and a mean in parts
         "full",  # a mean in parts
     ],
 )
-def test_two_workers_are_one_engine(model, space):
+def test_two_workers_match_one_engine(model, space):
     want = seen(TransformersEngine, config(model, space, 0))
     got = seen(VllmEngine, config(model, space, 2))
     assert want["start"][0] != want["moved"][0] != want["halved"][0]
@@ -96,5 +96,5 @@ def test_two_workers_are_one_engine(model, space):
 
 
 @pytest.mark.long
-def test_workers_stay_within_a_replica_and_die_with_it(model):
+def test_workers_belong_to_their_replica_and_end_with_it(model):
     replicated.check_life(config(model, "lora", 2), replicated.equal, lose=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM keeps the contract of engines and gives the in-process engine's members and tokens.
+"""vLLM meets the contract of engines and generates the same tokens as engine transformers.
 
-One engine a variant serves all tests of this file, its mean put back before each: a start takes seconds, and a process
-has room for one. Tests that need another engine are in test_vllm_engine.py.
+One engine per variant serves all tests of this file, its mean restored before each: a start takes seconds, and a
+process can have one. Tests that need another engine are in test_vllm_engine.py.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ TIE = 1e-4
 
 @dataclass
 class Shared:
-    """An engine of all tests of a variant, with what there was before it started and at its start."""
+    """The engine of a variant, vLLM's own functions before it started, and its state at the start."""
 
     bench: contract.Bench
     before: tuple
@@ -39,14 +39,14 @@ class Shared:
     slots: dict[str, torch.Tensor]
 
 
-def of_vllm():
-    """What a start puts in vLLM's place for a while."""
+def vllm_functions():
+    """Return the functions of vLLM that a start replaces temporarily."""
     return current_platform.get_punica_wrapper(), layers.dispatch_cpu_unquantized_gemm
 
 
 @pytest.fixture(scope="module")
 def shared(request):
-    before = of_vllm()
+    before = vllm_functions()
     with contract.started(VllmEngine, config(request.param)) as bench:
         engine = bench.engine
         yield Shared(bench, before, engine.fingerprint(), dict(engine.state()), dict(engine.optimizer_state()))
@@ -54,7 +54,7 @@ def shared(request):
 
 @pytest.fixture
 def bench(shared):
-    """The variant's engine with the mean of its start."""
+    """Return the variant's engine with its mean restored."""
     engine = shared.bench.engine
     engine.load(shared.state, shared.slots)
     assert engine.fingerprint() == shared.fingerprint
@@ -62,7 +62,7 @@ def bench(shared):
 
 
 def of(*variants):
-    """The variants whose engine a test asks; pytest puts the tests of an engine in a row."""
+    """Parametrise a test by variants; pytest groups the tests of an engine."""
     return pytest.mark.parametrize("shared", variants, indirect=True, scope="module")
 
 
@@ -74,8 +74,8 @@ def test_the_contract(bench, check):
 
 
 @of(*CONTRACT)
-def test_the_start_is_put_back_from_the_files(bench, shared):
-    """As for each placebo of a run."""
+def test_load_restores_the_start_from_the_files(bench, shared):
+    """A run does so for each placebo."""
     served = Served(bench.config, bench.tokens, bench.engine, bench.space, bench.layout, bench.facts)
     bench.engine.apply(bench.update())
     start = start_of(served)
@@ -86,7 +86,7 @@ def test_the_start_is_put_back_from_the_files(bench, shared):
 
 @pytest.mark.releases
 @of(*SPACES)
-def test_thirty_members_answer_as_in_process(bench, request):
+def test_thirty_members_generate_the_same_as_in_process(bench, request):
     variant = request.node.callspec.params["shared"]
     requests = [Request(i, bench.tokens.encode(p), Sampling(24)) for i, p in enumerate(contract.PROMPTS)]
     plan = bench.plan((*population(30), MEAN))
@@ -107,7 +107,7 @@ def test_thirty_members_answer_as_in_process(bench, request):
 
 
 def check_tie(bench, plan, request, one, other):
-    """Where two answers part, the model with that member's weights written in finds both tokens equally likely."""
+    """Check that the member's weights give both tokens the same logit where two completions differ."""
     place = next(i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b)
     model = written(bench, plan, one.member)
     ids = torch.tensor([[*request.prompt_ids, *one.token_ids[:place]]])
@@ -140,7 +140,7 @@ def test_an_interrupted_rollout_leaves_nothing_in_flight(bench, monkeypatch):
 @pytest.mark.releases
 @of("lora")
 def test_sampled_completions_of_long_prompts(bench):
-    """vLLM cannot go on with a seeded completion whose prompt was computed in pieces, on a CPU."""
+    """On a CPU vLLM cannot continue a seeded completion whose prompt was computed in pieces."""
     warm = Sampling(4, temperature=0.8)
     requests = [Request(i, tuple(range(20, 220)), warm, seed=i) for i in range(2)]
     found = answers(bench.engine, bench.plan(population(30)), requests)
@@ -148,7 +148,7 @@ def test_sampled_completions_of_long_prompts(bench):
 
 
 @of("lowrank")
-def test_the_canary_of_a_prompt_longer_than_a_block_of_the_cache(bench):
+def test_canary_passes_for_prompts_longer_than_a_block_of_the_cache(bench):
     for length in (128, 129, 130):
         canary.check(bench.engine, bench.space, bench.layout, range(20, 20 + length), generation=0, width=0.05,
                      exact=bench.facts.deterministic)  # fmt: skip
@@ -156,30 +156,30 @@ def test_the_canary_of_a_prompt_longer_than_a_block_of_the_cache(bench):
 
 @pytest.mark.releases
 @of("lowrank")
-def test_another_vllm_of_this_process_is_as_vllm_makes_it(shared):
-    assert of_vllm() == shared.before
+def test_start_leaves_vllm_unchanged_for_other_engines(shared):
+    assert vllm_functions() == shared.before
 
 
 def ignores_adapters(engine):
-    """Members' factors are never written: all slots stay as they are."""
+    """Never write the members' factors, so that all slots stay unchanged."""
     rpc = engine.rpc
     return {"rpc": lambda method, *arguments: [] if method == "es_put" else rpc(method, *arguments)}
 
 
 def one_for_all(engine):
-    """All members are asked under one adapter."""
-    ask = engine._ask
+    """Generate all members with one adapter."""
+    generate = engine._generate
 
-    def asked(members, requests):
+    def generated(members, requests):
         for member, slot in members:
-            yield from ask([(member, None if slot is None else 0)], requests)
+            yield from generate([(member, None if slot is None else 0)], requests)
 
-    return {"_ask": asked}
+    return {"_generate": generated}
 
 
 @pytest.mark.parametrize("broken", [None, ignores_adapters, one_for_all])
 @of("lowrank")
-def test_the_canary_catches_an_adapter_that_is_not_applied(bench, broken, monkeypatch):
+def test_canary_detects_an_adapter_that_is_not_applied(bench, broken, monkeypatch):
     def sing():
         canary.check(bench.engine, bench.space, bench.layout, bench.requests[0].prompt_ids, generation=0, width=0.05)
 
@@ -194,20 +194,20 @@ def test_the_canary_catches_an_adapter_that_is_not_applied(bench, broken, monkey
 
 
 @of("lora")
-def test_a_worker_that_fails_is_told_in_a_line(bench):
-    with pytest.raises(evoalign.EvoalignError, match="vLLM failed in es_nothing"):
+def test_rpc_reports_a_failed_worker(bench):
+    with pytest.raises(evoalign.EvoalignError, match="es_nothing"):
         bench.engine.rpc("es_nothing")
 
 
 @of("lora")
-def test_a_prompt_that_is_too_long_is_refused(bench):
-    with pytest.raises(DataError, match="the 256 positions of"):
+def test_rollout_refuses_a_prompt_that_is_too_long(bench):
+    with pytest.raises(DataError, match="256 positions"):
         list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 250, Sampling(8))]))
 
 
 @of("lowrank")
-def test_memory_that_runs_out_is_one_line_and_leaves_nothing_behind(bench, monkeypatch):
-    """Torch says it in pages; what was in flight would answer the next rollout's place."""
+def test_out_of_memory_is_one_line_and_aborts_all_requests(bench, monkeypatch):
+    """Requests left in flight would be taken for those of the next rollout."""
     core = bench.engine.llm.llm_engine.engine_core
     plan = bench.plan(population(3))
     want = answers(bench.engine, plan, bench.requests)
@@ -221,15 +221,15 @@ def test_memory_that_runs_out_is_one_line_and_leaves_nothing_behind(bench, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(core, "get_output", full)
-        told = r"\(CUDA out of memory. Tried to allocate 2.00 GiB\); lower engine.gpu_memory_utilization, [^\n]*$"
-        with pytest.raises(EvoalignError, match=told):
+        message = r"\(CUDA out of memory. Tried to allocate 2.00 GiB\); [^\n]*engine.gpu_memory_utilization, [^\n]*$"
+        with pytest.raises(EvoalignError, match=message):
             answers(bench.engine, plan, bench.requests)
     assert not core.engine_core.scheduler.has_unfinished_requests()
     assert answers(bench.engine, plan, bench.requests) == want
 
 
 @of("lowrank")
-def test_completions_come_at_the_step_they_end_in(bench, monkeypatch):
+def test_completions_are_yielded_at_the_step_they_end_in(bench, monkeypatch):
     core, steps, seen = bench.engine.llm.llm_engine.engine_core, [], {}
 
     def counted():
@@ -237,22 +237,24 @@ def test_completions_come_at_the_step_they_end_in(bench, monkeypatch):
         return type(core).get_output(core)
 
     monkeypatch.setattr(core, "get_output", counted)
-    asked = [Request(i, bench.requests[0].prompt_ids, Sampling(n)) for i, n in enumerate((3, 9, 6))]
-    for rollout in bench.engine.rollout(bench.plan(population(4)), asked):
+    requests = [Request(i, bench.requests[0].prompt_ids, Sampling(n)) for i, n in enumerate((3, 9, 6))]
+    for rollout in bench.engine.rollout(bench.plan(population(4)), requests):
         seen[rollout.member.index, rollout.request] = len(steps)
-        assert rollout.finish_reason == "stop" or len(rollout.token_ids) == asked[rollout.request].sampling.max_tokens
+        assert (
+            rollout.finish_reason == "stop" or len(rollout.token_ids) == requests[rollout.request].sampling.max_tokens
+        )
     for member in range(4):
         assert seen[member, 0] <= seen[member, 2] <= seen[member, 1]
     assert len(set(seen.values())) > 1
 
 
 @of("lowrank")
-def test_a_rollout_that_is_left_is_called_off_and_not_mixed_up(bench):
-    """The frame of what left it may outlive it, and keep it."""
+def test_an_abandoned_rollout_is_aborted_and_not_mixed_up(bench):
+    """A frame may keep the abandoned generator alive."""
     plan = bench.plan(population(3))
     want = answers(bench.engine, plan, bench.requests)
-    asked = [Request(i, r.prompt_ids, Sampling(2 + 20 * (i > 0))) for i, r in enumerate(bench.requests)]
-    left = bench.engine.rollout(plan, asked)
+    requests = [Request(i, r.prompt_ids, Sampling(2 + 20 * (i > 0))) for i, r in enumerate(bench.requests)]
+    left = bench.engine.rollout(plan, requests)
     next(left)
     assert answers(bench.engine, plan, bench.requests) == want
     with pytest.raises(EvoalignError, match="one rollout at a time"):
@@ -260,16 +262,16 @@ def test_a_rollout_that_is_left_is_called_off_and_not_mixed_up(bench):
 
 
 @of("lowrank")
-def test_a_text_to_stop_at_ends_a_completion_at_its_token(bench):
-    """vLLM itself looks for none, and would go on to the last token."""
+def test_a_stop_text_ends_a_completion_at_its_token(bench):
+    """vLLM searches for none, and would continue to max_tokens."""
     plan, ended = bench.plan((MEAN,)), 0
     for request in bench.requests:
         (whole,) = bench.engine.rollout(plan, [Request(0, request.prompt_ids, Sampling(40), logprobs=True)])
         if len(whole.text) < 6:
             continue
         middle = whole.text[len(whole.text) // 2 :][:3]
-        asked = Request(0, request.prompt_ids, Sampling(40, stop=(middle,)), logprobs=True)
-        (found,) = bench.engine.rollout(plan, [asked])
+        request = Request(0, request.prompt_ids, Sampling(40, stop=(middle,)), logprobs=True)
+        (found,) = bench.engine.rollout(plan, [request])
         assert found.finish_reason == "stop" and found.text == whole.text[: whole.text.index(middle)]
         count = next(n for n in range(41) if middle in bench.tokens.decode(whole.token_ids[:n]))
         assert found.token_ids == whole.token_ids[:count] and len(found.logprobs) == count

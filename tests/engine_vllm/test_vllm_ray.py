@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in Ray's actors answers as it does without them, and leaves nothing behind."""
+"""vLLM in Ray actors generates the same as without them, and leaves nothing behind."""
 
 import pytest
 from served import config
@@ -14,5 +14,5 @@ def test_two_replicas_are_one_engine(space, lose):
 
 
 @pytest.mark.long
-def test_each_replica_has_a_server_at_a_port_of_its_own():
+def test_each_replica_launches_a_server_at_a_separate_port():
     replicated.check_life(config(name="vllm-server"), same_up_to_ties, lose=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a server that runs already serves the weights of the files: what passes for rounding, and what does not."""
+"""`BaseModel.distance`: rounding is within the tolerance, and noise on the weights is not."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import torch
 
 from evoalign import tokens
 from evoalign.config import from_dict
-from evoalign.engines.server.base import APART, PROBED, PROBES, Base, read_base
-from evoalign.engines.server.dialect import Said
+from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, BaseModel, load_base
+from evoalign.engines.server.dialect import Completion
 from evoalign.engines.transformers.engine import load_model
 from evoalign.models import tiny
 
 CONFIG = from_dict({"model": {"name": "tiny"}}, needs_es=False)
-DTYPES = list(APART)
+DTYPES = list(TOLERANCE)
 
 
-def greedy(model: Any, prompt: tuple[int, ...]) -> Said:
-    """What a server says that serves a model, with the log-softmax of all that it has seen."""
+def greedy(model: Any, prompt: tuple[int, ...]) -> Completion:
+    """Return the completion of a server that serves a model."""
     ids, logprobs = list(prompt), list[float]()
-    for _ in range(PROBED):
+    for _ in range(PROBE_TOKENS):
         with torch.no_grad():
             row = model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
         ids.append(int(row.argmax()))
         logprobs.append(float(row.max()))
-    return Said(tuple(ids[len(prompt) :]), "length", tuple(logprobs))
+    return Completion(tuple(ids[len(prompt) :]), "length", tuple(logprobs))
 
 
-def mean_apart(base: Base, model: Any) -> float:
-    """Over all prompts."""
+def mean_distance(base: BaseModel, model: Any) -> float:
+    """Return the mean over all prompts."""
     prompts = [tokens.load(CONFIG.model).encode(prompt) for prompt in PROBES]
-    return sum(base.apart(prompt, greedy(model, prompt)) for prompt in prompts) / len(prompts)
+    return sum(base.distance(prompt, greedy(model, prompt)) for prompt in prompts) / len(prompts)
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
-def base(request: pytest.FixtureRequest) -> Base:
-    return read_base(CONFIG, request.param, dummy=False)
+def base(request: pytest.FixtureRequest) -> BaseModel:
+    return load_base(CONFIG, request.param, dummy=False)
 
 
-def test_another_attention_is_rounding_and_noise_on_the_weights_is_not(base: Base) -> None:
-    """Noise of 6 % of each matrix's mean weight."""
+def test_distance_accepts_another_attention_and_not_noise_on_the_weights(base: BaseModel) -> None:
+    """The noise is 6 % of each matrix's mean weight."""
     from transformers import AutoModelForCausalLM
 
     dtype = base.model.dtype
     eager: Any = AutoModelForCausalLM.from_pretrained(tiny(), dtype=dtype, attn_implementation="eager").eval()
     assert base.model.config._attn_implementation != "eager"
-    assert 2 * mean_apart(base, eager) <= APART[dtype]
+    assert 2 * mean_distance(base, eager) <= TOLERANCE[dtype]
     for seed in (1, 2):
         moved = load_model(CONFIG.model, dtype)
         generator = torch.Generator().manual_seed(seed)
@@ -57,11 +57,11 @@ def test_another_attention_is_rounding_and_noise_on_the_weights_is_not(base: Bas
             if parameter.ndim == 2:
                 noise = torch.randn(parameter.shape, generator=generator) * parameter.float().abs().mean()
                 parameter.data.add_((0.06 * noise).to(dtype))
-        assert mean_apart(base, moved) > APART[dtype]
+        assert mean_distance(base, moved) > TOLERANCE[dtype]
 
 
-def test_what_no_such_model_says_is_infinitely_far(base: Base) -> None:
+def test_distance_is_infinite_for_completions_the_model_cannot_generate(base: BaseModel) -> None:
     prompt, size = (5, 6), base.model.config.vocab_size
-    assert base.apart(prompt, Said((), "stop", ())) == math.inf
-    assert base.apart(prompt, Said((7, size), "length", (-0.5, -0.5))) == math.inf
-    assert math.isfinite(base.apart(prompt, Said((7, size - 1), "length", (-0.5, -0.5))))
+    assert base.distance(prompt, Completion((), "stop", ())) == math.inf
+    assert base.distance(prompt, Completion((7, size), "length", (-0.5, -0.5))) == math.inf
+    assert math.isfinite(base.distance(prompt, Completion((7, size - 1), "length", (-0.5, -0.5))))

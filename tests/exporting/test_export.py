@@ -34,7 +34,7 @@ from evoalign.models import tiny
 from evoalign.report.tables import visible
 from evoalign.rundir import checkpoint, journal, parquet
 from evoalign.rundir.directory import saved_folders
-from evoalign.tasks.countdown.task import SYSTEM
+from evoalign.tasks.countdown import SYSTEM
 from evoalign.types import MEAN_PLAN, Request, Sampling
 from families import Bench
 from plain import UNCHECKED

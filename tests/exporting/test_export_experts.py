@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import evoalign
 from evoalign.config import load
 from evoalign.exporting.export import export
-from evoalign.models.experts import PEFT_TYPES
+from evoalign.models.tensors import PEFT_TYPES
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.types import MEAN_PLAN, Sampling

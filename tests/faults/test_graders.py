@@ -23,7 +23,7 @@ from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
 from evoalign.tasks import Data, Task
-from evoalign.tasks.isolated import connection, memory
+from evoalign.tasks.isolated import connection, worker
 from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
@@ -306,7 +306,7 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
     error = refused(task, ["a", "bomb it", "c"], row(log, id=7))
     assert f"reward function {name} " in str(error)
     assert message in str(error)
-    assert "the completion 'bomb it' does it alone; fix it" in str(error)
+    assert "the completion 'bomb it' causes it alone; fix it" in str(error)
     assert "\n" not in str(error)
     failed = error.failed or {}
     seconds, trace = failed.pop("seconds"), failed.pop("traceback")
@@ -332,19 +332,19 @@ def test_memory_has_an_end(make: Make, log: Path, name: str) -> None:
     """Half a GiB beyond what the worker starts with; torch itself fits."""
     task = make(name, retries=0, memory_gib=0.5)
     error = refused(task, ["a", "bomb it"], row(log))
-    assert f"reward function {name} " in str(error) and "the completion 'bomb it' does it alone" in str(error)
+    assert f"reward function {name} " in str(error) and "the completion 'bomb it' causes it alone" in str(error)
     assert "fix it or raise grader.memory_gib" in str(error)
     assert task.rewards(["fine"], [row(log)]) == [1.0]
 
 
 def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(memory, "GROUP_LIMIT", tmp_path / "memory.max")
-    assert memory.half() == whole // 2
-    memory.GROUP_LIMIT.write_text("max\n")
-    assert memory.half() == whole // 2
-    memory.GROUP_LIMIT.write_text(f"{1 << 20}\n")
-    assert memory.half() == 1 << 19
+    monkeypatch.setattr(worker, "GROUP_LIMIT", tmp_path / "memory.max")
+    assert worker.half_of_memory() == whole // 2
+    worker.GROUP_LIMIT.write_text("max\n")
+    assert worker.half_of_memory() == whole // 2
+    worker.GROUP_LIMIT.write_text(f"{1 << 20}\n")
+    assert worker.half_of_memory() == 1 << 19
 
 
 @pytest.mark.last("raise-fresh", "garble-fresh", "hang-fresh")
@@ -418,7 +418,7 @@ def test_a_worker_that_cannot_start_is_told(
     if early:
         task.load_data(0)
     error = refused(task, ["a"], {"prompt": "a", "log": "b"})
-    assert "the worker of the reward functions, as it started, died: FileNotFoundError" in str(error)
+    assert "died: FileNotFoundError" in str(error)
     assert "2 attempts" in str(error)
 
 
@@ -431,7 +431,7 @@ def test_attempts_are_counted(make: Make, log: Path) -> None:
 
 def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
     error = refused(make("big_batches_hang", retries=0, timeout=1.0), ["a", "b", "c", "d"], row(log))
-    assert "none of the 4 completions does it alone, only the batch as a whole" in str(error)
+    assert "none of the 4 completions causes it alone, only the whole batch" in str(error)
     assert "raise grader.timeout" in str(error)
     failed = error.failed or {}
     assert (failed["completion"], failed["completions"], failed["count"]) == (None, ["a", "b", "c", "d"], 4)
@@ -439,7 +439,7 @@ def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
 
 @pytest.mark.slow
 def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
-    assert "'bomb 1' does it alone, and so do others" in str(
+    assert "'bomb 1' causes it alone, and so do others" in str(
         refused(make("exits", retries=0), ["a", "bomb 1", "b", "bomb 2"], row(log))
     )
     assert "and so do others" not in str(refused(make("exits", retries=0), ["a", "bomb 1", "b"], row(log)))
@@ -456,10 +456,10 @@ def test_a_mistake_is_told_with_its_line_and_the_columns_and_not_waited_for(
         f"reward function mistaken failed: KeyError: 'anwser' in graders.py line {line}; the data has the columns "
         "prompt, log, answer (2 attempts, "
     )
-    assert "; all completions do it, 'a' for one; fix it" in str(error)
+    assert "; all completions cause it, such as 'a'; fix it" in str(error)
     assert waits == [] and (error.failed or {})["completion"] == "a"
     many = refused(make("mistaken", retries=0), ["a"] * 50, row(log))
-    assert "all completions that were asked alone, 18 of 50, do it, 'a' for one" in str(many)
+    assert "all completions that were scored alone, 18 of 50, cause it, such as 'a'" in str(many)
 
 
 def test_a_judge_that_answered_once_is_waited_for_whatever_it_says_then(
@@ -513,9 +513,9 @@ def test_a_worker_that_dies_between_calls_is_no_failure(make: Make, log: Path) -
 @pytest.mark.parametrize(
     ("values", "message", "completion"),
     [
-        ([1.0, "nan"], "gave nan for the completion 'two'", "two"),
-        (["-inf", 1.0], "gave -inf for the completion 'one'", "one"),
-        ([1.0, True], "gave True for the completion 'two'", "two"),
+        ([1.0, "nan"], "returned nan for the completion 'two'", "two"),
+        (["-inf", 1.0], "returned -inf for the completion 'one'", "one"),
+        ([1.0, True], "returned True for the completion 'two'", "two"),
         ([1.0, [2.0]], "for the completion 'two'", "two"),
         ([1.0], "returned 1 values for 2 completions", None),
         ([1.0, 2.0, 3.0], "returned 3 values for 2 completions", None),
@@ -630,7 +630,7 @@ def test_ctrl_c_in_a_reward_passes() -> None:
     [10**400, pytest.param(10**5000, id="beyond"), float("nan"), None, pytest.param("x" * 1000, id="long"), True],
 )
 def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
-    with pytest.raises(RewardError, match=r"task own gave .{1,60} as the reward of 'a'"):
+    with pytest.raises(RewardError, match=r"task own returned .{1,60} as the reward of 'a'"):
         rollouts.rewards_of(Own(lambda: value), ["a"], [{}])
 
 

@@ -72,7 +72,7 @@ def test_a_dry_run_tells_of_a_taken_folder(tmp_path):
     (tmp_path / "run" / "journal.jsonl").write_text("")
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
-    assert any(line.startswith("refused as it stands: output_dir") for line in evoalign.dry_run(tree))
+    assert any(line.startswith("would be refused: output_dir") for line in evoalign.dry_run(tree))
     assert not any("refused" in line for line in evoalign.dry_run(tree, overwrite=True))
     show = functools.partial(show_plan, from_dict(tree), "es", everything=False)
     with pytest.raises(typer.Exit) as refused:
@@ -86,7 +86,7 @@ def test_a_dry_run_tells_of_a_taken_folder(tmp_path):
 def test_a_dry_run_tells_of_a_model_that_is_not_there(name, method, tmp_path):
     tree = {**custom(tmp_path), "task": {"name": "conciseness"}, "model": {"name": name}, "grpo": {}}
     told = evoalign.dry_run(tree) if method == "es" else planning.dry_run(tree)
-    assert any(line.startswith("refused as it stands: model") and name in line for line in told)
+    assert any(line.startswith("would be refused: model") and name in line for line in told)
 
 
 def test_a_run_with_a_reward_object_asks_for_it_again(tmp_path):
@@ -136,7 +136,7 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
 
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
-    with pytest.raises(RewardError, match="gave nan as the reward"):
+    with pytest.raises(RewardError, match="returned nan as the reward"):
         evoalign.train(tree, task=Careless(from_dict(tree).task), console=quiet())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["failed_completion.json"]
 

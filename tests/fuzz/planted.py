@@ -20,17 +20,16 @@ from pydantic import BaseModel
 from evoalign import tokens
 from evoalign.analysis.compare import runs
 from evoalign.baselines import trainer_state
-from evoalign.config import reading, source
+from evoalign.config import reading
 from evoalign.config.es import EsConfig
 from evoalign.config.run import Config
 from evoalign.config.task import TaskConfig
 from evoalign.engines.transformers import engine
-from evoalign.models import empty, files
+from evoalign.models import files, origin
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, checksums, journal
-from evoalign.tasks import base
+from evoalign.tasks import base, countdown
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.tasks.countdown import task as countdown
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.data import files as data_files
 from evoalign.tasks.data import splits
@@ -139,7 +138,7 @@ def _of_one_line(path: Any, source: Any) -> Iterator[Any]:
     lines = [(f"{path}, line {i}", line) for i, line in enumerate(source.read().decode().splitlines(), 1)]
     for where, line in lines:
         if line.strip():
-            yield where, data_files.columns_of(data_files._parse(line, where), where)
+            yield where, data_files._columns(data_files._parse(line, where), where)
 
 
 def _stripped(row: Any, where: str) -> Any:
@@ -182,7 +181,7 @@ def _rows_that_parse(path: Any) -> list[Any]:
 
 
 whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_model, tokens._stops, runs._rows
-whole_columns = data_files.columns_of
+whole_columns = data_files._columns
 quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
 SAFE = yaml.SafeLoader
 FAULTS: dict[str, Fault] = {
@@ -193,12 +192,12 @@ FAULTS: dict[str, Fault] = {
         TaskConfig, "reward_weights", "value:task.reward_weights", annotation=list[float] | None
     ),
     "unknown settings": loosened(EsConfig, None, "tree", extra="ignore"),
-    "a key twice": patched("configs > text", (source._Loader, "construct_mapping", SAFE.construct_mapping)),
+    "a key twice": patched("configs > text", (reading._Loader, "construct_mapping", SAFE.construct_mapping)),
     "an alias of itself": patched(
-        "configs > text", (source, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
+        "configs > text", (reading, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
     ),
-    "a date that is none": patched("configs > text", (source, "MALFORMED", ()), shows="traceback"),
-    "brackets without end": patched("configs > text", (source, "DEEPEST", 10**9), shows="traceback silent"),
+    "a date that is none": patched("configs > text", (reading, "MALFORMED", ()), shows="traceback"),
+    "brackets without end": patched("configs > text", (reading, "YAML_DEPTH", 10**9), shows="traceback silent"),
     "the earlier wins": patched("configs", (load, "_merge", _early_wins), shows="silent refused"),
     "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
     "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),
@@ -216,7 +215,7 @@ FAULTS: dict[str, Fault] = {
     "no numbers": patched(
         "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"
     ),
-    "texts cleaned": patched("data files", (data_files, "columns_of", _stripped)),
+    "texts cleaned": patched("data files", (data_files, "_columns", _stripped)),
     "a parquet file's own error": patched(
         "data files > bytes", (data_files, "_parquet", raising_rows(data_files._parquet)), shows="traceback"
     ),
@@ -233,7 +232,7 @@ FAULTS: dict[str, Fault] = {
         "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"
     ),
     "files that a model names": patched(
-        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (empty, "refuse_hooks", lambda *_: None)
+        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (origin, "refuse_hooks", lambda *_: None)
     ),
     # run directories
     "checksums": patched(

@@ -17,7 +17,7 @@ from evoalign.engines.hash import tensor_sum
 from evoalign.kernels import compiled, products
 from evoalign.optimizer import create
 from evoalign.preflight.machine import check_versions
-from evoalign.rundir.manifest import make_manifest
+from evoalign.rundir.identity import make_manifest
 from evoalign.types import TensorSpec, Update, population
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs are held against each other by: what they were trained for, where that is one thing."""
+"""The measure by which runs are compared: what they were trained for, if it is the same."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], P
     return run
 
 
-def test_the_name_of_what_is_trained_for_needs_no_import() -> None:
+def test_measure_of_needs_no_import() -> None:
     assert measure_of(None) == "reward" and measure_of("no/such.py:letters") == NAME
     assert SetObjective("math:dist", str).measure == "fitness/dist"
     assert shared_aim([None, None], None) == ("reward", [])
@@ -106,7 +106,7 @@ def test_the_name_of_what_is_trained_for_needs_no_import() -> None:
     assert shared_aim(["a:f", None, None], None)[1][0].endswith("trained for is fitness/f (1 of 3) or reward (2 of 3)")
 
 
-def test_a_sweep_goes_by_what_is_trained_for(swept: tuple[Path, dict[str, Any], str]) -> None:
+def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str]) -> None:
     folder, _, said = swept
     found = json.loads((folder / "results.json").read_text())
     assert found["measure"] == NAME and f"goes by {NAME}, which is trained for (task.fitness)" in said
@@ -118,7 +118,7 @@ def test_a_sweep_goes_by_what_is_trained_for(swept: tuple[Path, dict[str, Any], 
     assert f"{NAME} of the start is {start:.4g}." in table
 
 
-def test_a_sweep_over_what_is_trained_for_goes_by_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.analysis.sweeping.sweep.drive", lambda *given: [])
     out = io.StringIO()
     ways = [f"{tmp_path}/own.py:letters", None]
@@ -131,7 +131,7 @@ def test_a_sweep_over_what_is_trained_for_goes_by_the_reward(tmp_path: Path, mon
     assert json.loads((tmp_path / "asked/results.json").read_text())["measure"] == "reward"
 
 
-def test_a_search_chooses_by_it_and_its_trials_end_by_one_rule(tmp_path: Path) -> None:
+def test_search_maximises_fitness(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     out = io.StringIO()
     space, told = dict([domain("es.sigma=0.05,0.1")]), Console(file=out, width=400)
@@ -145,7 +145,7 @@ def test_a_search_chooses_by_it_and_its_trials_end_by_one_rule(tmp_path: Path) -
         search(tree, space, trials=2, to=tmp_path / "search", jobs=1, console=told)
 
 
-def test_runs_are_compared_by_what_all_were_trained_for(
+def test_compare_uses_the_shared_fitness(
     swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
 ) -> None:
     found = compare(swept[0])
@@ -161,7 +161,7 @@ def test_runs_are_compared_by_what_all_were_trained_for(
 
 
 @pytest.mark.parametrize("fitness", [None, "words"])
-def test_runs_of_which_only_some_have_it_are_compared_by_the_reward(
+def test_compare_uses_the_reward_if_fitness_differs(
     fitness: str | None, swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
 ) -> None:
     found = compare([swept[0], others(fitness)])
@@ -173,7 +173,7 @@ def test_runs_of_which_only_some_have_it_are_compared_by_the_reward(
     assert alone.measure == "reward" and not any("goes by" in note for note in alone.notes)
 
 
-def test_two_functions_of_one_name_are_two_things(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+def test_functions_with_the_same_name_differ_by_path(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     first = next(iter(sorted(swept[0].glob("*/seed_3"))))
     twin = Path(shutil.copytree(first, tmp_path / "twin"))
     text = (twin / "config.yaml").read_text()
@@ -183,9 +183,7 @@ def test_two_functions_of_one_name_are_two_things(swept: tuple[Path, dict[str, A
         compare([first, twin], measure=NAME)
 
 
-def test_its_placebos_are_kept_for_cards_comparisons_and_sweeps(
-    swept: tuple[Path, dict[str, Any], str], tmp_path: Path
-) -> None:
+def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     _, tree, _ = swept
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One number for all that a member answers: where it is the mean, a run is that of the rewards, to the bit."""
+"""`task.fitness`: one number for all completions of a member. With their mean, a run equals that of the rewards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def made(fitness: str, **settings: Any) -> tasks.Task:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """`plain`, a run of the rewards, and `mean`, one of their mean as fitness in a process of its own; what that said.
+    """`plain`, a run of the rewards, and `mean`, an isolated run of their mean as fitness; and its output.
 
     The questions are in questions.jsonl.
     """
@@ -95,7 +95,7 @@ def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(run
     assert "fitness" not in plain[0]["config"]["task"]
 
 
-def test_it_is_told_everywhere(runs: tuple[Path, str]) -> None:
+def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
     (folder, said), name = runs, "fitness/mean_helpful"
     rows, plain = (lines(folder / run / "metrics.jsonl") for run in ("mean", "plain"))
     for row, other in zip(rows, plain, strict=True):
@@ -125,7 +125,7 @@ def test_it_is_told_everywhere(runs: tuple[Path, str]) -> None:
 
 
 @pytest.mark.parametrize("kept", [3, 4])
-def test_cut_short_it_ends_with_the_same_bits(runs: tuple[Path, str], kept: int, tmp_path: Path) -> None:
+def test_resumed_run_ends_with_the_same_bits(runs: tuple[Path, str], kept: int, tmp_path: Path) -> None:
     """After a generation, and between an update and its seal."""
     whole = (runs[0] / "mean/journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
@@ -143,7 +143,7 @@ def test_another_fitness_is_another_run(runs: tuple[Path, str], tmp_path: Path) 
             train(config(copy, str(runs[0] / "questions.jsonl"), fitness), resume=True)
 
 
-def test_replay_and_counterfactuals_go_by_what_the_journal_has(runs: tuple[Path, str]) -> None:
+def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> None:
     from evoalign.placebos.counterfactual import parse
 
     log = journal.read(runs[0] / "mean/journal.jsonl").whole()
@@ -154,9 +154,7 @@ def test_replay_and_counterfactuals_go_by_what_the_journal_has(runs: tuple[Path,
         parse("shaping centered", log)
 
 
-def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alone(
-    runs: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path: Path) -> None:
     tree = config(
         tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", sampling={"temperature": 0.8},
         task={"validation_size": 2, "batch_size": None, "samples": 2},
@@ -180,7 +178,7 @@ def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alon
 # --- what it is asked, and what is wrong with it ----------------------------------------------------------------------
 
 
-def test_all_samples_of_a_seed_are_asked_together_and_seeds_are_averaged() -> None:
+def test_fitness_gets_all_samples_of_a_seed() -> None:
     rows = [{"prompt": "p"}, {"prompt": "q"}]
     scored = [
         Scored(e, seed, k, "p", None, f" {'ab'[e]}{seed}{'xy'[k]} ", 0.0, "stop", 1)
@@ -196,7 +194,7 @@ def test_all_samples_of_a_seed_are_asked_together_and_seeds_are_averaged() -> No
     assert aim({"reward": 2.0, "fitness": 3.0}) == 2.0
 
 
-def test_draws_are_paired_and_none_are_made_up() -> None:
+def test_resampled_draws_are_paired() -> None:
     rows = [{"prompt": str(i % 2)} for i in range(6)]
 
     def found(fitness: str, texts: Sequence[str]) -> evaluation.Evaluation:
@@ -213,7 +211,7 @@ def test_draws_are_paired_and_none_are_made_up() -> None:
     assert evaluation.with_resampled(made("letters"), rows[:2], before) is before
 
 
-def test_each_member_has_one_score_and_an_objective_of_ones_own_may_have_too() -> None:
+def test_per_member_objective_returns_one_column() -> None:
     class Longest(Objective):
         name, per_member = "longest", True
 
@@ -222,7 +220,7 @@ def test_each_member_has_one_score_and_an_objective_of_ones_own_may_have_too() -
 
     group = grouped({"reward": [0.0] * 4}, ["a", "bbb", "cc", "c"], [{}, {}], 0)
     assert judge(Longest(), group).tolist() == [[3.0], [2.0]]
-    with pytest.raises(RewardError, match=r"gave scores of shape \(2, 1\).* 2 members x 2 prompts"):
+    with pytest.raises(RewardError, match=r"returned scores of shape \(2, 1\).* 2 members x 2 prompts"):
         judge(type("Wrong", (Longest,), {"per_member": False})(), group)
 
 
@@ -235,7 +233,7 @@ def test_each_member_has_one_score_and_an_objective_of_ones_own_may_have_too() -
     ],
 )
 @pytest.mark.parametrize("isolated", [True, False])
-def test_a_failure_is_never_a_fitness(fitness: str, said: str, reason: str, isolated: bool) -> None:
+def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: str, isolated: bool) -> None:
     if fitness == "sleeps" and not isolated:
         pytest.skip("in place there is no limit of time")
     task = tasks.isolate(
@@ -251,16 +249,16 @@ def test_a_failure_is_never_a_fitness(fitness: str, said: str, reason: str, isol
 @pytest.mark.parametrize(
     ("fitness", "said"),
     [
-        ("later", "is async"), ("one_at_a_time", "does not take completions and examples"), ("NUMBER", "is not a func"),
+        ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
         ("nowhere", "has no 'nowhere'"),
     ],
 )  # fmt: skip
-def test_what_is_no_fitness_is_refused(fitness: str, said: str) -> None:
+def test_invalid_fitness_functions_are_rejected(fitness: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"task\.fitness: .*{said}"):
         SetObjective(f"{HERE}:{fitness}", str)
 
 
-def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_incompatible_settings_are_rejected(runs: tuple[Path, str], tmp_path: Path) -> None:
     questions = str(runs[0] / "questions.jsonl")
     tree = config(tmp_path / "run", questions, "letters", es={"shaping": "centered"})
     with pytest.raises(ConfigError, match=r"es\.shaping centered compares .* use one of zscore, ranks, identity"):
@@ -272,16 +270,16 @@ def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Pa
     with pytest.raises(ConfigError, match=r"task\.fitness 'macro_f1': write package"):
         from_dict(config(tmp_path, questions, task={"fitness": "macro_f1"}))
     plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))
-    with pytest.raises(ConfigError, match=r"task\.fitness own_fitness:letters: the task custom that was given"):
+    with pytest.raises(ConfigError, match=r"task\.fitness own_fitness:letters .* task custom"):
         evoalign.train(config(tmp_path / "run", questions, "letters"), task=plain)
     pytest.importorskip("trl")
     tree = config(tmp_path / "run", questions, "letters", grpo={"max_steps": 1, "num_generations": 2})
-    with pytest.raises(ConfigError, match=r"task\.fitness letters is one score for all .* and GRPO needs one for each"):
+    with pytest.raises(ConfigError, match=r"task\.fitness letters is one score for all .* but GRPO needs one for each"):
         evoalign.grpo(tree)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_may_not_name_it_unasked_and_a_card_does_not_tell_where_it_is(tmp_path: Path) -> None:
+def test_fitness_is_code_and_cards_hide_its_path(tmp_path: Path) -> None:
     from evoalign.exporting.source import private_paths, public
 
     own = from_dict({"es": {"sigma": 0.1}, "task": {"name": "conciseness", "fitness": f"{tmp_path}/f.py:f1"}})
@@ -290,7 +288,7 @@ def test_a_run_may_not_name_it_unasked_and_a_card_does_not_tell_where_it_is(tmp_
     assert "fitness" not in to_yaml(Config.model_validate({"es": {"sigma": 0.1}}))
 
 
-def test_the_probe_measures_it_and_a_built_in_task_takes_it() -> None:
+def test_probe_uses_fitness_with_a_built_in_task() -> None:
     tree = {
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4, "antithetic": True},
         "task": {"name": "conciseness", "fitness": f"{HERE}:letters"}, "evaluation": {"max_tokens": 4},

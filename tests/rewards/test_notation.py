@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig, from_dict
 from evoalign.errors import ConfigError
-from evoalign.rewards.arithmetic import ExpressionError
-from evoalign.rewards.notation import MAX_WRITTEN, evaluate_written
+from evoalign.rewards.arithmetic import MAX_WRITTEN, ExpressionError, evaluate_written
 from evoalign.rundir.identity import config_hash, identity
 from evoalign.tasks import create
-from evoalign.tasks.countdown.task import answer_reward
+from evoalign.tasks.countdown import answer_reward
 
 NUMBERS = {"A": 8, "B": 6, "C": 3, "D": 4}
 WRITTEN = {
@@ -91,14 +90,14 @@ def reward(text: str, target: int, *, lenient: bool) -> float:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_right_answers_as_models_write_them_count_where_grading_is_lenient(name: str) -> None:
+def test_lenient_grading_accepts_other_notation(name: str) -> None:
     form, target = WRITTEN[name]
     right = written(form, NUMBERS, target)
     assert (reward(right, target, lenient=False), reward(right, target, lenient=True)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_wrong_is_wrong_however_it_is_written(name: str) -> None:
+def test_lenient_grading_rejects_wrong_answers(name: str) -> None:
     """Another number, one twice, one left for another's place, another target, another result after the equals sign."""
     form, target = WRITTEN[name]
     wrong = [written(form, NUMBERS | change, target) for change in (
@@ -112,14 +111,14 @@ def test_what_is_wrong_is_wrong_however_it_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_nothing_is_guessed(form: str) -> None:
+def test_ambiguous_notation_is_rejected(form: str) -> None:
     text = written(form, NUMBERS, 24)
     assert [reward(text, target, lenient=True) for target in (24, 5, 2)] == [0.0, 0.0, 0.0]
 
 
 @given(st.text(alphabet="8634+-*/()= .$_`\\{}×÷−\t", max_size=40))
-def test_what_is_accepted_uses_the_numbers_that_stand_there(text: str) -> None:
-    """The multiset is that of the digits before the equals sign, so that no mark hides or makes a number."""
+def test_accepted_expressions_use_their_own_numbers(text: str) -> None:
+    """The multiset has the digits before the equals sign, so that no mark hides or creates a number."""
     try:
         found = evaluate_written(text)
     except ExpressionError:
@@ -151,7 +150,7 @@ def test_bombs_earn_nothing_in_lenient_grading_and_take_a_bounded_number_of_step
     assert max(map(operations, BOMBS)) < 20 * MAX_WRITTEN
 
 
-def test_grading_is_part_of_a_run_only_where_it_is_lenient() -> None:
+def test_grading_is_recorded_only_if_lenient() -> None:
     def config(**task: Any) -> Any:
         return from_dict({"task": {"name": "countdown", **task}, "es": {"sigma": 0.1}})
 
@@ -160,6 +159,6 @@ def test_grading_is_part_of_a_run_only_where_it_is_lenient() -> None:
     assert config_hash(lenient, "grpo") != config_hash(plain, "grpo")
 
 
-def test_a_task_without_it_refuses_it() -> None:
+def test_other_tasks_reject_lenient_grading() -> None:
     with pytest.raises(ConfigError, match="grading: lenient is not for task conciseness; leave it out"):
         create(TaskConfig(name="conciseness", grading="lenient"))

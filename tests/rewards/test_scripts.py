@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that are programs: what they are asked, what they print, and all that can be wrong with either."""
+"""Reward scripts: input, output and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evoalign import cli, tasks
 from evoalign.config import GraderConfig, TaskConfig, code_of, from_dict
 from evoalign.errors import ConfigError, RewardError
 from evoalign.tasks import Task
-from evoalign.tasks.isolated.memory import SUPPORTED as BOUND
+from evoalign.tasks.isolated.worker import MEMORY_SUPPORTED as BOUND
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
 
@@ -62,7 +62,7 @@ def test_a_script_reads_json_lines_and_prints_numbers(tmp_path: Path) -> None:
     assert scored(script(tmp_path, source), ["one", "ü\u2028x"]) == [13.0, 103.0]
 
 
-def test_a_shell_script_does_and_so_do_null_and_numbers_as_awk_writes_them(tmp_path: Path) -> None:
+def test_shell_scripts_may_print_null_and_awk_numbers(tmp_path: Path) -> None:
     odd = script(tmp_path, "#!/bin/sh\nprintf '.5\\nnull\\n+1e-2\\r\\n'\n", "odd")
     one = script(tmp_path, "#!/bin/sh\nwhile read -r line; do echo 1; done\n", "one")
     task = tasks.isolate(made(odd, one, weights=[2.0, 1.0]), GraderConfig(retries=0))
@@ -97,13 +97,13 @@ def test_messages_are_given_as_they_are_and_the_completion_as_text(tmp_path: Pat
         ("echo 1; echo", r"printed '' for", "value"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_an_error_that_quotes_it(tmp_path: Path, source: str, said: str, reason: str) -> None:
+def test_invalid_output_raises_reward_error_quoting_it(tmp_path: Path, source: str, said: str, reason: str) -> None:
     error = refused(tmp_path, f"#!/bin/sh\n{source}\n", isolated=False)
     assert re.search(said, str(error)), str(error)
     assert error.failed is not None and error.failed["reason"] == reason
 
 
-def test_one_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+def test_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
     error = refused(tmp_path, f"#!/bin/sh\nsleep 300 & echo $! > {tmp_path}/pid\nwait\n", ("a",), timeout=1.0)
     assert "reward function score.sh hung: no answer within 1 s" in str(error)
     left = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/cmdline")
@@ -120,7 +120,7 @@ def test_the_memory_limit_holds_for_scripts(tmp_path: Path) -> None:
     assert "on stderr: 'MemoryError'" in str(error) and "or raise grader.memory_gib" in str(error)
 
 
-def test_one_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_unusable_scripts_raise_config_error(tmp_path: Path) -> None:
     path = script(tmp_path, "#!/bin/sh\n", mode=0o644)
     with pytest.raises(ConfigError, match=rf"{path} is not executable; make it executable: chmod \+x {path}"):
         made(path)
@@ -128,13 +128,13 @@ def test_one_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -
     with pytest.raises(ConfigError, match=rf"write {path}:FUNCTION for a function in it; as a script, .*chmod \+x"):
         made(path)
     for name in ("nowhere.sh", str(tmp_path)):
-        with pytest.raises(ConfigError, match="is no import path and no file"):
+        with pytest.raises(ConfigError, match="is neither an import path nor a file"):
             made(name)
     error = refused(tmp_path, "echo 1\n")
-    assert "it does not start: Exec format error; does its first line name its interpreter" in str(error)
+    assert "it does not start: Exec format error; its first line has to name its interpreter" in str(error)
 
 
-def test_no_shell_reads_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_run_without_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script(tmp_path, "#!/bin/sh\necho 7\n", "a b;touch broken")
     assert made("a b;touch broken").rewards(["x"], ROWS[:1]) == [7.0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the grader of arithmetic takes and what it refuses."""
+"""Expressions that the arithmetic grader accepts or rejects."""
 
 import warnings
 from fractions import Fraction
@@ -82,14 +82,14 @@ def test_thirds_are_exact() -> None:
         ("1/0 - 1/0", "divides by zero"),
     ],
 )
-def test_refused_with_a_reason(text: str, reason: str) -> None:
+def test_evaluate_rejects_with_a_reason(text: str, reason: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ExpressionError, match=reason):
             evaluate(text)
 
 
-def test_bounds_are_where_they_say() -> None:
+def test_evaluate_enforces_its_bounds() -> None:
     assert evaluate("1" + " " * (MAX_LENGTH - 1)).value == 1
     with pytest.raises(ExpressionError, match="at most"):
         evaluate("1" + " " * MAX_LENGTH)

@@ -344,4 +344,4 @@ def test_who_scored_what_has_one_form(tmp_path, by):
     book.append(update(), (0.5, 0.25, -1.5, 2.0), scored_by=by)
     book.close()
     damage = journal.read(tmp_path / "j").damage
-    assert damage is not None and "line 2 holds scored_by" in damage.message
+    assert damage is not None and "line 2 has an invalid scored_by" in damage.message

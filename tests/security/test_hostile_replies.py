@@ -20,8 +20,7 @@ from evoalign.analysis.judge.base import NoReplyError
 from evoalign.analysis.judge.endpoint import Endpoint
 from evoalign.config import ScorerConfig
 from evoalign.engines.server import client as server_client
-from evoalign.engines.server.client import Client
-from evoalign.engines.server.errors import LostError
+from evoalign.engines.server.client import Client, LostError
 from evoalign.errors import EvoalignError, JudgeError, RewardError, ScorerAwayError
 from evoalign.rewards.scorer import client as scorer_client
 from evoalign.rewards.scorer.client import Service

@@ -22,7 +22,7 @@ from evoalign.engines.server.process import Command, ServerProcess
 from evoalign.errors import RunExistsError
 from evoalign.rundir import files
 from evoalign.rundir.directory import RunDir, saved_folders
-from evoalign.rundir.links import FOLDERS, LIBRARIES, SAVED, links_in, refuse_links, refuse_links_above
+from evoalign.rundir.files import FOLDERS, LIBRARIES, SAVED, links_in, refuse_links, refuse_links_above
 from evoalign.rundir.method import JOURNAL
 from evoalign.training import saving
 from plain import UNCHECKED

@@ -33,7 +33,7 @@ from evoalign.models.origin import origin
 from evoalign.rundir import journal
 from evoalign.rundir.journal import GENESIS
 from evoalign.rundir.method import load_own
-from evoalign.tasks.safety.rows import Settings as SafetySettings
+from evoalign.tasks.safety_rows import Settings as SafetySettings
 from evoalign.training.replay import rebuilt
 
 DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every form that data comes in, and what becomes of it: the rows that it loads as, or what is said."""
+"""Data formats: the rows that each loads as, or the error."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def folder(name: str, **files: bytes) -> Write:
 
 
 def saved(name: str, **parts: list[dict[str, Any]]) -> Write:
-    """What save_to_disk leaves: of several splits, or of one data set."""
+    """Output of save_to_disk: several splits, or one data set."""
 
     def write(place: Path) -> str:
         made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
@@ -171,31 +171,31 @@ FORMS: list[Form] = [
      {}, [{"prompt": [ASKED]}]),
     # what is refused
     ("no file", lambda _: "none.jsonl", {}, "no data file none.jsonl (looked from "),
-    ("an address", lambda _: "https://a.b/c", {}, "https://a.b/c: addresses are not read; download the file, or give"),
+    ("an address", lambda _: "https://a.b/c", {}, "https://a.b/c: URLs are not supported; download the file"),
     ("CSV by another name", file("rows.txt", table()), {}, "rows.txt, line 1: not JSON at column 1"),
     ("CSV with a field too many", file("a.csv", b"prompt\nHi, you\n"), {},
      "a.csv, line 2: 2 fields, but the first line names 1; quote the text"),
     ("CSV that names a column twice", file("a.csv", b"a,a\n"), {},
-     "a.csv: the column 'a' stands twice in the first line; rename one"),
+     "a.csv: duplicate column 'a' in the first line; rename one"),
     ("CSV with an open quote", file("a.csv", b'prompt\n"Hi\n'), {}, "a.csv, line 2: not CSV: unexpected end of data"),
-    ("CSV without rows", file("a.csv", b"prompt\n"), {}, "a.csv holds no rows"),
+    ("CSV without rows", file("a.csv", b"prompt\n"), {}, "a.csv has no rows"),
     ("gzip that is cut", file("a.jsonl.gz", gzip.compress(lines())[:-12]), {}, "a.jsonl.gz is a damaged gzip file: "),
-    ("gzipped parquet", file("a.gz", gzip.compress(packed())), {}, "a.gz is a gzipped parquet file, which is packed"),
+    ("gzipped parquet", file("a.gz", gzip.compress(packed())), {}, "a.gz is a gzipped parquet file"),
     ("a list with a comma too many", file("a.json", b'[{"prompt": "Hi"},]'), {}, "a.json: not JSON at column "),
     ("a list and more", file("a.json", b'[{"prompt": "Hi"}] 3'), {}, "a.json: not JSON at column 20: Extra data"),
     ("a split that is not saved", saved("set:dev", train=ROWS, test=ROWS), {},
      "set has no split dev; there are test, train: write set:test"),
-    ("a split of one data set", saved("set:dev", only=ROWS), {}, "set is one data set without splits; leave :dev out"),
+    ("a split of one data set", saved("set:dev", only=ROWS), {}, "set is a data set without splits; remove :dev"),
     ("a split without shards", folder("set:dev", train_jsonl=lines()), {},
      "set has no split dev; there are train: write set:train"),
     ("shards of several configs", folder("set", a__train_jsonl=lines(), b__train_jsonl=lines()), {},
-     "set holds files in several folders (a, b); name one of them"),
+     "set has files in several folders (a, b)"),
     ("shards of several kinds", folder("set", a_jsonl=lines(), b_csv=table()), {},
-     "set holds files of several kinds (.csv, .jsonl); give one of them, or one kind"),
-    ("an empty folder", folder("set"), {}, "set holds no JSON, JSONL, CSV, TSV or parquet files; give a file, or"),
+     "set has files of several formats (.csv, .jsonl)"),
+    ("an empty folder", folder("set"), {}, "set has no JSON, JSONL, CSV, TSV or parquet files; give a file, or"),
     ("hub without a config", hub("hub:who/what"), {}, "cannot load hub:who/what: ValueError: Config name is missing"),
     ("hub with too many names", lambda _: "hub:a:b:c:d", {},
-     "'hub:a:b:c:d' names no data set; write hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"),
+     "'hub:a:b:c:d' is not the name of a data set; write hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"),
     ("hub with code", script, {}, "cannot load hub:who/what: RuntimeError: Dataset scripts are no longer supported"),
     ("no prompt", jsonl(*QUESTIONS), {}, "rows.jsonl, line 1: no prompt; found question, target, n; set task.columns: "
      "{prompt: question}"),
@@ -205,24 +205,24 @@ FORMS: list[Form] = [
      "no prompt; found conversation; set task.columns: {messages: conversation}"),
     ("no prompt, nothing like it", jsonl({"xyz": "Hi"}), {},
      "no prompt; found xyz; set task.columns: {prompt: COLUMN}, with its name in place of COLUMN"),
-    ("an unknown column", jsonl(*QUESTIONS), {"columns": {"prompt": "questions"}}, "rows.jsonl, line 1: no column "
-     "'questions', which task.columns takes as prompt (did you mean question?); found question, target, n"),
+    ("an unknown column", jsonl(*QUESTIONS), {"columns": {"prompt": "questions"}}, "rows.jsonl, line 1: "
+     "task.columns: no column 'questions' for prompt (did you mean question?); found question, target, n"),
     ("an unknown column of a reward", jsonl(*QUESTIONS), {"columns": {"prompt": "question", "answer": "gold"}},
-     "rows.jsonl: no column 'gold', which task.columns takes as answer; found question, target, n"),
+     "rows.jsonl: task.columns: no column 'gold' for answer; found question, target, n"),
     ("columns that collide", jsonl({"prompt": "Hi", "question": "Ho"}), {"columns": {"prompt": "question"}},
-     "line 1: task.columns calls 'question' prompt, and there is a column prompt too; name that one as well, as in "
+     "line 1: task.columns renames 'question' to prompt, but there is a column prompt; rename that one too, as in "
      "{prompt: question, own_prompt: prompt}"),
     ("a row with a column of the task's own name in place of the other", jsonl({"question": "Hi"}, {"prompt": "Ho"}),
      {"columns": {"prompt": "question"}},
-     "rows.jsonl, line 2: no column 'question', which task.columns takes as prompt; found prompt"),
-    ("an answer alone", jsonl({"messages": [SAID]}), {}, "line 1: messages holds the assistant's answer alone; put"),
+     "rows.jsonl, line 2: task.columns: no column 'question' for prompt; found prompt"),
+    ("an answer alone", jsonl({"messages": [SAID]}), {}, "line 1: messages has only an assistant message"),
     ("messages as text", jsonl({"messages": "Hi"}), {}, "line 1: messages is 'Hi'; expected a list of messages"),
     ("ShareGPT's tools", jsonl({"conversations": [{"from": "function_call", "value": "f()"}]}), {},
-     "line 1: a turn is from 'function_call'; expected human, gpt or system"),
+     "line 1: a message is from 'function_call'; expected human, gpt or system"),
     ("a picture", jsonl({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}), {},
      "line 1: a message has a part of type 'image_url'; only parts of type 'text' are read"),
     ("a system prompt of a raw text", jsonl(*ROWS), {"system_prompt": "Be brief."},
-     "line 1: prompt is a text, which goes to the model as it is, without task.system_prompt; set task.prompt: chat"),
+     "line 1: prompt is a text, which has no system message; set task.prompt: chat"),
 ]  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("write", "settings", "outcome"), [f[1:] for f in FORMS], ids=[f[0] for f in FORMS])
-def test_forms(
+def test_load_accepts_or_rejects_each_format(
     write: Write,
     settings: dict[str, Any],
     outcome: list[dict[str, Any]] | str,
@@ -261,8 +261,8 @@ def made(name: str = "custom", **settings: Any) -> Any:
     return create(TaskConfig(name=name, **settings), *([[length]] if name == "custom" else []))
 
 
-def test_a_column_has_one_name() -> None:
-    with pytest.raises(ValidationError, match="prompt and question both take the column q; name it once"):
+def test_columns_rejects_renaming_a_column_twice() -> None:
+    with pytest.raises(ValidationError, match="prompt and question both rename the column q"):
         TaskConfig(columns={"prompt": "q", "question": "q"})
     assert not {"columns", "system_prompt"} & TaskConfig().model_dump().keys()  # old configs are as they were
 
@@ -276,7 +276,7 @@ def test_a_column_has_one_name() -> None:
         ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
     ],
 )
-def test_every_task_has_them(
+def test_every_task_renames_columns(
     name: str, row: dict[str, Any], columns: dict[str, str], lacks: str, tmp_path: Path
 ) -> None:
     settings = {"prompt": "chat", "columns": columns, "train_data": str(tmp_path / jsonl(row)(tmp_path))}
@@ -289,7 +289,7 @@ def test_every_task_has_them(
         assert list(found.values()) == list(row.values()) and task.prompt(found)[-1]["role"] == "user"
 
 
-def test_a_reward_that_wants_a_column_is_told_which_is_like_it(tmp_path: Path) -> None:
+def test_missing_column_error_suggests_a_similar_one(tmp_path: Path) -> None:
     def right(completions: list[str], answer: list[str]) -> list[float]:
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
@@ -299,7 +299,7 @@ def test_a_reward_that_wants_a_column_is_told_which_is_like_it(tmp_path: Path) -
         task.load_data(0)
 
 
-def test_the_answer_of_a_conversation_reaches_rewards(tmp_path: Path) -> None:
+def test_rewards_get_the_last_assistant_message_as_completion_column(tmp_path: Path) -> None:
     def right(completions: list[Any], completion: list[str]) -> list[float]:
         return [float(c[0]["content"] == a) for c, a in zip(completions, completion, strict=True)]
 
@@ -310,7 +310,7 @@ def test_the_answer_of_a_conversation_reaches_rewards(tmp_path: Path) -> None:
     assert task.gold(row) == "Ho"
 
 
-def test_a_system_prompt_comes_first_where_there_is_none() -> None:
+def test_system_prompt_is_prepended_if_there_is_none() -> None:
     task, row = made(prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
     assert task.prompt(row) == [SYSTEM, ASKED] and row == {"prompt": "Hi"}
     chat = made(system_prompt="Be brief.")
@@ -324,7 +324,7 @@ def test_a_system_prompt_comes_first_where_there_is_none() -> None:
     assert found[0] == SYSTEM and [m["role"] for m in found] == ["system", "user", "assistant"]
 
 
-def test_rewards_see_prompts_without_it() -> None:
+def test_rewards_get_prompts_without_system_prompt() -> None:
     seen: list[Any] = []
 
     def spy(prompts: list[Any], completions: list[Any]) -> list[float]:
@@ -337,7 +337,7 @@ def test_rewards_see_prompts_without_it() -> None:
 
 
 class Own(Task):
-    """A task of one's own, which makes its prompts as it likes."""
+    """Custom task with its own prompts."""
 
     def load_data(self, seed: int) -> Data:
         return Data([{}], [{}])
@@ -352,13 +352,13 @@ class Own(Task):
 @pytest.mark.parametrize(
     ("name", "settings", "told"),
     [
-        ("custom", {"prompt": "raw"}, "task.prompt: raw go to the model as they are, without messages"),
-        ("conciseness", {"prompt": "raw"}, "task.prompt: raw go to the model as they are"),
-        ("countdown", {"prompt": "short"}, "task.prompt: short go to the model as they are"),
+        ("custom", {"prompt": "raw"}, "task.prompt: raw are plain text"),
+        ("conciseness", {"prompt": "raw"}, "task.prompt: raw are plain text"),
+        ("countdown", {"prompt": "short"}, "task.prompt: short are plain text"),
         ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
         (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
     ],
 )
-def test_where_there_are_no_messages_it_is_refused(name: str, settings: dict[str, Any], told: str) -> None:
+def test_system_prompt_needs_messages(name: str, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         made(name, system_prompt="Be brief.", **settings)

@@ -24,7 +24,7 @@ from evoalign.tasks import Data, Task, create, isolate
 from evoalign.tasks.data import spool
 from evoalign.testing import tasks as contract
 from evoalign.tokens import load
-from evoalign.training import saving, splits
+from evoalign.training import heading, saving
 
 DAY = datetime.date(2026, 1, 1)
 COUNT = 60
@@ -71,7 +71,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["seeded", "first_last", "two"])
-def test_the_same_rows_in_the_same_order(
+def test_spooled_rows_keep_content_and_order(
     source: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {k: source if v == "same" else v for k, v in settings.items()}
@@ -88,7 +88,7 @@ def test_the_same_rows_in_the_same_order(
         with pytest.raises(IndexError):
             rows[len(rows)]
     assert saving.data_hash(many) == saving.data_hash(whole)
-    assert splits.shared_lines(task, many) == splits.shared_lines(task, whole) != []
+    assert heading.shared_lines(task, many) == heading.shared_lines(task, whole) != []
 
 
 def test_a_task_of_many_rows_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Counting(Task):
-    """Remembers which rows were asked for."""
+    """Records which rows were accessed."""
 
     name = "counting"
 
@@ -154,7 +154,7 @@ class Counting(Task):
         return 0.0
 
 
-def test_of_many_prompts_those_alone_are_encoded_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_splits_encode_only_requested_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, task = load(ModelConfig(name="tiny")), Counting()
     monkeypatch.setattr(rollouts, "EARLY", COUNT - 1)
     found = Encoded(task, tokens, ROWS)
@@ -166,7 +166,7 @@ def test_of_many_prompts_those_alone_are_encoded_that_are_asked(monkeypatch: pyt
         Encoded(task, tokens, ROWS)
 
 
-def test_of_many_prompts_some_are_measured_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_splits_estimate_prompt_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, task = load(ModelConfig(name="tiny")), Counting()
     whole = [len(tokens.encode(f"{i} is")) for i in range(COUNT - 1)]
     assert lengths_of(task, tokens, ROWS[:-1]) == whole and len(set(whole)) > 1
@@ -190,7 +190,7 @@ def test_rows_that_are_not_used_are_not_read(tmp_path: Path) -> None:
             load(test_data=str(path), **settings)
 
 
-def test_a_full_disk_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, line: bytes) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -199,7 +199,7 @@ def test_a_full_disk_says_what_to_set(tmp_path: Path, monkeypatch: pytest.Monkey
         return Full()
 
     monkeypatch.setattr(tempfile, "TemporaryFile", temporary)
-    with pytest.raises(DataError, match=r"No space left on device; free space there, or set TMPDIR to a folder"):
+    with pytest.raises(DataError, match=r"No space left on device; free space there, or set TMPDIR"):
         loaded(monkeypatch, 3, create(TaskConfig(name="custom", train_data=jsonl(tmp_path / "rows")), [by_id]))
 
 
@@ -213,7 +213,7 @@ told = dry_run(sys.argv[1])
 print(next(line for line in told if line.startswith("rollouts")))
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
-"""Not getrusage's peak, in which a process begins with that of the one that started it."""
+"""Not getrusage's peak, which a process inherits from its parent."""
 
 
 def million() -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import create, data
 from evoalign.types import Example
@@ -65,7 +65,7 @@ def test_measures() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.txt"])
-def test_forms_are_told_apart_by_content(tmp_path: Path, name: str) -> None:
+def test_file_formats_are_detected_by_content(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(json.dumps([ROW] * 5), encoding="utf-8")
     assert task(train_data=str(path)).load_data(0).test == [ROW]
@@ -113,7 +113,7 @@ SIGNS = {"times": "*", "multiplied": "*", "smaller": "larger"}
 
 
 def fact(row: Example) -> frozenset[str]:
-    """What a question is about: its kind and its numbers where it has several, else its words, whatever their order."""
+    """Return the kind and numbers of a question, or its set of words."""
     words = re.findall(r"[^\W\d]+|\d+", f"{row['prompt']} {row['target']}".lower())
     numbers = [word for word in words if word.isdigit()]
     if len(numbers) < 2 or " has " in row["prompt"]:
@@ -122,8 +122,8 @@ def fact(row: Example) -> frozenset[str]:
     return frozenset([SIGNS.get(kind, kind), *numbers])
 
 
-def test_the_questions_of_our_own_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From any folder: no fact twice, whatever the phrasing, and none of the published questions."""
+def test_own_questions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fact is repeated in other words, and none of the published questions."""
     monkeypatch.chdir(tmp_path)
     files = [f"questions_{part}.json" for part in QUESTIONS] + ["conciseness_train.json", "conciseness_test.json"]
     rows = [row for file in files for _, row in data.read(f"data/tasks/conciseness/{file}")]
@@ -134,7 +134,7 @@ def test_the_questions_of_our_own_are_apart(tmp_path: Path, monkeypatch: pytest.
     task().self_check(rows)
 
 
-def test_the_questions_of_our_own_are_what_their_recipe_makes(tmp_path: Path) -> None:
+def test_own_questions_match_their_recipe(tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, str(RECIPE), "--to", str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     ).stdout

@@ -107,7 +107,7 @@ def test_weights() -> None:
         task(length, exact, reward_weights=[1.0, float("nan")])
 
 
-def test_none_is_left_out_of_the_sum() -> None:
+def test_weighted_sum_ignores_none() -> None:
     def sometimes(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [None if c == "skip" else 100.0 for c in completions]
 
@@ -126,15 +126,15 @@ def test_none_is_left_out_of_the_sum() -> None:
         (1.0, "bad returned 1.0; return a list"),
         ("ab", "bad returned 'ab'; return a list"),
         (None, "bad returned None; return a list"),
-        ([1.0, "2"], "bad gave '2' for the completion 'two'"),
-        ([1.0, True], "bad gave True for the completion 'two'"),
-        ([1.0, float("nan")], "bad gave nan for the completion 'two'"),
-        ([float("-inf"), 1.0], "bad gave -inf for the completion 'one'"),
-        ([1.0, [2.0]], "bad gave"),
+        ([1.0, "2"], "bad returned '2' for the completion 'two'"),
+        ([1.0, True], "bad returned True for the completion 'two'"),
+        ([1.0, float("nan")], "bad returned nan for the completion 'two'"),
+        ([float("-inf"), 1.0], "bad returned -inf for the completion 'one'"),
+        ([1.0, [2.0]], "bad returned"),
         ([1e308, 1e308], None),
     ],
 )
-def test_what_is_not_one_finite_number_each_is_an_error(value: Any, message: str | None) -> None:
+def test_invalid_values_raise_reward_error(value: Any, message: str | None) -> None:
     def bad(**kwargs: Any) -> Any:
         return value
 
@@ -160,14 +160,14 @@ def test_a_failing_function_is_named_and_is_never_a_reward() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_what_only_the_trainer_has_is_refused_before_the_run() -> None:
+def test_required_trainer_arguments_are_rejected() -> None:
     def by_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(len(ids)) for ids in completion_ids]
 
     def by_state(completions: list[str], trainer_state: Any = None) -> list[float]:
         return [float(trainer_state is None)] * len(completions)
 
-    with pytest.raises(ConfigError, match="by_ids asks for completion_ids"):
+    with pytest.raises(ConfigError, match="by_ids requires completion_ids"):
         task(by_ids)
     assert task(by_state).rewards(["a"], [PLAIN]) == [1.0]
 
@@ -292,7 +292,7 @@ def test_bad_prompts_are_named(tmp_path: Path, prompt: Any, message: str) -> Non
     assert f"{path}, line 2" in str(caught.value)
 
 
-def test_forms_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_signatures_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="raw and chat"):
         task(prompt="short")
     with pytest.raises(DataError, match="cannot be raw"):
@@ -301,16 +301,14 @@ def test_forms_that_cannot_be(tmp_path: Path) -> None:
         task(train_data=write(tmp_path / "other", {"question": "?"})).load_data(0)
 
 
-def test_a_column_that_a_function_wants_has_to_be_there(tmp_path: Path) -> None:
+def test_required_columns_must_exist(tmp_path: Path) -> None:
     path = write(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(DataError, match=r"exact takes answer, which the data does not have \(columns: prompt\)"):
         task(exact, train_data=path).load_data(0)
     old = write(tmp_path / "old", {"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"})
     with pytest.raises(DataError, match=r"takes answer, which .*; task\.columns calls answer solution"):
         task(exact, train_data=old, columns={"solution": "answer"}).load_data(0)
-    with pytest.raises(
-        DataError, match=r"by_text takes text, .*; one completion a call takes two parameters, text and"
-    ):
+    with pytest.raises(DataError, match=r"by_text takes text, .*; a function for one completion takes text and"):
         task(by_text_alone(), train_data=old).load_data(0)
 
 
@@ -329,7 +327,7 @@ def pops(text: str, example: Any) -> float:
 
 
 def pops_all(prompts: list[Any], completions: list[Any], numbers: list[list[int]], **columns: Any) -> list[float]:
-    """What is left in its row, in the prompt and in the completion, before it takes one away from each."""
+    """Return the sizes of row, prompt and completion, then remove an item from each."""
     rows = list(zip(prompts, completions, numbers, strict=True))
     left = [float(sum(map(len, row))) for row in rows]
     for row in rows:
@@ -339,7 +337,7 @@ def pops_all(prompts: list[Any], completions: list[Any], numbers: list[list[int]
 
 
 class Takes(Task):
-    """A task of one's own, all of whose methods that score empty the row."""
+    """Custom task whose scoring methods all clear the row."""
 
     name = "takes"
     max_reward = 3.0
@@ -374,7 +372,7 @@ class TakesAtOnce(Takes):
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize("kind", ["simple", "trl", "task", "task at once"])
-def test_what_a_reward_changes_is_its_own(kind: str, isolated: bool) -> None:
+def test_rewards_get_copies(kind: str, isolated: bool) -> None:
     """Rows are shared by all members, by later generations, by evaluations and, of functions, by each other."""
     if kind in ("simple", "trl"):
         row: Example = {"prompt": [{"role": "user", "content": "Hi"}] * 2, "numbers": [1, 2, 3]}
@@ -402,7 +400,7 @@ def test_what_a_reward_changes_is_its_own(kind: str, isolated: bool) -> None:
         scored.close()
 
 
-def test_what_no_code_can_change_is_not_copied() -> None:
+def test_immutable_values_are_not_copied() -> None:
     text, numbers, lock = "a" * 1000, [1, 2], threading.Lock()
     copied = fresh({"text": text, "numbers": numbers, "array": np.arange(3), "lock": lock})
     assert copied["text"] is text and copied["lock"] is lock
@@ -418,7 +416,7 @@ def written(path: Path, rows: Sequence[Example]) -> str:
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_a_column_tells_which_answers_are_right_and_scores_nothing(tmp_path: Path, isolated: bool) -> None:
+def test_gold_column_does_not_affect_scores(tmp_path: Path, isolated: bool) -> None:
     file = written(tmp_path / "rows.jsonl", [PLAIN, {**PLAIN, "answer": None}])
     settings = {"train_data": file, "test_data": file, "gold": "answer"}
     found = isolate(task(length, **settings), GraderConfig(isolated=isolated))
@@ -435,15 +433,15 @@ def test_a_column_tells_which_answers_are_right_and_scores_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [({}, "column right is not there"), ({"right": 4}, "column right holds 4, and not text")],
+    [({}, "column right is missing"), ({"right": 4}, "column right holds 4, which is not text")],
     ids=["missing", "number"],
 )
-def test_a_column_of_right_answers_has_to_hold_some(tmp_path: Path, answer: Example, said: str) -> None:
+def test_gold_column_must_contain_text(tmp_path: Path, answer: Example, said: str) -> None:
     file = written(tmp_path / "rows.jsonl", [{"prompt": "2 + 2 =", **answer}])
     with pytest.raises(DataError, match=said):
         task(length, train_data=file, test_data=file, gold="right").load_data(0)
 
 
-def test_shipped_tasks_know_their_own() -> None:
+def test_built_in_tasks_reject_a_gold_column() -> None:
     with pytest.raises(ConfigError, match=r"task\.gold: answer is not for task conciseness"):
         create(TaskConfig(name="conciseness", gold="answer"))

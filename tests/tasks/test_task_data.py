@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from evoalign import tasks
 from evoalign.config import TaskConfig
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet as tables
 from evoalign.tasks import data
@@ -127,10 +127,10 @@ def test_a_validation_split_that_does_not_fit_names_the_setting(settings: dict[s
     assert "\n" not in str(error.value)
 
 
-def test_a_validation_file_that_is_not_there_empty_or_too_short_is_told(tmp_path: Path) -> None:
+def test_invalid_validation_file_raises_data_error(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train", ROWS)
     empty, short = jsonl(tmp_path / "empty", []), jsonl(tmp_path / "short", ROWS[:2])
-    with pytest.raises(DataError, match="empty holds no rows"):
+    with pytest.raises(DataError, match="empty has no rows"):
         load(train_data=train, validation_data=empty)
     with pytest.raises(DataError, match=r"task\.validation_size is 3, but .*short has 2 rows"):
         load(train_data=train, validation_data=short, validation_size=3)
@@ -168,7 +168,7 @@ def test_no_data_is_a_config_error() -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_know_where_they_stand(tmp_path: Path) -> None:
+def test_rows_have_their_place(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{"n": 1}\n\n{"n": "a\u2028b"}\r\n', encoding="utf-8")
     assert data.read(str(path)) == [(f"{path}, line 1", {"n": 1}), (f"{path}, line 3", {"n": "a\u2028b"})]
@@ -194,19 +194,19 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
         (b'{\n "n": 1\n}\n', "line 1: not JSON"),
         (b'[{"n": 1},\n {"n" 2}]', "not JSON at line 2, column"),
         (b"[1, 2]", "row 1: expected an object"),
-        (b"[]", "holds no rows"),
-        (b"", "holds no rows"),
-        (b"\n \n", "holds no rows"),
+        (b"[]", "has no rows"),
+        (b"", "has no rows"),
+        (b"\n \n", "has no rows"),
         (b"\xff\xfe\x00", "neither parquet nor UTF-8"),
         (b"PAR1 and no more", "damaged parquet"),
         (b"[" * 200_000, "not readable as JSON"),
         (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
-        (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: 'n' stands twice in one object"),
-        (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "'m' stands twice in one object"),
-        (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "'0' stands twice in one object"),
-        (b'{"n": "a\\ud800b"}', r"line 1: 'n' holds half a surrogate pair, \\ud800, which is no text"),
-        (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' holds half a surrogate pair, \\udfff"),
-        (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* holds half a surrogate pair"),
+        (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: duplicate key 'n'"),
+        (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "duplicate key 'm'"),
+        (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "duplicate key '0'"),
+        (b'{"n": "a\\ud800b"}', r"line 1: 'n' has half a surrogate pair, \\ud800"),
+        (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' has half a surrogate pair, \\udfff"),
+        (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* has half a surrogate pair"),
         (b'{"n": "' + b"a" * (1 << 24) + b'b"}', "a text of 'n' has 16,777,217 characters; at most 16,777,216"),
         (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"),
         (b"prompt,answer\n1,2\n", "line 1: not JSON"),
@@ -220,39 +220,37 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -
     assert str(path) in str(caught.value)
 
 
-def test_an_address_is_said_to_be_none() -> None:
-    with pytest.raises(DataError, match=r"https://example\.org/data\.json: addresses are not read; download the file"):
+def test_urls_are_rejected() -> None:
+    with pytest.raises(DataError, match=r"https://example\.org/data\.json: URLs are not supported; download the file"):
         data.read("https://example.org/data.json")
 
 
-def test_a_missing_file_says_what_to_set(tmp_path: Path) -> None:
+def test_missing_file_error_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data file .*; set task.train_data"):
         data.read(str(tmp_path / "none.json"))
-    with pytest.raises(DataError, match="holds no JSON, JSONL, CSV, TSV or parquet files; give a file"):
+    with pytest.raises(DataError, match="has no JSON, JSONL, CSV, TSV or parquet files"):
         data.read(str(tmp_path))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_are_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match="is not a file"):
         data.read(str(tmp_path / "pipe.jsonl"))
 
 
 @pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.timestamp("ms")])
-def test_a_time_beyond_pythons_is_named(kind: pa.DataType, tmp_path: Path) -> None:
+def test_times_outside_pythons_range_raise_data_error(kind: pa.DataType, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": ["Hi"], "t": pa.array([2**52], kind)}), path)
     with pytest.raises(
-        DataError, match=r"rows.parquet holds a value that Python cannot: .*; write it as text"
+        DataError, match=r"rows.parquet has a value that Python cannot represent: .*; write it as text"
     ) as error:
         data.read(str(path))
     assert "\n" not in str(error.value)
 
 
-def test_what_the_library_quotes_of_a_damaged_file_writes_on_no_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_messages_are_printable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(*_: object, **__: object) -> None:
         raise pa.ArrowInvalid("don't know what type: \x0f \x1b[2J")
 
@@ -268,7 +266,7 @@ def test_what_the_library_quotes_of_a_damaged_file_writes_on_no_terminal(
 
 
 @pytest.mark.parametrize("task", ["conciseness", "custom"])
-def test_columns_that_are_named_write_on_no_terminal(task: str, tmp_path: Path) -> None:
+def test_column_names_in_errors_are_printable(task: str, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps([{"pr\x7fmpt\x1b[2J": "a", "x" * 10_000: 1}]))
     made = tasks.create(
         TaskConfig(name=task, train_data=str(tmp_path / "rows.json")), *([[len]] if task == "custom" else [])
@@ -278,16 +276,14 @@ def test_columns_that_are_named_write_on_no_terminal(task: str, tmp_path: Path) 
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
-def test_parquet_rows_are_held_to_the_same_as_json(tmp_path: Path) -> None:
+def test_parquet_rows_are_validated_like_json(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": ["Hi", "a" * (data.MAX_TEXT + 1)]}), path)
     with pytest.raises(DataError, match="row 2: a text of 'prompt' has"):
         data.read(str(path))
 
 
-def test_shipped_paths_work_from_any_folder_and_give_way_to_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_files_precede_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert locate("data/tasks/countdown/countdown.json").is_absolute()
     assert locate("countdown.json") == Path("countdown.json")
@@ -327,5 +323,5 @@ def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="cannot load hub:a/b: ConnectionError: no route"):
         data.read("hub:a/b")
-    with pytest.raises(ConfigError, match="names no data set"):
+    with pytest.raises(ConfigError, match="is not the name of a data set"):
         data.read("hub:")

@@ -71,14 +71,14 @@ ROWS: list[Example] = [{"prompt": f"row {i}"} for i in range(3)]
 MEMBERS = population(4)
 REQUESTS = [Request(i, (1,), Sampling(1)) for i in range(3)]
 TEXTS = [f"{m}.{r}" for m in range(4) for r in range(3)]
-"""What members say, in canonical order."""
+"""Completions of members in canonical order."""
 
 Make = Callable[..., Task]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Reward functions of `SOURCE`, in a process of their own unless told otherwise."""
+    """Reward functions of `SOURCE`, isolated by default."""
     (tmp_path / "own.py").write_text(SOURCE)
     made: list[Task] = []
 
@@ -93,7 +93,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 class Saying:
-    """An engine that answers in some order, and does what it is told to before an answer."""
+    """Engine that completes in a given order, and calls a hook before each completion."""
 
     def __init__(self, order: Sequence[int] | None = None, before: dict[int, Callable[[], None]] | None = None) -> None:
         self.order, self.before = order or range(12), before or {}
@@ -105,7 +105,7 @@ class Saying:
 
 
 def columns(task: Task, engine: Saying | None = None, graders: Any = None) -> Columns:
-    """Of all completions, as they come."""
+    """Columns of all completions, graded as they arrive."""
     with grading(task, ROWS, graders) as begun:
         answers = begun.of([0, 1, 2] * 4)
         collect(cast(Engine, engine or Saying()), Plan(0, 0.1, MEMBERS), REQUESTS, answers.take)
@@ -124,7 +124,7 @@ def until(there: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize("batch", [1, 2, 5, 12, 100])
-def test_pieces_come_to_what_one_call_gives(make: Make, isolated: bool, batch: int) -> None:
+def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool, batch: int) -> None:
     whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
     assert set(whole) == {"length", "odd"} and whole["odd"][0] is None
     task = make("length", "odd", batch=batch, isolated=isolated)
@@ -135,9 +135,7 @@ def test_pieces_come_to_what_one_call_gives(make: Make, isolated: bool, batch: i
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(5, [5, 5, 2]), (None, [12])])
-def test_what_is_scored_together_does_not_depend_on_when_it_comes(
-    make: Make, tmp_path: Path, batch: int | None, sizes: list[int]
-) -> None:
+def test_pieces_do_not_depend_on_arrival_order(make: Make, tmp_path: Path, batch: int | None, sizes: list[int]) -> None:
     task = make("seen", batch=batch)
     cuts = [sum(sizes[:i]) for i in range(len(sizes))]
     wanted = sorted(repr(TEXTS[cut : cut + size]).replace("'", '"') for cut, size in zip(cuts, sizes, strict=True))
@@ -242,13 +240,13 @@ def test_several_graders_give_the_same_columns(make: Make) -> None:
     assert helpers.order == [9, 6, 3, 0]
 
 
-def test_of_several_graders_the_first_error_in_order_counts(make: Make) -> None:
+def test_graders_raise_the_first_error_in_order(make: Make) -> None:
     task = make("length", batch=3, isolated=False)
     with pytest.raises(RewardError, match=r"no score for 0\.2"):
         columns(task, Saying(), Helpers(task, fails=["2.0", "0.2"]))
 
 
-def test_rows_that_graders_do_not_have_are_scored_here(make: Make) -> None:
+def test_unknown_rows_are_scored_in_this_process(make: Make) -> None:
     task = make("length", batch=3, isolated=False)
     helpers = Helpers(task)
     with grading(task, list(ROWS), cast(Any, helpers)) as begun:
@@ -257,7 +255,7 @@ def test_rows_that_graders_do_not_have_are_scored_here(make: Make) -> None:
         assert answers.columns() == {"length": [3.0]} and helpers.order == []
 
 
-def test_what_waits_for_graders_is_given_up_where_the_engine_fails(make: Make) -> None:
+def test_engine_failure_cancels_pending_grading(make: Make) -> None:
     task = make("length", batch=3, isolated=False)
     given_up = threading.Event()
 
@@ -291,12 +289,12 @@ class Shifty(Vowels):
         return {"first" if "One" in texts else "other": [1.0] * len(texts)}
 
 
-def test_columns_have_to_be_the_same_ones_in_all_pieces() -> None:
-    with pytest.raises(RewardError, match="gave the columns first of some completions and other of others"):
+def test_pieces_need_the_same_columns() -> None:
+    with pytest.raises(RewardError, match="returned the columns first for some completions and other for others"):
         columns_of(Shifty(), ["One", "Two", "Three"], [{}] * 3)
 
 
-def test_who_may_be_cut() -> None:
+def test_kept_here_explains_tasks_that_graders_cannot_score() -> None:
     shipped = tasks.create(TaskConfig(name="countdown"))
     assert shipped.per_call and kept_here(shipped) is None
     whole = Whole(TaskConfig())
@@ -311,7 +309,7 @@ def test_who_may_be_cut() -> None:
     assert tasks.isolate(safety, GraderConfig(batch=4)).per_call is None and "models" in str(kept_here(safety))
 
 
-def test_what_reward_functions_see_together_is_part_of_a_run() -> None:
+def test_grader_batch_is_part_of_the_run() -> None:
     one, other = (from_dict({"es": {"sigma": 0.1}, "grader": grader}) for grader in ({}, {"batch": 4, "timeout": 5}))
     assert differences(one, other) == (["grader.batch is 4 in the run and None now"], [])
     assert differences(other, one) == (["grader.batch is None in the run and 4 now"], [])

@@ -26,7 +26,7 @@ something = 3
 """
 
 
-def test_the_registry() -> None:
+def test_registry_contains_the_built_in_tasks() -> None:
     assert list(TASKS) == ["conciseness", "countdown", "custom", "gsm8k", "math", "safety"]
     for name, task in TASKS.items():
         assert task.name == name
@@ -34,7 +34,7 @@ def test_the_registry() -> None:
     assert isinstance(create(TaskConfig(name="countdown")), TASKS["countdown"])
 
 
-def test_unknown_names() -> None:
+def test_unknown_task_names_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="unknown task 'countdwon'; did you mean countdown\\? Known: conciseness, "):
         create(TaskConfig(name="countdwon"))
     with pytest.raises(
@@ -43,7 +43,7 @@ def test_unknown_names() -> None:
         create(TaskConfig(name="zzz"))
 
 
-def test_a_task_of_ones_own(tmp_path: Path) -> None:
+def test_create_loads_a_custom_task(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN, encoding="utf-8")
     task = create(TaskConfig(name=f"{path}:Echo"))
@@ -74,8 +74,8 @@ class Odd(Task):
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1", True])
-def test_rewards_that_are_no_numbers_stop_the_run(reward: Any) -> None:
-    with pytest.raises(RewardError, match="task odd gave"):
+def test_non_finite_rewards_raise_reward_error(reward: Any) -> None:
+    with pytest.raises(RewardError, match="task odd returned"):
         Odd(TaskConfig()).rewards(["a"], [{"reward": reward}])
 
 
@@ -86,7 +86,7 @@ def test_self_check() -> None:
         task.self_check([{"reward": 1, "gold": "x"}, {"reward": 0.5, "gold": "x"}])
 
 
-def test_the_tasks_import_nothing_slow() -> None:
+def test_importing_tasks_is_fast() -> None:
     """A grader's process starts at once."""
     slow = ("torch", "scipy", "transformers", "datasets", "pyarrow")
     code = f"import sys, evoalign.tasks, evoalign.tasks.isolated.worker; print([m for m in {slow} if m in sys.modules])"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that only one task has: they reach it, in the worker too, and nobody else takes them."""
+"""Settings that only one task has reach it, also in the worker, and other tasks reject them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "letters.py")
 
 
-def test_settings_of_a_tasks_own_are_those_of_its_model(own: str) -> None:
+def test_options_is_an_instance_of_the_settings_model(own: str) -> None:
     task = tasks.create(TaskConfig.model_validate({"name": f"{own}:Letters", "letter": "x", "worth": "2.5"}))
     assert (task.options.letter, task.options.worth) == ("x", 2.5)
     assert task.rewards(["xxe"], [{"prompt": "a"}]) == [5.0]
@@ -79,19 +79,19 @@ def test_settings_of_a_tasks_own_are_those_of_its_model(own: str) -> None:
     ({"qqq": 1}, r"unknown setting task\.qqq; known here: batch_size, .*grading, letter, "),
     ({"worth": 0}, r"task\.worth: Input should be greater than 0"),
 ])  # fmt: skip
-def test_what_the_model_does_not_know_is_refused(own: str, settings: dict[str, Any], message: str) -> None:
+def test_unknown_settings_are_rejected(own: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tasks.create(TaskConfig.model_validate({"name": f"{own}:Letters", **settings}))
 
 
-def test_without_a_model_all_but_a_slip_is_taken(own: str) -> None:
+def test_options_is_a_dict_without_settings_model(own: str) -> None:
     task = tasks.create(TaskConfig.model_validate({"name": f"{own}:Loose", "worth": 2, "bonus": 0.5}))
     assert task.options == {"worth": 2, "bonus": 0.5} and task.compute_reward("", {}) == 2.5
     with pytest.raises(ConfigError, match=r"unknown setting task\.batchsize; did you mean task\.batch_size\?"):
         tasks.create(TaskConfig.model_validate({"name": f"{own}:Loose", "batchsize": 2}))
 
 
-def test_they_reach_the_worker(own: str) -> None:
+def test_options_reach_the_worker(own: str) -> None:
     config = TaskConfig.model_validate({"name": f"{own}:Letters", "letter": "x", "worth": 3.0})
     task = tasks.isolate(tasks.create(config), GraderConfig())
     try:
@@ -105,7 +105,7 @@ def test_they_reach_the_worker(own: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - WITH_SETTINGS))
-def test_shipped_tasks_have_none_and_say_so_as_the_config_is_read(name: str) -> None:
+def test_built_in_tasks_reject_unknown_settings(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         from_dict({"es": {"sigma": 0.1}, "task": {"name": name, "letter": "x", "btch_size": 3}})
     shown = str(refused.value)
@@ -120,14 +120,14 @@ def test_a_shipped_task_with_settings_checks_them_itself() -> None:
         tasks.create(TaskConfig.model_validate({"name": "safety", "btch_size": 3}))
 
 
-def test_a_setting_of_custom_is_told_about_elsewhere() -> None:
-    with pytest.raises(ConfigError, match=r"rewards go with task\.name: custom"):
+def test_rewards_need_task_custom() -> None:
+    with pytest.raises(ConfigError, match=r"task conciseness .*task\.name: custom"):
         tasks.create(TaskConfig(name="conciseness", rewards=["a.py:b"]))
-    with pytest.warns(UserWarning, match=r"countdown makes no use of task\.reward_weights"):
+    with pytest.warns(UserWarning, match=r"countdown .*task\.reward_weights"):
         tasks.create(TaskConfig(name="countdown", reward_weights=[1.0]))
 
 
-def test_they_are_saved_count_as_the_run_and_stay_private(own: str, tmp_path: Path) -> None:
+def test_options_are_recorded_and_part_of_the_run(own: str, tmp_path: Path) -> None:
     tree = {"es": {"sigma": 0.1}, "task": {"name": f"{own}:Letters", "letter": "/home/somebody/letters.txt"}}
     config = from_dict(tree)
     (tmp_path / "saved.yaml").write_text(to_yaml(config))
@@ -139,7 +139,7 @@ def test_they_are_saved_count_as_the_run_and_stay_private(own: str, tmp_path: Pa
     assert public(config).task.options == {"letter": "letters.txt"}
 
 
-def test_a_run_trains_and_is_evaluated_with_them(own: str, tmp_path: Path) -> None:
+def test_run_and_evaluation_use_options(own: str, tmp_path: Path) -> None:
     config = {
         "output_dir": str(tmp_path / "run"), "model": {"name": "tiny", "dtype": "float32"}, "engine": {"device": "cpu"},
         "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": 1, "population_size": 4},

@@ -270,11 +270,11 @@ def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_rslora": True}, "which would have .*q_proj.*, which it lacks"),
+        ({"use_rslora": True}, "has no .*q_proj"),
         ({"alpha_pattern": {"q_proj": 4}}, "which it lacks"),
         ({"target_modules": "all-linear"}, "which it lacks"),
         ({"r": None}, "which it lacks"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is no LoRA"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
     ],
 )
 def test_an_adapter_that_is_not_what_it_says_is_refused(
@@ -369,7 +369,7 @@ def test_reward_functions(questions: str, tmp_path: Path) -> None:
     assert train(one, reward=brevity).before.measures["reward"] < 0
     with pytest.raises(ConfigError, match="not both"):
         train(tree(tmp_path / "both"), task=Vowels(), reward=brevity)
-    with pytest.raises(ConfigError, match=r"rewards go with task\.name: custom"):
+    with pytest.raises(ConfigError, match=r"task\.name: custom"):
         train(tree(tmp_path / "both"), reward=brevity)
     assert not (tmp_path / "both").exists()
 

@@ -230,11 +230,11 @@ def test_a_patience_set_later_counts_from_there_as_the_journal_does(tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"stopping": {"patience": 2}, "evaluation": {"every": 0}}, "stopping.patience needs rewards on the way"),
-        ({"es": {"sigma_schedule": STILL}, "evaluation": {"every": 0}}, "es.sigma_schedule plateau needs rewards on"),
-        ({"es": {"sigma_schedule": "plateau"}}, "a plateau needs its patience"),
-        ({"es": {"sigma_schedule": {"name": "cosine", "patience": 2}}}, "patience: for name: plateau alone, not"),
-        ({"es": {"learning_rate_schedule": STILL}}, "es.learning_rate_schedule: plateau is for es.sigma_schedule"),
+        ({"stopping": {"patience": 2}, "evaluation": {"every": 0}}, "stopping.patience needs .*evaluation.every"),
+        ({"es": {"sigma_schedule": STILL}, "evaluation": {"every": 0}}, "plateau needs .*evaluation.every"),
+        ({"es": {"sigma_schedule": "plateau"}}, "set patience"),
+        ({"es": {"sigma_schedule": {"name": "cosine", "patience": 2}}}, "patience is only for name: plateau, not"),
+        ({"es": {"learning_rate_schedule": STILL}}, "es.learning_rate_schedule: plateau is only for es.sigma_schedule"),
         ({"stopping": {}}, "set patience, max_hours or both"),
         ({"stopping": {"max_hours": 0}}, "stopping.max_hours"),
         ({"stopping": {"patience": 1, "min_delta": -1}}, "stopping.min_delta"),
@@ -249,7 +249,7 @@ def test_it_needs_a_validation_split_and_no_test_split_stands_in(tmp_path: Path)
     for more in ({"stopping": {"patience": 2}}, {"es": {"sigma_schedule": STILL}}):
         tree = config(tmp_path, **more)
         del tree["task"]["validation_data"]
-        with pytest.raises(ConfigError, match=r"goes by the validation split, and task custom has none: set task\.v"):
+        with pytest.raises(ConfigError, match=r"task custom .*task\.validation_size"):
             train(tree)
         assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,7 @@ from evoalign.rundir.identity import config_hash, identity
 from evoalign.setup import task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.training import saving, splits
+from evoalign.training import heading, saving
 from evoalign.training.result import gold_lines
 from evoalign.training.train import dry_run
 from evoalign.types import Example
@@ -122,7 +122,7 @@ def test_shared_prompts_are_counted(trained: tuple[Path, str, dict[str, Any]], t
     assert "1 of 3 test prompts are validation prompts too" in found.fix
     assert case.task is not None and case.data is not None
     alone = Data([{"prompt": "a"}], [{"prompt": "b"}], [{"prompt": "c"}])
-    assert splits.shared_lines(case.task, alone) == []
+    assert heading.shared_lines(case.task, alone) == []
 
 
 def test_without_the_split_the_last_mean_alone_is_kept_and_that_is_said(tmp_path: Path) -> None:
@@ -204,9 +204,7 @@ def test_a_task_of_two_splits_gives_its_last_training_rows() -> None:
         assert [row["n"] for row in data.train] == [0, 1, 2] and [row["n"] for row in data.validation] == [3, 4]
     with pytest.raises(DataError, match=r"task\.validation_size is 5, but the training split of task own has 5 rows"):
         task_and_data(own_config(validation_size=5), task, None)
-    with pytest.raises(
-        ConfigError, match=r"task\.validation_data: the load_data of task own gives no validation split"
-    ):
+    with pytest.raises(ConfigError, match=r"task\.validation_data: load_data of task own returns no validation split"):
         task_and_data(own_config(validation_data="rows.json"), task, None)
 
 

@@ -32,9 +32,9 @@ from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.models.adapters import is_tied, put_into, untie
-from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path
+from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.method import method_of
 from evoalign.setup import task_and_data

@@ -15,8 +15,7 @@ from evoalign.analysis.parts import KINDS, head_of, parts_of, words_of
 from evoalign.analysis.targets import Target
 from evoalign.checks.distance import Base, Change, changes_of
 from evoalign.errors import ConfigError
-from evoalign.models.empty import empty_model
-from evoalign.models.origin import model_path
+from evoalign.models.origin import empty_model, model_path
 
 OTHER = "other"
 """What is in no layer and of no kind that `evoalign.analysis.parts` knows."""

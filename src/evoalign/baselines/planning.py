@@ -26,7 +26,7 @@ from evoalign.rundir.method import refuse_other
 from evoalign.setup import ConfigLike, as_config, check_scorer, layout_of, task_and_data
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Task
-from evoalign.training import heading, splits
+from evoalign.training import heading
 from evoalign.types import TensorSpec
 from evoalign.version import install
 
@@ -68,13 +68,13 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     task, data = task_and_data(config, None, None)
     task.close()
     refusals = _refusals(config, len(data.train), task)
-    known = [*splits.lines(config, task, data), *default_lines(config)]
+    known = [*heading.split_lines(config, task, data), *default_lines(config)]
     lines = [*known, *step_lines(config), *work_lines(config)]
     try:
         lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*standing, *refusals, *lines, "memory: not estimated", f"refused as it stands: {error}"]
+        return [*standing, *refusals, *lines, "memory: not estimated", f"would be refused: {error}"]
     head = heading.subject(config, task, data, specs)
     return [*standing, *refusals, head, *lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
 
@@ -229,7 +229,7 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
     try:
         run.refuse(overwrite=overwrite)
     except RunExistsError as error:
-        return [f"refused as it stands: {error}"]
+        return [f"would be refused: {error}"]
     return []
 
 
@@ -237,7 +237,7 @@ def _refusals(config: Config, examples: int, task: Task) -> list[str]:
     """What a run would refuse before it loads a weight."""
     found: list[str] = []
     if not tracking.is_installed("trl"):
-        found.append(f"refused as it stands: GRPO needs the extra grpo: {install('grpo')}")
+        found.append(f"would be refused: GRPO needs the extra grpo: {install('grpo')}")
     refusing = (
         partial(settings.check, config),
         partial(settings.trains_on_cpu, config),
@@ -249,5 +249,5 @@ def _refusals(config: Config, examples: int, task: Task) -> list[str]:
         try:
             refuse()
         except (ConfigError, ModelError) as error:
-            found.append(f"refused as it stands: {error}")
+            found.append(f"would be refused: {error}")
     return found

@@ -17,6 +17,7 @@ from evoalign.baselines import settings, trainer_state
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
 from evoalign.baselines.trainer_state import last_state
 from evoalign.checks import divergence
+from evoalign.checks.distance import Distance, distance_of
 from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.config import Config, load
 from evoalign.config.reading import read_object
@@ -84,6 +85,10 @@ class Policy:
         with self._as_served():
             samples = divergence.draw(self.engine, self.tokens, self.task, self.data.test, self.config)
             return self._reference.divergence(self.model, samples)
+
+    def distance(self) -> Distance:
+        """Return the distance of the policy's weights from the base model's. Raises EvoalignError."""
+        return distance_of(self.model, self.config)
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         """How likely the base model finds both evaluations; the same copy."""

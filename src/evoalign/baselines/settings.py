@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from evoalign.config import Config, GrpoConfig
+from evoalign.config.grpo import ALLOWED, ASKED
 from evoalign.config.reading import read_json
-from evoalign.config.trl import ALLOWED, ASKED
 from evoalign.errors import ConfigError, DataError, cut
 from evoalign.rewards.objective import Objective, refuse_whole_members
 

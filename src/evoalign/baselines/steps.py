@@ -137,6 +137,7 @@ class Steps(TrainerCallback):
             self.session.save()
             keep_objective(self.session.run, int(state.global_step), self.objective.state)
             self.policy.mark_state(self.session.run, int(state.global_step))
+            self.session.resumable = int(state.global_step)
 
     def _is_evaluated(self, session: Session) -> bool:
         """Whether the policy is evaluated after this step; after the last one the session does."""

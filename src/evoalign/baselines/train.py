@@ -20,26 +20,21 @@ from evoalign.baselines.assembling import make_trainer
 from evoalign.baselines.policy import Policy, died_early, finished, refuse_differences
 from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
-from evoalign.checks.distance import Distance, distance_of
-from evoalign.checks.divergence import Divergence, Fluency
 from evoalign.config import Config
 from evoalign.config.reading import read_object
-from evoalign.cost.budget import Cost
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
-from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
-from evoalign.tasks import Data, Split, Task
-from evoalign.training import heading, saving, splits
-from evoalign.training.opening import locked, object_given, place
+from evoalign.tasks import Data, Task
+from evoalign.training import heading, saving
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
-from evoalign.training.session import Session
+from evoalign.training.session import Measurement, Session, locked, object_given, place
 from evoalign.training.stop import Stop
 from evoalign.version import install
 
@@ -163,7 +158,8 @@ class _Grpo:
         tokens_ = tokens.load(config.model)
         self.trainer = make_trainer(config, tokens_, task, data, self._rewards, self._rollouts)
         processes = self.trainer.accelerator.num_processes
-        self.policy = Policy(config, tokens_, task, data, self.trainer.model, processes)
+        self.policy = self.mean = Policy(config, tokens_, task, data, self.trainer.model, processes)
+        self.measurements: Mapping[str, Measurement] = {}
         self.steps = Steps(self.policy, self.trainer, stop)
         if self.state is not None:
             self.steps.objective.restore(objective_of(self.state))
@@ -178,6 +174,7 @@ class _Grpo:
             words=GRPO_WORDS,
             devices=processes,
             note=self.policy.note,
+            smaller="lower grpo.per_device_train_batch_size and raise grpo.gradient_accumulation_steps",
         )
 
     def follow(self) -> Result:
@@ -191,10 +188,9 @@ class _Grpo:
             raise StoppedError(f"stopped after step {done} of {self.config.grpo.max_steps}", self.steps.stop.asked)
         return Result(Path(self.config.output_dir), Path(self.config.output_dir), before, before)
 
-    def open(self, session: Session) -> None:
-        """Say what is going to run."""
+    def open(self, session: Session) -> Mapping[str, Any]:
         note = [self.policy.note] if self.policy.note and session.is_new else []
-        known = splits.lines(self.config, self.task, self.data)
+        known = heading.split_lines(self.config, self.task, self.data)
         head = [
             heading.subject(self.config, self.task, self.data, specs_of_config(self.config)),
             *planning.step_lines(self.config),
@@ -203,11 +199,10 @@ class _Grpo:
         lines = [*gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
         for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
-
-    def facts(self) -> dict[str, Any]:
-        """Engine, task and data: there is no journal that says so."""
+        if not session.is_new:
+            self._check_resume(session.run, session.done)
         dtype = str(self.policy.dtype).removeprefix("torch.")
-        return {
+        return {  # the data too: there is no journal that records it
             "task": {"name": self.task.name, "given_as": self.given},
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
@@ -217,16 +212,14 @@ class _Grpo:
         }
 
     def begin(self, session: Session) -> None:
-        """Without what an earlier run may have left of its trainer."""
+        """Remove what an earlier run may have left of its trainer."""
         shutil.rmtree(states(session.run), ignore_errors=True)
 
-    def check_resume(self, session: Session) -> None:
-        """Raise ResumeError where rows or the evaluation of the start are lost, which nothing makes again, or where
-        other models score."""
-        run = session.run
+    def _check_resume(self, run: RunDir, done: int) -> None:
+        """Raise ResumeError if rows or the evaluation of the start are lost, or if other models score."""
         saving.check_scorer(run, self.task, _manifest(run).get("scorer_digest"))
-        if not run.read_metrics().keys() >= set(range(session.done)):
-            raise ResumeError(f"{run.metrics} lacks rows before step {session.done}: put it back, or begin another run")
+        if not run.read_metrics().keys() >= set(range(done)):
+            raise ResumeError(f"{run.metrics} lacks rows before step {done}: put it back, or begin another run")
         if read_completions(run, "before", self.task, self.data) is None:
             raise ResumeError(f"{run.completions('before')} is missing or damaged: put it back, or begin another run")
 
@@ -240,46 +233,6 @@ class _Grpo:
         """The steps that are left; `Steps` is called at each."""
         self.steps.session = session
         self._train()
-
-    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
-        """The policy on a split."""
-        return self.policy.evaluate(split)
-
-    def divergence(self) -> Divergence:
-        """KL of the policy from the base model."""
-        return self.policy.divergence()
-
-    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        """Under the base model, as the policy's divergence from it."""
-        return self.policy.fluency(before, after)
-
-    def distance(self) -> Distance:
-        """Of the policy."""
-        return distance_of(self.policy.model, self.config)
-
-    def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> None:
-        """None: gradients have no coefficients to shuffle."""
-
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """As a PEFT adapter or a checkpoint."""
-        return self.policy.save(run, done, reward)
-
-    def fingerprint(self) -> str:
-        """Of what is trained."""
-        return self.policy.fingerprint()
-
-    def kept(self, session: Session) -> str:
-        """All up to the trainer's last state."""
-        state = last_state(session.run)
-        return f"it resumes after step {state[1]}: " if state else "no state had been saved, so it begins again: "
-
-    def smaller(self) -> str:
-        """Settings of the trainer."""
-        return "lower grpo.per_device_train_batch_size and raise grpo.gradient_accumulation_steps"
-
-    def summary(self, alarm: str | None) -> list[str]:
-        """Nothing beyond the comparison, which says what alarms."""
-        return []
 
     def close(self) -> None:
         """The copy of the base model."""

@@ -24,10 +24,9 @@ from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, ModelError
 from evoalign.models.adapters import ADAPTER_CONFIG, MERGE_FIRST, MOVES_BASE, weights_of
-from evoalign.models.experts import tensors_of
-from evoalign.models.files import refuse_pickles
+from evoalign.models.files import refuse_pickles, weight_files
 from evoalign.models.origin import model_path
-from evoalign.models.tensors import Files, files_of
+from evoalign.models.tensors import Files, tensors_of
 from evoalign.rundir import checkpoint
 from evoalign.setup import Served
 from evoalign.types import MEAN, MEAN_PLAN
@@ -134,7 +133,7 @@ class Base:
         self.specs = {spec.name: spec for spec in specs_of_config(config)}
         path = model_path(config.model)
         refuse_pickles(path, config.model.revision)
-        self.files = Files(files_of(path, config.model.revision))
+        self.files = Files(weight_files(path, config.model.revision, self.name))
         for name, spec in self.specs.items():
             if self.files.shape(name) != spec.shape:
                 raise ModelError(f"the files of model {self.name} have no {name} of shape {list(spec.shape)}")

@@ -41,7 +41,7 @@ from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.engine import dtype_on, load_model
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.evaluation import Scored
-from evoalign.models.experts import tensors_of
+from evoalign.models.tensors import tensors_of
 from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import Parts, Served
 from evoalign.spaces import Adapter

@@ -24,7 +24,7 @@ import numpy as np
 from evoalign import statistics
 from evoalign.checks import signs
 from evoalign.checks.divergence import Fluency
-from evoalign.rewards.gold import normalized, says
+from evoalign.rewards.functions import normalized, says
 from evoalign.statistics import Estimate
 
 Golds = Sequence[str | None]

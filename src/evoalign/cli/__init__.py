@@ -100,18 +100,22 @@ def _main(
     pass
 
 
+def _with_notes(error: Exception) -> str:
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def main() -> None:
     """Run a command; an error of ours is one line and exit code 2."""
     try:
         app()
     except StoppedError as stopped:  # after a whole generation, with the exit code that shells give a signal
-        say(stopped)
+        say(_with_notes(stopped))
         sys.exit(128 + stopped.signal)
     except MachineError as error:  # nothing is damaged, and nothing is claimed
-        say(f"error: {error}")
+        say(f"error: {_with_notes(error)}")
         sys.exit(OTHER_MACHINE)
     except (EvoalignError, OSError) as error:  # the latter of a disk that is full, a folder that may not be written
         if "--debug" in sys.argv:
             traceback.print_exc()
-        say(f"error: {error if isinstance(error, EvoalignError) else cut(str(error), 600)}")
+        say(f"error: {_with_notes(error) if isinstance(error, EvoalignError) else cut(str(error), 600)}")
         sys.exit(2)

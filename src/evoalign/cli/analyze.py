@@ -51,8 +51,7 @@ def analyze(
     settings = settings_of(chosen, sets or [])
     quiet()
     from evoalign.rundir.directory import older_report
-    from evoalign.rundir.files import make_folder
-    from evoalign.rundir.links import ANALYSES
+    from evoalign.rundir.files import ANALYSES, make_folder
     from evoalign.setup import as_config
 
     own = as_config(load(config, needs_es=False)) if config else None

@@ -14,13 +14,13 @@ import typer
 from evoalign.cli.options import Debug, console, quiet
 
 if TYPE_CHECKING:
-    from evoalign.engines.server.examination import Check
+    from evoalign.preflight.canary import Check
 
 COLOURS = {"ok": "green", "FAULT": "bold red", "warning": "yellow", "not checked": "dim"}
 
 
 class Api(StrEnum):
-    """The route by which it is asked."""
+    """The route of requests."""
 
     completions = "completions"
     chat = "chat"
@@ -28,24 +28,24 @@ class Api(StrEnum):
 
 
 def canary(
-    url: Annotated[str, typer.Argument(help="Address of a server that runs, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, typer.Argument(help="Address of a running server, such as http://127.0.0.1:8000.")],
     adapter: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a PEFT adapter; may be given again. Default: noise.")
+        list[Path] | None, typer.Option(help="Folder of a PEFT adapter; can be repeated. Default: noise.")
     ] = None,
-    server: Annotated[str, typer.Option(help="sglang, vllm or auto, which asks the server.")] = "auto",
+    server: Annotated[str, typer.Option(help="sglang, vllm or auto, which detects it.")] = "auto",
     key_variable: Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")] = None,
     ca_file: Annotated[Path | None, typer.Option(help="Certificates to check an https address by.")] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder that the server sees, too, for adapters; default: in memory.")
+        Path | None, typer.Option(help="Folder for adapters, visible to the server too; default: in memory.")
     ] = None,
-    base: Annotated[str | None, typer.Option(help="Name of the served model; default: as the server says.")] = None,
-    api: Annotated[Api, typer.Option(help="Route by which it is asked; generate is SGLang's own.")] = Api.completions,
+    base: Annotated[str | None, typer.Option(help="Name of the served model; default: as the server reports.")] = None,
+    api: Annotated[Api, typer.Option(help="Route of requests; generate is SGLang's.")] = Api.completions,
     as_model: Annotated[bool, typer.Option("--as-model", help="Send an adapter's name as `model`.")] = False,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given again. Default: eight.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be repeated. Default: eight.")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write the report as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Does a running SGLang or vLLM server apply LoRA adapters? Exit code 1: it does not; 2: it could not be asked."""
+    """Check whether a running SGLang or vLLM server applies LoRA adapters. Exit code 1: it does not; 2: no verdict."""
     import os
 
     from evoalign.errors import ConfigError
@@ -55,7 +55,7 @@ def canary(
         raise ConfigError(f"--key-variable: there is no {key_variable} in the environment; set it to the server's key")
     quiet()
     with _no_verdict():
-        from evoalign.engines.server.canary import examine
+        from evoalign.preflight.canary import examine
 
         with _stopped_in_order():
             report = examine(
@@ -83,7 +83,7 @@ def canary(
 
 
 def _show(check: Check) -> None:
-    """A line, as soon as it is known; what a server said is in it."""
+    """Print a check; its detail may quote the server."""
     from rich.text import Text
 
     from evoalign.errors import plain
@@ -94,7 +94,7 @@ def _show(check: Check) -> None:
 
 @contextmanager
 def _no_verdict() -> Generator[None]:
-    """Python's own exit code for what nobody foresaw, 1, would say that the server has a fault: it is 2."""
+    """Turn an unexpected exception into EvoalignError: Python's exit code 1 would report a fault of the server."""
     from evoalign.errors import EvoalignError, cut
 
     try:
@@ -104,13 +104,13 @@ def _no_verdict() -> Generator[None]:
     except Exception as error:
         what = f"{type(error).__name__}: {cut(str(error), 600)}"
         raise EvoalignError(
-            f"the canary failed, which says nothing of the server; --debug shows where ({what})"
+            f"the canary itself failed, which is no verdict on the server; --debug shows where ({what})"
         ) from error
 
 
 @contextmanager
 def _stopped_in_order() -> Generator[None]:
-    """A stop by Ctrl-C or SIGTERM unloads what was loaded, and is no verdict: exit code 130 or 143."""
+    """Unload adapters after Ctrl-C or SIGTERM, and exit with code 130 or 143."""
     import signal
 
     def stop(number: int, _: object) -> None:

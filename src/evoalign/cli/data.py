@@ -13,15 +13,15 @@ from evoalign.cli.options import Debug
 
 def countdown(
     output: Annotated[Path, typer.Argument(help="The JSON file to write.")],
-    count: Annotated[int, typer.Option(min=1, help="Problems.")] = 2200,
-    numbers: Annotated[str, typer.Option(help="3, 4 or mixed.")] = "mixed",
+    count: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 2200,
+    numbers: Annotated[str, typer.Option(help="Numbers per problem: 3, 4 or mixed.")] = "mixed",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Solver-verified Countdown problems in the published form, from the tenth that the tiny model never saw."""
+    """Write solver-verified Countdown problems in the published form, none of which the tiny model was trained on."""
     from evoalign.errors import ConfigError
-    from evoalign.tasks.countdown.generate import write_countdown
+    from evoalign.tasks.countdown import write_countdown
 
     sizes: dict[str, Any] = {"3": 3, "4": 4, "mixed": "mixed"}
     if numbers not in sizes:

@@ -14,7 +14,7 @@ CONFIG = "configs/quickstart.yaml"
 
 
 def demo(
-    to: Annotated[Path, typer.Option("--to", help="The run's folder; a run that is there is renamed.")] = Path(
+    to: Annotated[Path, typer.Option("--to", help="The run's folder; an existing run is renamed.")] = Path(
         "runs/quickstart"
     ),
     debug: Debug = False,
@@ -24,7 +24,7 @@ def demo(
 
     config = load([CONFIG], [f"output_dir={to}"])
     quiet()
-    from evoalign.training import train as training
+    from evoalign.analysis.runs import train
 
-    training.train(config, overwrite=True)
-    typer.echo("\na task of your own:  evoalign init my_task")
+    train(config, overwrite=True)
+    typer.echo("\nyour own task:  evoalign init my_task")

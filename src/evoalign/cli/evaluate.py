@@ -21,7 +21,7 @@ def evaluate(
     target: Annotated[
         list[str], typer.Argument(help="Run directories, folders with runs, model folders, PEFT adapters or hub names.")
     ],
-    task: Annotated[str | None, typer.Option(help="The task; a run has its own.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task; default for a run: its own.")] = None,
     config: More = None,
     set_: Sets = None,
     split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
@@ -29,12 +29,11 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated, such as 0,1,2,3.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Also write measures and completions as JSON, and beside it a task's points.")
+        Path | None, typer.Option(help="Also write measures and completions as JSON, with a task's points next to it.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Score the mean models of runs, or any models, on a task; the mean over trained seeds. Exit code 1 where one of
-    several cannot be."""
+    """Evaluate runs, or any models, on a task, with means over training seeds. Exit code 1 if one of several fails."""
     from evoalign.errors import ConfigError
 
     if split not in ("test", "validation", "train"):
@@ -47,7 +46,7 @@ def evaluate(
 
     from evoalign.analysis import evaluations
     from evoalign.report.progress import Bar
-    from evoalign.rundir.links import refuse_links_above
+    from evoalign.rundir.files import refuse_links_above
 
     if output is not None:
         refuse_links_above(output)
@@ -64,7 +63,7 @@ def evaluate(
     for mean in together.means:
         _show_mean(mean)
     for one, why in together.failed.items():
-        say(f"{one} was not evaluated: {why}")
+        say(f"{one} could not be evaluated: {why}")
     if output is not None:
         _write(output, together, several=len(found) > 1)
     if together.failed:
@@ -72,7 +71,7 @@ def evaluate(
 
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
-    """None where a run's own config is used as it is."""
+    """Return the config to evaluate with; None: the run's own config."""
     from evoalign.config import from_dict, load, parse_overrides
     from evoalign.config.outside import EVALUATION_SKIPS
     from evoalign.errors import ConfigError
@@ -86,11 +85,11 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     if is_run:
         if any(text.startswith("seed=") for text in sets):
             raise ConfigError(
-                f"--set {next(text for text in sets if text.startswith('seed='))}: a run keeps the seed it was trained "
-                "with, by which its data are split; --seeds are those of sampling"
+                f"--set {next(text for text in sets if text.startswith('seed='))}: a run keeps its training seed, which "
+                "determines its splits; --seeds sets the sampling seeds"
             )
         ours = load([own, *files], sets, needs_es=False)
-        if task is not None and task != ours.task.name:  # the run's data files are those of another task
+        if task is not None and task != ours.task.name:  # the run's data files belong to another task
             ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)
         refuse_own(own.parent, ours, files, [*sets, *extra], EVALUATION_SKIPS)
         return ours
@@ -107,13 +106,13 @@ def _is_run(path: Path) -> bool:
 
 
 def _show(found: Judged) -> None:
-    """One target: what was measured, and each measure with its interval over examples."""
+    """Print one target's measures with their intervals over examples."""
     _heading(found)
     _print("mean", "over new examples", found.intervals)
 
 
 def _show_row(found: Judged) -> None:
-    """One of several targets, as soon as it is done."""
+    """Print the measures of one of several targets, as soon as it is done."""
     measures = ", ".join(f"{name} {value:.4f}" for name, value in found.evaluation.measures.items())
     _heading(found)
     _say(f"  {measures}")
@@ -149,9 +148,9 @@ def _say(text: str) -> None:
 
 
 def _write(output: Path, found: Evaluations, *, several: bool) -> None:
-    """The file, and NAME_points.jsonl beside it; of several targets NAME_points_0.jsonl and so on, as they stand in it.
+    """Write the file, and NAME_points.jsonl next to it (NAME_points_0.jsonl, ... for several targets).
 
-    Never points.jsonl: beside a run's own results that is the run's.
+    Never points.jsonl, which would overwrite a run's own file.
     """
     import json
 

@@ -19,7 +19,7 @@ def grpo(
     resume: Resume = False,
     overwrite: Overwrite = False,
     evaluate_every: Annotated[
-        int | None, typer.Option(min=0, help="Evaluate the policy each so many steps; 0: never.")
+        int | None, typer.Option(min=0, help="Steps between evaluations of the policy; 0: none.")
     ] = None,
     dry_run: DryRun = False,
     all_: All = False,

@@ -15,7 +15,7 @@ def show_journal(
     run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
     debug: Debug = False,
 ) -> None:
-    """Print a run's journal as a table, and whether it is whole."""
+    """Print a run's journal as a table, and report damage."""
     from evoalign.errors import JournalError
     from evoalign.report.tables import journal_table
     from evoalign.training.replay import log_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: options, and how they speak."""
+"""Options and output shared by several commands."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def numbers(text: str | None, option: str = "--sigmas") -> list[float] | None:
 
 
 def check_folder(to: Path | None) -> None:
-    """Raise ConfigError where `--to` is a file, and RunExistsError where a link inside a run directory leads to it."""
+    """Raise ConfigError if `--to` is a file, and RunExistsError if it is reached by a link inside a run directory."""
     from evoalign.errors import ConfigError
-    from evoalign.rundir.links import refuse_links_above
+    from evoalign.rundir.files import refuse_links_above
 
     if to is None:
         return
@@ -58,9 +58,9 @@ def check_folder(to: Path | None) -> None:
 
 
 def say(message: object) -> None:
-    """On stderr, with control characters written out: a message may quote a file that came from anywhere.
+    """Print on stderr, with control characters shown as text and secrets redacted.
 
-    What looks like a secret is left out: it may quote what was typed, too.
+    A message may quote an untrusted file, or the command line.
     """
     from evoalign.config.secrets import redacted
 

@@ -38,7 +38,7 @@ def placebo(
     from evoalign.placebos.run import keep
     from evoalign.placebos.run import placebo as measure
     from evoalign.report.progress import Bar
-    from evoalign.rundir.links import refuse_links, refuse_links_above
+    from evoalign.rundir.files import refuse_links, refuse_links_above
 
     if generation is None:
         refuse_links(run)

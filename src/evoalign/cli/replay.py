@@ -14,7 +14,7 @@ from evoalign.cli.options import Debug, More, integers, quiet, say
 def replay(
     run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
     generation: Annotated[
-        int | None, typer.Option("--generation", "-g", min=0, help="After so many generations; default: all.")
+        int | None, typer.Option("--generation", "-g", min=0, help="Number of generations; default: all.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Save the mean in this new folder.")] = None,
     model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
@@ -27,9 +27,9 @@ def replay(
 ) -> None:
     """Rebuild the mean from the base model and the journal alone, and check its hash.
 
-    With --counterfactual, what other coefficients of the same noise come to, on the test split, beside the run itself:
-    the first step is exact, later ones are conditional on the recorded path, since scores were measured around the
-    run's own means. --config names the run's own config where that names code.
+    With --counterfactual, evaluate the same noise with other coefficients on the test split, next to the run itself.
+    The first step is exact; later ones are conditional on the recorded path, since scores were measured around the
+    run's own means. --config names the run's own config if that names code.
     """
     quiet()
     if counterfactual is not None:
@@ -57,9 +57,9 @@ def _counterfactuals(
         items = len(reached.evaluation.measures_E["reward"])
         typer.echo(
             f"{what}: reward {reached.evaluation.measures['reward']:.4f} on {items} test examples, distance "
-            f"of the numbers that evolve {reached.distance:.4g} from the start, weights_hash {reached.weights_hash}"
+            f"from the start {reached.distance:.4g}, weights_hash {reached.weights_hash}"
         )
-    typer.echo(f"of {name}, {CONDITIONAL}" + (f"; saved in {to}" if to else ""))
+    typer.echo(f"{name}: {CONDITIONAL}" + (f"; saved in {to}" if to else ""))
 
 
 def _own(run: Path, generation: int | None, to: Path | None, model: str | None) -> None:
@@ -85,4 +85,4 @@ def _own(run: Path, generation: int | None, to: Path | None, model: str | None) 
             progress=lambda done, total: bar.update(work, completed=done, total=total),
         )
     saved = f"; saved in {to}" if to else ""
-    typer.echo(f"generation {count}: weights_hash {found}, as the journal has it{saved}")
+    typer.echo(f"generation {count}: weights_hash {found}, equal to the journal's{saved}")

@@ -32,8 +32,7 @@ def report(
     from evoalign.analysis.page.serving import Server
     from evoalign.errors import ConfigError
     from evoalign.rundir.directory import REPORT
-    from evoalign.rundir.files import make_folder, write_text
-    from evoalign.rundir.links import refuse_links, refuse_links_above
+    from evoalign.rundir.files import make_folder, refuse_links, refuse_links_above, write_text
 
     found = find_in_order(runs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config that a training command was given: a file, or with --resume the directory of a run."""
+"""Config of a training command: a file, or with --resume a run directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolved(
     resume: bool,
     overwrite: bool,
 ) -> Config:
-    """The checked config, its output_dir where the run is now. `every` sets evaluation.every. Raises ConfigError."""
+    """Return the validated config; `every` sets evaluation.every. Raises ConfigError."""
     sets = [*sets, *([f"evaluation.every={every}"] if every is not None else [])]
     if resume and overwrite:
         raise ConfigError("--resume resumes a run and --overwrite moves it aside: give one of them")
@@ -44,7 +44,7 @@ def resolved(
 
 
 def given(config: Path, more: Sequence[Path], sets: Sequence[str]) -> Config:
-    """Load a config under others. One that came with a run does not lead out of it, see `load_own`."""
+    """Load a config overridden by others. A run's own config may not name files or code outside it: `load_own`."""
     from evoalign.config import load
     from evoalign.rundir.method import load_own
 
@@ -53,7 +53,7 @@ def given(config: Path, more: Sequence[Path], sets: Sequence[str]) -> Config:
 
 
 def run_of(config: Path) -> Path | None:
-    """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
+    """Return the run directory that a path names, or whose config.yaml it is; None for another path."""
     from evoalign.rundir.method import is_foreign, is_run
 
     folder = config if config.is_dir() else config.parent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign init`: a config, a reward and prompts to start a task of one's own from."""
+"""Write the files of `evoalign init`: a config, a reward and prompts to start a custom task from."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from evoalign.tasks import data
 
 TEMPLATES = ("config.yaml", "reward.py")
 QUESTIONS = {"prompts.jsonl": "train", "test.jsonl": "test"}
-"""Files whose rows are the shipped Conciseness questions of a split, the target under the name `answer`."""
+"""Files with the Conciseness questions of a split, whose target is renamed to `answer`."""
 SCHEMA = "evoalign.schema.json"
-"""By which an editor completes and checks config.yaml, whose first line names it."""
+"""The JSON schema with which an editor completes and checks config.yaml, whose first line names it."""
 FILES = (*TEMPLATES, *QUESTIONS, SCHEMA)
 
 
@@ -38,7 +38,7 @@ def init(directory: str | Path) -> list[Path]:
 
 
 def schema_text() -> str:
-    """The JSON schema of a config, as a file has it."""
+    """Return the text of the JSON schema of a config."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -12,10 +12,10 @@ from evoalign.cli.options import Debug
 
 
 def schema(
-    to: Annotated[Path | None, typer.Option("--to", help="A file to write it into, instead of printing it.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="Write it into this file instead of printing it.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Print the JSON schema of a config, by which an editor completes and checks the YAML, with every description."""
+    """Print the JSON schema of a config, with which an editor completes, checks and describes the settings."""
     from evoalign.cli.scaffold import schema_text
     from evoalign.errors import ConfigError
 

@@ -12,32 +12,34 @@ from evoalign.cli.options import Debug, quiet
 
 
 def serve(
-    reward: Annotated[str, typer.Option(help="Folder or hub name of the model whose score is the reward.")],
-    cost: Annotated[str | None, typer.Option(help="The same of the cost.")] = None,
-    reward_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model of the hub.")] = None,
-    cost_revision: Annotated[str | None, typer.Option(help="The same of the cost.")] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to answer on; others than loopback need --token-env.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8011,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable that holds the token to ask for.")] = None,
-    template: Annotated[
-        str | None, typer.Option(help="With {prompt} and {response}, or chat. Default: that of Safe RLHF.")
+    reward: Annotated[str, typer.Option(help="Folder or hub name of the reward model.")],
+    cost: Annotated[str | None, typer.Option(help="Folder or hub name of the cost model.")] = None,
+    reward_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a reward model on the hub.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a pair; longer ones are cut.")] = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, max=10**5, help="Pairs in one forward pass.")] = 16,
+    cost_revision: Annotated[str | None, typer.Option(help="Folder or hub name of the cost model.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback needs --token-env.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8011,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the token that clients must send.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="Text with {prompt} and {response}, or chat. Default: that of Safe RLHF.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of a pair; longer ones are truncated.")] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, max=10**5, help="Pairs per forward pass.")] = 16,
     max_wait: Annotated[
-        float, typer.Option(min=0, max=600, help="Seconds that a batch which is not full waits for more pairs.")
+        float, typer.Option(min=0, max=600, help="Seconds that an incomplete batch waits for more pairs.")
     ] = 0.005,
     queue: Annotated[
-        int, typer.Option(min=1, max=10**6, help="Pairs that wait; what is beyond is answered 429.")
+        int, typer.Option(min=1, max=10**6, help="Maximum pairs that wait; the response to more is 429.")
     ] = 1024,
-    max_body: Annotated[int, typer.Option(min=1024, max=2**30, help="Bytes of a request.")] = 2**20,
+    max_body: Annotated[int, typer.Option(min=1024, max=2**30, help="Maximum bytes of a request.")] = 2**20,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:K.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Of the CPU; default: torch's own choice.")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; default: chosen by torch.")] = None,
     debug: Debug = False,
 ) -> None:
     """Serve reward and cost models over HTTP, for runs with `scorer: {name: service}`. Ctrl-C or SIGTERM ends it."""
@@ -50,42 +52,51 @@ def serve(
     from evoalign.version import install
 
     given: dict[str, Any] = {
-        "reward": reward, "cost": cost, "max_tokens": max_tokens, "batch_size": batch_size, "dtype": dtype,
-        "device": device, "reward_revision": reward_revision, "cost_revision": cost_revision,
+        "reward": reward,
+        "cost": cost,
+        "max_tokens": max_tokens,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "reward_revision": reward_revision,
+        "cost_revision": cost_revision,
         **({} if template is None else {"template": template}),
-    }  # fmt: skip
+    }
     try:
         config = ScorerConfig.model_validate({"name": "local", **given})
     except ValidationError as error:
         first = error.errors()[0]
-        said = ": ".join([*(f"scorer.{part}" for part in first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
-        raise ConfigError(_by_option(said)) from None
-    if queue < batch_size:
-        raise ConfigError(
-            f"--queue {queue} holds less than one batch: set at least --batch-size, which is {batch_size}"
+        message = ": ".join(
+            [*(f"scorer.{part}" for part in first["loc"][:1]), first["msg"].removeprefix("Value error, ")]
         )
+        raise ConfigError(_by_option(message)) from None
+    if queue < batch_size:
+        raise ConfigError(f"--queue {queue} is less than --batch-size {batch_size}; raise it")
     if any(find_spec(library) is None for library in ("fastapi", "uvicorn")):
         raise ConfigError(f"the service needs the extra scorer: {install('scorer')}")
     import torch
 
     from evoalign.rewards.scorer.service import Limits
-    from evoalign.rewards.scorer.serving import serve as run
+    from evoalign.rewards.scorer.service import serve as run
 
     quiet()
     if threads is not None:
         torch.set_num_threads(threads)
     limits = Limits(batch_size, max_wait, queue, max_body)
     try:
-        run(config, limits, host=host, port=port, token_env=token_env, tell=_say_ready)
+        run(
+            config,
+            limits,
+            host=host,
+            port=port,
+            token_env=token_env,
+            tell=lambda address: typer.echo(f"{address} is ready"),
+        )
     except ModelError as error:
         raise ModelError(_by_option(str(error))) from error
     typer.echo("ended")
 
 
-def _by_option(said: str) -> str:
-    """A message that names settings of the section scorer, with the options that were typed."""
-    return re.sub(r"scorer\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", said)
-
-
-def _say_ready(address: str) -> None:
-    typer.echo(f"{address} is ready")
+def _by_option(message: str) -> str:
+    """Replace names of settings in a message by those of the options."""
+    return re.sub(r"scorer\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", message)

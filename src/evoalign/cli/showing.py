@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--dry-run` prints: the settings that a command uses, and what it would do with them."""
+"""Output of `--dry-run`: the settings that a command uses, and what it would do with them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ if TYPE_CHECKING:
     from evoalign.config import Config
     from evoalign.rundir.method import Method
 
-
-LAST = ("warning", "refused", "note")
+REFUSED = "would be refused"
+LAST = ("warning", REFUSED, "note")
+"""How lines begin that a user should act on."""
 
 
 def show_plan(config: Config, method: Method, lines: Sequence[str], *, everything: bool) -> None:
-    """The config as YAML, and the lines, those last that ask for something; exit code 2 where it would be refused.
+    """Print the config as YAML and the lines, warnings last. Exit with code 2 if the run would be refused.
 
-    Without `everything` only what is not a default, of the sections that the method reads: lines and config are to
-    fit one screen.
+    Without `everything` only settings that differ from their defaults, of sections that the method reads, are shown:
+    config and lines should fit one screen.
     """
     from evoalign.config import to_yaml
 
     left_out = [] if everything else config.unused(grpo=method == "grpo")
     typer.echo(to_yaml(config, without=left_out, changed=not everything), nl=False)
     if not everything:
-        typer.echo(f"# with --all: the defaults, and what is not used here ({', '.join(left_out)})")
+        typer.echo(f"# --all shows the defaults, and the sections that are not used ({', '.join(left_out)})")
     typer.echo("\n" + "\n".join(sorted(lines, key=lambda line: line.startswith(LAST))))
-    if any(line.startswith("refused") for line in lines):
+    if any(line.startswith(REFUSED) for line in lines):
         raise typer.Exit(2)

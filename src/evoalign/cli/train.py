@@ -19,7 +19,7 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     evaluate_every: Annotated[
-        int | None, typer.Option(min=0, help="Evaluate the mean each so many generations; 0: never.")
+        int | None, typer.Option(min=0, help="Generations between evaluations of the mean; 0: none.")
     ] = None,
     dry_run: DryRun = False,
     all_: All = False,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting, in one nested, typed tree. Imports no torch, so that reading and checking a config is instant.
+"""All settings in a nested, typed tree. Imports no torch, so that a config is read and checked quickly.
 
-A config is YAML. Later files win over earlier ones, `--set a.b=c` wins over files. A key that does not exist is
-refused with the nearest name that does; every section that is present is checked, used or not.
+A config is YAML. Later files win over earlier ones, `--set a.b=c` wins over files. An unknown key is refused with the
+nearest name that exists. Every section that is present is checked, used or not.
 """
 
 from typing import Any
@@ -13,8 +13,7 @@ from evoalign.config.engines import ENGINES, EngineConfig, EngineSettings
 from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml, with_engine
-from evoalign.config.model import ModelConfig
-from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, TrackingConfig
+from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, ModelConfig, TrackingConfig
 from evoalign.config.scorer import ScorerConfig
 from evoalign.config.spaces import SPACES, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
 from evoalign.config.task import GraderConfig, ObjectiveConfig, TaskConfig
@@ -58,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """An engine's section by its class's name, such as `VllmConfig`."""
+    """Return an engine's section by its class name, such as `VllmConfig`."""
     for section in ENGINES.values():
         if section.__name__ == name:
             return section

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sections of a config share, and the bounds of numbers: on both sides, where no sane use comes near.
+"""Base class and field types of all sections.
 
-A number beyond them is a slip, or meant to hang or crash what reads a run from elsewhere.
+Numbers are bounded on both sides, far from any reasonable value: a larger one is a typing error, or from an untrusted
+run and meant to hang or crash its reader.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ FORMAT_VERSION = 1
 
 def _path(text: str) -> str:
     if "\0" in text:
-        raise ValueError("no path holds a NUL")
+        raise ValueError("a path cannot contain NUL")
     return text
 
 
 def listed(of: Any) -> BeforeValidator:
-    """`tensorboard` is short for `[tensorboard]`; `of` is the type of the list, which holds texts."""
+    """Accept one text, such as `tensorboard`, in place of a list of texts; `of` is the type of the list."""
     return BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | of)
 
 
 Word = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-"""The name of a choice that a library has: no option of a command line."""
+"""A name that cannot be taken for a command line option."""
 Place = Annotated[str, AfterValidator(_path)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Every = Annotated[int, Field(ge=0, le=10**9)]
-"""Generations between two of something; 0 is none."""
+"""An interval in generations; 0 disables."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(ge=1e-37, le=1e30, allow_inf_nan=False)]
-"""As float32 has it, with room for what is made of it."""
+"""A positive number within the range of float32, with a margin for what is computed from it."""
 Delta = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-"""By how much a reward has to be above another to count as better."""
+"""How much a reward must exceed another to count as better."""
 Gib = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Texts = Annotated[list[str], listed(list[str])]
@@ -44,11 +45,11 @@ Layers = Annotated[list[Annotated[int, Field(ge=0, le=10**6)]], Field(min_length
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys refused; a number may be written as text, as YAML reads 1e-3."""
+    """Base of all sections: unknown keys are refused, and a number may be given as text, as YAML reads 1e-3."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), serialize_by_alias=True)
 
 
 def named(value: object) -> object:
-    """`cosine` is short for `{name: cosine}`."""
+    """Accept `cosine` in place of `{name: cosine}`."""
     return {"name": value} if isinstance(value, str) else value

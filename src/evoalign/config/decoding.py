@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How completions are drawn: in training, and in evaluation."""
+"""Sampling of completions, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evoalign.errors import shown
 
 def _temperature(value: float) -> float:
     if 0 < value < 1e-6:
-        raise ValueError("logits cannot be divided by that; 0 is greedy, and else it should be at least 0.000001")
+        raise ValueError("use 0 for greedy decoding, or at least 0.000001")
     return value
 
 
@@ -24,48 +24,52 @@ AnySeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class SamplingConfig(Section):
-    """How training's completions are drawn. What is not set here is as `evaluation` has it."""
+    """Sampling of the completions to train on. A setting that is missing here has its value from `evaluation`."""
 
     max_tokens: Count = 128
+    """Longest completion, in tokens."""
     temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False), AfterValidator(_temperature)] = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy decoding, with which members differ only by their weights."""
     top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1 keeps all."""
     stop: Annotated[Stops, listed(Stops), INSIDE] = Field(default_factory=list)
-    """Texts at which a completion ends, beside the model's own stop tokens; see `keep_stop`."""
+    """Texts that end a completion, in addition to the model's stop tokens."""
     keep_stop: bool | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Whether the text of `stop` that ended a completion is part of it, as an answer's closing tag has to be that a
-    reward looks for; None is false. Written down only where it is set."""
+    """Whether the completion includes the `stop` text that ended it, such as a closing tag that a reward looks for.
+    None: false."""
 
 
 class EvaluationConfig(SamplingConfig):
-    """How the mean is evaluated: its decoding, and what is repeated.
+    """Evaluation of the mean on the test split.
 
-    `max_tokens`, `stop` and `keep_stop` that are not set here are as `sampling` has them; the temperature is 0 unless
-    it is set.
+    `max_tokens`, `stop` and `keep_stop` that are missing here have their values from `sampling`. The temperature is 0
+    unless it is set.
     """
 
     samples: Annotated[int, Field(ge=1, le=10**6)] = 1
+    """Completions per prompt and seed. More than 1 needs a temperature above 0."""
     seeds: Annotated[list[AnySeed], Field(min_length=1)] = Field(default_factory=lambda: [0])
+    """Seeds of the sampling. The measures are means over all of them."""
     every: Every = 0
-    """Evaluate the mean on the test split each so many generations; 0: only before and after."""
+    """Generations between evaluations of the mean; 0: only before and after the training."""
 
     @model_validator(mode="after")
     def _draws(self) -> EvaluationConfig:
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"evaluation.seeds {shown(self.seeds)} names a seed twice")
+            raise ValueError(f"evaluation.seeds {shown(self.seeds)} repeats a seed")
         if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
             raise ValueError("samples and seeds only repeat a greedy completion; set evaluation.temperature above 0")
         return self
 
 
 def shared(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config's tree in which what one of the two sections sets holds for the other too.
+    """Return the tree of a config with settings of `sampling` copied to `evaluation`, and the other way round.
 
-    Configs of earlier releases have training's decoding in `evaluation`.
+    Configs of earlier releases have the sampling of training in `evaluation`.
     """
     both = [tree.get(name, {}) for name in ("sampling", "evaluation")]
     if not all(isinstance(section, Mapping) for section in both):
-        return tree  # the check of its type says what it should be
+        return tree  # refused when the sections are checked
     sampling, evaluation = (dict(cast(Mapping[str, Any], section)) for section in both)
     for name in ("max_tokens", "stop", "keep_stop"):
         if name in sampling:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine answers, and what one may ask of its settings before it is made.
+"""Sections of the engines, and what follows from an engine's settings before it is started.
 
-An engine brings its section along, in `evoalign/engines/<name>/settings.py`; the table below says where. One of one's
-own is named `package.module:Class`, and `Class.settings` is its section. That is code: a config is read without it, and
-`evoalign.engines.read` looks it up, for a config that the user wrote.
+The section of an engine is in `evoalign/engines/<name>/settings.py`. A custom engine is named `package.module:Class`,
+and `Class.settings` is its section. Since that is code, a config is read without it; `evoalign.engines.read` imports it
+for a config that the user wrote.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ DEFAULT = "transformers"
 _SINGLE = {
     "transformers": "evoalign.engines.transformers.settings:TransformersConfig",
     "vllm": "evoalign.engines.vllm.settings:VllmConfig",
-    "sglang": "evoalign.engines.sglang.settings:SglangConfig",
-    "vllm-server": "evoalign.engines.vllm_server.settings:VllmServerConfig",
+    "sglang": "evoalign.engines.server.settings:SglangConfig",
+    "vllm-server": "evoalign.engines.server.settings:VllmServerConfig",
 }
 _SECTIONS = _SINGLE | {"ray": "evoalign.engines.ray.settings:RayConfig"}
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that an engine holds beside weights and mean.
+class MemoryUse:
+    """Bytes of memory that an engine needs besides weights and mean.
 
-    `cache` is at most (`bound` up to) or at least what keys, values and logits take, as the setting `setting` says;
-    `note` is what else there is to say of that. `adapters` are the members'; `host` is what of the mean lies in the
-    host's memory though the model is on a GPU.
+    `cache` is the size of keys, values and logits, at most or at least (`bound`) what `setting` gives, with a `note`.
+    `adapters` is the size of the members' adapters, `host` the part of the mean that is in host memory while the model
+    is on a GPU.
     """
 
     cache: float = 0.0
@@ -54,87 +54,88 @@ class Held:
 
 
 class EngineSettings(Section):
-    """Base of the sections of all engines; the defaults are those of an engine that holds little of its own."""
+    """Base of the sections of all engines."""
 
     name: Annotated[str, CODE]
     path: ClassVar[str] = ""
-    """Where the engine's class is, `module:Class`. Empty: `name` itself says so."""
+    """The engine's class, `module:Class`. Empty: `name` is one."""
     resources: ClassVar[frozenset[str]] = frozenset()
-    """Settings that a run may have to change to fit where it resumes. They decide the shapes of batches and the
-    kernels, and with them at most the last bits of a score."""
+    """Settings that may change when a run is resumed elsewhere. They affect batch shapes and kernels, and at most the
+    last bits of a score."""
     steady: ClassVar[frozenset[str]] = frozenset()
-    """Those of them that move no bit of a run whose answers repeat to the bit."""
+    """Subset of `resources` that changes no bit where completions repeat to the bit."""
     younger: ClassVar[frozenset[str]] = frozenset()
-    """Settings that came after the first release: a run that leaves them at their default has the hash it had then."""
+    """Settings added after the first release; at their defaults, they are left out of the hash of a run."""
     serves_here: ClassVar[bool] = False
-    """Whether it answers in this process, with a model of transformers, and lets another model onto its device."""
+    """Whether it runs a transformers model in this process, so that a second model can share its device."""
     takes_mixtures: ClassVar[bool] = True
-    """Whether it serves mixtures of experts at all."""
+    """Whether it serves mixtures of experts."""
     carries_experts: ClassVar[bool] = False
-    """Whether members can have experts of their own, of a mixture whose experts are fused."""
+    """Whether members can perturb single experts of a mixture whose experts are fused."""
     can_be_replica: ClassVar[bool] = True
-    """Whether several of it, each in a process of its own, can share a population."""
+    """Whether engine `ray` can run several of it, each in its own process."""
     lighter: ClassVar[str] = ""
-    """What of the settings makes weights and mean take less memory, as advice to who has too little."""
+    """Advice: the settings that reduce the memory of weights and mean."""
 
     @property
     def unsaid(self) -> set[str]:
-        """Those of the younger settings that are at their default, which the hash of a run leaves out."""
+        """The `younger` settings at their defaults, which the hash of a run leaves out."""
         fields = type(self).model_fields
         return {name for name in self.younger if getattr(self, name) == fields[name].default}
 
     @property
     def where(self) -> str:
-        """auto (a GPU if there is one), cpu, cuda or cuda:K."""
+        """Device: auto (a GPU if there is one), cpu, cuda or cuda:K."""
         return "auto"
 
     @property
     def devices(self) -> int:
-        """Devices that it keeps busy."""
+        """Number of devices that it uses."""
         return 1
 
     @property
     def scored_by(self) -> int:
-        """Processes beside the run's own that it has score completions."""
+        """Number of additional processes in which it scores completions."""
         return 0
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
-        """What it holds beside the weights and a mean of `mean` bytes, the start's copy among them."""
-        return Held()
+    def held(
+        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+    ) -> MemoryUse:
+        """Return its memory besides the weights and a mean of `mean` bytes, which includes the copy of the start."""
+        return MemoryUse()
 
     def batch_bytes(
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
-        """Bytes that it holds while it answers at once what it can of `rows` prompts of at most `prompt` tokens; 0:
-        what is asked does not decide it, and `held` says it all."""
+        """Return the bytes of a batch of `rows` prompts of at most `prompt` tokens; 0 where `held` includes them."""
         return 0.0
 
     def lines(self, members: int, dense: bool) -> list[str]:
-        """What a run of so many members says of it as it begins; `dense` members share no batch."""
+        """Return the lines that a run prints at its start; `dense` members cannot share a batch."""
         return []
 
     def limit(self) -> tuple[str, int] | None:
-        """The setting that bounds a prompt and its completion together, and the tokens; None: the model alone does."""
+        """Return the setting that limits the tokens of prompt plus completion, and its value; None without one."""
         return None
 
     def smaller(self, config: Config) -> str:
-        """What of the resources frees memory, as advice to a run that ran out of it."""
-        return "end what else uses the memory"
+        """Return advice on memory: the settings to lower after running out of it."""
+        return "end other programs that use the memory"
 
     def in_process(self) -> EngineSettings:
-        """What answers for a model that is being trained in this process: these settings where they can."""
+        """Return the engine for a model that is trained in this process: this one, or else the default one."""
         return self if self.serves_here else ENGINES[DEFAULT].model_validate({})
 
 
 class UnreadEngine(EngineSettings):
-    """Settings of an engine of one's own as they are written, not checked: that takes its code."""
+    """Unchecked settings of a custom engine, whose code has not been imported."""
 
     model_config = ConfigDict(extra="allow")
     can_be_replica = False
 
 
 class _Engines(Mapping[str, type[EngineSettings]]):
-    """Sections by the engine's name, each imported when it is asked for."""
+    """Sections by the engine's name, imported on access."""
 
     def __getitem__(self, name: str) -> type[EngineSettings]:
         module, _, attribute = _SECTIONS[name].partition(":")
@@ -148,21 +149,21 @@ class _Engines(Mapping[str, type[EngineSettings]]):
 
 
 ENGINES: Mapping[str, type[EngineSettings]] = _Engines()
-"""The sections of the engines that are shipped, by name."""
+"""The sections of the engines that come with the package, by name."""
 
 
 def section_of(value: object) -> type[EngineSettings]:
-    """The class for what a config has under `engine`; none of a code's. Raises PydanticCustomError."""
+    """Return the section class for the value of `engine`, without importing custom code. Raises PydanticCustomError."""
     value = named({} if value is None else value)
     name = cast(Mapping[str, Any], value).get("name", DEFAULT) if isinstance(value, Mapping) else DEFAULT
     if not isinstance(name, str) or (":" not in name and name not in ENGINES):
-        told = f"unknown engine {shown(name)}; use {', '.join(ENGINES)} or package.module:Class"
-        raise PydanticCustomError("unknown_engine", "{told}", {"told": told})
+        message = f"unknown engine {shown(name)}; use {', '.join(ENGINES)} or package.module:Class"
+        raise PydanticCustomError("unknown_engine", "{message}", {"message": message})
     return UnreadEngine if ":" in name else ENGINES[name]
 
 
 def _read(value: object) -> object:
-    """`vllm` is short for `{name: vllm}`, and no name means transformers. What is checked already stays."""
+    """Accept `vllm` in place of `{name: vllm}`; the default name is transformers."""
     value = named(value)
     if not isinstance(value, Mapping):
         return value
@@ -170,16 +171,16 @@ def _read(value: object) -> object:
 
 
 def _read_replica(value: object) -> object:
-    """The same of an engine that is one of several; replicas have no replicas of their own, and are shipped."""
+    """Read the engine of a replica, which cannot be `ray` or a custom engine."""
     found = _read(value)
     if isinstance(found, EngineSettings) and not found.can_be_replica:
-        told = f"{found.name} cannot be a replica; use {', '.join(SINGLE)}"
-        raise PydanticCustomError("unknown_engine", "{told}", {"told": told})
+        message = f"{found.name} cannot be a replica; use {', '.join(SINGLE)}"
+        raise PydanticCustomError("unknown_engine", "{message}", {"message": message})
     return found
 
 
 class _OneOf:
-    """The JSON schema of the field: one of the sections that are shipped."""
+    """JSON schema of the field: one of the sections that come with the package."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = names
@@ -190,6 +191,6 @@ class _OneOf:
 
 SINGLE = tuple(_SINGLE)
 EngineConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read), _OneOf(ENGINES)]
-"""Which engine answers the prompts, and its own settings."""
+"""The engine that generates completions, and its settings."""
 ReplicaConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read_replica), _OneOf(SINGLE)]
-"""The engine of a replica of another."""
+"""The engine of each replica of engine `ray`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evolution strategy."""
+"""The evolution strategy, and when it stops early."""
 
 from __future__ import annotations
 
@@ -13,40 +13,50 @@ NO_ES = "missing setting es; es needs at least sigma or noise_multiplier"
 
 
 BY_PROMPT = ("centered",)
-"""Shapings that need the scores by prompt; the others take each member's mean over prompts."""
+"""Shapings that need the scores per prompt. The others use each member's mean over prompts."""
 
 
 class OptimizerConfig(Section):
-    """How the ES gradient becomes a step. Momentum and Adam keep state of the mean's size: `lora` only."""
+    """Optimizer that turns the ES gradient into a step. Momentum and Adam keep state of the size of the mean, so only
+    space `lora` takes them."""
 
     name: Literal["sgd", "momentum", "adam"] = "sgd"
+    """Kind of optimizer. `optimizer: adam` is short for `optimizer: {name: adam}`."""
     momentum: Share = 0.9
+    """Decay rate of the velocity, for `momentum`."""
     beta1: Share = 0.9
+    """Decay rate of the first moment, for `adam`."""
     beta2: Share = 0.999
+    """Decay rate of the second moment, for `adam`."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment, for `adam`."""
 
 
 class ScheduleConfig(Section):
-    """A factor over the run, from 1 at generation 0 to `floor` at the last one; of a plateau, `floor` at the least."""
+    """A factor that falls over the run, from 1 at generation 0 to `floor`."""
 
     name: Literal["constant", "linear", "cosine", "plateau"] = "constant"
+    """Kind of schedule. `plateau` lowers the factor when the reward stops improving, and is for `es.sigma_schedule`
+    only. `cosine` is short for `{name: cosine}`."""
     floor: Annotated[float, Field(ge=1e-12, le=1)] = 0.1
+    """Factor at the last generation; with `plateau`, the smallest one. `constant` ignores it."""
     patience: Count | None = Field(default=None, exclude_if=lambda value: value is None)
-    """For `plateau`, which needs it: after so many evaluations of the validation split in a row that bring no better
-    reward, the factor is multiplied by `factor`, and they are counted anew."""
+    """For `plateau`, required: number of evaluations of the validation split in a row without a better reward, after
+    which the factor is multiplied by `factor` and the count starts again."""
     factor: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, exclude_if=lambda value: value == 0.5)
-    """For `plateau`. Written down only where it is set."""
+    """For `plateau`: multiplier of the factor at each step."""
     min_delta: Delta = Field(default=0.0, exclude_if=lambda value: value == 0.0)
-    """For `plateau`: a reward is better where it is above the best one before it by more than this. Written down only
-    where it is set."""
+    """For `plateau`: how much a reward must exceed the best one before it to count as better."""
 
     @model_validator(mode="after")
     def _of_a_plateau(self) -> ScheduleConfig:
         if self.name == "plateau" and self.patience is None:
-            raise ValueError("a plateau needs its patience: how many evaluations of the validation split it waits")
+            raise ValueError(
+                "set patience, which a plateau needs: the number of evaluations of the validation split it waits"
+            )
         odd = [name for name in ("patience", "factor", "min_delta") if name in self.model_fields_set]
         if self.name != "plateau" and odd and any(getattr(self, n) != type(self).model_fields[n].default for n in odd):
-            raise ValueError(f"{', '.join(odd)}: for name: plateau alone, not for {self.name}; leave it out")
+            raise ValueError(f"{', '.join(odd)} is only for name: plateau, not {self.name}; remove it")
         return self
 
 
@@ -57,26 +67,36 @@ START = (
     "to begin with, es.sigma: 0.01 in space lora and 0.001 in others, with half of it as es.learning_rate; "
     "`evoalign probe` measures what fits"
 )
-"""What is said to those who set no width: there is no default, since none fits all models and spaces."""
+"""Advice where no width is set. There is no default, since none fits all models and spaces."""
 
 
 class EsConfig(Section):
-    """The evolution strategy. Exactly one of `sigma` and `noise_multiplier` sets the width of the noise."""
+    """The evolution strategy. Set exactly one of `sigma` and `noise_multiplier`, the width of the noise."""
 
     num_generations: Count = 30
+    """Updates of the mean."""
     population_size: Annotated[int, Field(ge=2, le=10**7)] = 30
+    """Members per generation. More members give a less noisy gradient at a proportional cost."""
     learning_rate: Positive = 0.0005
+    """With `es.sigma`, the alpha of arXiv 2509.24372, which includes 1/sigma: the step in units of the noise is
+    `learning_rate / sigma`. With `es.noise_multiplier`, that step itself."""
     sigma: Positive | None = None
+    """Standard deviation of the noise, the same for all tensors."""
     noise_multiplier: Positive | None = None
+    """Standard deviation of the noise as a multiple of the mean |W| of each layer's target matrices."""
     shaping: Literal["zscore", "centered", "ranks", "identity"] = "zscore"
+    """How scores become coefficients: standardized over members (`zscore`), centered per prompt (`centered`), centered
+    ranks (`ranks`), or as they are (`identity`)."""
     antithetic: bool = False
+    """Evaluate members in pairs with opposite noise. Needs an even population."""
     optimizer: Annotated[OptimizerConfig, BeforeValidator(named, json_schema_input_type=str | OptimizerConfig)] = Field(
         default_factory=OptimizerConfig
     )
     sigma_schedule: Schedule = Field(default_factory=ScheduleConfig)
     learning_rate_schedule: Schedule = Field(default_factory=ScheduleConfig)
     decay: Share = 0.0
-    """Share of the distance to the starting weights taken back each generation."""
+    """Share of the distance from the starting weights that each generation takes back: weight decay towards the
+    start."""
 
     @model_validator(mode="after")
     def _one_width(self) -> EsConfig:
@@ -86,15 +106,35 @@ class EsConfig(Section):
         if self.antithetic and self.population_size % 2:
             raise ValueError(f"es.antithetic needs an even es.population_size, not {self.population_size}")
         if self.learning_rate_schedule.name == "plateau":
-            raise ValueError("es.learning_rate_schedule: plateau is for es.sigma_schedule alone; use linear or cosine")
+            raise ValueError("es.learning_rate_schedule: plateau is only for es.sigma_schedule; use linear or cosine")
         return self
 
     @property
     def width(self) -> float:
-        """`sigma` or `noise_multiplier`: what multiplies the scale of each tensor at generation 0."""
+        """`sigma` or `noise_multiplier`: the factor of each tensor's scale at generation 0."""
         return cast(float, self.sigma if self.sigma is not None else self.noise_multiplier)
 
     @property
     def eta(self) -> float:
-        """Step in units of the noise's standard deviation at generation 0."""
+        """Step at generation 0 in units of the noise's standard deviation."""
         return self.learning_rate / self.sigma if self.sigma is not None else self.learning_rate
+
+
+class StoppingConfig(Section):
+    """When a run of ES ends before `es.num_generations`: after a plateau, after a time, or whichever comes first."""
+
+    patience: Count | None = None
+    """Stop after this many evaluations of the validation split in a row without a better reward. Needs
+    `evaluation.every` and a validation split. None: no limit."""
+    min_delta: Delta = 0.0
+    """How much a reward must exceed the best one before it to count as better."""
+    max_hours: Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)] | None = None
+    """Stop after the first generation that ends this many hours into the training, summed over all resumes. Generations
+    and the evaluations between them count; loading the model, the evaluation of the start and what follows the last
+    generation do not. None: no limit."""
+
+    @model_validator(mode="after")
+    def _has_limit(self) -> StoppingConfig:
+        if self.patience is self.max_hours is None:
+            raise ValueError("set patience, max_hours or both; leave the section out to train to the last generation")
+        return self

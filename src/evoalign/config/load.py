@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config from its files: read, merged, checked, written."""
+"""Read, merge, check and write configs."""
 
 from __future__ import annotations
 
@@ -14,43 +14,59 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from evoalign.config import outside, source
+from evoalign.config import outside
 from evoalign.config.base import named
 from evoalign.config.decoding import SamplingConfig
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
 from evoalign.config.es import NO_ES
 from evoalign.config.grpo import OF_TRL, in_place, place_of
 from evoalign.config.outside import CODE, SCRIPT, TRACKER
-from evoalign.config.reading import MissingError, read_bytes
+from evoalign.config.reading import YAML_CHARACTERS, YAML_DEPTH, MissingError, parse_yaml, read_bytes
 from evoalign.config.run import Config
 from evoalign.config.secrets import GONE, is_secret, redacted_pairs, refuse_secrets
-from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError, cut, shown
 
 MOST_ERRORS = 10
-"""Wrong values that one message names."""
+"""Most wrong values that one message lists."""
 OLD_NAMES = {
-    "evaluation.beside_members": "it was removed, since it gained nothing: take it out",
+    "evaluation.beside_members": "it was removed: delete it from the config",
     "evaluation.samples_per_generation": "here it is task.batch_size",
     "evaluation.test_samples": "here it is task.test_size",
     "es.perturb_scale": "here it is es.noise_multiplier, a tenth of it: the width is that times mean |W|",
     "es.init_scale": "here it is lora.init_scale, with lora.evolve ab: init_scale / perturb_scale of that config",
 }
-"""Settings that were removed, and those of the public LoRA-population code that have another name or another unit
-here. Its noise has the width 0.1 mean |W| x perturb_scale, and x init_scale in generation 0; that of `lora.init_scale`
-is a multiple of the usual."""
+"""Advice for settings that were removed, and for settings of the public LoRA-population code with another name or unit.
+Its noise has the width 0.1 mean |W| x perturb_scale, and x init_scale in generation 0; `lora.init_scale` is a
+factor."""
+
+
+SHIPPED = (("data", "tasks"), ("configs",))
+"""First parts of the paths of files that come with the package: in it in a wheel, next to `src` in a checkout."""
+
+
+def locate(source: str | Path) -> Path:
+    """Return the path, or for a `data/tasks/..` or `configs/..` missing in the working folder, the package's.
+
+    So the quickstart runs from any folder, without a checkout.
+    """
+    path = Path(source)
+    known = any(path.parts[: len(folder)] == folder for folder in SHIPPED)
+    if not known or os.path.exists(path):  # noqa: PTH110 (which raises nothing)
+        return path
+    package = Path(__file__).resolve().parents[1]
+    return next((place / path for place in (package, package.parents[1]) if (place / path).is_file()), path)
 
 
 def load(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
-    """Read a YAML file, or several, later ones winning, then `a.b=c` overrides; checked as `from_dict` does.
+    """Read YAML files, of which later ones win, and `a.b=c` overrides, and check them with `from_dict`.
 
-    A `configs/..` that is not under the working folder is the one that comes with the package. Raises ConfigError.
+    A `configs/..` that is missing in the working folder is read from the package. Raises ConfigError.
     """
     return from_dict(read(files, overrides), needs_es=needs_es)
 
 
 def read(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What `load` checks: the settings of all files and overrides together. Raises ConfigError."""
+    """Read the merged settings of all files and overrides, unchecked. Raises ConfigError."""
     tree: dict[str, Any] = {}
     for file in [files] if isinstance(files, str | Path) else files:
         tree = _merge(tree, _in_place(_read(locate(file))))
@@ -64,7 +80,7 @@ def code_of(config: Config) -> list[str]:
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A nested mapping with `a.b=c` overrides put in. Raises ConfigError."""
+    """Return a nested mapping with `a.b=c` overrides applied. Raises ConfigError."""
     merged = _in_place(tree)
     for override in overrides:
         merged = _merge(merged, _in_place(_parse_override(override)))
@@ -72,10 +88,9 @@ def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
-    """Check a nested mapping. Raises ConfigError naming each wrong value.
+    """Check a nested mapping. Raises ConfigError naming each wrong value, and for secrets (`evoalign.config.secrets`).
 
-    It has to say how it trains, with a section es or grpo, unless `needs_es` is false: a model is evaluated without.
-    Nothing in it may look like a secret, see `config.secrets`.
+    It needs a section es or grpo, unless `needs_es` is false, as for an evaluation.
     """
     refuse_secrets(tree)
     try:
@@ -90,7 +105,7 @@ def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
 
 
 def with_engine(config: Config, section: type[EngineSettings]) -> Config:
-    """The config with its engine's settings checked by another section than its own. Raises ConfigError."""
+    """Return the config with its engine's settings checked by another section class. Raises ConfigError."""
     try:
         engine = section.model_validate(config.engine.model_dump())
     except ValidationError as error:
@@ -99,7 +114,7 @@ def with_engine(config: Config, section: type[EngineSettings]) -> Config:
 
 
 def _at(tree: object, place: Sequence[str | int]) -> bool:
-    """Whether a tree has a place: a value that one section took over from another is reported where it stands."""
+    """Return whether a tree has a place, so that a value copied to a second section is reported only once."""
     for part in place:
         if not isinstance(tree, Mapping):
             return True  # inside a value, such as an item of a list
@@ -110,9 +125,10 @@ def _at(tree: object, place: Sequence[str | int]) -> bool:
 
 
 def to_yaml(config: Config, without: Iterable[str] = (), *, changed: bool = False) -> str:
-    """The resolved config but for the sections `without`: all defaults written out, or what is `changed` from them.
+    """Return the resolved config as YAML, without some sections: with all defaults, or only what is `changed` from
+    them.
 
-    Both load to the same config. Names of space, task, model and engine are always there.
+    Both load to the same config. The names of space, task, model and engine are always included.
     """
     tree = config.model_dump(mode="json", exclude={*without})
     tree = _changed(config, tree) if changed else tree
@@ -124,7 +140,7 @@ def _changed(config: Config, whole: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("space", "task", "model", "engine"):
         found[name] = {"name": getattr(config, name).name, **found.get(name, {})}
     drawn = {name: found.get(name, {}) for name in ("sampling", "evaluation")}
-    # What only one of the two said would hold for the other as well.
+    # A setting written in only one of the two would apply to the other as well.
     both = {key for section in drawn.values() for key in section} & SamplingConfig.model_fields.keys()
     for name, section in drawn.items():
         found[name] = {key: value for key, value in whole[name].items() if key in both or key in section}
@@ -137,39 +153,39 @@ def _read(path: Path) -> dict[str, Any]:
     if os.path.isdir(path):  # noqa: PTH112 (which raises nothing)
         raise ConfigError(f"{path} is a folder; give the YAML file in it")
     try:
-        # What a shell hands over as a file, such as `<(envsubst < config.yaml)`, is the user's own word.
+        # A pipe from the shell, such as `<(envsubst < config.yaml)`, is trusted.
         piped = str(path.parent) in ("/dev/fd", "/proc/self/fd") or path == Path("/dev/stdin")
-        raw = path.read_bytes() if piped else read_bytes(path, 4 * source.MOST_CHARACTERS, "give a YAML file")
+        raw = path.read_bytes() if piped else read_bytes(path, 4 * YAML_CHARACTERS, "give a YAML file")
         text = raw.decode("utf-8")
     except MissingError:
         raise ConfigError(f"no config file {path}; `evoalign init DIR` writes one to start from") from None
     except DataError as error:
         raise ConfigError(str(error)) from None
-    except OSError as error:  # of what a shell hands over
+    except OSError as error:  # of a pipe
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
-    tree: object = source.parse(text, str(path))
+    tree: object = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")
     return cast(dict[str, Any], tree)
 
 
 def _in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings where they are today, so that the later of two wins wherever each of them stood."""
+    """Move settings to their present places, so that the later of two wins in whichever place each is."""
     section = tree.get("grpo")
     return {**tree, "grpo": in_place(cast(Mapping[str, Any], section))} if isinstance(section, Mapping) else dict(tree)
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
-    said = cut(f"{key}={GONE}" if is_secret(key, value) else redacted_pairs(text), 100)
-    if not equals or not all(key.split(".")) or key.count(".") > source.DEEPEST:
-        raise ConfigError(f"--set {said!r}: expected key=value, such as es.sigma=0.003")
+    given = cut(f"{key}={GONE}" if is_secret(key, value) else redacted_pairs(text), 100)
+    if not equals or not all(key.split(".")) or key.count(".") > YAML_DEPTH:
+        raise ConfigError(f"--set {given!r}: expected key=value, such as es.sigma=0.003")
     try:
-        leaf: object = source.parse(value, "it")
+        leaf: object = parse_yaml(value, "it")
     except ConfigError as error:
-        raise ConfigError(f"--set {said!r}: {error}; quote it if it is a text") from None
+        raise ConfigError(f"--set {given!r}: {error}; quote it if it is a text") from None
     if isinstance(leaf, str) and value.strip()[0] not in "'\"":  # YAML 1.1 reads 1e-3 (no dot) as a string
         leaf = _number(leaf)
     for part in reversed(key.split(".")):
@@ -188,7 +204,7 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(low)
     for key, value in high.items():
         old = merged.get(key)
-        if isinstance(value, Mapping):  # `optimizer: adam`, then `optimizer.beta1`: the name stays
+        if isinstance(value, Mapping):  # `optimizer: adam`, then `optimizer.beta1`: the name is kept
             old = named(old)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _merge(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
@@ -200,7 +216,7 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(tree: Mapping[str, Any]) -> type[EngineSettings]:
-    """The engine's section that a tree asks for; the default one where that is no engine."""
+    """Return the section class of the configured engine; the default one where the name is unknown."""
     try:
         return section_of(tree.get("engine"))
     except PydanticCustomError:
@@ -208,7 +224,7 @@ def _section(tree: Mapping[str, Any]) -> type[EngineSettings]:
 
 
 def _refused(errors: Sequence[Any], engine: type[EngineSettings], prefix: tuple[str | int, ...] = ()) -> ConfigError:
-    """Each wrong value on a line of its own."""
+    """Make an error with one line per wrong value."""
     lines = [cut(_explain(error, engine, prefix), 600) for error in errors[:MOST_ERRORS]]
     more = len(errors) - len(lines)
     return ConfigError("\n".join([*lines, *([f"and {more:,} more settings are wrong"] if more else [])]))
@@ -226,7 +242,7 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
     bound = next((b for b in error.get("ctx", {}).values() if isinstance(b, float) and 0 < b < 1e-9), None)
-    if bound is not None:  # not with all its zeros
+    if bound is not None:  # pydantic writes all its zeros
         message = f"Input should be greater than or equal to {bound:g}"
     said = "" if isinstance(given, dict | BaseModel) else f" (given: {shown(given)})"
     if error["type"] == "list_type" and isinstance(given, str) and given.isprintable():
@@ -268,7 +284,7 @@ def _names(section: type[BaseModel], prefix: str, engine: type[EngineSettings]) 
         name = info.alias or name
         found.append(prefix + name)
         parts = (engine,) if prefix + name == "engine" else (info.annotation, *get_args(info.annotation))
-        for below in parts:  # of a section that may be left out, beside None
+        for below in parts:  # for an optional section
             if isinstance(below, type) and issubclass(below, BaseModel):
                 found += _names(below, f"{prefix}{name}.", engine)
     return found

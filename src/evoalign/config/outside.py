@@ -17,8 +17,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from evoalign.config import source
-from evoalign.config.reading import read_bytes, read_object
+from evoalign.config.reading import parse_yaml, read_bytes, read_object
 from evoalign.errors import ConfigError, DataError, shown
 
 EVALUATION_SKIPS = ("tracking", "grpo")
@@ -58,11 +57,11 @@ def _downloads(name: str, depth: int = 0) -> bool:
     """Return whether a model is downloaded: itself, or what an adapter or a run in its folder names as its base."""
     if is_hub_name(name):
         return _is_away(name, "model")
-    if "\0" in name:  # no path; the command itself says so
+    if "\0" in name:  # the command itself refuses it
         return False
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (which raises nothing)
     bases: list[object] = []
-    with contextlib.suppress(DataError):  # none, or a damaged one, which is no adapter's
+    with contextlib.suppress(DataError):  # missing or damaged: not an adapter
         bases.append(read_object(folder / "adapter_config.json").get("base_model_name_or_path"))
     saved = [folder, *folder.glob("loras/generation_*")]  # each may be a link, and its run is where it leads
     for run in {folder, *(mean.resolve().parent.parent for mean in saved)}:
@@ -72,7 +71,7 @@ def _downloads(name: str, depth: int = 0) -> bool:
 
 def _models_of(file: Path) -> list[object]:
     try:
-        tree = source.parse(read_bytes(file).decode("utf-8", "replace"), str(file))
+        tree = parse_yaml(read_bytes(file).decode("utf-8", "replace"), str(file))
     except (ConfigError, DataError):
         return []
     model = cast("Mapping[str, object]", tree).get("model") if isinstance(tree, Mapping) else None

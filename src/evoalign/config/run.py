@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole of a run."""
+"""The config of a run, with its smaller sections."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from evoalign.config.base import FORMAT_VERSION, Count, Every, Place, Section, Seed, listed, named
 from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
-from evoalign.config.es import NO_ES, EsConfig
+from evoalign.config.es import NO_ES, EsConfig, StoppingConfig
 from evoalign.config.grpo import GrpoConfig
-from evoalign.config.model import ModelConfig
-from evoalign.config.outside import INSIDE, TRACKER
+from evoalign.config.outside import INSIDE, MODEL, TRACKER
 from evoalign.config.scorer import ScorerConfig
 from evoalign.config.spaces import (
     SECTIONS,
@@ -24,21 +23,58 @@ from evoalign.config.spaces import (
     SpaceConfig,
     SpaceSection,
 )
-from evoalign.config.stopping import StoppingConfig
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, shown
 
 
+class ModelConfig(Section):
+    """The model that the run starts from: a folder, a hub name, or `tiny`, the small model that comes with the package.
+
+    A folder may hold a model, a PEFT adapter, an export, a run or a saved mean of one. Adapters are first merged into
+    their base.
+    """
+
+    name: Annotated[str, MODEL] = "tiny"
+    """A folder, a hub name, or `tiny`."""
+    revision: Annotated[str | None, INSIDE] = None
+    """Branch, tag or commit of a hub model. Set a commit where the run has to be repeated. None: the default branch."""
+    base: Annotated[str | None, MODEL] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    """Folder or hub name of an adapter's base model. None: the one that the adapter's own files name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype in which the model is served. `auto`: float32 on a CPU, bfloat16 on a GPU."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _runs_no_code(cls, tree: object) -> object:
+        """Accept `trust_remote_code: false` of earlier configs, the only value there was."""
+        if not isinstance(tree, Mapping):
+            return tree
+        model = dict(cast("Mapping[str, Any]", tree))
+        if model.pop("trust_remote_code", False) is not False:
+            raise ConfigError("model.trust_remote_code cannot be set: a model's own Python files are never run")
+        return model
+
+    def served_dtype(self, *, on_gpu: bool) -> str:
+        """Return the dtype in which the model is served."""
+        return ("bfloat16" if on_gpu else "float32") if self.dtype == "auto" else self.dtype
+
+    @property
+    def trained_dtype(self) -> str:
+        """Dtype of the weights that GRPO trains: float32 unless set, as mixed precision needs it."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+
 class CheckpointConfig(Section):
-    """What is saved on the way. The journal alone rebuilds the mean; a checkpoint makes that faster."""
+    """Which means are saved during training. The journal alone can rebuild any mean; a checkpoint makes that faster."""
 
     every: Every | None = None
-    """Generations between checkpoints; 0: only at a stop and at the end. None: 10 where the mean is an adapter, as
-    with `lora`, for it is small, and 0 with the other spaces."""
+    """Generations between checkpoints; 0: only at a stop and at the end. None: 10 with space `lora`, whose checkpoints
+    are small, and 0 with other spaces."""
     keep_last: Count = 2
-    """The latest so many stay."""
+    """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """The best mean by `evaluation.every` is saved and stays too."""
+    """Also save and keep the mean with the best reward on the validation split, evaluated every `evaluation.every`
+    generations."""
 
 
 TRACKERS = {
@@ -46,7 +82,7 @@ TRACKERS = {
     "trackio": "evoalign.tracking.trackio:Trackio",
     "wandb": "evoalign.tracking.wandb:WeightsAndBiases",
 }
-"""Where the trackers that are shipped lie, by the name of their library."""
+"""The classes of the trackers that come with the package, by library."""
 
 
 def _tracker(name: str) -> str:
@@ -59,50 +95,57 @@ Trackers = list[Annotated[str, AfterValidator(_tracker)]]
 
 
 class TrackingConfig(Section):
-    """Who else is told what metrics.jsonl records, and which completions are kept."""
+    """Experiment trackers that get the metrics, and which completions are saved."""
 
     backends: Annotated[Trackers, listed(Trackers), TRACKER] = Field(default_factory=list)
-    """tensorboard, trackio, wandb, each of which needs the extra of its name; or one's own, `package.module:Class`. One
-    alone needs no list."""
+    """Trackers: `tensorboard`, `trackio` or `wandb`, which need the extra of their name, or a custom
+    `package.module:Class`. A single one needs no list."""
     project: Annotated[str, INSIDE] = "evoalign"
+    """Name of the project at the trackers."""
     name: Annotated[str | None, INSIDE] = None
-    """The run's name there; None is the last part of `output_dir`."""
+    """Name of the run at the trackers. None: the last part of `output_dir`."""
     completions_every: Every = 10
-    """Generations between parquet files with the completions of the best, median and worst member; 0: none."""
+    """Generations between parquet files with the completions of the best, median and worst member; 0: no files."""
 
 
 class ChecksConfig(Section):
-    """What a run asks of itself while it trains."""
+    """Checks and measurements that a run makes of itself."""
 
     canary_every: Every = 25
-    """Generations between canaries, which prove that members differ; one runs at the start. 0: only that one."""
+    """Generations between canaries, which test that the engine applies each member's own weights. 0: only at the
+    start."""
     control_every: Every = 10
-    """Generations between A/A controls, which score the unperturbed model twice: the noise floor. 0: none."""
+    """Generations between A/A controls, which score the unperturbed model twice to measure the noise floor. 0: no
+    controls."""
     kl_every: Every = 0
-    """Generations, or steps of GRPO, between measurements of the divergence from the base model. 0: none. It takes a
-    second copy of the model."""
+    """Generations, or steps of GRPO, between measurements of the KL divergence from the base model, which need memory
+    for a second copy of the model. 0: no measurements."""
     kl_prompts: Count = 32
-    """Prompts of the test split that such a measurement answers, at temperature 1."""
+    """Prompts of the test split in each KL measurement, sampled at temperature 1."""
     kl_tokens: Count = 2000
-    """Each of these prompts is answered again until so many tokens are there, 64 times at the most."""
+    """Sample the prompts of a KL measurement until this many tokens are generated, at most 64 times per prompt."""
     placebo: Annotated[int, Field(ge=0, le=10**6)] | None = None
-    """Placebos at the end of a run of ES, which tell learning from drift: the run replayed with shuffled coefficients.
-    None: up to 5, as many as cost under a tenth of the run by count of tokens. 0: none."""
+    """Placebos to evaluate at the end of a run of ES: the run replayed with shuffled coefficients, which separates
+    learning from drift. None: up to 5, as long as they cost less than a tenth of the run's tokens. 0: no placebos."""
     perplexity: bool | None = None
-    """Whether the base model is asked at the end how likely it finds the completions of the test split. It takes a
-    second copy of the model. None: where the engine serves in this process."""
+    """Whether to measure, at the end, the perplexity of the test completions under the base model. It needs memory for
+    a second copy of the model. None: true where the engine runs in this process."""
 
 
 class Config(Section):
-    """The whole of a run."""
+    """The config of a run."""
 
     format_version: Literal[1] = FORMAT_VERSION
-    output_dir: Annotated[Place, INSIDE] = "runs/evoalign"  # that of a run is where the run is
+    """Version of the file format. There is only one so far."""
+    output_dir: Annotated[Place, INSIDE] = "runs/evoalign"  # for a run, always the folder where it is
+    """Folder of the run. It has to be new or empty, unless `--resume` or `--overwrite` is given."""
     seed: Seed = 0
+    """Seed of the noise, the data splits, the batches and the sampling."""
     deterministic: bool | None = None
-    """None: true on the CPU, false on a GPU."""
+    """Whether torch uses only deterministic kernels, so that two runs have the same bits. None: true on a CPU, false on
+    a GPU, where these kernels are slower."""
     report: bool = True
-    """Whether a run writes `report.html` at its end: all that it came to, in one page."""
+    """Whether a run writes `report.html` at its end, one page with its results."""
     space: Annotated[SpaceConfig, BeforeValidator(named, json_schema_input_type=str | SpaceConfig)] = Field(
         default_factory=SpaceConfig
     )
@@ -113,21 +156,21 @@ class Config(Section):
     full: FullConfig = Field(default_factory=FullConfig)
     es_: EsConfig | None = Field(default=None, alias="es")
     stopping: StoppingConfig | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Whether the run may end before its last generation. Written down only where it is set."""
+    """When the run may end before its last generation. None: never."""
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     engine: EngineConfig = Field(default_factory=lambda: ENGINES[DEFAULT].model_validate({}))
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
     scorer: ScorerConfig | None = Field(default=None, exclude_if=lambda value: value is None)
-    """The models that score responses, for tasks that ask some. Written down only where it is set."""
+    """Models that score completions, for tasks that use such models. None: no models."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     checks: ChecksConfig = Field(default_factory=ChecksConfig)
 
     @property
     def es(self) -> EsConfig:
-        """The section `es`. Raises ConfigError where there is none: a config for GRPO alone needs none."""
+        """The section `es`. Raises ConfigError where it is missing, as in a config for GRPO only."""
         if self.es_ is None:
             raise ConfigError(NO_ES)
         return self.es_
@@ -139,12 +182,12 @@ class Config(Section):
 
     @property
     def decays(self) -> bool:
-        """Whether updates pull the mean towards where it started, which then has to be kept."""
+        """Whether updates pull the mean back to the starting weights, which then have to be kept."""
         return self.es_ is not None and self.es_.decay > 0
 
     @property
     def follows_validation(self) -> str | None:
-        """The setting by which the training depends on the rewards of the validation split on the way, if one does."""
+        """The setting that makes the training depend on rewards of the validation split, or None."""
         if self.stopping is not None and self.stopping.patience is not None:
             return "stopping.patience"
         if self.es_ is not None and self.es_.sigma_schedule.name == "plateau":
@@ -153,21 +196,19 @@ class Config(Section):
 
     @property
     def measures_nats(self) -> bool:
-        """Whether the base model is asked at the end how likely it finds what was said: `checks.perplexity`.
-
-        Unset, where the engine serves in this process, as the second copy of the model does.
-        """
+        """Whether `checks.perplexity` is on; by default where the engine runs in this process."""
         wanted = self.checks.perplexity
         return self.engine.serves_here if wanted is None else wanted
 
     @property
     def section(self) -> SpaceSection:
-        """The settings of the space that is named, with what follows from them; of one of one's own, what is usual."""
+        """The section of the configured space; the defaults for a custom space."""
         sections: dict[str, SpaceSection] = {name: getattr(self, name) for name in SECTIONS}
         return sections.get(self.space.name, SpaceSection())
 
     def unused(self, *, grpo: bool) -> list[str]:
-        """Sections that a run of GRPO, or else of ES, does not read. A space of one's own may read those of all."""
+        """Return the sections that a run of GRPO, or of ES, does not read. A custom space may read those of all
+        spaces."""
         has_members = not grpo or self.grpo.rollouts == "es"
         own = has_members and type(self.section) is SpaceSection
         adapter = [self.lora] if grpo and self.grpo.tune == "lora" else []
@@ -176,9 +217,9 @@ class Config(Section):
         return [*spaces, *([] if has_members else ["space", "es"]), *([] if grpo else ["grpo"])]
 
     def as_policy(self, *, adapter: bool, own_engine: bool = True) -> Config:
-        """As a run of GRPO evaluates itself: in the dtype it trains in, and by its own engine.
+        """Return the config with which a run of GRPO evaluates its policy: in the training dtype, in its own process.
 
-        The section `space` is of no matter to it: an adapter is what the section `lora` says.
+        Its adapter follows from the section `lora`, whatever `space` is.
         """
         changes: dict[str, Any] = {"model": self.model.model_copy(update={"dtype": self.model.trained_dtype})}
         if adapter:
@@ -194,7 +235,7 @@ class Config(Section):
             raise ValueError(refusal)
         if self.follows_validation is not None and not self.evaluation.every:
             raise ValueError(
-                f"{self.follows_validation} needs rewards on the way: set evaluation.every, such as 10, and a "
+                f"{self.follows_validation} needs evaluations during training: set evaluation.every, such as 10, and a "
                 "validation split, such as task.validation_size: 100"
             )
         if (self.task.samples or 1) > 1 and self.sampling.temperature == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings as a JSON schema, with what each of them means: for editors, and for the page on configuration."""
+"""JSON schema of a config, with a description of each setting, for editors and the documentation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from evoalign.config.run import Config
 
 HERE = Path(__file__).parent
 OWN = {"type": "string", "pattern": ":"}
-"""How code of one's own is named: `package.module:Class`, or `file.py:Class`."""
+"""Schema of the name of custom code: `package.module:Class`, or `file.py:Class`."""
 
 
 def schema() -> dict[str, Any]:
-    """What a config file may hold, as JSON schema (draft 2020-12), each setting with its description.
+    """Return the JSON schema (draft 2020-12) of a config file, with descriptions.
 
-    An editor checks with it what `load` checks value by value; what depends on two settings it does not see.
+    It covers what `load` checks for single values, not what depends on two settings.
     """
     tree = Config.model_json_schema()
     definitions: dict[str, Any] = tree["$defs"]
@@ -33,14 +33,14 @@ def schema() -> dict[str, Any]:
     replica["anyOf"] = [{"enum": list(SINGLE)}, *replicas]
     own = {"type": "object", "properties": {"name": OWN}, "required": ["name"]}
     tree["properties"]["engine"]["anyOf"] = [{"enum": list(ENGINES)}, OWN, *engines, own]
-    tree["properties"]["engine"]["description"] = "Which engine answers the prompts, and its own settings."
+    tree["properties"]["engine"]["description"] = "The engine that generates completions, and its settings."
     for section in (tree, *definitions.values(), *engines, *replicas):
         _described(section)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "evoalign"}
 
 
 def _described(section: dict[str, Any]) -> None:
-    """Put in the descriptions of a section and of its settings."""
+    """Add the descriptions of a section and its settings."""
     name = section["title"]
     section["description"] = docstrings().get(name) or _line(section.get("description", ""))
     for field, value in section.get("properties", {}).items():
@@ -50,13 +50,14 @@ def _described(section: dict[str, Any]) -> None:
 
 
 def description(section: str, field: str) -> str:
-    """What a setting means; empty where nobody says."""
+    """Return the description of a setting; empty where there is none."""
     return docstrings().get(f"{section}.{field}") or more().get(f"{section}.{field}", "")
 
 
 @functools.cache
 def docstrings() -> dict[str, str]:
-    """`Class` and `Class.field` to their docstrings; pydantic keeps those of fields only when a model asks it to."""
+    """Return the docstrings by `Class` and `Class.field`, read from the source: pydantic does not keep those of
+    fields."""
     return dict(_docstrings())
 
 
@@ -73,7 +74,7 @@ def _docstrings() -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def more() -> dict[str, str]:
-    """Descriptions of the fields that have no docstring, because their name says it to those who know the field."""
+    """Return the descriptions of fields without a docstring, such as inherited ones."""
     return cast("dict[str, str]", yaml.safe_load((HERE / "settings.yaml").read_text(encoding="utf-8")))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models score pairs of prompt and response: in this process, or behind an address."""
+"""The section `scorer`: models that score pairs of prompt and response, in this process or as a service."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from evoalign.config.outside import ADDRESS, INSIDE, MODEL, SECRET
 from evoalign.errors import shown
 
 SAFE_RLHF = "BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{response}"
-"""The form in which the models of Safe RLHF read a pair (arXiv 2310.12773)."""
+"""Template of the Safe RLHF models (arXiv 2310.12773)."""
 CHAT = "chat"
 LEAST_TOKENS = 16
 PROMPT, RESPONSE = "{prompt}", "{response}"
+DIGEST = "X-Scorer-Digest"
+"""Header of each response with the hash of everything that its scores depend on."""
 
 
 def _template(text: str) -> str:
     if text == CHAT:
         return text
     if text.count(PROMPT) != 1 or text.count(RESPONSE) != 1 or text.index(PROMPT) > text.index(RESPONSE):
-        raise ValueError(f"write {CHAT}, or a text with {PROMPT} and, after it, {RESPONSE}, each of them once")
+        raise ValueError(f"write {CHAT}, or a text with {PROMPT} and after it {RESPONSE}, each exactly once")
     return text
 
 
@@ -52,54 +54,52 @@ _SERVICE = ("url", "token_env", "timeout", "deadline", "concurrency")
 
 
 class ScorerConfig(Section):
-    """Models that score pairs of prompt and response: `local`, in this process, or the `service` of another one.
+    """Models that score pairs of prompt and response: `local`, in this process, or a `service`.
 
-    A setting of the other kind is refused: a service was given its models, template and batches where it was started,
-    by `evoalign score serve`.
+    Settings of the other kind are rejected: `evoalign score serve` sets the models, template and batches of a service.
     """
 
     name: Literal["local", "service"]
-    """`local`: `scorer.reward` and those up to `scorer.device` are read. `service`: `scorer.url` and those after it."""
+    """`local` uses `scorer.reward` to `scorer.device`; `service` uses `scorer.url` and the settings after it."""
     reward: Annotated[Place | None, MODEL] = None
-    """Folder or hub name of the model whose score is the reward."""
+    """Folder or hub name of the reward model."""
     cost: Annotated[Place | None, MODEL] = None
-    """Folder or hub name of the model whose score is the cost, where there is one: more is worse, above 0 is unsafe."""
+    """Folder or hub name of the cost model: a higher cost is worse, above 0 is unsafe. None: no cost."""
     reward_revision: Annotated[Revision | None, INSIDE] = Field(default=None, exclude_if=lambda value: value is None)
-    """Branch, tag or commit of a reward model of the hub; None: its newest. Written down only where it is set."""
+    """Branch, tag or commit of a reward model on the hub; None: the newest. Recorded only if set."""
     cost_revision: Annotated[Revision | None, INSIDE] = Field(default=None, exclude_if=lambda value: value is None)
-    """The same of the cost model."""
+    """Branch, tag or commit of the cost model."""
     template: Annotated[Template, INSIDE] = SAFE_RLHF
-    """How a pair becomes text: with `{prompt}` and `{response}` in it, to which the end token is added; the default is
-    that of Safe RLHF. `chat` takes the scoring model's own chat template."""
+    """Template of a pair, with `{prompt}` and `{response}`; the end token is appended. The default is that of Safe
+    RLHF. `chat` uses the scoring model's chat template."""
     max_tokens: MaxTokens = 2048
-    """Tokens of a pair, the template and the end token among them. Of a longer one the response loses its end; it keeps
-    a quarter of this, and then the prompt loses its beginning."""
+    """Maximum tokens of a pair, including the template and the end token. In a longer pair, the end of the response is
+    truncated, down to a quarter of this, and then the beginning of the prompt."""
     batch_size: BatchSize = 16
-    """Pairs in one forward pass, of about the same length."""
+    """Pairs per forward pass, of similar length."""
     dtype: Dtype = "auto"
-    """Of the models' weights. auto: float32 on the CPU, bfloat16 on a GPU. A linear score head is always in float32."""
+    """Dtype of the weights. auto: float32 on the CPU, bfloat16 on a GPU. A linear score head is always float32."""
     device: Annotated[Device, INSIDE] = "auto"
     """auto: a GPU if there is one."""
     url: Annotated[Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")] | None, ADDRESS] = None
     """Address of the service, such as http://127.0.0.1:8011."""
     token_env: Annotated[Variable | None, SECRET] = None
-    """Name of the environment variable that holds the service's token. It is not sent over plain http to another
-    machine."""
+    """Environment variable with the service's token. The token is not sent over plain http to another machine."""
     timeout: Seconds = 60.0
-    """Seconds for one request, from connecting to the last byte of its answer, after which it is sent again."""
+    """Seconds for one request, from connecting to the last byte of the response; then it is retried."""
     deadline: Seconds = 600.0
-    """Seconds without any scores, while some are asked for, after which the run stops. Until then a request that fails
-    is sent again; a last one is sent at the deadline. No request takes longer than this."""
+    """Seconds without any scores, while there are requests, until the run stops. Until then failed requests are
+    retried, once more at the deadline. No request takes longer than this."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Requests in flight at once."""
+    """Concurrent requests."""
 
     resources: ClassVar[frozenset[str]] = frozenset({"batch_size", "device", "dtype", *_SERVICE})
-    """Settings that a run may have to change to go on elsewhere. They decide at most the last bits of a score, but for
-    `dtype`, which the digest of the models guards: what `auto` was on one machine has a name on another."""
+    """Settings that may change when a run resumes on another machine. They affect at most the last bits of a score,
+    except `dtype`, which the digest of the models includes."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What models of this process give a pair, each by the model of that setting."""
+        """Columns of the scores of local models."""
         return ("reward",) if self.cost is None else ("reward", "cost")
 
     @model_validator(mode="before")
@@ -113,8 +113,8 @@ class ScorerConfig(Section):
         for key in others:
             if given.get(key) is not None:
                 raise ValueError(
-                    f"scorer.{key} {shown(given[key])} is of scorer.name {other}, and scorer.name is {name}: leave "
-                    f"scorer.{key} out, or set it to null over another file, or set scorer.name: {other}"
+                    f"scorer.{key} {shown(given[key])} belongs to scorer.name {other}, but scorer.name is {name}: "
+                    f"remove scorer.{key}, or set it to null to override another file, or set scorer.name: {other}"
                 )
         return {key: value for key, value in given.items() if key not in others}
 
@@ -122,13 +122,13 @@ class ScorerConfig(Section):
     def _has_one(self) -> ScorerConfig:
         needed = "reward" if self.name == "local" else "url"
         if getattr(self, needed) is None:
-            raise ValueError(f"set scorer.{needed}, which scorer.name {self.name} needs")
+            raise ValueError(f"scorer.name {self.name} needs scorer.{needed}; set it")
         if self.cost_revision is not None and self.cost is None:
-            raise ValueError("scorer.cost_revision is of scorer.cost, which is not set; set it, or leave this out")
+            raise ValueError("scorer.cost_revision needs scorer.cost; set it, or remove scorer.cost_revision")
         return self
 
     @model_serializer(mode="wrap")
     def _own(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the settings of the other kind, which would be refused as it is read again."""
+        """Leave out the settings of the other kind, which parsing would reject."""
         others = _SERVICE if self.name == "local" else _LOCAL
         return {name: value for name, value in handler(self).items() if name not in others}

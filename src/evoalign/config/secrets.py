@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others are not to read: secrets, and the folders of this machine.
+"""Find and redact secrets, and shorten paths of this machine.
 
-What looks like a secret is refused in settings, which a run writes down, and left out of what is recorded.
-
-A name decides: `hub_token`, `api_key`, `password`. Of `max_tokens`, `tokenizer`, `pad_token` and `answer_key` it does
-not, so of a name that may be either the value decides too. Known forms of tokens, and passwords in an address, count
-wherever they stand.
+A run writes its settings down, so a setting that holds a secret is refused. A secret is the value of a setting, option
+or variable with a name such as `hub_token`, `api_key` or `password`; a token with a known prefix; a password in an
+address; or the value of such an environment variable.
 """
 
 from __future__ import annotations
@@ -19,24 +17,26 @@ from typing import Any, cast
 from evoalign.errors import ConfigError, cut
 
 GONE = "[redacted]"
+SHORTEST = 12
+"""Characters of the shortest secret of the environment that is searched for in texts."""
 _ALWAYS = re.compile(r"pass(word|wd|phrase)|pwd|secrets?|credentials?")
 _TOKEN = re.compile(r"token|auth(orization)?|bearer|jwt")
-_OF_TEXT = {
+_TEXT_TOKENS = {
     "pad", "eos", "bos", "unk", "mask", "sep", "cls", "stop", "start", "end", "special", "image", "audio", "video",
     "prefix", "suffix", "middle", "extra", "first", "last", "next", "think", "eot", "eom", "boi", "eoi", "separator",
 }  # fmt: skip
-"""Words before `token` that make it one of a tokenizer's."""
-_OPENS = {
+"""Words before `token` for a token of a tokenizer."""
+_KEYS = {
     "api", "access", "private", "auth", "account", "storage", "license", "ssh", "encryption", "signing", "service",
     "subscription", "wandb", "openai", "anthropic", "hf", "hub", "aws", "azure", "gcp", "google", "server", "user",
 }  # fmt: skip
-"""Words before `key` that make it one that opens something."""
+"""Words before `key` for a key that is a secret."""
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
     r"|(?<![\w-])eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
 )
-"""Tokens that say what they are: of hubs, model services and clouds."""
+"""Tokens of hubs, model services and clouds, by their prefixes."""
 _ADDRESS = re.compile(r"(?P<scheme>(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,30}://)(?P<user>[^/\s?#@]+)@")
 _QUERY = re.compile(r"(?P<name>(?<=[?&;])[\w.%-]+)=(?P<value>[^&\s#;'\"]+)")
 _PAIR = re.compile(r"(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\s*[=:]\s*)(?P<value>[\"']?(?:[Bb]earer\s+)?[^\s\"',;}&]+)")
@@ -48,7 +48,7 @@ INSTEAD = (
 
 
 def refuse_secrets(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that holds a secret, at any depth; the message does not hold it."""
+    """Raise ConfigError for a setting that holds a secret, at any depth. The message does not contain the secret."""
     given, plain = _of_environment(), set[str]()
     for place, value in _leaves(tree):
         if not isinstance(value, str):
@@ -56,12 +56,11 @@ def refuse_secrets(tree: Mapping[str, Any]) -> None:
         if is_secret(place[-1] if place else "", value) or (value not in plain and _without(value, given) != value):
             name = ".".join(place)
             raise ConfigError(f"{cut(redacted(name), 200)} looks like a secret, and {INSTEAD}")
-        plain.add(value)  # an alias stands for it again and again
+        plain.add(value)  # a YAML alias may repeat it many times
 
 
 def redacted(text: str) -> str:
-    """A text without what in it looks like a secret: known forms, passwords in addresses, values that this process
-    has in environment variables for secrets."""
+    """Redact tokens with known prefixes, passwords in addresses, and values of secret environment variables."""
     return _without(text, _of_environment())
 
 
@@ -69,13 +68,24 @@ def _without(text: str, given: Sequence[str]) -> str:
     for value in given:
         text = text.replace(value, GONE)
     text = _FORMS.sub(GONE, text)
-    text = _ADDRESS.sub(lambda m: f"{m['scheme']}{GONE}@" if _opens(m["scheme"], m["user"]) else m[0], text)
-    return _QUERY.sub(lambda m: f"{m['name']}={GONE}" if _in_query(m["name"], m["value"]) else m[0], text)
+    text = _ADDRESS.sub(_without_user, text)
+    return _QUERY.sub(_without_value, text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    """Redact `user:password@`, and a token before `@` of a web address."""
+    is_secret_user = ":" in found["user"] or found["scheme"].lower() in ("http://", "https://")
+    return f"{found['scheme']}{GONE}@" if is_secret_user and GONE not in found["user"] else found[0]
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"]
+    secret = value != GONE and (name.lower() in _SIGNED or name.lower() == "key" or is_secret(name, value))
+    return f"{name}={GONE}" if secret else found[0]
 
 
 def redacted_pairs(text: str) -> str:
-    """As `redacted`, and without the value of `hub_token=...` and `password: ...`."""
-
+    """Redact a text as `redacted` does, and the values of pairs such as `hub_token=...` and `password: ...`."""
     text, parts, place = redacted(text), list[str](), 0
     while found := _PAIR.search(text, place):
         secret = is_secret(found["name"], found["value"].strip("\"'"))
@@ -86,7 +96,7 @@ def redacted_pairs(text: str) -> str:
 
 
 def redacted_command(words: Sequence[str]) -> list[str]:
-    """A command line, also without what follows `--api-key`."""
+    """Redact a command line, including the value after an option such as `--api-key`."""
     found: list[str] = []
     for word in words:
         option = found[-1] if found and re.match(r"--?[A-Za-z]", found[-1]) and "=" not in found[-1] else ""
@@ -95,9 +105,9 @@ def redacted_command(words: Sequence[str]) -> list[str]:
 
 
 def _leaves(tree: object) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Each value that is no mapping and no list, under its names, and each key as a value of its own.
+    """Yield each value that is not a mapping or list with its path, and each key as a value too.
 
-    Not by calling itself: a stranger's config may be nested as deep as Python's stack.
+    Iterative, since an untrusted config may be nested deeper than Python's stack.
     """
     pending: list[tuple[tuple[str, ...], object]] = [((), tree)]
     while pending:
@@ -113,7 +123,7 @@ def _leaves(tree: object) -> Iterator[tuple[tuple[str, ...], object]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a setting, an option or a variable of this name has a secret for its value."""
+    """Return whether the value of a setting, option or variable of this name is a secret."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if not words or not value.strip() or value.lower() in ("true", "false", "null", "none"):
         return False
@@ -121,40 +131,21 @@ def is_secret(name: str, value: str) -> bool:
     if _ALWAYS.fullmatch(last):
         return True
     if _TOKEN.fullmatch(last):
-        return before not in _OF_TEXT and not re.fullmatch(r"\W*|[<\[].*[>\]]", value, re.DOTALL)
-    if last in ("key", "apikey"):
-        return last == "apikey" or before in _OPENS or _looks_drawn(value)
-    return last == "keys" and before in _OPENS
-
-
-def _looks_drawn(value: str) -> bool:
-    """Letters and digits of no word, as of a key that a machine made: `answer_key` may be any column's name."""
-    parts: list[str] = re.findall(r"[A-Za-z0-9]{16,}", value)
-    return any(re.search(r"\d", part) and re.search(r"[A-Za-z]", part) for part in parts)
-
-
-def _opens(scheme: str, user: str) -> bool:
-    """Whether what stands before `@` has a password, or is a token itself."""
-    return GONE not in user and (":" in user or scheme.lower() in ("http://", "https://"))
-
-
-def _in_query(name: str, value: str) -> bool:
-    return value != GONE and (name.lower() in _SIGNED or is_secret(name, value) or name.lower() == "key")
+        return before not in _TEXT_TOKENS and not re.fullmatch(r"\W*|[<\[].*[>\]]", value, re.DOTALL)
+    return last == "apikey" or (last in ("key", "keys") and before in _KEYS)
 
 
 def _of_environment() -> list[str]:
-    """The secrets that this process was given, the longest first; none that may be a word."""
-    drawn = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{12,}")
-    given = {name: value for name, value in os.environ.items() if name != "PWD"}  # the shell's folder, no password
-    found = {value for name, value in given.items() if drawn.fullmatch(value) and is_secret(name, value)}
-    return sorted(found, key=len, reverse=True)
+    """Return the values of secret environment variables, the longest first, without short ones that may be a word."""
+    given = ((name, value) for name, value in os.environ.items() if len(value) >= SHORTEST and not is_private(value))
+    return sorted({value for name, value in given if is_secret(name, value)}, key=len, reverse=True)
 
 
 def is_private(path: str) -> bool:
-    """Whether it names a place on this machine from its root or from a home."""
+    """Return whether a path starts at the root or at a home folder of this machine."""
     return path.startswith("~") or Path(path).is_absolute()
 
 
 def public_path(path: str) -> str:
-    """A path as others may read it: of one that is private its last part alone."""
+    """Return a path for publication: only the last part of one that `is_private`."""
     return Path(path).name if is_private(path) else path

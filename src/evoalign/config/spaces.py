@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the noise lives. What a shipped space does follows from its class in `evoalign.spaces`; what can be known of it
-from settings alone, without torch, stands here beside its settings, and the class reads it from here."""
+"""Settings of the spaces, and the facts about a space that follow from its settings alone, without torch.
+
+The classes in `evoalign.spaces` read these facts from here.
+"""
 
 from __future__ import annotations
 
@@ -22,45 +24,48 @@ SPACES = {
 
 
 class SpaceConfig(BaseModel):
-    """Where the noise lives: a built-in name, or `package.module:Class` with settings of its own."""
+    """The space in which the noise is drawn: a built-in name, or `package.module:Class` with custom settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: Annotated[str, CODE] = "lora"
+    """`lora` (factors of a LoRA adapter), `lowrank` (low-rank noise on matrices), `full` (dense noise on all tensors),
+    or a custom `package.module:Class` with its settings next to `name`. `space: lora` is short for `space: {name:
+    lora}`."""
 
     @model_validator(mode="after")
-    def _known(self) -> SpaceConfig:
+    def _check_name(self) -> SpaceConfig:
         if not self.names_code and self.name not in SPACES:
             raise ValueError(f"unknown space {shown(self.name)}; use {', '.join(SPACES)} or package.module:Class")
         if self.model_extra and self.name in SECTIONS:
-            raise ValueError(f"{self.name} takes its settings in the section {self.name}: not under space")
+            raise ValueError(f"{self.name} has its settings in the section {self.name}, not under space")
         return self
 
     @property
     def names_code(self) -> bool:
-        """Whether the space is of the user's own: to make it imports what is named."""
+        """Whether the space is a custom class, whose code is imported."""
         return ":" in self.name
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings of a space that has no section."""
+        """Settings of a custom space."""
         return dict(self.model_extra or {})
 
 
 class SpaceSection(Section):
-    """Settings of a space that has a section. As it is: what holds for a space of which the config knows nothing."""
+    """Base of the sections of spaces; its defaults hold for a custom space."""
 
     evolves_model: ClassVar[bool] = True
-    """Whether the mean is the model itself; otherwise it lies beside it, as an adapter does."""
+    """Whether the mean is the model itself, and not an adapter."""
     took_library_sums: ClassVar[bool] = True
-    """Whether journals that do not say so may have added their updates by a library's matrix product."""
+    """Whether earlier releases may have added its updates with a library's matrix product."""
 
     @property
     def has_pairs(self) -> bool:
-        """Whether members of opposite sign lie opposite each other."""
+        """Whether members of opposite sign have opposite perturbations."""
         return True
 
     def refusal(self, es: EsConfig) -> str | None:
-        """What of `es` the space cannot do, and why; None where that is nothing."""
+        """Return why the space cannot use these settings; None where it can."""
         return None
 
 
@@ -70,17 +75,22 @@ class LoraConfig(SpaceSection):
     evolves_model = False
     took_library_sums = False
     rank: Count = 1
+    """Rank of the adapter. A higher rank searches more directions with the same noise in each weight."""
     alpha: Positive = 2.0
+    """The adapter is scaled by alpha / rank, as in PEFT."""
     target_layers: Layers | None = None
+    """Layers to adapt, counted from 0. None: all."""
     target_modules: Annotated[Modules | None, INSIDE] = None
-    """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
+    """Last parts of module names, such as q_proj. None: all linear matrices of the layers."""
     evolve: Literal["b", "ab"] = "b"
+    """`b` freezes A and evolves B from zero. `ab` evolves both, as published LoRA-population code does; kept for
+    study."""
     init_scale: Positive = 1.0
-    """`ab` only: the noise of generation 0 is this many times wider."""
+    """For `evolve: ab`: factor of the noise width in generation 0."""
 
     @property
     def has_pairs(self) -> bool:
-        """Not with `evolve: ab`: from A = B = 0, (-B)(-A) = B A."""
+        """False with `evolve: ab`: from A = B = 0, (-B)(-A) = B A."""
         return self.evolve == "b"
 
     def refusal(self, es: EsConfig) -> str | None:
@@ -96,9 +106,11 @@ class LowrankConfig(SpaceSection):
     """Rank-r noise on the linear matrices themselves, W + (s / sqrt(r)) B A (EGGROLL, arXiv 2511.16652)."""
 
     rank: Count = 1
+    """Rank of each member's noise."""
     target_layers: Layers | None = None
+    """Layers that get noise, counted from 0. None: all."""
     target_modules: Annotated[Modules | None, INSIDE] = None
-    """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
+    """Last parts of module names, such as q_proj. None: all linear matrices of the layers."""
 
     def refusal(self, es: EsConfig) -> str | None:
         return _too_large("lowrank", es)
@@ -109,14 +121,15 @@ class FullConfig(SpaceSection):
 
     took_library_sums = False
     exclude: Annotated[Texts | None, INSIDE] = None
-    """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
+    """Tensors whose names contain one of these texts are not evolved. None: norm weights if served in half precision,
+    where small noise would be rounded away."""
 
     def refusal(self, es: EsConfig) -> str | None:
         return _too_large("full", es)
 
 
 SECTIONS: dict[str, type[SpaceSection]] = {"lora": LoraConfig, "lowrank": LowrankConfig, "full": FullConfig}
-"""The spaces whose settings stand in a section of the config."""
+"""The sections of the spaces that come with the package."""
 
 
 def _too_large(space: str, es: EsConfig) -> str | None:

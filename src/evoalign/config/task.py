@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked, and how rewards of the user's own are run."""
+"""The sections `task` and `grader`: data, prompts, rewards, and how user reward functions run."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 
 class ObjectiveConfig(BaseModel):
-    """How rewards become scores: `weighted_sum`, or `package.module:Class` or `file.py:Class` and its own settings."""
+    """Objective: `weighted_sum`, or `package.module:Class` or `file.py:Class` with its settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: Annotated[str, CODE]
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the objective is made with."""
+        """Keyword arguments of the objective."""
         return dict(self.model_extra or {})
 
 
 TASKS = {
     "conciseness": "evoalign.tasks.conciseness:Conciseness",
-    "countdown": "evoalign.tasks.countdown.task:Countdown",
+    "countdown": "evoalign.tasks.countdown:Countdown",
     "custom": "evoalign.tasks.custom:Custom",
-    "gsm8k": "evoalign.tasks.mathematics.gsm8k:Gsm8k",
-    "math": "evoalign.tasks.mathematics.competition:Math",
-    "safety": "evoalign.tasks.safety.task:Safety",
+    "gsm8k": "evoalign.tasks.mathematics:Gsm8k",
+    "math": "evoalign.tasks.mathematics:Math",
+    "safety": "evoalign.tasks.safety:Safety",
 }
-"""The shipped tasks and where their classes are."""
+"""Built-in tasks and their classes."""
 WITH_SETTINGS = frozenset({"safety"})
-"""Those with settings of their own, which their classes say and check, as those of other classes are."""
+"""Built-in tasks with additional settings, which their classes validate."""
 OBJECTIVES = {
-    "lagrangian": "evoalign.tasks.safety.objective:Lagrangian",
+    "lagrangian": "evoalign.tasks.safety:Lagrangian",
     "weighted_sum": "evoalign.rewards.objective:WeightedSum",
 }
-"""The shipped objectives and where their classes are."""
+"""Built-in objectives and their classes."""
 
 
 class TaskConfig(Section):
-    """What is asked and what counts as good. `name` may be `package.module:Class`, with settings of its own."""
+    """Task: data, prompts and rewards. `name` may be `package.module:Class`, with additional settings."""
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, CODE] = "conciseness"
@@ -54,66 +54,64 @@ class TaskConfig(Section):
     """A JSON, JSONL, CSV, TSV or parquet file, a folder of such files or of `save_to_disk` (`FOLDER:SPLIT`), or a hub
     data set as `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`."""
     columns: Annotated[dict[str, str], INSIDE] = Field(default_factory=dict, exclude_if=lambda value: not value)
-    """Columns under other names: with `{prompt: question}` the file's `question` is the task's `prompt`. Written down
-    only where it is set."""
+    """Columns to rename: with `{prompt: question}` the file's `question` is the task's `prompt`. Recorded only if
+    set."""
     split: Literal["seeded", "first_last"] = "seeded"
-    """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
+    """How to split one file without `test_data`: a seeded 80/20, or first `train_size`, last `test_size` rows."""
     train_size: Count | None = None
     test_size: Count | None = None
     validation_data: Annotated[Place | None, DATA] = Field(default=None, exclude_if=lambda value: value is None)
-    """Examples to choose by: a file or a hub data set as for `test_data`. What is chosen, such as the best mean on the
-    way or the settings of a search, is chosen on these and never on the test split. Written
-    down only where it is set."""
+    """Validation data: a file or a hub data set as for `test_data`. The best checkpoint and the settings of a search
+    are selected on it, never on the test split. Recorded only if set."""
     validation_size: Count | None = Field(default=None, exclude_if=lambda value: value is None)
-    """With `validation_data`, its first rows. Without, so many rows are taken from the training split and not trained
-    on: those that follow the first `train_size`, or else the last. Written down only where it is set."""
+    """Number of validation rows: the first ones of `validation_data`; without it, rows of the training split that are
+    then not trained on: those after the first `train_size`, or else the last. Recorded only if set."""
     prompt: Literal["raw", "chat", "short", "chat_opened", "conversation"] | None = None
-    """The form of the prompt; None is the task's own default. `chat_opened` (`countdown`) is `chat` with the beginning
-    of the answer, `conversation` (`safety`) a text with the words USER and ASSISTANT. `raw` has no messages, and so no
-    `system_prompt`."""
+    """Form of the prompt; None: the default of the task. `chat_opened` (`countdown`) is `chat` with the beginning of
+    the assistant message; `conversation` (`safety`) is plain text with the words USER and ASSISTANT. `raw` has no
+    messages, and so no `system_prompt`."""
     system_prompt: Annotated[str | None, INSIDE] = Field(
         default=None, min_length=1, exclude_if=lambda value: value is None
     )
-    """The system message of chat prompts that have none of their own. Written down only where it is set."""
+    """System message of chat prompts without one. Recorded only if set."""
     batch_size: Count | None = None
-    """Training examples a generation; None takes all of them."""
+    """Training examples per generation; None: all."""
     samples: Count | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Completions that each member gives to each of them, as pass@k of `fitness` needs; None is 1. More need
-    `sampling.temperature` above 0. GRPO has `grpo.num_generations`. Written down only where it is set."""
+    """Completions per member and training example, for example for pass@k in `fitness`; None: 1. More need
+    `sampling.temperature` above 0. GRPO has `grpo.num_generations`. Recorded only if set."""
     strip: bool = True
-    """Strip white space around a completion before it is scored."""
+    """Strip white space around a completion before scoring it."""
     grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
-    """For `countdown`: how an answer may be written. `strict` is what the published graders read; `lenient` reads other
-    signs, LaTeX, markdown and a result after `=`, too. Written down only where it is lenient."""
+    """For `countdown`: accepted notation. `strict` accepts what the published graders accept; `lenient` also accepts
+    other signs, LaTeX, markdown and a result after `=`. Recorded only if lenient."""
     rewards: Annotated[Texts, SCRIPT] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions, and paths of
-    scripts: executable files that read JSON lines and print numbers. One alone needs no list."""
+    scripts: executable files that read JSON lines and print numbers. A single one needs no list."""
     reward_weights: list[Weight] | None = None
     gold: Annotated[str | None, INSIDE] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
-    """For `custom`: the column that has a right answer, by which a reward that wrong answers earn is told; it scores
-    nothing. Written down only where it is set."""
+    """For `custom`: column with a right answer. It detects rewards that wrong answers earn, and does not affect scores.
+    Recorded only if set."""
     objective: Annotated[
         ObjectiveConfig | None, BeforeValidator(named, json_schema_input_type=str | ObjectiveConfig | None)
     ] = Field(default=None, exclude_if=lambda value: value is None)
-    """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
-    config, and so the journal, that it always had."""
+    """Objective; None: the default of the task, usually the weighted sum. Recorded only if set."""
 
     fitness: Annotated[str | None, SCRIPT] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
-    """An import path `package.module:function` or `file.py:function`: one number for all that a member answered in a
-    generation, which takes the place of the mean of its rewards. Written down only where it is set."""
+    """Short form of an objective: import path `package.module:function` or `file.py:function` of a function that
+    returns one number for all completions of a member. It replaces the mean of the rewards. Recorded only if set."""
 
     @property
     def files(self) -> tuple[str | None, ...]:
-        """Where its rows are: for training, test and validation."""
+        """Training, test and validation data."""
         return self.train_data, self.test_data, self.validation_data
 
     def asked(self, examples: int) -> int:
-        """Completions of one member in a generation, of so many training examples."""
+        """Return the number of completions per member and generation, given the number of training examples."""
         return min(self.batch_size or examples, examples) * (self.samples or 1)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings of a task's own."""
+        """Settings that only this task has."""
         return dict(self.model_extra or {})
 
     @field_validator("columns")
@@ -122,7 +120,7 @@ class TaskConfig(Section):
         for there in columns.values():
             names = [name for name, column in columns.items() if column == there]
             if len(names) > 1:
-                raise ValueError(f"{' and '.join(names)} both take the column {there}; name it once")
+                raise ValueError(f"{' and '.join(names)} both rename the column {there}; rename it once")
         return columns
 
     @model_validator(mode="after")
@@ -132,25 +130,25 @@ class TaskConfig(Section):
                 "task", [{"type": "extra_forbidden", "loc": (k,), "input": v} for k, v in self.options.items()]
             )
         if self.fitness is not None and self.objective is not None:
-            raise ValueError("task.fitness and task.objective both say what members are ranked by; set one of them")
+            raise ValueError("task.fitness and task.objective both set the objective; set one of them")
         if self.fitness is not None and ":" not in self.fitness:
             raise ValueError(f"task.fitness {shown(self.fitness)}: write package.module:function or file.py:function")
         return self
 
 
 class GraderConfig(Section):
-    """How reward functions of the user's own are run. The rewards of built-in tasks are pure and run in place."""
+    """How user reward functions run. Most built-in tasks score in the trainer's process."""
 
     isolated: bool = True
-    """In a worker process that can be killed. false: in this process, without a time limit."""
+    """Run in a worker process that can be killed. false: run in this process, without a time limit."""
     timeout: Annotated[float, Field(ge=1e-3, le=1e7, allow_inf_nan=False)] = 60.0
-    """Seconds that one call of the reward functions may take."""
+    """Maximum seconds for one call of the reward functions."""
     retries: Annotated[int, Field(ge=0, le=10**6)] = 2
-    """How often a call that timed out, died or raised is made again before the run stops."""
+    """Retries of a call that timed out, died or raised, before the run stops."""
     batch: Count | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Completions that they are given at once, which are scored as soon as they are there, while others are decoded.
-    For functions that look at each completion alone: it is part of the run. None: all of a generation, which nothing
-    can overlap. Written down only where it is set."""
+    """Completions per call, scored while others are decoded. Only for functions that score each completion alone: it
+    can change results and is part of the run. None: all completions of a generation, after decoding. Recorded only if
+    set."""
     memory_gib: Gib | None = None
-    """GiB that the worker, and each process that it starts, may allocate beyond what it starts with; None is half of
-    the machine's memory. A call that needs more fails. Linux only."""
+    """GiB that the worker, and each process that it starts, may allocate in addition to its memory at the start; None:
+    half of the machine's memory. A call that needs more fails. Linux only."""

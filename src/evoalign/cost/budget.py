@@ -31,7 +31,7 @@ from evoalign.cost.flops import (
     shape_of,
 )
 from evoalign.errors import DataError, ModelError
-from evoalign.models.empty import model_config
+from evoalign.models.origin import model_config
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.spaces import Space

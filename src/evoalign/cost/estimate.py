@@ -11,7 +11,7 @@ import torch
 
 from evoalign import spaces
 from evoalign.config import Config
-from evoalign.config.engines import Held
+from evoalign.config.engines import MemoryUse
 from evoalign.cost.budget import resident
 from evoalign.cost.flops import es_flops, noise_numbers
 from evoalign.engines.specs import on_gpu
@@ -59,7 +59,7 @@ class Memory:
     weights: int
     master: int
     start: int
-    own: Held
+    own: MemoryUse
 
     @property
     def kept(self) -> int:
@@ -115,7 +115,7 @@ def second_copy_lines(config: Config, parameters: int, dtype: torch.dtype) -> li
     return [f"second copy of the model {gib(size)}{where}: asked {' and '.join(when)}"] if when else []
 
 
-def _own_words(own: Held, batch: float, asked: tuple[int, int] | None) -> str:
+def _own_words(own: MemoryUse, batch: float, asked: tuple[int, int] | None) -> str:
     adapters = f"adapters {gib(own.adapters)}, " if own.adapters else ""
     host = f"; {gib(own.host)} of it in host memory" if own.host else ""
     if batch and asked is not None:

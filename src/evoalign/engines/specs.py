@@ -13,8 +13,8 @@ from torch import nn
 
 from evoalign.config import Config
 from evoalign.errors import ModelError
-from evoalign.models import experts
-from evoalign.models.empty import empty_model
+from evoalign.models import tensors
+from evoalign.models.origin import empty_model
 from evoalign.types import TensorKind, TensorSpec
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -50,8 +50,8 @@ def mean_abs(tensor: torch.Tensor) -> float:
 
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
     """Describe each parameter, tied ones once, and each matrix of each expert where experts are fused."""
-    kinds, in_peft = _kinds(model), experts.model_type(model) in experts.PEFT_TYPES
-    found = list(experts.named(model))
+    kinds, in_peft = _kinds(model), tensors.model_type(model) in tensors.PEFT_TYPES
+    found = list(tensors.named(model))
     # PEFT reserves the module names of experts for experts: it skips an nn.Linear of such a name elsewhere.
     fused = {_module_name(name) for name, expert, _ in found if expert is not None and in_peft}
     return [

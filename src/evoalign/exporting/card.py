@@ -19,7 +19,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from evoalign.config import Config, ModelConfig, outside, reading, to_yaml
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import DataError, EvoalignError, cut
 from evoalign.exporting.source import Member, Source, public, read_json, rounding, shown_name
 from evoalign.models.origin import origin

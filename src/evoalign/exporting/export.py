@@ -33,9 +33,9 @@ from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsErr
 from evoalign.exporting import card
 from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, private_paths, rounding, shown_name
 from evoalign.models.adapters import add
-from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path, origin, own_dtype
+from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER
 from evoalign.rundir.directory import again_if_pruned

@@ -21,8 +21,8 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
-from evoalign.training import members, weights
-from evoalign.training.replay import replay
+from evoalign.training import weights
+from evoalign.training.replay import replay, save_member
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -101,7 +101,7 @@ def opened(
             raise ConfigError(f"--member {member} needs --generation")
         log = journal.read(run / "journal.jsonl").whole(generation)
         with files.scratch(temporary):
-            mark = members.save(log, temporary / "member", generation, member, model)
+            mark = save_member(log, temporary / "member", generation, member, model)
             yield Source(run, own, base, log, temporary / "member", mark, manifest, member)
         return
     folder = next((f for f in reversed(saved) if generation is None or generation_of(f) == generation), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that ships with the package, what else `model.name` may stand for, and what is to be known of models."""
+"""Models: the one that comes with the package, and how all others are found, read and merged."""
 
 from __future__ import annotations
 

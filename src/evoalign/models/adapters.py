@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter of PEFT, of any form that can be put into its base, merged by PEFT itself.
+"""Merge a LoRA adapter of PEFT into its base, with `peft.merge_and_unload`.
 
-What its files may say is bounded: weights are safetensors, settings that this module does not know are refused by name,
-and so is what PEFT would import by name (`megatron_core`), what it would compute the base anew by, and what cannot be
-merged. Nothing is left out in silence: each tensor of the file has a place, and each factor comes from the file.
+The adapter's files are untrusted. Weights are read from safetensors only. Unknown settings are refused by name, and so
+are settings that recompute the base or cannot be merged. `megatron_core`, which PEFT would import, is ignored. Each
+tensor of the file must have a place in the model, and each factor of the adapter must be in the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from evoalign.config.reading import check_regular, read_object
 from evoalign.errors import DataError, ModelError, plain, shown
-from evoalign.models.experts import tensors_of
+from evoalign.models.tensors import tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -29,20 +29,20 @@ MERGED = (
     "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "lora_bias", "modules_to_save",
     "target_parameters", "trainable_token_indices", "task_type",
 )  # fmt: skip
-"""What says how the weights are read."""
-OF_TRAINING = (
+"""Settings that say how the weights are used."""
+IGNORED = (
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core",
     "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
-"""What says how they were trained, and what only names: left out."""
+"""Settings that say how the adapter was trained, or are names only. They are ignored."""
 MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin that take the first factors out of the base, which is then another one."""
-MERGE_FIRST = "merge it with PEFT (merge_and_unload), save the model, and give model.name that folder"
+"""Values of `init_lora_weights` that change the base model."""
+MERGE_FIRST = "merge it with PEFT (merge_and_unload), save the model, and set model.name to its folder"
 
 
 def weights_of(folder: Path) -> Path:
-    """The file of an adapter's weights. Raises ModelError where it is missing or a pickle."""
+    """Return the file of an adapter's weights. Raises ModelError where it is missing or a pickle."""
     file = folder / WEIGHTS
     if not file.is_file():
         if any(folder.glob("adapter_model.*")):
@@ -56,9 +56,9 @@ def weights_of(folder: Path) -> Path:
 
 @torch.no_grad()
 def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """A model with an adapter merged into it, by PEFT, in the model's own dtype. `name` is the model's, for messages.
+    """Return a model with an adapter merged into it, in the model's dtype. `name` is the model's, for messages.
 
-    The model itself is used up. Raises ModelError.
+    The given model is changed and must not be used afterwards. Raises ModelError.
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
@@ -71,19 +71,19 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
             return model
         _untie(model, state)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of names it guessed, and of a config without a base's name
+            warnings.simplefilter("ignore")  # about guessed names and a missing base name
             adapted: Any = get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
             found: Any = set_peft_model_state_dict(adapted, state)
     except ModelError:
         raise
-    except Exception as error:  # of PEFT, for files that may say anything
+    except Exception as error:  # PEFT raises many types for damaged files
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"adapter {folder} does not fit model {name}: {why}") from error
     idle = sorted(found.unexpected_keys)
     lacking = sorted(key for key in found.missing_keys if "lora_" in key or "modules_to_save" in key)
     if idle or lacking:
-        what = f"has no place for its {shown(idle[0])}" if idle else f"would have {shown(lacking[0])}, which it lacks"
-        raise ModelError(f"adapter {folder} does not fit model {name}, which {what}; is that its base?")
+        what = f"the model has no {shown(idle[0])}" if idle else f"the adapter has no {shown(lacking[0])}"
+        raise ModelError(f"adapter {folder} does not fit model {name}: {what}; is that its base?")
     try:
         return adapted.merge_and_unload(safe_merge=True)
     except ValueError as error:
@@ -92,7 +92,7 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
 
 @torch.no_grad()
 def add(model: nn.Module, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-    """W + scaling B A in place, in the dtype of W, of each matrix that has factors, one expert's among them.
+    """Add scaling B A in place to each matrix W that has factors, in the dtype of W, matrices of experts included.
 
     `state` has `MODULE.lora_A.weight` [r, in] and `MODULE.lora_B.weight` [out, r] under the model's own names. Raises
     KeyError for a matrix that the model does not have.
@@ -105,28 +105,27 @@ def add(model: nn.Module, state: Mapping[str, torch.Tensor], scaling: float) -> 
 
 
 def _settings(file: Path) -> Mapping[str, Any]:
-    """adapter_config.json, of a LoRA that can be merged. Raises ModelError naming what cannot."""
+    """Read adapter_config.json. Raises ModelError for a setting that cannot be merged."""
     try:
         found = read_object(file, mend="fetch it again")
     except DataError as error:
         raise ModelError(str(error)) from error
     if found.get("peft_type") != "LORA":
-        raise ModelError(f"{file}: peft_type {shown(found.get('peft_type'))} is no LoRA; {MERGE_FIRST}")
+        raise ModelError(f"{file}: peft_type {shown(found.get('peft_type'))} is not LORA; {MERGE_FIRST}")
     begun = str(found.get("init_lora_weights", True)).lower()
     if begun.startswith(MOVES_BASE):
         raise ModelError(
-            f"{file}: init_lora_weights {shown(found['init_lora_weights'])} took its factors out of the base, which is "
-            f"another model since; {MERGE_FIRST}"
+            f"{file}: init_lora_weights {shown(found['init_lora_weights'])} changed the base model; {MERGE_FIRST}"
         )
-    known = (*MERGED, *OF_TRAINING, "init_lora_weights")
+    known = (*MERGED, *IGNORED, "init_lora_weights")
     odd = sorted(plain(name)[:60] for name, value in found.items() if value and name not in known)
     if odd:
-        raise ModelError(f"{file} sets {odd[0]}, which is not merged here; {MERGE_FIRST}")
+        raise ModelError(f"{file} sets {odd[0]}, which evoalign cannot merge; {MERGE_FIRST}")
     return found
 
 
 def _is_plain(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter is nothing but (alpha / r) B A, as evoalign writes it; PEFT has experts otherwise."""
+    """Return whether an adapter is only (alpha / r) B A, as evoalign writes it."""
     usual = {"r", "lora_alpha", "target_modules", "layers_to_transform", "layers_pattern", "task_type", "bias"}
     return settings.get("bias", "none") == "none" and not any(
         settings.get(name) for name in MERGED if name not in usual
@@ -138,20 +137,20 @@ def _lora_config(settings: Mapping[str, Any], state: Mapping[str, torch.Tensor])
 
     chosen = {name: settings[name] for name in MERGED if settings.get(name) is not None}
     if isinstance(chosen.get("target_modules"), str) and chosen["target_modules"] != "all-linear":
-        # A pattern, which from a stranger may take for ever: the tensors name the same modules.
+        # An untrusted regular expression may never end; the tensors name the same modules.
         modules = {key.partition(".lora_")[0].removeprefix("base_model.model.") for key in state if ".lora_" in key}
         chosen["target_modules"] = sorted(modules)
     return LoraConfig(**chosen)
 
 
 def is_tied(model: Any) -> bool:
-    """Whether a causal language model's head is its embedding matrix."""
+    """Return whether a causal language model's head shares the embedding matrix."""
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     return head is not None and words is not None and head.weight is words.weight
 
 
 def untie(model: Any) -> None:
-    """Make two weights of the one that is both embedding and head, which are equal until either is changed."""
+    """Give the head a copy of the weight that it shares with the embedding."""
     head = model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     for config in (model.config, model.config.get_text_config()):
@@ -159,7 +158,7 @@ def untie(model: Any) -> None:
 
 
 def _untie(model: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Where an adapter changes one of two weights that are one in the base, they are two from now on."""
+    """Untie head and embedding where the adapter changes one of them."""
     if not is_tied(model):
         return
     both = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's files, in a folder or in the hub's cache: where they are, and what of them is refused before it is read."""
+"""Files of models, in a folder or in the hub's cache: find, load and write them, and refuse what cannot be trained.
+
+Weights are read from safetensors only, and no code of a model is run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
@@ -20,64 +23,76 @@ from safetensors import SafetensorError, safe_open
 
 from evoalign.config.outside import is_hub_name
 from evoalign.config.reading import read_object
-from evoalign.errors import DataError, EvoalignError, ModelError, shown
+from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import tiny
-from evoalign.models.experts import tensors_of
-from evoalign.models.refusals import refuse_config, refuse_file, refuse_folder
+from evoalign.models.tensors import tensors_of
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
 SHARD_BYTES = 5 * 10**9
+FOLDER = "give model.name the folder of a model: config.json, its safetensors and its tokenizer files"
+GGUF = (
+    "GGUF, the quantised format of llama.cpp; set model.name to the folder or hub name of the model that it was made "
+    "from"
+)
+PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
+CONVERT = (
+    "which is not read (a pickle can run code); load it with transformers where you trust it, and write it with "
+    "save_pretrained, which makes safetensors"
+)
+OTHER = {".h5": "weights of TensorFlow", ".msgpack": "weights of Flax"}
+_KINDS = {
+    "ForMaskedLM": "an encoder, which does not generate text",
+    "ForSequenceClassification": "a classifier",
+    "ForTokenClassification": "a classifier",
+    "ForQuestionAnswering": "an extractive model",
+    "ForConditionalGeneration": "an encoder-decoder or multimodal model",
+    "Model": "a model without a language head",
+}
 
 
 def place(name: str) -> str:
-    """A folder or a hub name; `tiny` is the model that comes with the package. Raises ModelError."""
+    """Return a folder or a hub name; `tiny` is the model of the package. Raises ModelError."""
     if name == "tiny":
         return str(tiny())
     try:
         path = Path(name).expanduser()
     except RuntimeError:
-        raise ModelError(f"model.name: {name} names the home of nobody here") from None
+        raise ModelError(f"model.name: {name}: there is no user of that name") from None
     if not path.is_dir():
         refuse_file(name, path)
         if not is_hub_name(name):
             raise ModelError(f"model.name: no folder {name}")
         look_for_hub()
         return name
-    entries = _entries(name, path)
+    try:
+        with os.scandir(path) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        raise ModelError(f"model {name}: its folder cannot be read ({error.strerror})") from error
     for entry in entries:
-        with suppress(OSError):  # a link to nothing, or to where nobody may look
+        with suppress(OSError):  # a broken link, or no permission
             if any(is_kind(entry.stat().st_mode) for is_kind in (stat.S_ISFIFO, stat.S_ISCHR, stat.S_ISBLK)):
-                raise ModelError(
-                    f"model {name}: {shown(entry.name)} is a pipe or a device and no file; take it out of the folder"
-                )
+                raise ModelError(f"model {name}: {shown(entry.name)} is a pipe or a device; remove it from the folder")
     refuse_folder(name, [entry.name for entry in entries])
     return str(path)
 
 
 @contextmanager
 def set_by(setting: str) -> Generator[None]:
-    """Errors of a model that another setting or option than `model.name` names say which one, such as scorer.reward.
+    """Name another setting, such as scorer.reward, in place of `model.name` in the messages of ModelErrors.
 
-    And nothing of `model.base`, which has no such other.
+    Advice on `model.base` is removed, since only `model.name` has such a setting.
     """
     try:
         yield
     except ModelError as error:
-        words = re.sub(r", or (say where it is )?with model\.base", "", str(error))
+        words = re.sub(r", or (with|set) model\.base", "", str(error))
         raise ModelError(words.replace("model.name", setting)) from error
 
 
-def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise ModelError(f"model {name}: its folder cannot be read ({error.strerror})") from error
-
-
 def find(path: str, name: str, revision: str | None) -> Path | None:
-    """A file of a model, in its folder or as the hub's cache has it; None where it has none of that name."""
+    """Return a file of a model, in its folder or the hub's cache; None where it is missing."""
     from transformers.utils.hub import cached_file
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -86,7 +101,7 @@ def find(path: str, name: str, revision: str | None) -> Path | None:
 
 
 def weight_files(path: str, revision: str | None, name: str) -> Iterator[Path]:
-    """A model's safetensors files, of which `refuse_pickles` has seen the index. Raises ModelError."""
+    """Yield a model's safetensors files. Call `refuse_pickles` first. Raises ModelError."""
     index = None if find(path, MODEL, revision) is not None else find(path, INDEX, revision)
     files = [MODEL] if index is None else sorted({str(file) for file in read_object(index)["weight_map"].values()})
     for file in files:
@@ -100,7 +115,7 @@ def weight_files(path: str, revision: str | None, name: str) -> Iterator[Path]:
 
 
 def check_weights(path: str, revision: str | None, name: str) -> None:
-    """Raise ModelError where one of `weight_files` is missing or has no header that can be read."""
+    """Raise ModelError where one of `weight_files` is missing or has a damaged header."""
     for file in weight_files(path, revision, name):
         try:
             with safe_open(file, framework="pt"):
@@ -110,9 +125,9 @@ def check_weights(path: str, revision: str | None, name: str) -> None:
 
 
 def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["auto"], name: str) -> Any:
-    """A causal language model on the CPU, from safetensors alone, without code of others. `name` is for messages.
+    """Load a causal language model on the CPU. `name` is for messages.
 
-    Raises ModelError, also for a tensor that the files lack: the library would start it at random and go on.
+    Raises ModelError, also for a missing tensor, which transformers would initialize at random.
     """
     from transformers import AutoModelForCausalLM
 
@@ -126,11 +141,11 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, with the tensor's name
+                ignore_mismatched_sizes=True,  # reported by `check_whole`
             )
     except EvoalignError:
         raise
-    except Exception as error:  # the library has a score of kinds for files that may say anything
+    except Exception as error:  # transformers raises many types for damaged files
         raise ModelError(f"model {name} does not load: {why_not(error)}") from error
     model, info = loaded
     check_whole(name, info)
@@ -140,7 +155,7 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
 def write_whole(
     base: str, revision: str | None, dtype: torch.dtype, folder: Path, state: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """A model with the tensors of `state` in place, in `dtype`, with its tokenizer."""
+    """Write a model with the tensors of `state` put in, in `dtype`, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with without_bar(base):
@@ -158,7 +173,7 @@ def write_whole(
 
 @contextmanager
 def without_bar(path: str) -> Generator[None]:
-    """No bar of the library for a model that lies here, of which a run loads several; a download keeps its own."""
+    """Hide transformers' progress bar for a model in a folder, but not for a download."""
     from transformers.utils import logging
 
     if not Path(path).is_dir() or not logging.is_progress_bar_enabled():
@@ -172,7 +187,7 @@ def without_bar(path: str) -> Generator[None]:
 
 
 def check_whole(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError where the library says that a tensor is not in a model's files, or has another shape."""
+    """Raise ModelError where transformers reports that a tensor is missing, or has another shape."""
     if info["missing_keys"]:
         raise ModelError(f"model {name} does not load: its files lack {min(info['missing_keys'])}; fetch it again")
     if info["mismatched_keys"]:
@@ -184,14 +199,14 @@ def check_whole(name: str, info: Mapping[str, Any]) -> None:
 
 
 def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> None:
-    """Raise ModelError where a model's config.json has the library fetch code, or read another file of weights.
+    """Raise ModelError where a model's config.json makes transformers download code, or read another file of weights.
 
-    A kernel of a hub, such as `_attn_implementation: "someone/kernel"`, is fetched and run without a question. With
-    `writes`, also for a kind of model that cannot be trained here.
+    A kernel of the hub, such as `_attn_implementation: "someone/kernel"`, is downloaded and run without a question.
+    With `writes`, raise also for a kind of model that cannot be trained here.
     """
     try:
         found = find(path, "config.json", revision)
-    except (OSError, ValueError):  # no name of a model: who loads it says so
+    except (OSError, ValueError):  # not the name of a model: loading it reports that
         return
     if found is None:
         return
@@ -203,15 +218,15 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
             raise ModelError(
-                f"model {path}: its config.json sets {name} to {shown(value)}, which is not taken from a model; take "
-                "it out of the file if you trust the model"
+                f"model {path}: its config.json sets {name} to {shown(value)}, which is not allowed; remove "
+                "it from the file if you trust the model"
             )
     if writes:
         refuse_config(path, tree)
 
 
 def _settings(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting at any depth; a mapping's entries also under its own name."""
+    """Yield each setting at any depth; the entries of an `_implementation` mapping also under its name."""
     yield name, tree
     if isinstance(tree, Mapping):
         for key, value in cast("Mapping[str, Any]", tree).items():
@@ -224,10 +239,8 @@ def _settings(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def refuse_pickles(path: str, revision: str | None, *, writes: bool = True) -> None:
-    """Raise ModelError where a model's index names files of another form: the library would read those too.
-
-    And for what `refuse_hooks` refuses.
-    """
+    """Raise ModelError where a model's index names pickles, which transformers would read, or as `refuse_hooks`
+    does."""
     refuse_hooks(path, revision, writes=writes)
     found = find(path, INDEX, revision)
     if found is None:
@@ -245,7 +258,7 @@ def refuse_pickles(path: str, revision: str | None, *, writes: bool = True) -> N
 
 
 def why_not(error: Exception) -> str:
-    """Why a model does not load, in one line."""
+    """Return in one line why a model does not load."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if why := not_cached(error):
         return why
@@ -256,7 +269,8 @@ def why_not(error: Exception) -> str:
 
 @functools.cache
 def look_for_hub() -> bool:
-    """Whether the hub has an address here. Where not, its library is told, which would try for more than a minute."""
+    """Return whether the hub can be reached; if not, set it offline, since its library would retry for over a
+    minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -270,7 +284,7 @@ def look_for_hub() -> bool:
 
 
 def not_cached(error: Exception) -> str | None:
-    """What to do where the hub is not there to be asked; None of any other error."""
+    """Return advice where a model is not cached and the hub is offline; None for other errors."""
     from huggingface_hub import constants
 
     if not re.search("in the cached files|in the disk cache", str(error)):
@@ -278,6 +292,81 @@ def not_cached(error: Exception) -> str | None:
     is_set = constants.HF_HUB_OFFLINE and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & os.environ.keys()
     why = "HF_HUB_OFFLINE is set" if is_set else "the hub cannot be reached"
     return (
-        f"it is not in the cache of this machine, and {why}; fetch it where there is a network, give model.name the "
-        "folder that it is in and set HF_HUB_OFFLINE=1, or use `tiny`"
+        f"it is not in the cache of this machine, and {why}; download it on a machine with a network, copy "
+        "it here, set model.name to its folder and HF_HUB_OFFLINE=1, or use `tiny`"
+    )
+
+
+# --- what cannot be trained ------------------------------------------------------------------------------------------
+
+
+def refuse_file(name: str, path: Path) -> None:
+    """Raise ModelError where a model's name is a file."""
+    try:
+        if not path.is_file():
+            return
+    except OSError:
+        return
+    kind = path.suffix.lower()
+    if kind == ".gguf":
+        why = f"a file of {GGUF}"
+    elif kind == ".safetensors":
+        why = f"one file of a model; give model.name its folder, {path.parent}"
+    elif kind in PICKLES:
+        why = f"a pickle, {CONVERT}; then {FOLDER}"
+    elif kind == ".onnx":
+        why = f"an ONNX graph, whose weights cannot be trained here; {FOLDER}"
+    else:
+        why = f"a file; {FOLDER}"
+    raise ModelError(f"model.name: {name} is {why}")
+
+
+def refuse_folder(name: str, entries: Sequence[str]) -> None:
+    """Raise ModelError for a folder with weights of another format or kind of model, by the names of its files."""
+    kinds = {Path(entry).suffix.lower(): entry for entry in entries}
+    if any(entry in ("config.json", "adapter_config.json", "config.yaml") for entry in entries):
+        weights = [e for e in entries if "model" in e and not e.startswith("adapter_")]
+        found = next((e for e in weights if Path(e).suffix in (*PICKLES, *OTHER)), None)
+        if "config.json" in entries and found is not None and ".safetensors" not in kinds:
+            what = OTHER.get(Path(found).suffix, "a pickle")
+            raise ModelError(f"model {name}: its weights are in {shown(found)}, {what}, {CONVERT}")
+        return
+    if "model_index.json" in entries:
+        raise ModelError(f"model {name} is a diffusers pipeline, which makes images; {FOLDER} of language")
+    if ".gguf" in kinds:
+        raise ModelError(f"model {name}: {shown(kinds['.gguf'])} is a file of {GGUF}")
+    if ".onnx" in kinds:
+        raise ModelError(f"model {name}: {shown(kinds['.onnx'])} is an ONNX graph, which cannot be trained; {FOLDER}")
+
+
+def refuse_config(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a model that is quantised, multimodal, or not a causal language model, by its
+    config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    quantised = config.get("quantization_config")
+    if quantised:
+        how = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        raise ModelError(
+            f"model {name} is quantised ({plain(str(how))[:40] if how else 'quantization_config in its config.json'}): "
+            "small steps would be rounded away; set model.name to the model that it was made from, in "
+            "bfloat16 or float16"
+        )
+    parts = [part for part in ("vision_config", "audio_config") if isinstance(config.get(part), Mapping)]
+    if parts:
+        raise ModelError(
+            f"model {name} takes images or audio ({parts[0]} in its config.json), whose weights text cannot "
+            "evaluate; save its language model alone, or use a text-only model"
+        )
+    named = config.get("architectures")
+    architectures = [a for a in named if isinstance(a, str)] if isinstance(named, list) else []
+    named_ones = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    writes = {name for value in named_ones for name in ([value] if isinstance(value, str) else value)}
+    if not architectures or any(a in writes or a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+        return
+    first = plain(architectures[0])[:60]
+    kind = next((what for end, what in _KINDS.items() if first.endswith(end)), "another kind of model")
+    raise ModelError(
+        f"model {name} is not a causal language model: its config.json has {first}, {kind}; use one "
+        "whose architecture ends in ForCausalLM"
     )

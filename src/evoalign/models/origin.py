@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `model.name` stands for: a model, or adapters over one, which are merged into it before anything begins.
+"""The model that `model.name` refers to; adapters are merged into their base before anything else.
 
     tiny, a folder, a hub name     the model itself
     a folder with a PEFT adapter   its base, which its adapter_config.json or `model.base` names, and the adapter
@@ -7,124 +7,149 @@
     a run directory                its latest saved mean: a checkpoint, or an adapter over the run's own model
     one saved mean of a run        the same, of that generation
 
-A run that starts from an adapter does not move that adapter: it starts from the merged weights, with a new one that is
-zero. The frozen factor of space `lora` is drawn from the run's seed, which its journal counts on, so that an adapter
-from elsewhere has no place in it; merged, the start is the same model for every space.
+A run that starts from an adapter does not train that adapter: it starts from the merged weights, with a new adapter of
+zero. The frozen factor of space `lora` is drawn from the run's seed, on which its journal depends, so it cannot be that
+of an existing adapter. Merged, the start is the same model for every space.
+
+Merged models are kept in a cache, where all engines and checks read them like any model:
+
+    $EVOALIGN_CACHE, $XDG_CACHE_HOME/evoalign or ~/.cache/evoalign
+      merged/KEY/     config.json, model*.safetensors, generation_config.json, tokenizer files, merged.json
+
+KEY is a hash of the adapters' bytes, the base's files and the dtype. A folder is written whole or not at all. It, or
+any of its files, may be deleted at any time: merged.json has the names and sizes of the files, and an incomplete folder
+is made again. The sum is formed in float32 and rounded once, to `model.dtype`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evoalign.config import ModelConfig, load
 from evoalign.config.reading import read_object
 from evoalign.config.secrets import public_path
-from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
-from evoalign.models import merging
-from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, weights_of
-from evoalign.models.files import find, place
-from evoalign.rundir import checkpoint
+from evoalign.errors import DataError, EvoalignError, ModelError, RunExistsError, plain, shown
+from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, put_into, weights_of
+from evoalign.models.files import find, load_whole, place, refuse_hooks, why_not
+from evoalign.rundir import checkpoint, files
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
 
+FORM = 1
+"""Version of the merge: a higher one makes all merged models anew."""
+SHARD = "5GB"
+RECORD = "merged.json"
+"""The sizes in bytes of the other files of a merged model, by name."""
+PATIENCE = 0.5
+"""Seconds between two looks at a folder that another process is filling."""
+MODEL_FILES = (".json", ".jinja", ".model", ".safetensors")
+"""Suffixes of the files of a model and its tokenizer."""
+Signature = tuple[tuple[str, int, int], ...]
 DEEPEST = 16
-"""Adapters over one another: more are a circle."""
+"""Most adapters on top of one another; more are a circle."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """How one thing that a model is made of was found: as `what` of a `name`, and `more` about it."""
+class Source:
+    """One part of a model, for messages: the kind `what`, its `name`, and `more` about it."""
 
     what: str
     name: str
     more: str = ""
 
     def words(self, name: str | None = None) -> str:
-        """In words; `name` stands for its own."""
+        """Describe the part, with another name if given."""
         return f"{self.what} {self.name if name is None else name}{self.more}"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A model, a folder or a hub name, and the adapters that are merged into it, the first one first.
+    """A model, as a folder or a hub name, and the adapters that are merged into it, in order.
 
-    `tokenizer` is where the tokenizer's files are, with its revision: those beside the last adapter that has any.
-    `told` is how it was found; nothing of a model that is given as it is.
+    `tokenizer` is the place of the tokenizer's files and its revision: those of the last adapter that has any.
+    `sources` describe how the model was found; empty for a plain model.
     """
 
     base: str
     revision: str | None
     tokenizer: tuple[str, str | None]
     adapters: tuple[Path, ...] = ()
-    told: tuple[Found, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 def origin(config: ModelConfig) -> Origin:
-    """Where the weights come from, by reading a few small files. Raises ModelError, CheckpointError, ConfigError."""
+    """Resolve a model from a few small files. Raises ModelError, CheckpointError, ConfigError."""
     return _origin(config.name, config.revision, config.base, 0)
 
 
 def model_path(config: ModelConfig) -> str:
-    """A folder, or a hub name, with all weights that a run starts from: adapters are merged. Raises ModelError."""
+    """Return a folder or hub name with the weights that a run starts from, adapters merged. Raises ModelError."""
     found = origin(config)
-    return str(merging.merged(found, config.dtype)) if found.adapters else found.base
+    return str(merged(found, config.dtype)) if found.adapters else found.base
 
 
 def described(config: ModelConfig) -> tuple[str, str | None]:
-    """A folder, or a hub name and its revision, whose config.json is that of the model; nothing is merged for it."""
+    """Return a folder, or a hub name and its revision, that has the model's config.json, without merging."""
     found = origin(config)
-    there = merging.folder_of(found, config.dtype) if found.adapters else None
-    return (found.base, found.revision) if there is None or not merging.is_whole(there) else (str(there), None)
+    there = folder_of(found, config.dtype) if found.adapters else None
+    return (found.base, found.revision) if there is None or not is_whole(there) else (str(there), None)
 
 
 def own_dtype(config: ModelConfig) -> str | None:
-    """What the model itself, before any adapter, was saved in, as its config.json says; None where it does not."""
+    """Return the dtype in which the base model was saved, by its config.json; None where that has none."""
     found = origin(config)
     file = find(found.base, "config.json", found.revision)
     tree = {} if file is None else read_object(file)
     for part in (tree, tree.get("text_config") or {}):
-        said = part.get("dtype") or part.get("torch_dtype")
-        if said in ("float32", "bfloat16", "float16"):
-            return str(said)
+        dtype = part.get("dtype") or part.get("torch_dtype")
+        if dtype in ("float32", "bfloat16", "float16"):
+            return str(dtype)
     return None
 
 
 def lines(config: ModelConfig) -> list[str]:
-    """What a run says of where it starts; nothing where `model.name` is a model itself."""
+    """Return the lines that a run prints about its start; none for a plain model."""
     found = origin(config)
     if config.base is not None and not found.adapters:
-        return [f"warning: model.base {config.base} is not used: model.name {config.name} is no adapter"]
-    told = "; ".join(part.words() for part in found.told)
+        return [f"warning: model.base {config.base} is not used: model.name {config.name} is not an adapter"]
+    sources = "; ".join(part.words() for part in found.sources)
     if not found.adapters:
-        return [f"start: {told}"] if told else []
+        return [f"start: {sources}"] if sources else []
     return [
-        f"start: {told}: merged into {found.base} in float32 and kept in "
-        f"{merging.folder_of(found, config.dtype)}; the run trains the merged model, not the adapter itself"
+        f"start: {sources}: merged into {found.base} in float32 and kept in "
+        f"{folder_of(found, config.dtype)}; the run trains the merged model, not the adapter itself"
     ]
 
 
 def record(config: ModelConfig) -> dict[str, Any]:
-    """What a run's manifest says of where it starts; nothing where `model.name` is a model itself.
+    """Return the entry of a run's manifest about its start; empty for a plain model.
 
-    Folders of this machine are named by their last part, as on a model card: nothing is found by what stands here.
+    Folders of this machine are given by their last part, as on a model card.
     """
     found = origin(config)
-    merged = [part.words(public_path(part.name)) for part in found.told]
+    merged = [part.words(public_path(part.name)) for part in found.sources]
     return {"start": {"base": public_path(found.base), "merged": merged}} if merged else {}
 
 
 def elsewhere(config: ModelConfig, name: str) -> ModelConfig:
-    """The same settings for a model that is elsewhere; what its adapter lies over is said by its own files."""
+    """Return the settings for a model in another place, whose own files name its base if it is an adapter."""
     return config.model_copy(update={"name": name, "revision": None, "base": None})
 
 
 def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Origin:
     if depth > DEEPEST:
-        raise ModelError(f"model {name}: adapters lie over one another more than {DEEPEST} deep, or in a circle")
+        raise ModelError(f"model {name}: adapters are on top of one another more than {DEEPEST} deep, or in a circle")
     path = place(name)
     folder = Path(path)
     if not folder.is_dir():
@@ -138,11 +163,11 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
         if not saved:
             raise ModelError(f"model {name} is a run that saved no weights yet; train it first, or name its own model")
         return _of_mean(
-            name, saved[-1], base, depth, Found("run", name, f", after generation {generation_of(saved[-1])}")
+            name, saved[-1], base, depth, Source("run", name, f", after generation {generation_of(saved[-1])}")
         )
     run = folder.resolve().parent.parent
     if (folder / checkpoint.RECORD).is_file() and (run / "config.yaml").is_file() and method_of(run) is not None:
-        return _of_mean(name, folder, base, depth, Found("the mean that a run saved in", name))
+        return _of_mean(name, folder, base, depth, Source("the mean that a run saved in", name))
     if not (folder / ADAPTER_CONFIG).is_file():
         return Origin(path, revision, (path, revision))
     if any(folder.glob("model*.safetensors")):
@@ -154,46 +179,46 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
     return _over(name, folder, own, base, depth)
 
 
-def _of_mean(name: str, saved: Path, base: str | None, depth: int, told: Found) -> Origin:
-    """A saved mean of a run, whose config says what is below an adapter."""
-    _verified(saved, merging.signature(saved))
+def _of_mean(name: str, saved: Path, base: str | None, depth: int, source: Source) -> Origin:
+    """Resolve a saved mean of a run, whose config names the base of an adapter."""
+    _verified(saved, signature(saved))
     if not (saved / ADAPTER_CONFIG).is_file():
-        return Origin(str(saved), None, (str(saved), None), told=(told,))
+        return Origin(str(saved), None, (str(saved), None), sources=(source,))
     model = load([saved.resolve().parent.parent / "config.yaml"], needs_es=False).model
     below = _below(name, "the config of the run", base, model, depth)
-    return replace(below, adapters=(*below.adapters, saved), told=(*below.told, told))
+    return replace(below, adapters=(*below.adapters, saved), sources=(*below.sources, source))
 
 
 def _over(name: str, adapter: Path, tokenizer: tuple[str, str | None] | None, base: str | None, depth: int) -> Origin:
-    """An adapter over what it names, or `base`."""
+    """Resolve an adapter over the base that it names, or over `base`."""
     settings = _settings(name, adapter / ADAPTER_CONFIG)
-    said, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if base is None and (not isinstance(said, str) or not said):
+    below_name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if base is None and (not isinstance(below_name, str) or not below_name):
         raise ModelError(
             f"model {name} is an adapter whose {ADAPTER_CONFIG} names no base; name it there, or with model.base"
         )
-    model = ModelConfig(name=str(said or ""), revision=revision if isinstance(revision, str) else None)
+    model = ModelConfig(name=str(below_name or ""), revision=revision if isinstance(revision, str) else None)
     below = _below(name, f"its {ADAPTER_CONFIG}", base, model, depth)
     weights_of(adapter)
     kind = f"{plain(str(settings.get('peft_type')))[:20]}, rank {shown(settings.get('r'))}"
     return replace(
         below,
         adapters=(*below.adapters, adapter),
-        told=(*below.told, Found("adapter", name, f" ({kind})")),
+        sources=(*below.sources, Source("adapter", name, f" ({kind})")),
         tokenizer=tokenizer or below.tokenizer,
     )
 
 
 def _below(name: str, who: str, base: str | None, model: ModelConfig, depth: int) -> Origin:
-    """What an adapter lies over: `base` where that is set, else what its files say."""
+    """Resolve the model below an adapter: `base` if set, else the one that its files name."""
     if base is not None:
         return _origin(base, None, None, depth + 1)
     try:
         return _origin(model.name, model.revision, model.base, depth + 1)
     except EvoalignError as error:
         raise ModelError(
-            f"model {name} is an adapter over {shown(model.name)}, by {who}, and that is not to be had ({error}); put "
-            "it there, or say where it is with model.base"
+            f"model {name} is an adapter over {shown(model.name)}, by {who}, which cannot be found ({error}); put it "
+            "there, or set model.base"
         ) from error
 
 
@@ -206,20 +231,158 @@ def _settings(name: str, file: Path) -> Mapping[str, Any]:
 
 @cache
 def _adapter_of_hub(name: str, revision: str | None) -> Path | None:
-    """The folder in the hub's cache that holds an adapter, and nothing of a model; None of anything else."""
+    """Return the folder in the hub's cache of an adapter; None where it is not an adapter."""
     try:
         settings = find(name, ADAPTER_CONFIG, revision)
         if settings is None:
             return None
-        # Fetched into the folder of the settings, where they are looked for; a pickle to be refused as one.
+        # Download the weights into the same folder; a pickle is downloaded so that it can be refused.
         if find(name, WEIGHTS, revision) is None:
             find(name, PICKLE, revision)
-    except (OSError, ValueError):  # no name of a model: who loads it says so
+    except (OSError, ValueError):  # not the name of a model: loading it reports that
         return None
     return settings.parent
 
 
 @cache
 def _verified(folder: Path, files: object) -> None:
-    """Raise CheckpointError where a saved mean is not whole; asked once for the files as they are."""
+    """Raise CheckpointError where a saved mean is damaged; cached by the state of its files."""
     checkpoint.verify(folder)
+
+
+# --- models without weights ------------------------------------------------------------------------------------------
+
+
+def model_config(config: ModelConfig) -> Any:
+    """Return the model's configuration of transformers. Raises ModelError."""
+    from transformers import AutoConfig
+
+    path, revision = described(config)
+    refuse_hooks(path, revision)
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:  # the file is untrusted
+        raise ModelError(f"model {config.name}: {why_not(error)}") from error
+
+
+def empty_model(config: ModelConfig) -> Any:
+    """Return the model on the meta device, from its configuration alone. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    hf = model_config(config)
+    check_layers(config.name, hf)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"model {config.name} ({hf.model_type}) is not a causal language model that can be made: {why_not(error)}"
+        ) from error
+
+
+def check_layers(name: str, config: Any) -> None:
+    """Raise ModelError for a model without layers, which transformers would silently make."""
+    count = int(getattr(config.get_text_config(), "num_hidden_layers", 1))
+    if count < 1:
+        raise ModelError(f"model {name}: its config.json has {count} layers; fetch it again")
+
+
+# --- merged models ---------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Return the cache folder of merged models."""
+    own, shared = os.environ.get("EVOALIGN_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own).expanduser() if own else Path(shared or "~/.cache").expanduser() / "evoalign"
+
+
+def kept_dtype(dtype: str) -> str:
+    """Return the dtype of merged weights for a `model.dtype`."""
+    return "float32" if dtype == "auto" else dtype
+
+
+def folder_of(origin: Origin, dtype: str) -> Path:
+    """Return the folder of the merged model, whether it exists or not. Raises ModelError."""
+    adapters = [_digest(adapter, signature(adapter)) for adapter in origin.adapters]
+    tokenizer = _of_base(*origin.tokenizer, "tokenizer_config.json")
+    key = [FORM, kept_dtype(dtype), _of_base(origin.base, origin.revision, "config.json"), tokenizer, adapters]
+    return cache_folder() / "merged" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+
+
+def merged(origin: Origin, dtype: str) -> Path:
+    """Return the folder of the merged model, and make it where it is missing or incomplete. Raises ModelError.
+
+    Waits where another process is making it, as when several runs start at once.
+    """
+    folder = folder_of(origin, dtype)
+    while not is_whole(folder):
+        try:
+            _make(folder, origin, dtype)
+        except RunExistsError:
+            time.sleep(PATIENCE)
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether no file is missing or shortened: cleaners of caches delete single files."""
+    try:
+        recorded: Mapping[str, Any] = read_object(folder / RECORD)
+        return recorded.items() <= _sizes(folder).items()
+    except (DataError, OSError):  # earlier releases wrote no record
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+
+
+def _make(folder: Path, origin: Origin, dtype: str) -> None:
+    """Fill the folder. Raises ModelError, and RunExistsError where another process fills or has just filled it."""
+    try:
+        with files.filled(folder) as temporary:
+            if is_whole(folder):  # it may be in use already
+                raise RunExistsError(f"{folder} was made by another process")
+            _fill(temporary, origin, getattr(torch, kept_dtype(dtype)))
+            (temporary / RECORD).write_text(json.dumps(_sizes(temporary)), encoding="utf-8")
+    except EvoalignError:
+        raise
+    except OSError as error:
+        raise ModelError(
+            f"the merged model cannot be written to {folder} ({error.strerror or error}); set EVOALIGN_CACHE to "
+            "another folder"
+        ) from error
+
+
+def _fill(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    model: Any = load_whole(origin.base, origin.revision, torch.float32, origin.base)
+    for adapter in origin.adapters:
+        model = put_into(model, adapter, origin.base)
+    model.generation_config = GenerationConfig()  # transformers may refuse to write the base's own
+    model.to(dtype).save_pretrained(folder, max_shard_size=SHARD)
+    decoding = find(origin.base, "generation_config.json", origin.revision)
+    if decoding is not None:
+        shutil.copyfile(decoding, folder / "generation_config.json")
+    where, revision = origin.tokenizer
+    tokenizer: Any = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
+    tokenizer.save_pretrained(folder)
+
+
+def signature(folder: Path) -> Signature:
+    """Return names, sizes and times of a folder's model files, which change when a file does."""
+    found = ((path, path.stat()) for path in folder.iterdir() if path.suffix in MODEL_FILES and path.is_file())
+    return tuple(sorted((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found))
+
+
+@cache
+def _digest(adapter: Path, _: Signature) -> list[str]:
+    return [files.digest_of(adapter / ADAPTER_CONFIG), files.digest_of(weights_of(adapter))]
+
+
+def _of_base(path: str, revision: str | None, name: str) -> object:
+    """Return what identifies a model's files: their folder and times, or their place in the hub's cache."""
+    if Path(path).is_dir():
+        return [str(Path(path).resolve()), signature(Path(path))]
+    file = find(path, name, revision)
+    return [path, revision, None if file is None else str(file.parent)]

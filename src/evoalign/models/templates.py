@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates of others: rendered by a process of their own, which has an end of time and of memory.
+"""Render untrusted chat templates in a separate process, with limits on time and memory.
 
-The model library renders a template in Jinja's sandbox, which keeps it from code and files, and not from going on for
-ever, or from asking for all memory there is. Neither can be stopped from within: `9 ** 9 ** 9` is one step of Python.
-The process is a fork, which has the tokenizer already, and answers one prompt after another.
+transformers renders a template in Jinja's sandbox, which keeps it from code and files, but not from running forever or
+using all memory. Neither can be stopped from within the process: `9 ** 9 ** 9` is one step of Python. The process is a
+fork, which already has the tokenizer, and renders one prompt after another.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from evoalign.errors import ModelError, shown
 from evoalign.types import Messages
 
 SECONDS = 10.0
-"""For one prompt; a template takes about a thousandth of a second."""
+"""Time limit for one prompt. A usual template takes about a millisecond."""
 ROOM = 1 << 30
-"""Bytes that a template may take."""
-
-
+"""Bytes of memory that a template may use."""
 MOST_ADDED = 1 << 20
-"""Bytes that a template may add to a prompt, which it may repeat once. The tokenizer takes seconds for as many."""
+"""Bytes that a template may add to a prompt, which it may repeat once. The tokenizer needs seconds for this many."""
 
 
 class RefusedError(Exception):
-    """What a template raised, in words."""
+    """The message of an error that a template raised."""
 
 
 def render(tokenizer: Any, messages: Messages) -> str:
-    """A prompt of messages as text; a last assistant message is a beginning for the model to resume from."""
+    """Return a prompt of messages as text. A last assistant message is the start of the completion."""
     opened = messages[-1]["role"] == "assistant"
     return str(
         tokenizer.apply_chat_template(
@@ -47,12 +45,12 @@ def render(tokenizer: Any, messages: Messages) -> str:
 
 
 def render_whole(tokenizer: Any, messages: Messages) -> str:
-    """A conversation that has come to its end, as text."""
+    """Return a finished conversation as text."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 class Renderer:
-    """`how` in a process that is started for the first prompt, and ends with this object or with its owner."""
+    """Calls `how` in a process, which starts with the first prompt and ends with this object or its owner."""
 
     def __init__(self, tokenizer: Any, how: Callable[[Any, Messages], str] = render) -> None:
         self._tokenizer, self._how = tokenizer, how
@@ -61,28 +59,28 @@ class Renderer:
         self._stop: weakref.finalize[[int, socket.socket], Renderer] | None = None
 
     def __call__(self, messages: Messages) -> str:
-        """Raises RefusedError for what the template raises, ModelError where it finds no end."""
+        """Render messages. Raises RefusedError where the template raises, ModelError where it exceeds a limit."""
         if not hasattr(os, "fork"):
             return self._how(self._tokenizer, messages)
-        if self._end is None or self._owner != os.getpid():  # a fork of its owner starts one of its own
+        if self._end is None or self._owner != os.getpid():  # a fork of the owner starts its own
             self._start()
         assert self._end is not None
         try:
-            asked = json.dumps(messages).encode() + b"\n"
-            self._end.sendall(asked)
-            answer = _line(self._end, 2 * len(asked) + MOST_ADDED)
+            request = json.dumps(messages).encode() + b"\n"
+            self._end.sendall(request)
+            reply = _line(self._end, 2 * len(request) + MOST_ADDED)
         except OSError:
-            answer = b""
-        except BaseException:  # interrupted: what still renders would answer the next prompt
+            reply = b""
+        except BaseException:  # interrupted: the late reply would be taken for that of the next prompt
             self.close()
             raise
-        if not answer.endswith(b"\n"):
+        if not reply.endswith(b"\n"):
             self.close()
             raise ModelError(
-                f"the model's chat template finds no end within {SECONDS:g} s and {ROOM >> 20} MiB, or adds more than "
-                f"{MOST_ADDED >> 20} MiB, on the prompt {shown(messages)}; set task.prompt: raw, or take another model"
+                f"the model's chat template takes more than {SECONDS:g} s or {ROOM >> 20} MiB, or adds more than "
+                f"{MOST_ADDED >> 20} MiB, for the prompt {shown(messages)}; set task.prompt: raw, or use another model"
             )
-        kind, text = json.loads(answer)
+        kind, text = json.loads(reply)
         if kind == "refused":
             raise RefusedError(text)
         return text
@@ -110,7 +108,7 @@ class Renderer:
 
 
 def _line(end: socket.socket, most: int) -> bytes:
-    """One answer, without its end where the other side is gone, or says more than `most` bytes. Raises TimeoutError."""
+    """Read one reply, cut off where the other side is gone or sends over `most` bytes. Raises TimeoutError."""
     found = bytearray()
     while not found.endswith(b"\n") and len(found) <= most:
         part = end.recv(1 << 16)
@@ -121,22 +119,22 @@ def _line(end: socket.socket, most: int) -> bytes:
 
 
 def _serve(end: socket.socket, tokenizer: Any, how: Callable[[Any, Messages], str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the owner, whose end is ours too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _bound_memory()
     for line in end.makefile("rb"):
-        signal.setitimer(signal.ITIMER_REAL, SECONDS + 1)  # where the owner was killed, nobody else ends this
+        signal.setitimer(signal.ITIMER_REAL, SECONDS + 1)  # in case the owner was killed
         try:
-            answer = json.dumps(["text", how(tokenizer, json.loads(line))])
+            reply = json.dumps(["text", how(tokenizer, json.loads(line))])
         except Exception as error:  # of jinja2, or whatever the template calls
-            answer = json.dumps(["refused", str(error)[:1000] or type(error).__name__])
+            reply = json.dumps(["refused", str(error)[:1000] or type(error).__name__])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        end.sendall(answer.encode() + b"\n")
+        end.sendall(reply.encode() + b"\n")
 
 
 def _bound_memory() -> None:
-    """Address space beyond what the fork came with; Linux alone says how much that is."""
+    """Limit the memory to the fork's size plus ROOM, on Linux."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -146,7 +144,7 @@ def _bound_memory() -> None:
 
 
 def _end(owner: int, pid: int, end: socket.socket) -> None:
-    """Called once, by its owner or by nobody: a fork has no such child."""
+    """Kill the process, which only the owner of it can do."""
     end.close()
     if os.getpid() == owner:
         with suppress(ProcessLookupError, ChildProcessError):

@@ -14,13 +14,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evoalign.config import FORMAT_VERSION, Config
-from evoalign.config.reading import MissingError, read_object
+from evoalign.config.reading import MissingError, parse, read_bytes, read_object
 from evoalign.errors import DataError
 from evoalign.placebos.estimates import PlaceboResults, Placebos, Split, Whole
 from evoalign.rundir import checksums
-from evoalign.rundir.checkpoint import Hash
+from evoalign.rundir.checkpoint import NO_JOURNAL, Hash
 from evoalign.rundir.files import write_text
-from evoalign.rundir.journal import last_hash
 from evoalign.rundir.method import JOURNAL
 
 PLACEBO = "results/placebo.json"
@@ -41,7 +40,7 @@ class _File(BaseModel):
 def write(run: Path, config: Config, found: Placebos) -> None:
     """Write the placebos of a whole run; `config` is the run's own."""
     kept = {name: value for name, value in found.as_dict().items() if name != "off_task"}
-    journal, settings = last_hash(run / JOURNAL), _settings(config)
+    journal, settings = _last_hash(run / JOURNAL), _settings(config)
     record = {"format_version": FORMAT_VERSION, "journal": journal, "settings": settings, **kept}
     with checksums.recorded(run, PLACEBO):
         write_text(run / PLACEBO, json.dumps(record, indent=2, allow_nan=False) + "\n")
@@ -62,7 +61,7 @@ def read(run: Path, config: Config) -> PlaceboResults | None:
         raise DataError(f"{file} is damaged ({where}); {_MEND}") from None
     checksums.verify(run, PLACEBO, fix=_MEND)
     for is_wrong, why in (
-        (record.journal != last_hash(run / JOURNAL), f"does not belong to {run / JOURNAL}"),
+        (record.journal != _last_hash(run / JOURNAL), f"does not belong to {run / JOURNAL}"),
         (record.settings != _settings(config), f"has other evaluation settings than {run / 'config.yaml'}"),
     ):
         if is_wrong:
@@ -79,3 +78,13 @@ def remove(run: Path) -> None:
 def _settings(config: Config) -> dict[str, Any]:
     """Return how a mean is evaluated, without how often."""
     return config.evaluation.model_dump(mode="json", exclude={"every"})
+
+
+def _last_hash(journal: Path) -> str:
+    """Return the hash of a journal's last line, which depends on all before it; zeros without a journal."""
+    try:
+        lines = read_bytes(journal, 2**36).splitlines()
+        found: Any = parse(lines[-1], str(journal)) if lines else {}
+    except DataError:
+        return NO_JOURNAL
+    return str(found.get("hash")) if isinstance(found, dict) else NO_JOURNAL  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]

@@ -22,9 +22,9 @@ from evoalign.report import watching
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import MEASURING, RunDir, older_report
+from evoalign.rundir.files import refuse_links
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
-from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import load_own
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data
 from evoalign.tasks import Data, Task

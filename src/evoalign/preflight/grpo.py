@@ -16,8 +16,8 @@ from evoalign.preflight import pace, plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import generated, seconds_text, tried, whole
 from evoalign.rollouts import batch, collect, rewards_of
-from evoalign.rundir.manifest import versions
-from evoalign.training import splits
+from evoalign.rundir.identity import versions
+from evoalign.training import heading
 from evoalign.types import MEAN_PLAN, Member, Request, Rollout, Sampling
 from evoalign.version import install
 
@@ -84,7 +84,7 @@ def check_disk(case: Case) -> Finding:
     """Room for the policies that are kept, and for two states of the trainer: one is deleted once the next is whole."""
     config = case.config
     policy, state = planning.checkpoint_bytes(config, need(case.specs, "targets"))
-    kept = config.checkpoint.keep_last + splits.keeps_best(config, case.data) if state else 1
+    kept = config.checkpoint.keep_last + heading.keeps_best(config, case.data) if state else 1
     what = f"{kept + 1} checkpoints of {gib(policy)}" + (
         f" and 2 states of the trainer of {gib(state)}" if state else ""
     )

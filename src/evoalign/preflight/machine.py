@@ -14,7 +14,7 @@ import torch
 from evoalign.cost.estimate import gib
 from evoalign.kernels import compiled
 from evoalign.preflight.case import Finding, first_line
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 
 
 def check_versions() -> Finding:

@@ -22,14 +22,14 @@ from evoalign.cost.estimate import gib
 from evoalign.cost.share import share_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
-from evoalign.models.empty import model_config
+from evoalign.models.origin import model_config
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rollouts import EARLY
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
-from evoalign.training import saving, splits
+from evoalign.training import heading, saving
 from evoalign.types import Example, Messages, Prompt, text_of
 from evoalign.version import install
 
@@ -109,7 +109,7 @@ def check_task(case: Case) -> Finding:
     validation = f", {len(case.data.validation)} validation" if case.data.validation else ""
     detail = f"{case.task.name}: {train} training{validation} and {test} test examples"
     detail += f", {min(batch or train, train)} a generation" if case.method == "es" else ""
-    shared = [line.removeprefix("warning: ") for line in splits.shared_lines(case.task, case.data)]
+    shared = [line.removeprefix("warning: ") for line in heading.shared_lines(case.task, case.data)]
     return Finding("task", "warning" if shared else "ok", detail, ". ".join(shared))
 
 
@@ -284,7 +284,7 @@ def check_disk(case: Case) -> Finding:
     config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
     slots, dtype = OPTIMIZER_SLOTS[config.es.optimizer.name], estimate.served_dtype(config)
     size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
-    kept = config.checkpoint.keep_last + splits.keeps_best(config, case.data) if saving.every(config) else 1
+    kept = config.checkpoint.keep_last + heading.keeps_best(config, case.data) if saving.every(config) else 1
     wanted = size * (kept + 1)
     return room_on_disk(config, wanted, f"{kept + 1} checkpoints of {gib(size)}")
 

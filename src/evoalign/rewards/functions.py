@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions of the user's own, called as TRL calls them.
+"""User reward functions, called as TRL calls them.
 
 Two forms are accepted, plain or `async`:
 
-- TRL's: `f(prompts, completions, **columns) -> list[float | None]`, called by keyword. A function gets every column
-  of the data that it names, or all of them where it takes `**kwargs`. `None` means that the function does not apply.
-- the simple one: two positional parameters named `text` and `example`, one completion a call.
+- TRL's: `f(prompts, completions, **columns) -> list[float | None]`, called by keyword. A function gets every column of
+  the data that it names, or all of them with `**kwargs`. `None` means that the function does not apply.
+- the simple one: two positional parameters named `text` and `example`, for one completion per call.
 
-Of what TRL's trainer passes besides, `log_extra` and `log_metric` are given as functions that do nothing.
-`completion_ids` and `trainer_state` do not exist here (rewards see text, and there is no trainer): a function that
-cannot do without them is refused before the run starts.
+`log_extra` and `log_metric` of TRL's trainer are functions that do nothing. `completion_ids` and `trainer_state` do not
+exist here: a function that requires them is rejected before the run starts.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import copy
 import inspect
 import json
 import math
+import re
 import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -34,20 +34,26 @@ from evoalign.types import Example, Messages, Prompt
 Completion: TypeAlias = str | Messages
 Values: TypeAlias = list[float | None]
 Calling: TypeAlias = Callable[[str], None]
-"""Told the name of the function that is called next, so that one that never returns can be named."""
+"""Called with the name of the next function, so that an error can name one that never returns."""
 
 _OURS = ("prompt", "prompts", "completion", "completions", "completion_ids")
-"""Columns that would hide what TRL passes under, or keeps from, these names."""
+"""Columns that would hide arguments of TRL with these names."""
 _LOGGERS = ("log_extra", "log_metric")
 _UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
 _ABSENT = ("completion_ids", "trainer_state")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_DROPPED = re.compile(
+    r"\*\*|\*(?=[^\W\d])|(?<=[^\W\d])\*"  # markdown
+    r"|(?<!\d)\.|\.(?!\d)|[^\w\s.+*/<>=%^-]|_|(?<=[^\W\d])-(?=[^\W\d])"
+)
+_SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 SAVED = 20
-"""Completions of a batch that failed as a whole, which are kept to see it happen again."""
+"""Maximum number of completions that an error about a whole batch records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Completions to be rewarded, one row each. Message prompts come with message completions, as in TRL."""
+    """Completions to score, one row each. Message prompts have message completions, as in TRL."""
 
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
@@ -56,46 +62,43 @@ class Batch:
 
 
 class RewardFunction:
-    """A user's function, its name for messages, and what its signature asks for. Raises ConfigError."""
+    """A user function, its name and its signature. Raises ConfigError."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = str(getattr(function, "__name__", type(function).__name__))
-        self._parameters = self._signature()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        named = {p.name: p for p in self._parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if not callable(function):
+            raise ConfigError(f"reward {function!r} is not a function")
+        try:
+            parameters = dict(inspect.signature(function).parameters)
+        except ValueError:
+            raise ConfigError(f"reward function {self.name} has no readable signature; wrap it in a def") from None
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._named = frozenset(named)
         self._required = frozenset(n for n, p in named.items() if p.default is p.empty)
-        self.is_simple = list(self._parameters) == ["text", "example"]
+        self.is_simple = list(parameters) == ["text", "example"]
         for absent in _ABSENT:
             if absent in self._required:
                 raise ConfigError(
-                    f"reward function {self.name} asks for {absent}, which only TRL's trainer has; "
-                    "give that parameter a default, or work from the completions"
+                    f"reward function {self.name} requires {absent}, which only TRL's trainer has; "
+                    "give that parameter a default, or use the completions"
                 )
-
-    def _signature(self) -> dict[str, inspect.Parameter]:
-        if not callable(self.function):
-            raise ConfigError(f"reward {self.function!r} is not a function")
-        try:
-            return dict(inspect.signature(self.function).parameters)
-        except ValueError:
-            raise ConfigError(f"reward function {self.name} has no signature to read; wrap it in a def") from None
 
     @property
     def is_async(self) -> bool:
-        """Whether calling it gives a coroutine."""
+        """Whether a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
 
     def missing(self, columns: Sequence[str]) -> list[str]:
-        """Parameters without a default that neither the data nor the trainer's place can fill."""
+        """Return required parameters that neither the data nor the caller can fill."""
         given = {"text", "example"} if self.is_simple else {"prompts", "completions", *_LOGGERS, *columns}
         return sorted(self._required - given)
 
     def call(self, batch: Batch) -> Any:
-        """Whatever the function returns for the batch, awaitable where it is async."""
+        """Return the function's result for the batch; an awaitable if it is async."""
         if not self.is_simple:
             return self.function(**self._arguments(batch))
         pairs = zip(batch.texts, batch.examples, strict=True)
@@ -103,7 +106,9 @@ class RewardFunction:
         return asyncio.gather(*results) if self.is_async else results
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
-        ours = set(_OURS) - (self._named & {"completion"})  # which TRL never gives; here who names it gets the column
+        ours = set(_OURS) - (
+            self._named & {"completion"}
+        )  # TRL never passes `completion`; a function that names it gets the column
         columns = {name: None for example in batch.examples for name in example if name not in ours}
         arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
         arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
@@ -111,7 +116,7 @@ class RewardFunction:
         return {name: fresh(value) for name, value in arguments.items() if self._takes_all or name in self._named}
 
     def checked(self, result: Any, batch: Batch) -> Values:
-        """One finite number or None a completion. Raises RewardError."""
+        """Return one finite number or None per completion. Raises RewardError."""
         values: Any = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, list | tuple):
             raise RewardError(
@@ -125,24 +130,21 @@ class RewardFunction:
                 "return one number, or None, for each",
                 failure("value", self.name, texts=batch.texts),
             )
-        return [self._number(value, batch, row) for row, value in enumerate(values)]
-
-    def _number(self, value: Any, batch: Batch, row: int) -> float | None:
-        number = None if value is None else finite(value)
-        if value is not None and number is None:
-            raise RewardError(
-                f"reward function {self.name} gave {shown(value)} for the completion {batch.texts[row][:80]!r}; "
-                "return a finite number, float(x) of a truth value, or None where the function does not apply",
-                failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
-            )
-        return number
+        numbers = [None if value is None else finite(value) for value in values]
+        for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
+            if value is not None and number is None:
+                raise RewardError(
+                    f"reward function {self.name} returned {shown(value)} for the completion "
+                    f"{batch.texts[row][:80]!r}; return a finite number, float(x) of a bool, or None",
+                    failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
+                )
+        return numbers
 
 
 def fresh(value: Any) -> Any:
-    """The value for code of the user's own, which may change what it is given: rows are shared by all members.
+    """Return a deep copy for user code, which may modify it: all members share the rows.
 
-    Lists, dicts and other objects are copied in depth; what no code can change is itself, and so is an object that
-    cannot be copied.
+    Immutable values and objects that cannot be copied are returned unchanged.
     """
     kind = type(value)
     if kind in _UNCHANGING:
@@ -153,12 +155,12 @@ def fresh(value: Any) -> Any:
         return {key: fresh(item) for key, item in value.items()}
     try:
         return copy.deepcopy(value)
-    except Exception:  # whatever its class says to that
+    except Exception:  # its class may raise anything
         return value
 
 
 def finite(value: Any) -> float | None:
-    """The value as a float where it is one finite number (of Python, numpy or torch) and no truth value; else None."""
+    """Convert one finite number of Python, numpy or torch to float; return None for anything else, also bools."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     try:
@@ -169,16 +171,16 @@ def finite(value: Any) -> float | None:
         return None
     try:
         number = float(plain)
-    except OverflowError:  # an integer of more than 308 digits
+    except OverflowError:  # an integer with more than 308 digits
         return None
     return number if math.isfinite(number) else None
 
 
 def shown(value: object) -> str:
-    """A value for a message: on one line, and short whatever it is."""
+    """Format any value for a message, on one short line."""
     try:
         return " ".join(reprlib.repr(value).split())
-    except Exception:  # Python refuses to write integers of more than 4300 digits
+    except Exception:  # Python rejects integers with more than 4300 digits
         return f"a value of type {type(value).__name__}"
 
 
@@ -189,9 +191,9 @@ def failure(
     trace: str | None = None,
     texts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What `RewardError.failed` holds; `where` is the prompt, the completion and the example to blame, if one is.
+    """Return the record for `RewardError.failed`; `where` is the prompt, the completion and the example that failed.
 
-    Where none is, `texts` are what the function was asked: `completions` holds the first of them, `count` how many.
+    Without `where`, the record has the first of the `texts` as `completions`, and their `count`.
     """
     prompt, completion, example = where or (None, None, None)
     failed = {
@@ -210,38 +212,32 @@ def failure(
 
 
 def call_all(functions: Sequence[RewardFunction], batch: Batch, calling: Calling | None = None) -> list[Values]:
-    """The values of every function, in order. Async functions are awaited together. Raises RewardError.
+    """Call every function and return its values, in order. Awaits async functions together. Raises RewardError.
 
-    Works inside a running event loop too (a notebook): the awaiting then happens on a thread of its own.
+    In a running event loop (a notebook), a separate thread awaits them.
     """
     tell = calling or _log_nothing
     results: dict[int, Any] = {}
     for index, function in enumerate(functions):
         if not function.is_async:
             tell(function.name)
-            results[index] = _guarded(function, batch)
+            try:
+                results[index] = function.call(batch)
+            except FAILURES as error:
+                raise _failed(function.name, error, batch) from error
     waiting = [i for i, f in enumerate(functions) if f.is_async]
     if waiting:
-        tell(" or ".join(functions[i].name for i in waiting))
-        results |= zip(waiting, _run_all([functions[i] for i in waiting], batch), strict=True)
+        names = " or ".join(functions[i].name for i in waiting)
+        tell(names)
+        try:
+            found = _run(_await_all([functions[i] for i in waiting], batch))
+        except (SystemExit, asyncio.CancelledError) as error:  # Ctrl-C cancels too, but raises KeyboardInterrupt here
+            raise _failed(names, error, batch) from error
+        results |= zip(waiting, found, strict=True)
     return [function.checked(results[i], batch) for i, function in enumerate(functions)]
 
 
-def _guarded(function: RewardFunction, batch: Batch) -> Any:
-    try:
-        return function.call(batch)
-    except FAILURES as error:
-        raise _failed(function.name, error, batch) from error
-
-
-def _run_all(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
-    try:
-        return _run(_together(functions, batch))
-    except (SystemExit, asyncio.CancelledError) as error:  # told apart from Ctrl-C, which cancels too, only out here
-        raise _failed(" or ".join(function.name for function in functions), error, batch) from error
-
-
-async def _together(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
+async def _await_all(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
     return await asyncio.gather(*(_awaited(function, batch) for function in functions))
 
 
@@ -262,20 +258,35 @@ def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 
 def _failed(name: str, error: BaseException, batch: Batch) -> RewardError:
+    columns = list(dict.fromkeys(str(name) for example in batch.examples for name in example))
+    hint = ""
+    looked_up = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if columns and isinstance(looked_up, str) and looked_up not in columns:
+        hint = f"; the data has the columns {plain(cut(', '.join(columns), 200))}"
     return RewardError(
-        f"reward function {name} failed: {raised(error)}{_columns(error, batch)}; fix it",
+        f"reward function {name} failed: {raised(error)}{hint}; fix it",
         failure("raised", name, trace="".join(traceback.format_exception(error)), texts=batch.texts),
     )
 
 
-def _columns(error: BaseException, batch: Batch) -> str:
-    """The columns that there are, where a name was looked up that is none of them."""
-    columns = list(dict.fromkeys(str(name) for example in batch.examples for name in example))
-    looked_up = isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str)
-    if not looked_up or not columns or error.args[0] in columns:
-        return ""
-    return f"; the data has the columns {plain(cut(', '.join(columns), 200))}"
-
-
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for TRL's `log_extra` and `log_metric`, and for nobody who wants to know what is called."""
+    """Ignore all arguments: replaces TRL's `log_extra` and `log_metric`."""
+
+
+def normalized(text: str) -> str:
+    """Lower-case a text, remove punctuation and markdown, collapse white space, and write 1,000 as 1000.
+
+    Arithmetic signs and decimal points stay, but `**` counts as markdown.
+    """
+    return " ".join(_DROPPED.sub(" ", _BETWEEN_DIGITS.sub("", text.casefold())).split())
+
+
+def says(text: str, gold: str) -> bool:
+    """Return whether the normalised text contains the gold answer as whole words.
+
+    If the script of the gold answer has no spaces between words, it may be anywhere in the text.
+    """
+    wanted, found = normalized(gold), normalized(text)
+    if not wanted:
+        return text.strip() == gold.strip() != ""
+    return wanted in found if _SPACELESS.search(wanted) else f" {wanted} " in f" {found} "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the named rewards of a whole group become the scores that move the mean.
+"""Objectives: turn the named rewards of a whole group into the scores that move the mean.
 
-A task gives columns: under each name one number a completion, or none where that reward does not apply. An objective
-sees the columns of all members and prompts at once. What it carries from one generation to the next is its `state`:
-the journal keeps it, so that a resumed run scores as if it had never stopped.
+A task returns columns: under each name one number per completion, or None if that reward does not apply. An objective
+gets the columns of all members and prompts at once. Its `state` is what it carries from one generation to the next; the
+journal records it, so that a resumed run scores as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evoalign.shaping import SHAPINGS, Scores
 from evoalign.types import Example
 
 Columns: TypeAlias = Mapping[str, Sequence[float | None]]
-"""Rewards by name, one a completion; None where a reward does not apply."""
+"""Rewards by name, one per completion; None if a reward does not apply."""
 PREFIX = "fitness/"
 """Prefix of the evaluation measure that holds the value of `task.fitness`."""
 _T = TypeVar("_T")
@@ -54,54 +54,53 @@ class Group:
 
 
 class Objective(ABC):
-    """Makes scores of a group's columns. One of one's own is named as `task.objective`, or a task brings it.
+    """Computes scores from a group's columns. `task.objective` or a task's `objective()` names a custom one.
 
-    `state` is all that a later generation depends on: finite numbers by name, the same names always. It is written
-    down after each generation, and given back to `restore` when a run is resumed.
+    `state` is everything that a later generation depends on: finite numbers under constant names. It is recorded after
+    each generation, and passed to `restore` when a run resumes.
     """
 
     name: str
     per_completion: bool = False
-    """Whether each score follows from its own completion's columns and the state alone. GRPO needs that; the probe and
-    the A/A control, which have no population, need that or `per_member`."""
+    """Whether each score depends only on its completion's columns and the state. GRPO needs that; the probe and the A/A
+    control, which have no population, need that or `per_member`."""
     measure: str = "reward"
     """Evaluation measure that training maximises."""
     per_member: bool = False
-    """Whether it gives one score a member, [members, 1], which follows from that member's own answers and the state
-    alone. Shapings that compare members prompt by prompt are refused then."""
+    """Whether there is one score per member, [members, 1], which depends only on that member's completions and the
+    state. Shapings that compare members prompt by prompt are then rejected."""
     asks_mean: bool = False
-    """Whether `update` needs what the unperturbed model says: each generation asks that model the same requests too,
-    before it moves, and `group.mean` has its answers. `scores` has to do without."""
+    """Whether `update` needs completions of the unperturbed model: each generation then sends it the same requests, and
+    `group.mean` has the result. `scores` must not use it."""
 
     state: Mapping[str, float] = MappingProxyType({})
 
     @property
     def scores_alone(self) -> bool:
-        """Whether the answers of one model have scores, without a population beside them."""
+        """Whether completions of a single model have scores, without a population."""
         return self.per_completion or self.per_member
 
     @abstractmethod
     def scores(self, group: Group) -> Scores:
-        """Finite float64 [members, prompts], or with `per_member` [members, 1]; changes nothing."""
+        """Return finite float64 [members, prompts], or with `per_member` [members, 1], without side effects."""
 
     def update(self, group: Group) -> None:  # noqa: B027 (most objectives have no state)
-        """Move the state on, once a generation and after its scores. Nothing here."""
+        """Update the state, once per generation and after its scores. Nothing by default."""
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take the state that a run had when it ended. Raises ResumeError for that of another objective."""
+        """Set the state that a run recorded. Raises ResumeError for the state of another objective."""
         if state.keys() != self.state.keys():
             raise ResumeError(
-                f"objective {self.name} keeps {_listed(self.state)} and the run recorded {_listed(state)}; "
-                "resume it with the objective that it was trained with"
+                f"objective {self.name} has the state {', '.join(self.state) or 'none'}, but the run recorded "
+                f"{', '.join(state) or 'none'}; resume with the objective of the run"
             )
         self.state = dict(state)
 
 
 class WeightedSum(Objective):
-    """The sum of the columns times their weights; of a single column without a weight, that column bit for bit.
+    """Weighted sum of the columns. A single column without a weight is returned bit for bit.
 
-    With `weights`, only the columns that they name count; without, all do. Raises ConfigError for a weight that is
-    not finite.
+    With `weights`, only the named columns count. Raises ConfigError for a weight that is not finite.
     """
 
     name = "weighted_sum"
@@ -109,7 +108,7 @@ class WeightedSum(Objective):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         if weights is not None and not (weights and all(map(math.isfinite, weights.values()))):
-            raise ConfigError(f"the weights of {self.name} have to be finite, and one at least: {dict(weights)}")
+            raise ConfigError(f"{self.name} needs at least one weight, all of them finite, not {dict(weights)}")
         self.weights = weights
 
     def scores(self, group: Group) -> Scores:
@@ -120,7 +119,7 @@ class WeightedSum(Objective):
         return self._sums(columns, texts, [*group.examples] * shape[0]).reshape(shape)
 
     def by_name(self, names: Collection[str]) -> dict[str, float]:
-        """What each of several columns counts times; nothing of a single one."""
+        """Return the weight of each of several columns; empty for a single column."""
         weights = dict.fromkeys(names, 1.0) if self.weights is None else self.weights
         return {name: weights.get(name, 0.0) for name in names} if len(names) > 1 else {}
 
@@ -134,7 +133,7 @@ class WeightedSum(Objective):
         missing = [name for name in self.weights or () if name not in columns]
         if texts and missing:
             raise RewardError(
-                f"weights are given for {', '.join(missing)}, and the rewards are {', '.join(columns)}; "
+                f"there are weights for {', '.join(missing)}, but the columns are {', '.join(columns)}; "
                 "name the columns as the task does"
             )
         if not texts:
@@ -191,7 +190,7 @@ class SetObjective(Objective):
         try:
             inspect.signature(self.function).bind([], [])
         except TypeError:
-            return "does not take completions and examples, and nothing else"
+            return "does not take exactly two arguments, completions and examples"
         except ValueError:  # a C function without a readable signature
             pass
         return ""
@@ -262,7 +261,7 @@ def aim(measures: Mapping[str, float]) -> float:
 
 
 def create(config: ObjectiveConfig) -> Objective:
-    """The objective that a config names, made from its settings. Raises ConfigError."""
+    """Create the objective that a config names, with its settings. Raises ConfigError."""
     name = config.name
     cls: Any = load_object(OBJECTIVES.get(name, name), "task.objective")
     if not (isinstance(cls, type) and issubclass(cls, Objective)):
@@ -273,67 +272,69 @@ def create(config: ObjectiveConfig) -> Objective:
     except EvoalignError as error:
         raise ConfigError(f"task.objective: {error}") from error
     except FAILURES as error:
-        raise ConfigError(f"task.objective: {name} cannot be made of {config.options}: {described(error)}") from error
+        raise ConfigError(
+            f"task.objective: {name} cannot be created with {config.options}: {described(error)}"
+        ) from error
     return objective
 
 
 def refuse_whole_groups(objective: Objective, who: str) -> None:
-    """Raise ConfigError for an objective that needs a population, where there is none."""
+    """Raise ConfigError for an objective that needs a population."""
     if not objective.scores_alone:
         raise ConfigError(
-            f"objective {objective.name} scores a whole population at once, and {who} has none; "
-            "take another task.objective for it, such as weighted_sum"
+            f"objective {objective.name} scores a whole population at once, but {who} has none; set task.objective to "
+            "another one, such as weighted_sum"
         )
 
 
 def refuse_whole_members(objective: Objective, who: str) -> None:
-    """Raise ConfigError for an objective that has no score for a completion alone, where each needs one."""
+    """Raise ConfigError for an objective without a score for each completion."""
     refuse_whole_groups(objective, who)
     if objective.per_member:
         raise ConfigError(
-            f"{objective.name} is one score for all that a member answers, and {who} needs one for each completion; "
-            "train with ES, or take it out"
+            f"{objective.name} is one score for all completions of a member, but {who} needs one for each completion; "
+            "train with ES, or remove it"
         )
 
 
 def refuse_by_prompt(objective: Objective, es: EsConfig) -> None:
-    """Raise ConfigError for a shaping that needs scores by prompt, where a member has one score."""
+    """Raise ConfigError for a shaping that needs scores by prompt, if a member has one score."""
     if objective.per_member and es.shaping in BY_PROMPT:
         others = ", ".join(name for name in SHAPINGS if name not in BY_PROMPT)
         raise ConfigError(
-            f"es.shaping {es.shaping} compares members prompt by prompt, and {objective.name} is one score for all "
+            f"es.shaping {es.shaping} compares members prompt by prompt, but {objective.name} is one score for all "
             f"prompts; use one of {others}"
         )
 
 
 def judge(objective: Objective, group: Group) -> Scores:
-    """The scores of a group, checked. Raises RewardError where there is not one finite number for each completion."""
+    """Return the checked scores of a group. Raises RewardError unless all are finite and the shape is right."""
     scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(_handed(objective, group)), dtype=np.float64))
     wanted = (len(group.texts_MP), 1 if objective.per_member else len(group.examples))
     if scores_MP.shape != wanted or not np.isfinite(scores_MP).all():
         raise RewardError(
-            f"objective {objective.name} gave scores of shape {scores_MP.shape}, of which "
-            f"{int((~np.isfinite(scores_MP)).sum())} are not finite; give one finite number for each of "
+            f"objective {objective.name} returned scores of shape {scores_MP.shape}, of which "
+            f"{int((~np.isfinite(scores_MP)).sum())} are not finite; return one finite number for each of "
             f"{wanted[0]} members{'' if objective.per_member else f' x {wanted[1]} prompts'}"
         )
     return scores_MP
 
 
 def score(objective: Objective, group: Group) -> Scores:
-    """The scores of a generation; the objective's state moves on. Raises RewardError."""
+    """Return the scores of a generation, and update the objective's state. Raises RewardError."""
     scores_MP = judge(objective, group)
     move(objective, group)
     return scores_MP
 
 
 def move(objective: Objective, group: Group) -> None:
-    """The objective's state moves on, by a group that it has scored. Raises RewardError."""
+    """Update the objective's state by a group that it has scored. Raises RewardError."""
     _guarded(objective, lambda: objective.update(_handed(objective, group)))
     objective.state = _state(objective)
 
 
 def grouped(columns: Columns, texts: Sequence[str], examples: Sequence[Example], generation: int) -> Group:
-    """The completions of all members, one member after the other, each to the same `examples`."""
+    """Group the completions of all members, member by member, for the same `examples`."""
     prompts = len(examples)
     return Group(
         generation,
@@ -350,7 +351,7 @@ def reported_means(objective: Objective, group: Group) -> dict[str, float | None
 
 
 def means(columns: Columns, fewest: int = 2) -> dict[str, float | None]:
-    """Of each column over the completions that it applies to, None where to none; of fewer than so many, nothing."""
+    """Return the mean of each column, None without values; empty for fewer than `fewest` columns."""
     if len(columns) < fewest:
         return {}
     arrays = {name: _array(values) for name, values in columns.items()}
@@ -362,13 +363,12 @@ def _array(values: Sequence[float | None]) -> NDArray[np.float64]:
 
 
 def _state(objective: Objective) -> dict[str, float]:
-    """The state as plain floats, which the journal gives back bit for bit. Raises RewardError for anything else."""
+    """Return the state as floats, which the journal preserves bit for bit. Raises RewardError for other values."""
     state = {str(name): finite(value) for name, value in objective.state.items()}
     odd = [name for name, value in state.items() if value is None]
     if odd:
         raise RewardError(
-            f"the state of objective {objective.name} holds {odd[0]} = {objective.state[odd[0]]!r}; a state is finite "
-            "numbers"
+            f"the state of objective {objective.name} has {odd[0]} = {objective.state[odd[0]]!r}; use finite numbers"
         )
     return {name: value for name, value in state.items() if value is not None}
 
@@ -391,7 +391,3 @@ def _handed(objective: Objective, group: Group) -> Group:
     texts_MP, examples = fresh(group.texts_MP), fresh(list(group.examples))
     mean = None if group.mean is None else _handed(objective, group.mean)
     return replace(group, columns_MP=columns_MP, texts_MP=texts_MP, examples=examples, mean=mean)
-
-
-def _listed(state: Mapping[str, float]) -> str:
-    return ", ".join(state) or "no state"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward that is a program: JSON lines in, numbers out, in whatever language it is written.
+"""Reward scripts: executables that read JSON lines and print numbers, in any language.
 
-It is started once for each batch, without a shell. Its standard input has a line for each completion, an object with
-the columns of the row and with `prompt` and `completion`; it prints a line for each, one number, or `null` where it has
-nothing to say. It runs where reward functions do, and so under the grader's limits of time and memory.
+A script is started once per batch, without a shell. Its standard input has a line per completion: an object with the
+columns of the row, `prompt` and `completion`. It prints a line per completion: one number, or `null` if it does not
+apply. It runs where reward functions run, within the grader's limits of time and memory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from evoalign.errors import shown as short
 from evoalign.rewards.functions import Batch, RewardFunction, Values, failure
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-"""As programs print them: awk and bc write `.5`, which JSON has not. No `nan` and no `inf`."""
+"""Numbers as programs print them: awk and bc print `.5`. No `nan` or `inf`."""
 
 
 class ScriptError(Exception):
-    """A script did not run to its end. Not a value: like a function that raises, it is asked again."""
+    """A script failed to run. Like a function that raises, it is retried."""
 
 
 class Script(RewardFunction):
-    """An executable file with the face of a reward function. Raises ConfigError where it cannot be run."""
+    """An executable with the interface of a reward function. Raises ConfigError if it cannot be run."""
 
     def __init__(self, path: str) -> None:
         found = Path(path).expanduser()
         if not found.is_file():
             raise ConfigError(
-                f"task.rewards: {path!r} is no import path and no file; write package.module:function, "
+                f"task.rewards: {path!r} is neither an import path nor a file; write package.module:function, "
                 "file.py:function, or the path of an executable file"
             )
         if not os.access(found, os.X_OK):
@@ -48,29 +48,30 @@ class Script(RewardFunction):
         self.name = found.name
 
     def call(self, batch: Batch) -> Any:
-        """What it prints, with the last line of its stderr. Raises ScriptError."""
+        """Return its output and the last line of its stderr. Raises ScriptError."""
         return self._run("".join(_lines(batch)))
 
     def _run(self, lines: str) -> tuple[str, str]:
         try:
             done = subprocess.run([self.path], input=lines.encode("ascii"), capture_output=True, check=False)
         except OSError as error:
-            how = "; does its first line name its interpreter, such as #!/bin/sh ?" if _no_format(error) else ""
+            hint = "; its first line has to name its interpreter, such as #!/bin/sh"
+            how = hint if error.errno == errno.ENOEXEC else ""
             raise ScriptError(f"it does not start: {error.strerror}{how}") from None
-        said = done.stderr.decode("utf-8", "replace")
-        sys.stderr.write(said)  # as what a function prints
-        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+        printed = done.stderr.decode("utf-8", "replace")
+        sys.stderr.write(printed)
+        last = next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "")
         if done.returncode:
             how = f"exit status {done.returncode}" if done.returncode > 0 else f"killed by signal {-done.returncode}"
-            raise ScriptError(f"{how}{_said(last)}")
+            raise ScriptError(f"{how}{_quoted(last)}")
         return done.stdout.decode("utf-8", "replace"), last
 
     def missing(self, columns: Any) -> list[str]:
-        """Nothing: it gets every column, and what it makes of them is its own."""
+        """Return nothing: a script gets every column."""
         return []
 
     def checked(self, result: Any, batch: Batch) -> Values:
-        """One finite number or None a completion. Raises RewardError that quotes what it printed."""
+        """Return one finite number or None per completion. Raises RewardError that quotes the output."""
         printed, last = result
         lines = printed.split("\n")
         lines = lines[:-1] if not lines[-1] else lines
@@ -78,7 +79,7 @@ class Script(RewardFunction):
             end = f"; the last is {short(lines[-1])}" if lines else ""
             raise RewardError(
                 f"reward script {self.name} printed {len(lines)} lines for {len(batch.texts)} completions{end}"
-                f"{_said(last)}; print one number, or null, for each",
+                f"{_quoted(last)}; print one number, or null, for each",
                 failure("value", self.name, texts=batch.texts),
             )
         return [self._value(line.strip(), last, batch, row) for row, line in enumerate(lines)]
@@ -91,21 +92,17 @@ class Script(RewardFunction):
             return number
         raise RewardError(
             f"reward script {self.name} printed {short(line)} for the completion {batch.texts[row][:80]!r}"
-            f"{_said(last)}; a line is one finite number, or null where the script does not apply",
+            f"{_quoted(last)}; print one finite number, or null if the script does not apply",
             failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
         )
 
 
 def _lines(batch: Batch) -> Iterator[str]:
-    """A completion is its text, also where prompts are messages. What JSON does not have goes as text."""
+    """Yield the input lines. Completions are text, also for message prompts; JSON gets other types as text."""
     for prompt, text, example in zip(batch.prompts, batch.texts, batch.examples, strict=True):
         row = {str(name): value for name, value in example.items()}
         yield json.dumps({**row, "prompt": prompt, "completion": text}, default=str, skipkeys=True) + "\n"
 
 
-def _no_format(error: OSError) -> bool:
-    return error.errno == errno.ENOEXEC
-
-
-def _said(last: str) -> str:
+def _quoted(last: str) -> str:
     return f" (on stderr: {cut(last, 200)!r})" if last else ""

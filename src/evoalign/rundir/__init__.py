@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves on disk: its folder, journal, checkpoints, manifest, and what makes it the same run."""
+"""The files of a run: its directory, journal, checkpoints, checksums and manifest."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all: text, PEFT adapters, Hugging Face checkpoints. Safetensors and JSON only.
+"""Save, verify and load the mean of a run, as safetensors and JSON.
 
 A saved mean is a plain PEFT adapter (`lora`, float32) or a Hugging Face checkpoint in the served dtype (`lowrank`,
-`full`), which any library loads. Beside it lie
+`full`), which any library loads, with these files added:
 
     evoalign.json            which generation, its weights_hash, its place in the journal, SHA-256 of each file
-    mean-NNNNN.safetensors   the mean in float32, where the plain form has rounded it
+    mean-NNNNN.safetensors   the mean in float32, where the checkpoint has rounded it
     optimizer.safetensors    state of momentum or Adam
 """
 
@@ -36,10 +36,10 @@ SHARD_BYTES = 5 * 10**9
 MOST_BYTES = 2**44
 RECORD_BYTES = 2**20
 NO_JOURNAL = "0" * 64
-"""In place of a journal line's hash: what a run without a journal has saved."""
+"""Used as a journal line's hash for a run of GRPO, which has no journal."""
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PlainName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=255)]
-"""Of a file in the folder itself."""
+"""Name of a file directly in the folder."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 _NOT_THE_RUN = """# Not the result of a run
 
@@ -51,12 +51,12 @@ State = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it.
+    """Identifies a saved mean within a run. `journal` is the hash of the journal line that sealed it.
 
-    `validation` is its reward on the validation split, where it was evaluated: by it the best is kept. `reward` is
-    that on the test split, by which earlier releases kept the best; this one leaves it None. `objective` is the state
-    that the objective had after that generation, `counterfactual` of a mean that is not the run's own: with which other
-    coefficients it was reached. These three are written down only where they are.
+    `validation` is its reward on the validation split, if evaluated, by which `checkpoint.keep_best` compares means.
+    `reward` is that on the test split, which earlier releases compared; this one leaves it None. `objective` is the
+    objective's state after that generation. `counterfactual` names the changed coefficients of a mean that is not the
+    run's own. `validation`, `objective` and `counterfactual` are written only where they are set.
     """
 
     generation: int
@@ -69,7 +69,7 @@ class Mark:
 
 
 class _Record(BaseModel):
-    """What evoalign.json may hold: it comes from anywhere."""
+    """The contents of evoalign.json, which may come from an untrusted source."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -97,11 +97,10 @@ def save(
     whole: Callable[[Path, State], None] | None = None,
     replace: bool = True,
 ) -> None:
-    """Save the mean that `state` gives. `base` is the folder or hub name of the model it started from.
+    """Save the mean that `state` yields. `base` is the folder or hub name of the model it started from.
 
-    `whole` writes that model with the evolved tensors in place, and its tokenizer; None of an adapter.
-
-    `replace` takes the place of a folder that is there; otherwise that has to be empty.
+    `whole` writes that model with the evolved tensors in place, and its tokenizer; None saves an adapter. With
+    `replace`, an existing folder is replaced; otherwise it has to be empty.
     """
     with filled(folder, replace=replace) as temporary:
         if whole is None:
@@ -119,13 +118,12 @@ def save(
 
 
 def verify(folder: Path) -> Mark:
-    """What a saved mean says of itself. Raises CheckpointError naming the file that is missing or was altered."""
+    """Return the mark of a saved mean. Raises CheckpointError naming a file that is missing or was altered."""
     record = _record_of(folder)
-    digests = record.files
     for found in folder.glob("*.safetensors"):
-        if found.name not in digests:
+        if found.name not in record.files:
             raise CheckpointError(f"{found} does not belong there")
-    for name, digest in digests.items():
+    for name, digest in record.files.items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing")
         if digest_of(folder / name) != digest:
@@ -134,15 +132,15 @@ def verify(folder: Path) -> Mark:
 
 
 def verify_policy(folder: Path) -> Mark:
-    """What a saved policy of GRPO says of itself. Raises CheckpointError where it is damaged, or of a run of ES."""
+    """Return the mark of a saved policy of GRPO. Raises CheckpointError where it is damaged, or from a run of ES."""
     mark = verify(folder)
     if mark.journal != NO_JOURNAL:
-        raise CheckpointError(f"{folder} is not of a run of GRPO: it belongs to a journal")
+        raise CheckpointError(f"{folder} is not from a run of GRPO: it belongs to a journal")
     return mark
 
 
 def holds(folder: Path, mark: Mark) -> bool:
-    """Whether a mean is saved there already, whole; one of an earlier release may have a reward on the test split."""
+    """Return whether this mean is saved there undamaged; the `reward` of an earlier release is ignored."""
     try:
         return replace(verify(folder), reward=mark.reward) == mark
     except CheckpointError:
@@ -150,7 +148,7 @@ def holds(folder: Path, mark: Mark) -> bool:
 
 
 def mark_of(folder: Path) -> Mark | None:
-    """What a saved mean was marked with, its files not looked at; None where that cannot be read."""
+    """Return the mark of a saved mean without verifying its files; None where evoalign.json cannot be read."""
     try:
         return _mark(_record_of(folder))
     except CheckpointError:
@@ -158,13 +156,12 @@ def mark_of(folder: Path) -> Mark | None:
 
 
 def _mark(found: _Record) -> Mark:
-    own = found.objective or {}
     place = found.generation, found.weights_hash, found.journal
-    return Mark(*place, found.reward, own, found.counterfactual, found.validation)
+    return Mark(*place, found.reward, found.objective or {}, found.counterfactual, found.validation)
 
 
 def _record_of(folder: Path) -> _Record:
-    """What evoalign.json says, unaltered. Raises CheckpointError."""
+    """Read evoalign.json and check its hash. Raises CheckpointError."""
     file = folder / RECORD
     try:
         raw = read_bytes(file, RECORD_BYTES)
@@ -173,12 +170,12 @@ def _record_of(folder: Path) -> _Record:
     except (DataError, ValueError) as error:
         raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
     if raw != _record_text({name: value for name, value in found.items() if name != "hash"}).encode():
-        raise CheckpointError(f"{file} was altered, or is of another release")
+        raise CheckpointError(f"{file} was altered, or was written by another release")
     return record
 
 
 def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The mean and the optimizer's state, float32 by name. `verify` the folder first. Raises CheckpointError."""
+    """Return the mean and the optimizer's state, in float32 by name. Call `verify` first. Raises CheckpointError."""
     files = sorted(folder.glob(MEAN)) or sorted(folder.glob("*model*.safetensors"))
     wanted = [t.name for t in (*layout.tensors, *layout.frozen)]
     state: dict[str, torch.Tensor] = {}
@@ -189,23 +186,17 @@ def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[st
     if missing:
         raise CheckpointError(f"{folder} has no {missing[0]}; was it saved by a run with other settings?")
     slots = _load_file(folder / OPTIMIZER) if (folder / OPTIMIZER).is_file() else {}
-    _check_shapes(folder, layout, state, slots)
+    shapes = {t.name: t.shape for t in (*layout.tensors, *layout.frozen)}
+    for name, tensor in (*state.items(), *slots.items()):
+        slot, _, module = name.rpartition(":")  # the optimizer's are named `slot:tensor`
+        shape = () if slot == "count" else shapes.get(module)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}, not {shape}")
     return state, slots
 
 
-def _check_shapes(
-    folder: Path, layout: Layout, state: Mapping[str, torch.Tensor], slots: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise CheckpointError for a tensor, or an optimizer's `slot:tensor`, of another shape than the layout's."""
-    shapes = {t.name: t.shape for t in (*layout.tensors, *layout.frozen)}
-    for name, tensor in (*state.items(), *slots.items()):
-        slot, _, of = name.rpartition(":")
-        if tuple(tensor.shape) != (() if slot == "count" else shapes.get(of)):
-            raise CheckpointError(f"{folder} holds {name!r} of shape {tuple(tensor.shape)}, which cannot be")
-
-
 def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT adapter under evoalign's names. Raises ModelError naming a file that does not load."""
+    """Return the tensors of a PEFT adapter by evoalign's names. Raises ModelError naming a file that does not load."""
     try:
         return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in _load_file(folder / ADAPTER).items()}
     except CheckpointError as error:
@@ -213,12 +204,12 @@ def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def mean_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The float32 mean beside a checkpoint that has rounded it, by name; empty where there is none."""
+    """Return the float32 mean saved with a rounded checkpoint, by name; empty where there is none."""
     return {name: tensor for file in sorted(folder.glob(MEAN)) for name, tensor in _load_file(file).items()}
 
 
 def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
-    """A plain PEFT adapter in float32, as `PeftModel.from_pretrained` loads it."""
+    """Write a PEFT adapter in float32, as `PeftModel.from_pretrained` loads it."""
     from peft import LoraConfig, TaskType
 
     modules = [t.module.removesuffix(".weight") for t in layout.tensors]
@@ -237,7 +228,7 @@ def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, stat
 
 
 def _is_exact(folder: Path, layout: Layout) -> bool:
-    """Whether the plain checkpoint holds the float32 mean under the names it evolves by."""
+    """Return whether the checkpoint already holds the float32 mean by its evolved names."""
     from safetensors import safe_open
 
     names: set[str] = set()
@@ -248,7 +239,7 @@ def _is_exact(folder: Path, layout: Layout) -> bool:
 
 
 def _write_mean(folder: Path, state: State) -> None:
-    """Float32 tensors, in files of at most SHARD_BYTES or one tensor."""
+    """Write float32 tensors, in files of at most SHARD_BYTES or one tensor."""
     shard: dict[str, torch.Tensor] = {}
     count = size = 0
     for name, tensor in state:
@@ -261,7 +252,7 @@ def _write_mean(folder: Path, state: State) -> None:
 
 
 def seal(folder: Path, mark: Mark) -> None:
-    """Write down what is in a folder, last of all."""
+    """Write evoalign.json, with the SHA-256 of all other files, as the last file of a folder."""
     files = {file.name: digest_of(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
     for name in ("objective", "counterfactual", "validation"):
@@ -271,7 +262,7 @@ def seal(folder: Path, mark: Mark) -> None:
 
 
 def _record_text(record: Mapping[str, Any]) -> str:
-    """The one way to write a record down, with its own hash."""
+    """Return the canonical text of a record, with its own hash."""
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     return json.dumps({**record, "hash": digest}, indent=2, sort_keys=True) + "\n"
 
@@ -287,7 +278,7 @@ def _load_file(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     try:
-        check_regular(file, MOST_BYTES)  # a pipe would be waited for
+        check_regular(file, MOST_BYTES)  # opening a pipe would wait for its other end
         return load_file(file)
     except (DataError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} does not load: {error}") from error

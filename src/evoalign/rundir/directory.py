@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files a run leaves: made once everything is known to work, so that bad input leaves nothing half-written."""
+"""A run's directory: its paths, its lock, and the writing of its plain files.
+
+The directory is made only after everything else has been checked, so that bad input leaves nothing half-written.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, RunExistsError
-from evoalign.rundir import journal
-from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
-from evoalign.rundir.links import FOLDERS, MADE, links_in, refuse_links, refuse_links_above, unlink_files
+from evoalign.rundir import files, journal
+from evoalign.rundir.files import FOLDERS, MADE, is_at, refuse_links, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
-from evoalign.rundir.rows import is_row
 
 FAILED_COMPLETION = "failed_completion.json"
 REPORT = "report.html"
@@ -38,31 +41,31 @@ OURS = (
     "config.yaml",
     MANIFEST,
 )
-"""What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
-all the others are known to be of a run."""
+"""The files and folders of a run. The manifest is made first and deleted last: it shows that the others are a run's."""
 MEASURING = "measuring"
-"""Stands, true, in results/evaluation.json while placebos and nats a token are being measured."""
+"""Key of results/evaluation.json, true while placebos and perplexity are being measured."""
 BEFORE_VALIDATION, AFTER_VALIDATION = "before_validation", "after_validation"
-"""Completions of the validation split, beside `before` and `after` of the test split."""
+"""Names of the completions of the validation split; those of the test split are `before` and `after`."""
 EARLY = (
-    MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet",
+    MANIFEST,
+    JOURNAL,
+    "results/budget.json",
+    "results/completions/before.parquet",
     f"results/completions/{BEFORE_VALIDATION}.parquet",
-)  # fmt: skip
-"""The files that a run may have left before its first generation, beside config.yaml; without our manifest none."""
-
-
+)
+"""The files besides config.yaml that a run may have written before its first generation."""
 PRUNED_TRIES = 5
 _T = TypeVar("_T")
 
 
 class RunDir:
-    """The paths of a run and the writing of its plain files."""
+    """A run's directory. `rows` are those of metrics.jsonl, `aside` is where `create` moved an earlier run."""
 
     def __init__(self, path: Path) -> None:
         try:
             path = path.expanduser().absolute()  # a hook or a reward may change the working directory
         except RuntimeError:
-            raise ConfigError(f"output_dir {path} names the home of nobody here") from None
+            raise ConfigError(f"output_dir {path}: there is no user of that name; give another folder") from None
         self.path = path
         self.config = path / "config.yaml"
         self.manifest = path / MANIFEST
@@ -73,52 +76,51 @@ class RunDir:
         self.figures = path / "figures"
         self.rows: list[dict[str, Any]] = []
         self.aside: Path | None = None
-        """Where `create` moved the run that was here."""
         self._lock: IO[bytes] | None = None
         self._folder: int | None = None
-        """The locked folder, open: no other can pass for it."""
+        """Descriptor of the locked folder, by which it is recognized."""
         self._made: list[Path] = []
         self._created = False
 
     def saved(self, generation: int, *, adapter: bool) -> Path:
-        """Where the mean after so many generations is saved."""
+        """Return the folder of the mean saved after this many generations."""
         return self.path / ("loras" if adapter else "checkpoints") / f"generation_{generation:04d}"
 
     def completions(self, name: str) -> Path:
-        """A parquet file of completions."""
+        """Return the path of a parquet file of completions."""
         return self.results / "completions" / f"{name}.parquet"
 
     def lock(self) -> None:
-        """Keep other processes out until `release`; the lock goes with the process, however that ends.
+        """Make the folder and keep other processes out until `release`, or until this process ends.
 
-        Makes the folder. Raises RunExistsError where another process is in it, and for links inside it.
+        Raises RunExistsError where another process holds it, and for links inside it.
         """
         self._check_place()
-        refuse_links_above(self.path / LOCK)
+        files.refuse_links_above(self.path / LOCK)
         refuse_links(self.path, whole=True)
         self._made += [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            check_regular(self.path / LOCK, mend="delete it")  # to open a pipe would be to wait for it
+            check_regular(self.path / LOCK, mend="delete it")  # opening a pipe would wait for its other end
         except MissingError:
             pass
         except DataError as error:
             raise RunExistsError(f"output_dir {self.path}: {error}") from error
         file = (self.path / LOCK).open("ab")
-        if not locked(file) or not is_at(file, self.path / LOCK):
+        if not files.locked(file) or not is_at(file, self.path / LOCK):
             file.close()
             raise RunExistsError(
                 f"output_dir {self.path}: another process is training there; stop it first, or choose another"
             )
         self._lock = file
-        self._folder = opened(self.path)
-        _HELD.add(file)
-        unlink_files(self.path)
+        self._folder = files.opened(self.path)
+        _LOCKS.add(file)
+        files.unlink_files(self.path)
 
     def release(self) -> None:
-        """Let others in. Folders that were made for the lock and hold nothing go too."""
+        """Remove the lock, and the folders that were made for it where they are empty."""
         if self._lock is not None:
-            if is_at(self._lock, self.path / LOCK):  # and not that of another process
+            if is_at(self._lock, self.path / LOCK):  # not the lock of another process
                 (self.path / LOCK).unlink()
             self._lock.close()
             self._lock = None
@@ -126,27 +128,27 @@ class RunDir:
             os.close(self._folder)
             self._folder = None
         for folder in self._made:
-            with suppress(OSError):  # not empty: it is a run by now
+            with suppress(OSError):  # not empty: it holds a run
                 folder.rmdir()
 
     @property
     def is_here(self) -> bool:
-        """Whether the folder at the path still is the one that was locked."""
+        """Whether the folder at the path is still the one that was locked."""
         return self._folder is None or is_at(self._folder, self.path)
 
     def check(self) -> None:
         """Raise RunGoneError where the folder was removed, moved or replaced since it was locked.
 
-        Raise RunExistsError where one of the folders in it is a link by now.
+        Raise RunExistsError where a link has replaced one of the folders in it.
         """
         if self._folder is not None:
-            check_at(self._folder, self.path)
+            files.check_at(self._folder, self.path)
         refuse_links(self.path)
 
     def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Make the folders and write config and manifest; nothing is left of them where that fails.
+        """Make the folders and write config and manifest; undo that where it fails. Raises RunExistsError.
 
-        Raises RunExistsError. A run that was here is moved to `aside`; one that never began goes.
+        With `overwrite`, a run that is there is moved to `aside`. A run that never began is deleted.
         """
         self.check()
         if self.exists():
@@ -155,7 +157,10 @@ class RunDir:
                 self._move_aside()
         self._created = True
         try:
-            self._clear()
+            self.sweep()
+            for name in OURS:  # of a run that never began
+                if name != FAILED_COMPLETION:
+                    remove(self.path / name)
             write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
             self._make_folders()
             write_text(self.config, to_yaml(config))
@@ -164,25 +169,29 @@ class RunDir:
             raise
 
     def resume(self, config: Config, manifest: Mapping[str, Any]) -> None:
-        """Make what is missing of the folders, write the config of now, and add to the manifest who resumes the run."""
+        """Make missing folders, write the present config, and append an entry to `resumed` in the manifest."""
         self._make_folders()
         write_text(self.config, to_yaml(config))
         try:
             whole = read_object(self.manifest)
             whole.setdefault("resumed", []).append(dict(manifest))
-        except (DataError, AttributeError):  # lost or damaged: it is not needed to resume
+        except (DataError, AttributeError):  # missing or damaged; resuming does not need it
             whole = dict(manifest)
         write_text(self.manifest, json.dumps(whole, indent=2) + "\n")
 
+    def _make_folders(self) -> None:
+        for name in MADE:
+            (self.path / name).mkdir(exist_ok=True)
+
     def sweep(self) -> None:
-        """Take away what a process that died left half written."""
-        names = () if any(links_in(self.path)) else FOLDERS
+        """Delete the temporary files of killed processes."""
+        names = () if any(files.links_in(self.path)) else FOLDERS
         for place in (self.path, *(self.path / name for name in names)):
             for file in place.glob(".*.tmp"):
                 remove(file)
 
     def undo(self) -> None:
-        """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
+        """Undo `create`, for input that turns out to be bad before the first generation is done."""
         if not self._created or not self.is_here:
             return
         self._created = False
@@ -196,27 +205,16 @@ class RunDir:
             self.aside.rename(self.path)
             self.aside = None
 
-    def _make_folders(self) -> None:
-        for name in MADE:
-            (self.path / name).mkdir(exist_ok=True)
-
-    def _clear(self) -> None:
-        """Take away what is left of a run that never began, the manifest last."""
-        self.sweep()
-        for name in OURS:
-            if name != FAILED_COMPLETION:
-                remove(self.path / name)
-
     def exists(self) -> bool:
-        """Whether there is anything in the directory; a lock, and what a failed reward left, do not count."""
+        """Return whether anything but a lock and a failed completion is in the directory."""
         if not self.path.is_dir():
             return self.path.exists()
         return any(entry.name not in (FAILED_COMPLETION, LOCK) for entry in self.path.iterdir())
 
     def refuse(self, *, overwrite: bool) -> None:
-        """Raise RunExistsError where the directory is taken and may not be moved aside.
+        """Raise RunExistsError where something is in the directory that may not be moved aside.
 
-        A run that recorded nothing yet takes no place.
+        A run that has recorded nothing yet does not count.
         """
         self._check_place()
         if not self.exists() or self.is_unstarted():
@@ -238,19 +236,19 @@ class RunDir:
             raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
 
     def is_unstarted(self) -> bool:
-        """Whether a run was begun here, and nothing else is, that has not come as far as the first line of its journal.
-
-        It may have died at any instant of its beginning. What it left is made again; a file of the user's is not ours.
-        """
+        """Return whether the directory holds only files of a run that died before the first line of its journal."""
         if not journal.is_blank(self.journal) or self.has_progress():
             return False
-        has_manifest = self._has_manifest()
+        try:
+            has_manifest = "format_version" in read_object(self.manifest)
+        except DataError:
+            has_manifest = False
         return all(self._is_early(path, has_manifest) for path in self.path.rglob("*"))
 
     def _is_early(self, path: Path, has_manifest: bool) -> bool:
-        """Whether something below is of a run that never began. Before the manifest, its folders are empty."""
+        """Return whether a run that never began may have left this file. Without a manifest, its folders are empty."""
         name = path.relative_to(self.path)
-        if has_manifest and name.parts[0] in ("logs", "trainer"):  # of trackers, and of GRPO's trainer
+        if has_manifest and name.parts[0] in ("logs", "trainer"):
             return True
         if path.is_dir():
             return not path.is_symlink() and name.as_posix() in (*MADE, "trainer")
@@ -263,38 +261,31 @@ class RunDir:
             return True
         return name.as_posix() in EARLY and (has_manifest or is_half)  # a web page has a manifest.json, too
 
-    def _has_manifest(self) -> bool:
-        """Whether there is one, and it is ours."""
-        try:
-            return "format_version" in read_object(self.manifest)
-        except DataError:
-            return False
-
     def has_progress(self) -> bool:
-        """Whether generations have left anything beside the journal."""
+        """Return whether generations have written anything besides the journal."""
         return self.metrics.is_file() or bool(saved_folders(self.path)) or any(self.path.glob("trainer/checkpoint-*"))
 
     def keep_failure(self, failed: Mapping[str, Any]) -> Path:
-        """Write down the completion that a reward failed on; a run need not have begun."""
+        """Write the completion that a reward failed on, also where no run has begun."""
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / FAILED_COMPLETION
         write_text(file, json.dumps(dict(failed), indent=2) + "\n")
         return file
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; also kept for the figures. Raises RunGoneError."""
+        """Append a row to `rows` and to metrics.jsonl. Raises RunGoneError."""
         self.check()
         self.rows.append(row)
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def replace_metrics(self, rows: Sequence[dict[str, Any]]) -> None:
-        """All of metrics.jsonl anew."""
+        """Write metrics.jsonl from these rows."""
         self.rows = list(rows)
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def read_metrics(self) -> dict[int, dict[str, Any]]:
-        """Rows by generation; lines that are cut or damaged are left out. Raises DataError for what is no file."""
+        """Return the rows by generation, without damaged lines. Raises DataError where it is not a regular file."""
         rows: dict[int, dict[str, Any]] = {}
         try:
             text = read_bytes(self.metrics)
@@ -310,68 +301,71 @@ class RunDir:
     def _move_aside(self) -> None:
         try:
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
-        except (OverflowError, ValueError, OSError):  # a date that no calendar has
+        except (OverflowError, ValueError, OSError):  # a time out of range
             stamp = "undated"
         aside = self.path.with_name(f"{self.path.name}.{stamp}")
         count = 1
         while aside.exists():
             count += 1
             aside = self.path.with_name(f"{self.path.name}.{stamp}.{count}")
-        held, folder = self._lock, self._folder
-        if os.name != "posix":  # an open file keeps its folder where it is
+        lock, folder = self._lock, self._folder
+        if os.name != "posix":  # an open file keeps its folder from being renamed
             self.release()
-        self.aside = self.path.rename(aside)  # with the lock, so that nobody takes the old run for a moment
+        self.aside = self.path.rename(aside)  # with the lock, so that no other process can resume it meanwhile
         self._lock = self._folder = None
         try:
             self.lock()
         finally:
             (aside / LOCK).unlink(missing_ok=True)
-            if held is not None and os.name == "posix":
-                held.close()
+            if lock is not None and os.name == "posix":
+                lock.close()
             if folder is not None and os.name == "posix":
                 os.close(folder)
 
 
-_HELD: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+_LOCKS: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 
 
-def _forget_locks() -> None:
-    """A fork, such as a worker that scores, shares the lock of its parent; it must not keep it beyond that."""
-    for file in list(_HELD):
+def _close_locks() -> None:
+    """Close the locks in a forked process, such as a grader, which would hold them after its parent's end."""
+    for file in list(_LOCKS):
         file.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+    os.register_at_fork(after_in_child=_close_locks)
+
+
+# --- saved means, report ---------------------------------------------------------------------------------------------
 
 
 def older_report(run: Path) -> str:
-    """Words for who added to a run that has a report: that one is not written over unasked."""
+    """Return a note that the run's report is outdated; empty where it has none."""
     file = run / REPORT
-    return f"; {file} is from before, `evoalign report {run}` writes it anew" if file.is_file() else ""
+    return f"; {file} is outdated, `evoalign report {run}` writes it anew" if file.is_file() else ""
 
 
 def generation_of(folder: Path) -> int:
-    """The number in the name of a saved mean."""
+    """Return the number in the name of a saved mean."""
     return int(folder.name.removeprefix("generation_"))
 
 
 def saving_places(path: Path) -> tuple[Path, Path]:
-    """The folders in which a run keeps its saved means: adapters, and whole checkpoints."""
+    """Return the folders in which a run keeps its saved means: adapters, and whole checkpoints."""
     return path / "loras", path / "checkpoints"
 
 
 def saved_folders(path: Path) -> list[Path]:
-    """The saved means of a run, the latest last."""
+    """Return the saved means of a run, the latest last."""
     found = [folder for place in saving_places(path) for folder in place.glob("generation_*")]
     return sorted((f for f in found if f.name.removeprefix("generation_").isdecimal()), key=generation_of)
 
 
 def again_if_pruned(path: Path, read: Callable[[], _T], known: Sequence[Path] | None = None) -> _T:
-    """`read` the latest saved mean of a run; once more where the run, which goes on, has deleted it meanwhile.
+    """Call `read`, which reads the latest saved mean of a run; retry where the running run deleted it meanwhile.
 
-    `known`: the saved means that were there when the first one to read was chosen, where that was before. Raises
-    ModelError where it is deleted again and again.
+    `known` are the saved means that were there when the mean to read was chosen; by default those there now. Raises
+    ModelError where that happens `PRUNED_TRIES` times.
     """
     for left in reversed(range(PRUNED_TRIES)):
         known = saved_folders(path) if known is None else known
@@ -383,8 +377,58 @@ def again_if_pruned(path: Path, read: Callable[[], _T], known: Sequence[Path] | 
                 raise
             if not left:
                 raise ModelError(
-                    f"{gone[-1]} was deleted while it was read: the run goes on and keeps the latest alone; raise "
-                    "checkpoint.keep_last, or wait until it is done"
+                    f"{gone[-1]} was deleted while it was read: the run is still training and keeps only its latest "
+                    "checkpoints; raise checkpoint.keep_last, or wait until it is done"
                 ) from error
             known = None
     raise AssertionError
+
+
+# --- rows of metrics.jsonl -------------------------------------------------------------------------------------------
+
+Number = StrictFloat | StrictInt | None
+Numbers = dict[str, Number] | None
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class _Diagnosis(_Open):
+    __pydantic_extra__: dict[str, Number | StrictBool]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    control: Annotated[list[StrictFloat | StrictInt], Field(min_length=3, max_length=3)] | None = None
+
+
+class _Row(_Open):
+    generation: Annotated[StrictInt, Field(ge=0)]
+    mean: Number = None
+    best: Number = None
+    worst: Number = None
+    p20: Number = None
+    p80: Number = None
+    std: Number = None
+    rms_c: Number = None
+    tokens: Number = None
+    empty_share: Number = None
+    truncated_share: Number = None
+    zero_variance: StrictBool | None = None
+    seconds: dict[str, StrictFloat | StrictInt] = {}
+    evaluation: Numbers = None
+    validation: Numbers = None
+    divergence: Numbers = None
+    budget: Numbers = None
+    rewards: Numbers = None
+    reward_weights: Numbers = None
+    objective: Numbers = None
+    grpo: Numbers = None
+    diagnosis: _Diagnosis | None = None
+
+
+def is_row(found: Any) -> bool:
+    """Return whether a JSON value has the types of a row of metrics.jsonl."""
+    try:
+        _Row.model_validate(found)
+    except ValidationError:
+        return False
+    return isinstance(found, dict)

@@ -1,36 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run, written down: one hash-chained JSON line for each update, ahead of the weights, and one to seal it.
+"""The journal: one hash-chained JSON line per update, written before the weights move, and one with the new hash.
 
 A line's `hash` is the SHA-256 of the line without it; `previous` is the hash of the line before. Nothing in it
 depends on time, so two runs of one config and seed on one machine have identical journals. The header holds the
 resolved config, so that the base model and this one file rebuild the mean of any generation.
 
     {"type": "header", format_version, versions, device, dtype, config, given_as, space, evolved_parameters,
-     hashes of config, noise table, tokenizer, data, model and the starting mean, machine, summation}
+     hashes of config, noise table, tokenizer, data, model and the starting mean, machine, summation, scorer_digest}
     {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective,
      scored_by}
     {"type": "seal", index, weights_hash}
     {"type": "validation", index, reward}
     {"type": "end", index, reason, limit}
 
-A `validation` line has the reward of the mean on the validation split, where the training depends on it: where it ends
-on a plateau, or its sigma follows one. An `end` line says that the run ended there, before its last generation, and by
-which limit of the settings: evaluations without a better reward (`plateau`), or seconds (`time`). A run that was then
-given a larger limit goes on after it. Both come after the seal of their generation, are there only where a setting asks
-for them, and leave the hashes that stand for a generation as they are: those of its update and its seal.
-
-`objective` is the state of the objective after the generation. It is there only where an objective has a state, which
-no earlier release could have: journals without one are what they always were, and readers of before refuse such a line
-by name. So the format is still version 1. Weights do not depend on it.
-
-`scored_by` says which replica of engine ray scored which members, and which scored them again. It is there only where
-answers are checked so (`engine.audit`); weights do not depend on it either.
-
-`summation` is how products of factors are added in an update (`evoalign.types.Summation`), `machine` what a library's
-product may depend on: the CPU's instructions, the threads. A journal of before has neither: see `Header.sums`.
-`scorer_digest` is there only where models score.
-
-A line is canonical JSON: keys sorted, no white space, ASCII, floats as Python's `repr` has them.
+`validation` and `end` lines follow a seal, and only where a setting needs them. A run that is given a larger limit
+continues after its `end` line. `objective`, `scored_by`, `machine`, `summation` and `scorer_digest` are left out where
+they do not apply, and by earlier releases. A line is canonical JSON: keys sorted, no white space, ASCII, floats as
+Python's `repr` writes them.
 """
 
 from __future__ import annotations
@@ -44,39 +30,170 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evoalign.config import FORMAT_VERSION
-from evoalign.config.reading import MissingError, parse, read_bytes
+from evoalign.config.reading import MissingError, as_finite, read_bytes
+from evoalign.config.spaces import SECTIONS, SpaceSection
 from evoalign.errors import DataError, JournalError
-from evoalign.rundir.checkpoint import NO_JOURNAL
+from evoalign.rundir.checkpoint import Finite, Hash
 from evoalign.rundir.files import check_at, sync_folder
-from evoalign.rundir.lines import EndedLine, Header, Reason, SealedLine, UpdatedLine, ValidatedLine
 from evoalign.types import Member, Summation, Update
 
 GENESIS = "0" * 64
 MOST_BYTES = 2**36
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Word = Annotated[int, Field(ge=0, lt=2**32)]
+"""A word of the noise counter."""
+Reason = Literal["plateau", "time"]
+"""Why a run ended before its last generation."""
 
 _M = TypeVar("_M", bound=BaseModel)
 
 
+class Strict(BaseModel):
+    """Base of all records: no unknown keys, no conversions."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Line(Strict):
+    """Base of all lines. `previous` is the hash of the line before."""
+
+    previous: Hash
+
+
+class Header(Line):
+    """The first line: what the run is, and what has to be equal for a replay to give the same weights."""
+
+    type: Literal["header"]
+    format_version: int
+    versions: dict[str, str]
+    device: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """The dtype the model was served in."""
+    config: dict[str, Any]
+    config_hash: Hash
+    noise_table: Hash
+    tokenizer_hash: Hash
+    data_hash: Hash
+    """Hash of the rows of all splits."""
+    given_as: Literal["task", "reward"] | None
+    """Kind of the Python object that was given in place of what the config names."""
+    space: str
+    evolved_parameters: Count
+    model_hash: Hash
+    weights_hash: Hash
+    """Hash of the mean before the first update."""
+    machine: dict[str, str] | None = None
+    """`capability` and `threads`: what the last bits of a library's results may depend on besides the versions."""
+    summation: Summation | None = None
+    scorer_digest: Hash | None = None
+    """Digest of the scoring models: files, template, tokens, dtype."""
+
+    @property
+    def sums(self) -> Summation:
+        """How the terms of an update were added.
+
+        A journal of an earlier release does not record it. Its sums are ordered, except for `lowrank` or a custom space
+        on a CPU or with an optimizer, which used a library's matrix product.
+        """
+        if self.summation is not None or not SECTIONS.get(self.space, SpaceSection).took_library_sums:
+            return self.summation or "ordered"
+        es: Any = self.config.get("es")
+        optimizer: Any = es.get("optimizer") if isinstance(es, dict) else None
+        plain = not isinstance(optimizer, dict) or optimizer.get("name", "sgd") == "sgd"
+        return "ordered" if plain and not self.device.startswith("cpu") else "library"
+
+    @model_validator(mode="after")
+    def _check_hash(self) -> Header:
+        if self.config_hash != hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest():
+            raise ValueError("config_hash is not that of config")
+        return self
+
+
+class ScoredChunk(Strict):
+    """Members that were scored together, and the replicas that gave the accepted result."""
+
+    members: list[Count]
+    by: Annotated[list[Count], Field(min_length=1)]
+
+
+class ScoredBy(Strict):
+    """Which replicas scored a generation, and why replicas were excluded so far, by their numbers."""
+
+    chunks: Annotated[list[ScoredChunk], Field(min_length=1)]
+    expelled: dict[str, str]
+
+
+class UpdatedLine(Line):
+    """An update."""
+
+    type: Literal["update"]
+    index: Word
+    generation: Word
+    members: Annotated[list[Word], Field(min_length=1)]
+    signs: list[Literal[-1, 1]]
+    scores: list[Finite]
+    coefficients: list[Finite]
+    rms_c: Finite
+    sigma: Finite
+    step: Finite
+    decay: Finite
+    objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
+    """State of the objective after the generation."""
+    scored_by: ScoredBy | None = None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> UpdatedLine:
+        if len({len(self.members), len(self.signs), len(self.scores), len(self.coefficients)}) > 1:
+            raise ValueError("members, signs, scores and coefficients differ in number")
+        if self.generation != self.index:
+            raise ValueError(f"generation {self.generation} is not index {self.index}")
+        return self
+
+
+class SealedLine(Line):
+    """The hash of the mean after an update."""
+
+    type: Literal["seal"]
+    index: Word
+    weights_hash: Hash
+
+
+class ValidatedLine(Line):
+    """The reward of the mean on the validation split, where early stopping or a plateau schedule uses it."""
+
+    type: Literal["validation"]
+    index: Word
+    reward: Finite
+
+
+class EndedLine(Line):
+    """The end of a run before its last generation."""
+
+    type: Literal["end"]
+    index: Word
+    reason: Reason
+    limit: Finite
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a run ended before its last generation, and the limit that it had reached."""
+    """Why a run ended before its last generation, and the limit that it reached: evaluations, or seconds."""
 
     reason: Reason
     limit: float
-    """Evaluations without a better reward, or seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One generation of a journal. `weights_hash` is None where the run ended before the update was sealed.
+    """One generation of a journal. `weights_hash` is None where the run died before the update was sealed.
 
-    `hash` is that of its seal, or of its update; `objective` the state of the objective after it, `validation` the
-    reward on the validation split, where that is recorded, and `ending` why the run ended, or once ended, there.
+    `hash` is that of its seal, or else of its update. `objective` is the objective's state after it, `validation` the
+    reward on the validation split if recorded, and `ending` why the run ended there, if it did.
     """
 
     update: Update
@@ -90,7 +207,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The first line that is not whole. `cut`: the last one, without its end, as a process that died leaves it."""
+    """The first damaged line. `cut`: it is the last line, without its end, as a killed process leaves it."""
 
     line: int
     cut: bool
@@ -99,35 +216,34 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What a journal says, up to the first line that is damaged."""
+    """The contents of a journal up to its first damaged line; `size` is the bytes of the whole lines."""
 
     path: Path
     header: Header
     generations: tuple[Recorded, ...]
     size: int
-    """Bytes of the whole lines."""
     last_hash: str
     damage: Damage | None = None
 
     @property
     def sealed(self) -> int:
-        """How many generations are whole: the mean after them is known and has a hash."""
+        """Number of generations whose mean has a recorded hash."""
         return _sealed(self.generations)
 
     @property
     def validated(self) -> list[float]:
-        """The rewards on the validation split that are recorded, in order."""
-        return [recorded.validation for recorded in self.generations if recorded.validation is not None]
+        """The recorded rewards on the validation split, in order."""
+        return [reward for g in self.generations if (reward := g.validation) is not None]
 
     @property
     def ending(self) -> Ending | None:
-        """Why the run ended where the journal does, if it did so before its last generation."""
+        """Why the run ended at the last recorded generation, if it ended early."""
         return self.generations[-1].ending if self.generations else None
 
     def whole(self, generations: int | None = None) -> Log:
-        """Itself, with a last line that was cut off left out. Raises JournalError for any other damage.
+        """Return the journal without a last line that was cut off. Raises JournalError for any other damage.
 
-        With `generations`, only so many have to be whole.
+        With `generations`, only that many have to be whole.
         """
         if self.damage is None or self.damage.cut or (generations is not None and generations <= self.sealed):
             return replace(self, damage=None)
@@ -135,26 +251,27 @@ class Log:
 
 
 class Journal:
-    """Appends to journal.jsonl; each line is on disk when the call returns. The run directory's lock is for others.
+    """Appends lines to journal.jsonl; each is on disk when the call returns. The caller holds the run's lock.
 
-    Every line raises RunGoneError where the file was removed, moved or replaced.
+    `last_hash` is the hash of the last header, update or seal line. Each method that writes raises RunGoneError where
+    the file was removed, moved or replaced.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """A new journal. Raises FileExistsError."""
-        self._path, self._file = path, path.open("xb")
+        """Create a journal. Raises FileExistsError."""
+        self.path, self._file = path, path.open("xb")
         self._previous = GENESIS
         self.summation: Summation = header.get("summation") or "ordered"
         sync_folder(path.parent)
-        self._place = self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
+        self.last_hash = self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
 
     @classmethod
     def resume(cls, log: Log) -> Journal:
-        """Go on after the last whole line; what follows it is cut off."""
+        """Open a journal to continue after its last whole line; what follows that line is cut off."""
         self = cls.__new__(cls)
-        self._path, self._file = log.path, log.path.open("r+b")
+        self.path, self._file = log.path, log.path.open("r+b")
         self._previous = log.last_hash
-        self._place = log.generations[-1].hash if log.generations else log.last_hash
+        self.last_hash = log.generations[-1].hash if log.generations else log.last_hash
         self.summation = log.header.sums
         self._file.truncate(log.size)
         self._file.seek(log.size)
@@ -167,56 +284,47 @@ class Journal:
         objective: Mapping[str, float] | None = None,
         scored_by: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record an update, the objective's state after it, and who scored what, before any weight moves."""
+        """Record an update, the objective's state after it, and which replicas scored it, before any weight moves."""
         c = update.coefficients
-        self._place = self._write(
-            {
-                "type": "update",
-                "index": update.index,
-                "generation": update.generation,
-                "members": [m.noise for m in update.members],
-                "signs": [m.sign for m in update.members],
-                "scores": list(fitness_M),
-                "coefficients": list(c),
-                "rms_c": math.sqrt(sum(x * x for x in c) / len(c)),
-                "sigma": update.sigma,
-                "step": update.step,
-                "decay": update.decay,
-                **({"objective": dict(objective)} if objective else {}),
-                **({"scored_by": dict(scored_by)} if scored_by else {}),
-            }
-        )
+        line: dict[str, Any] = {
+            "type": "update",
+            "index": update.index,
+            "generation": update.generation,
+            "members": [m.noise for m in update.members],
+            "signs": [m.sign for m in update.members],
+            "scores": list(fitness_M),
+            "coefficients": list(c),
+            "rms_c": math.sqrt(sum(x * x for x in c) / len(c)),
+            "sigma": update.sigma,
+            "step": update.step,
+            "decay": update.decay,
+        }
+        if objective:
+            line["objective"] = dict(objective)
+        if scored_by:
+            line["scored_by"] = dict(scored_by)
+        self.last_hash = self._write(line)
 
     def seal(self, index: int, weights_hash: str) -> None:
-        """Record what the weights came to."""
-        self._place = self._write({"type": "seal", "index": index, "weights_hash": weights_hash})
+        """Record the hash of the weights after an update."""
+        self.last_hash = self._write({"type": "seal", "index": index, "weights_hash": weights_hash})
 
     def validated(self, index: int, reward: float) -> None:
-        """Record the reward on the validation split after a generation, which what comes depends on."""
+        """Record the reward on the validation split after a generation."""
         self._write({"type": "validation", "index": index, "reward": reward})
 
     def end(self, index: int, ending: Ending) -> None:
         """Record that the run ends after this generation."""
         self._write({"type": "end", "index": index, "reason": ending.reason, "limit": ending.limit})
 
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._path
-
-    @property
-    def last_hash(self) -> str:
-        """The hash of the last line that seals or moves the mean: it stands for the whole run so far."""
-        return self._place
-
     def close(self) -> None:
-        """Close the file. Each line is on disk already; on a full disk there may be half a one to give up."""
+        """Close the file; a full disk is ignored, since all whole lines are on it."""
         with suppress(OSError):
             self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> str:
-        """Append a line; its hash."""
-        check_at(self._file, self._path)  # else a line would go to a file that nobody finds
+        """Append a line and return its hash."""
+        check_at(self._file, self.path)  # a line must not go to a deleted file
         line = {**record, "previous": self._previous}
         digest = line["hash"] = _digest(line)
         self._file.write(_dump(line) + b"\n")
@@ -226,18 +334,8 @@ class Journal:
         return digest
 
 
-def last_hash(path: Path) -> str:
-    """Return the hash of a journal's last line, which depends on all before it; zeros without a journal."""
-    try:
-        lines = read_bytes(path, MOST_BYTES).splitlines()
-        found: Any = parse(lines[-1], str(path)) if lines else None
-    except DataError:
-        return NO_JOURNAL
-    return str(cast("dict[str, Any]", found).get("hash")) if isinstance(found, dict) else NO_JOURNAL
-
-
 def is_blank(path: Path) -> bool:
-    """Whether there is no journal yet: no file, or one whose first line was never finished. Raises JournalError."""
+    """Return whether there is no file, or one whose first line was never finished. Raises JournalError."""
     try:
         return b"\n" not in read_bytes(path, MOST_BYTES)
     except MissingError:
@@ -247,15 +345,20 @@ def is_blank(path: Path) -> bool:
 
 
 def read(path: Path) -> Log:
-    """What a journal says and where it is damaged. Raises JournalError where not even the header is whole."""
+    """Read a journal up to its first damaged line. Raises JournalError where the header is damaged."""
     try:
         lines = list(io.BytesIO(read_bytes(path, MOST_BYTES)))
     except DataError as error:
         raise JournalError(f"{error}; is this a run directory?") from error
     try:
-        header, last = _header(lines)
+        found, last = _parse(lines[0] if lines else b"", GENESIS)
+        if found.get("type") != "header":
+            raise _BadLineError("is no header")
+        if (version := found.get("format_version")) != FORMAT_VERSION:
+            raise _BadLineError(f"has format_version {version!r}, and this release reads {FORMAT_VERSION}")
+        header = _model(Header, found)
     except _BadLineError as error:
-        raise JournalError(f"{path}, line 1 {error}; without its header, nothing of the run can be rebuilt") from None
+        raise JournalError(f"{path}, line 1 {error}; without its header, the run cannot be rebuilt") from None
     generations: list[Recorded] = []
     size, damage = len(lines[0]), None
     for number, text in enumerate(lines[1:], 2):
@@ -271,67 +374,42 @@ def read(path: Path) -> Log:
 
 
 class _BadLineError(Exception):
-    """Says what is wrong with a line."""
-
-
-def _header(lines: Sequence[bytes]) -> tuple[Header, str]:
-    found, digest = _parse(lines[0] if lines else b"", GENESIS)
-    if found.get("type") != "header":
-        raise _BadLineError("is no header")
-    if found.get("format_version") != FORMAT_VERSION:
-        version = found.get("format_version")
-        raise _BadLineError(f"has format_version {version!r}, and this release reads {FORMAT_VERSION}")
-    return _model(Header, found), digest
+    """The error in a line."""
 
 
 def _follow(generations: list[Recorded], line: Mapping[str, Any], digest: str, sums: Summation) -> None:
-    """Take in one more line. Raises _BadLineError for one that does not belong there."""
+    """Add a line to the generations. Raises _BadLineError for a line that may not follow."""
+    kind, index = line.get("type"), line.get("index")
     count, sealed = len(generations), _sealed(generations)
-    if line.get("type") == "update" and count == sealed and line.get("index") == count:
-        update = _model(UpdatedLine, line)
-        generations.append(Recorded(_update(update, sums), tuple(update.scores), None, digest, update.objective or {}))
-    elif line.get("type") == "seal" and count > sealed and line.get("index") == count - 1:
-        weights_hash = _model(SealedLine, line).weights_hash
-        generations[-1] = replace(generations[-1], weights_hash=weights_hash, hash=digest)
-    elif line.get("type") == "validation" and _is_after(generations, line) and generations[-1].validation is None:
+    is_of_last = count > 0 and index == count - 1
+    if kind == "update" and count == sealed and index == count:
+        new = _model(UpdatedLine, line)
+        members = tuple(Member(i, n, s) for i, (n, s) in enumerate(zip(new.members, new.signs, strict=True)))
+        c = tuple(new.coefficients)
+        update = Update(new.index, new.generation, members, c, new.sigma, new.step, new.decay, sums)
+        generations.append(Recorded(update, tuple(new.scores), None, digest, new.objective or {}))
+    elif kind == "seal" and is_of_last and count > sealed:
+        sealed_line = _model(SealedLine, line)
+        generations[-1] = replace(generations[-1], weights_hash=sealed_line.weights_hash, hash=digest)
+    elif kind == "validation" and is_of_last and count == sealed and generations[-1].validation is None:
         generations[-1] = replace(generations[-1], validation=_model(ValidatedLine, line).reward)
-    elif line.get("type") == "end" and _is_after(generations, line):
+    elif kind == "end" and is_of_last and count == sealed:
         end = _model(EndedLine, line)
         generations[-1] = replace(generations[-1], ending=Ending(end.reason, end.limit))
     else:
         raise _BadLineError("does not belong there")
 
 
-def _is_after(generations: Sequence[Recorded], line: Mapping[str, Any]) -> bool:
-    """Whether a line may say something of the last generation, which is sealed."""
-    count = len(generations)
-    return 0 < count == _sealed(generations) and line.get("index") == count - 1
-
-
 def _sealed(generations: Sequence[Recorded]) -> int:
     return len(generations) - bool(generations and generations[-1].weights_hash is None)
 
 
-def _update(line: UpdatedLine, sums: Summation) -> Update:
-    members = tuple(Member(i, n, s) for i, (n, s) in enumerate(zip(line.members, line.signs, strict=True)))
-    return Update(
-        index=line.index,
-        generation=line.generation,
-        members=members,
-        coefficients=tuple(line.coefficients),
-        sigma=line.sigma,
-        step=line.step,
-        decay=line.decay,
-        summation=sums,
-    )
-
-
 def _parse(text: bytes, previous: str) -> tuple[dict[str, Any], str]:
-    """A line without its hash, and the hash. Raises _BadLineError."""
+    """Return a line without its hash, and the hash. Raises _BadLineError."""
     try:
-        line: object = json.loads(text.decode("ascii"), parse_float=_finite, parse_constant=_finite)
+        line: object = json.loads(text.decode("ascii"), parse_float=as_finite, parse_constant=as_finite)
         canonical = _dump(line) + b"\n" == text
-    except (ValueError, RecursionError):  # not ASCII, not JSON, not a number that a journal can hold
+    except (ValueError, RecursionError):  # not ASCII, not JSON, or not a finite number
         line, canonical = None, False
     if not text.endswith(b"\n") or not isinstance(line, dict):
         raise _BadLineError("is cut or damaged")
@@ -348,23 +426,16 @@ def _model(kind: type[_M], line: Mapping[str, Any]) -> _M:
     except ValidationError as error:
         first = error.errors()[0]
         where = json.dumps(".".join(map(str, first["loc"])))[1:-1]  # a name may hold any character
-        raise _BadLineError(f"holds {where or 'a record'} that cannot be: {first['msg']}") from None
+        raise _BadLineError(f"has an invalid {where or 'record'}: {first['msg']}") from None
 
 
 def _up_to(generations: Sequence[Recorded], line: int) -> str:
-    """What is whole before a damaged line."""
+    """Say how many lines before a damaged line can be kept."""
     done = _sealed(generations)
     if not done:
-        return "before it is the start of the run alone: keep its first line to begin from there"
+        return "before it there is no whole generation: keep its first line to begin from there"
     lines = line - 1 - (len(generations) - done)
     return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to resume from there"
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
 
 
 def _digest(line: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a folder holds a run, what made it, and the command that resumes it."""
+"""Whether a folder holds a run, what made it, its config, and the commands that resume or measure it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def is_foreign(path: Path) -> bool:
 
 
 def method_of(path: Path) -> Method | None:
-    """By what a run directory was made; None where it holds no run, or does not say. Only a run of ES has a journal."""
-    if (path / JOURNAL).is_file():
+    """Return the method of a run; None for a folder without a run, or with a damaged manifest and no journal."""
+    if (path / JOURNAL).is_file():  # only ES has one
         return "es"
     try:
         return "grpo" if read_object(path / MANIFEST)["method"] == "grpo" else "es"
@@ -45,16 +45,16 @@ def method_of(path: Path) -> Method | None:
 
 
 def resume_command(path: Path, method: Method | None = None) -> str:
-    """The command that resumes the run in a directory, whatever made it."""
+    """Return the command that resumes the run in a directory."""
     words = f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
     try:
         return words + own_option(path, load(path / "config.yaml", needs_es=False))
-    except ConfigError:  # missing or damaged, which the command itself reports best
+    except ConfigError:  # missing or damaged; the command itself reports that
         return words
 
 
 def placebo_command(path: Path, config: Config, given: str | None = None) -> str:
-    """The command, or of a run that was `given` a Python object the call, that measures a run's placebos."""
+    """Return the command that measures a run's placebos, or the call for a run that was `given` a Python object."""
     if given is not None:
         return f"evoalign.placebo({str(path)!r}, {given}=...)"
     own = own_option(path, config, outside.EVALUATION_SKIPS)
@@ -62,7 +62,7 @@ def placebo_command(path: Path, config: Config, given: str | None = None) -> str
 
 
 def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
-    """Return the option that a command about a run needs where its config leads out of it, see `load_own`."""
+    """Return the --config option that a command needs where the run's config leads out of it, see `load_own`."""
     leads = any(place.partition(".")[0] not in skip for place, _, _ in outside.marked(config))
     return f" --config {shlex.quote(str(path / 'config.yaml'))}" if leads else ""
 
@@ -80,7 +80,7 @@ def refuse_own(
 def load_own(
     run: Path, files: Sequence[Path] = (), overrides: Sequence[str] = (), *, skip: Sequence[str] = ()
 ) -> Config:
-    """Load the config that a run left, under the files and overrides that the user gives.
+    """Load the config of a run, merged with the files and overrides that the user gives.
 
     Its `output_dir` is where the run is, unless an override gives one: a file may be the run's own. Raises ConfigError
     for a setting that leads out of the run and that the user does not give, see `evoalign.config.outside`.
@@ -92,7 +92,7 @@ def load_own(
 
 
 def refuse_other(path: Path, method: Method) -> None:
-    """Raise ResumeError where a directory holds a run of the other method: neither can resume the other's."""
+    """Raise ResumeError where a directory holds a run of the other method, which this one cannot resume."""
     found = method_of(path)
     if found not in (None, method):
         raise ResumeError(f"{path} holds a run of {NAMES[found]}; resume with: {resume_command(path)}")

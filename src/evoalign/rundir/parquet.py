@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of completions on disk: parquet, whole or not at all, with a checksum on each page."""
+"""Write and read tables of completions as parquet, with a checksum on each page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from evoalign.rundir.files import make_folder, replacing
 
 BATCH = 256
 MOST_BYTES = 2**32
-"""Of a table in memory."""
+"""Largest table in memory."""
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of equal keys, flush to disk, then rename into place. A column without a value is one of text."""
+    """Write rows with the same keys, flush to disk and rename. A column without any value has type string."""
     import pyarrow
     from pyarrow import parquet
 
@@ -29,7 +29,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a table. Raises DataError naming a file that is missing or damaged."""
+    """Return the rows of a table. Raises DataError naming a file that is missing or damaged."""
     import pyarrow
     from pyarrow import parquet
 
@@ -37,14 +37,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     size = 0
     try:
         with open_plain(path) as opened, parquet.ParquetFile(opened, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(BATCH):  # a few bytes of a file may stand for rows without end
+            for batch in file.iter_batches(BATCH):  # a small file may unpack to any size
                 size += batch.nbytes
                 if size > MOST_BYTES:
                     raise DataError(f"{path} unpacks to more than {MOST_BYTES // 2**20} MiB, which no run leaves")
                 rows += batch.to_pylist()
-            if len(rows) != file.metadata.num_rows:  # a page whose header was altered may seem to be empty
+            if len(rows) != file.metadata.num_rows:  # an altered page header may make a page look empty
                 raise ValueError(f"{len(rows)} rows of {file.metadata.num_rows}")
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError, LookupError, TypeError, ImportError) as error:
-        said = plain((str(error).splitlines() or [type(error).__name__])[0][:200])  # it may quote the file
-        raise DataError(f"{path} is damaged: {said}; put it back from a copy") from error
+        why = plain((str(error).splitlines() or [type(error).__name__])[0][:200])  # it may quote the file
+        raise DataError(f"{path} is damaged: {why}; put it back from a copy") from error
     return rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked and what counts as good: one object drives ES, evaluation, baselines and analysis."""
+"""Tasks: prompts, rewards and measures, shared by ES training, evaluation, baselines and analysis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from threading import Event
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
@@ -18,46 +17,43 @@ from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
-from evoalign.rewards.functions import failure, finite, fresh, shown
-from evoalign.rewards.gold import says
+from evoalign.rewards.functions import failure, finite, fresh, says, shown
 from evoalign.rewards.objective import Columns, Objective, SetObjective, WeightedSum
 from evoalign.types import Example, Messages, Prompt
 
 SHOWN = 3
-"""Gold answers that are shown where some fail."""
+"""Number of failing gold answers that an error shows."""
 RAW = ("raw", "short", "conversation")
-"""What `task.prompt` is where the prompt is a text and no message."""
-
+"""Values of `task.prompt` for which the prompt is plain text, without messages."""
 
 Split: TypeAlias = Literal["train", "validation", "test"]
-"""What a task's examples are for: to train on, to choose by, to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The splits of a task, in a fixed order. Where `validation` is empty, nothing is chosen on the way."""
+    """Splits of a task, in a fixed order. Training chooses nothing by validation if `validation` is empty."""
 
     train: Sequence[Example]
     test: Sequence[Example]
     validation: Sequence[Example] = ()
 
     def of(self, split: Split) -> Sequence[Example]:
-        """The examples of one of them."""
+        """Return the examples of one split."""
         return {"train": self.train, "validation": self.validation, "test": self.test}[split]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many there are for training, test and validation."""
+        """Numbers of training, test and validation examples."""
         return len(self.train), len(self.test), len(self.validation)
 
     @property
     def all(self) -> Sequence[Example]:
-        """The examples of all of them."""
+        """Examples of all splits."""
         return Joined(self.train, self.validation, self.test)
 
 
 class Joined(Sequence[Example]):
-    """Sequences one after another, which stay where they are: rows may be many, and not in memory."""
+    """Concatenation of sequences without copying them: rows may be on disk."""
 
     def __init__(self, *parts: Sequence[Example]) -> None:
         self._parts = parts
@@ -72,7 +68,7 @@ class Joined(Sequence[Example]):
     def __getitem__(self, place: int | slice) -> Example | list[Example]:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
-        place = range(len(self))[place]  # negative ones count from the end, and there is none beyond
+        place = range(len(self))[place]  # counts negative indices from the end; raises IndexError beyond it
         for part in self._parts:
             if place < len(part):
                 return part[place]
@@ -84,63 +80,53 @@ class Joined(Sequence[Example]):
 
 
 class Task(ABC):
-    """Base of all tasks. A task of one's own defines `load_data`, `prompt` and `compute_reward`."""
+    """Base class of all tasks. A custom task defines `load_data`, `prompt` and `compute_reward`."""
 
     name: str
     max_reward: float = math.inf
-    """What a perfect answer earns; infinite where there is no such thing."""
+    """Reward of a perfect completion; infinite if there is no maximum."""
     from_config: bool = False
-    """Set by `create`: the config alone makes the same task again, in another process too."""
+    """Whether the config alone recreates this task, also in another process. `create` sets it."""
     settings: ClassVar[type[BaseModel] | None] = None
-    """A pydantic model of the settings that only this task has, which `options` then is one of; None takes all as they
-    are, in a dict."""
+    """Pydantic model of the settings that only this task has. `options` is then an instance of it; otherwise a dict."""
     gradings: ClassVar[tuple[str, ...]] = ("strict",)
-    """What `task.grading` may be."""
+    """Allowed values of `task.grading`."""
     reads_gold: ClassVar[bool] = False
-    """Whether it takes right answers from the column `task.gold`."""
+    """Whether the task reads right answers from the column `task.gold`."""
     takes_system_prompt: ClassVar[bool] = False
-    """Whether its chat prompts have `task.system_prompt`, as `with_system` puts it there."""
+    """Whether chat prompts contain `task.system_prompt`; `with_system` adds it."""
     isolated: ClassVar[bool] = False
-    """For tasks that are shipped: whether an answer can make the grading hang or take all memory, so that it is done in
-    the process of the grader. That of a task of one's own always is."""
+    """For built-in tasks: whether a completion can make the grading hang or exhaust memory, so that it needs a worker
+    process. Custom tasks are always isolated."""
     shipped: ClassVar[tuple[str, str | None] | None] = None
-    """The training and the test file, below the project's folder, where the config names no training data."""
+    """Default training and test file, below the project's folder."""
     per_call: int | None = None
-    """How many completions `columns` is given at once, which `grader.timeout` is for, where it scores each alone. None:
-    it may look at all of them together, and is given all, or as many as `grader.batch` says, which `isolate` puts
-    here."""
-    scores_elsewhere: bool = False
-    """Whether `columns` waits for another process, and may be called by a thread of this one."""
-    stopping: Event | None = None
-    """Set where nobody waits any more for `columns`, which a thread then leaves with CancelledError."""
+    """Number of completions that `columns` gets at once, if it scores each completion alone; `grader.timeout` limits
+    one call. None: it may compare completions and gets all of them, or `grader.batch` at once. A subclass that
+    redefines `columns` or `rewards` does not inherit it."""
     graded_text: ClassVar[str] = ""
-    """What an answer has to hold in order to count, where there is such a text: a stop text must not cut it off."""
+    """Text that a completion needs in order to score. A stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
-    """What a completion's columns come to: the `reward` of an evaluation, and the objective where no other is set."""
-
+    """Sum of the columns: the `reward` of an evaluation, and the default objective."""
     asks_scorer: ClassVar[bool] = False
-    """Whether models score its completions: those of the section `scorer`."""
+    """Whether the models of the section `scorer` score the completions."""
     scorer_columns: ClassVar[tuple[str, ...]] = ()
-    """The columns that it needs of these."""
+    """Columns that the task needs from these models."""
     make_scorer: Callable[[], Any] | None = None
-    """Makes what scores, where `asks_scorer`; None: nobody has said which."""
+    """Factory for the scorer, if `asks_scorer`; None if not configured."""
     text_form: str = "raw text"
-    """What its prompts are called where they are texts and no messages."""
+    """Description of the prompts that are plain text, for messages."""
     commands: Mapping[str, str] = MappingProxyType({})
-    """Commands of evoalign that look at a run of it, `{run}` being the run's folder, and what each is for: told as a
-    run ends, where the files that they name in it are there."""
+    """Further evoalign commands for a finished run, with `{run}` for its folder, and the purpose of each. A run prints
+    them at its end if the files that they name exist."""
     notes: Sequence[str] = ()
-    """What there is to say of the rows that were loaded, a sentence each: told as a run begins."""
+    """Sentences about the loaded rows, printed at the start of a run."""
     set_objective: SetObjective | None = None
     """The objective that `task.fitness` names, if set."""
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        if "per_call" not in vars(cls) and vars(cls).keys() & {"columns", "rewards"}:
-            cls.per_call = None  # what a base says of its own scoring
-
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
+        self.per_call = declared_per_call(type(self))
         self.set_objective = None if config.fitness is None else SetObjective(config.fitness, self.clean)
         if config.grading not in self.gradings:
             raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
@@ -150,32 +136,32 @@ class Task(ABC):
             raise ConfigError(f"task.system_prompt is not for task {config.name}; leave it out")
         if config.system_prompt is not None and config.prompt in RAW:
             raise ConfigError(
-                f"task.system_prompt: prompts of task.prompt: {config.prompt} go to the model as they are, without "
-                "messages; leave one of the two out, or choose a prompt of messages"
+                f"task.system_prompt: prompts of task.prompt: {config.prompt} are plain text, without messages; "
+                "remove one of the two settings, or choose a prompt with messages"
             )
         self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
 
     @classmethod
     def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
-        """The task of a config. Raises ConfigError for reward functions, which only `custom` takes."""
+        """Create the task of a config. Raises ConfigError for reward functions, which only `custom` takes."""
         if rewards is not None or config.rewards:
-            raise ConfigError(f"task {config.name} has a reward of its own; rewards go with task.name: custom")
+            raise ConfigError(f"task {config.name} has its own reward; use reward functions with task.name: custom")
         return cls(config)
 
     @abstractmethod
     def load_data(self, seed: int) -> Data:
-        """The training and the test split, and where there is one the validation split.
+        """Return the training and test split, and the validation split if there is one.
 
-        Where `task.validation_size` is set and this gives none, it is taken from the end of the training split.
+        If there is none and `task.validation_size` is set, the end of the training split becomes the validation split.
         Raises DataError that names the file and the row.
         """
 
     @abstractmethod
     def prompt(self, example: Example) -> Prompt:
-        """A raw string, or messages for the chat template."""
+        """Return a raw string, or messages for the chat template."""
 
     def with_system(self, messages: Messages) -> Messages:
-        """The messages, after one of `task.system_prompt` where that is set and they have none of their own."""
+        """Prepend `task.system_prompt`, if set, to messages that have no system message."""
         text = self.config.system_prompt
         if text is None or any(message["role"] in ("system", "developer") for message in messages):
             return messages
@@ -183,74 +169,68 @@ class Task(ABC):
 
     @abstractmethod
     def compute_reward(self, text: str, example: Example) -> float:
-        """The reward of one completion: a pure function of the cleaned text and the row."""
+        """Return the reward of one completion: a pure function of the cleaned text and the row."""
 
     def gold(self, example: Example) -> str | None:
-        """A completion that earns `max_reward`, where one is known."""
+        """Return a completion that earns `max_reward`, or None if unknown."""
         return None
 
     def is_right(self, text: str, example: Example) -> bool | None:
-        """Whether a cleaned completion is right, by gold and not by the reward; None where that is not known.
+        """Return whether a cleaned completion is right by gold, whatever its reward; None if unknown.
 
-        Here: it says what gold says, with other words around it. A task with many right answers to a prompt tells them.
+        By default, whether it contains the gold answer's words. Redefine it for a task with many right answers.
         """
         gold = self.gold(example)
         return None if gold is None else says(text, self.clean(gold))
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Further figures of one cleaned completion for the evaluation, such as accuracy or exact match."""
+        """Return further evaluation measures of one cleaned completion, such as accuracy or exact match."""
         return {}
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
-        """Further figures of one completion that follow from its columns, which nobody has to score again."""
+        """Return further evaluation measures that follow from a completion's columns alone."""
         return {}
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any] | None:
-        """What results/points.jsonl, and the points of `evoalign eval`, keep of a completion; None: nothing."""
+        """Return the record of a completion for results/points.jsonl and `evoalign eval`; None for no record."""
         return None
 
     def clean(self, text: str) -> str:
-        """The completion as it is scored."""
+        """Return the part of a completion that is scored."""
         return text.strip() if self.config.strip else text
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """Rewards of completions, one example each, checked to be finite numbers. Raises RewardError."""
-        return self.checked(
-            [self.compute_reward(self.clean(t), fresh(e)) for t, e in zip(texts, examples, strict=True)],
-            texts,
-            examples,
-        )
+        """Return the rewards of completions, one example each, as finite numbers. Raises RewardError."""
+        cleaned = [self.compute_reward(self.clean(t), fresh(e)) for t, e in zip(texts, examples, strict=True)]
+        return self.checked(cleaned, texts, examples)
 
     def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """The rewards of completions under their names, None where one does not apply: here all is one `reward`.
+        """Return named rewards of completions, None where a reward does not apply. By default one column, `reward`.
 
-        A task that gives more says in `weighted` which of them add up to the reward. Raises RewardError.
+        A task with several columns sets `weighted` to the sum that is the reward. `tasks.grading` checks the result.
         """
-        return {"reward": self.checked(self.rewards(texts, examples), texts, examples)}
+        return {"reward": self.rewards(texts, examples)}
 
     def handed(self, example: Example) -> Example:
-        """A row as the methods that score are given it: a copy, so that none can change it for the next one."""
+        """Return the row for the methods that score: a copy, which they may modify."""
         return fresh(example)
 
     def objective(self) -> Objective:
-        """A new one, which makes scores of the columns: `task.fitness`, that of `task.objective`, or the weighted sum.
-
-        Raises ConfigError.
-        """
+        """Return the objective of `task.fitness` or `task.objective`, else the weighted sum. Raises ConfigError."""
         if self.set_objective is not None:
             return self.set_objective
         chosen = self.config.objective
         return self.weighted if chosen is None else objective.create(chosen)
 
     def checked(self, rewards: Any, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """The rewards as floats. Raises RewardError unless there is one finite number for each text."""
+        """Return the rewards as floats. Raises RewardError unless there is one finite number for each text."""
         return [self._number(*row) for row in zip(self._listed(rewards, texts), texts, examples, strict=True)]
 
     def checked_columns(self, columns: Any, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """The columns as floats. Raises RewardError unless each has one finite number, or None, for each text."""
+        """Return the columns as floats. Raises RewardError unless each has a finite number, or None, for each text."""
         named: dict[Any, Any] = dict(columns)
         if not named or not all(isinstance(name, str) and name.isprintable() for name in named):
-            raise RewardError(f"task {self.name} gave columns named {shown(list(named))}; name each with plain text")
+            raise RewardError(f"task {self.name} returned columns named {shown(list(named))}; use plain text as names")
         rows = list(zip(texts, examples, strict=True))
         return {
             name: [
@@ -264,7 +244,7 @@ class Task(ABC):
         found: list[Any] = list(rewards.tolist() if hasattr(rewards, "tolist") else rewards)
         if len(found) != len(texts):
             raise RewardError(
-                f"task {self.name} gave {len(found)} rewards for {len(texts)} texts; give one for each",
+                f"task {self.name} returned {len(found)} rewards for {len(texts)} texts; return one for each",
                 failure("value", f"task {self.name}", texts=texts),
             )
         return found
@@ -273,16 +253,13 @@ class Task(ABC):
         number = finite(reward)
         if number is None:
             raise RewardError(
-                f"task {self.name} gave {shown(reward)} as the reward of {text[:80]!r}; a reward is one finite number",
+                f"task {self.name} returned {shown(reward)} as the reward of {text[:80]!r}; return one finite number",
                 failure("value", f"task {self.name}", (self.prompt(example), text, example)),
             )
         return number
 
     def self_check(self, examples: Sequence[Example]) -> None:
-        """Every gold answer must earn the maximum, where there is one.
-
-        Raises DataError that says how many do not, of how many, and which are the first.
-        """
+        """Raise DataError unless every gold answer earns `max_reward`. Nothing to check without a maximum."""
         if math.isinf(self.max_reward):
             return
         known, wrong = 0, list[tuple[int, str, float]]()
@@ -303,9 +280,18 @@ class Task(ABC):
             )
 
     def scorer_digest(self) -> str | None:
-        """Of all that the scores of the models depend on that it asks, which are made for it; None: it asks none, or
-        they have none. A run is not resumed with others."""
+        """Return a hash of the scoring models and their settings, or None. A run resumes only with the same hash."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
-        """Give back what the task holds, such as a worker process. Nothing here."""
+        """Release resources such as a worker process. Nothing by default."""
+
+
+def declared_per_call(cls: type[Task]) -> int | None:
+    """Return `per_call` of a class, unless the class that scores is derived from the one that declares it."""
+    for base in cls.__mro__:
+        if "per_call" in vars(base):
+            return base.__dict__["per_call"]
+        if vars(base).keys() & {"columns", "rewards"}:
+            return None
+    return None

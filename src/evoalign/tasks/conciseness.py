@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer as briefly as the target does (Qiu et al., arXiv 2509.24372, section 4.2).
+"""Conciseness: complete with the length of the target (Qiu et al., arXiv 2509.24372, section 4.2).
 
-The reward is `-|len(completion) - len(target)|` in characters (code points) of the completion alone: the prompt is
-never counted. With `task.strip` white space around the completion is not counted either.
+The reward is `-|len(completion) - len(target)|` in characters (code points), without the prompt. With `task.strip`,
+white space around the completion does not count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
 
-DATA = (
-    "data/tasks/conciseness/conciseness_train.json",
-    "data/tasks/conciseness/conciseness_test.json",
-)
+DATA = ("data/tasks/conciseness/conciseness_train.json", "data/tasks/conciseness/conciseness_test.json")
 FORMS = (("prompt", "target"), ("question", "answer"))
-"""Column names of the two known file forms: the JSON list and the JSONL file."""
+"""Column names of the JSON list and of the JSONL file."""
 
 
 class Conciseness(Task):
@@ -52,7 +49,7 @@ class Conciseness(Task):
         return _columns(example)[1]
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """`normalized` maps a reward of 0 to 2000/2001 and of -2000 to 0, as one replication reports it."""
+        """Return the measures. `normalized` maps rewards from -2000 to 1 linearly onto 0 to 1."""
         reward = self.compute_reward(text, example)
         return {
             "reward": reward,
@@ -75,6 +72,6 @@ class Conciseness(Task):
 
 
 def _columns(example: Example) -> tuple[str, str]:
-    """Question and answer, under either pair of names."""
+    """Return question and answer."""
     question, answer = next(form for form in FORMS if form[0] in example and form[1] in example)
     return example[question], example[answer]

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data and rewards of the user's own: any rows with a prompt, any reward functions that TRL would take."""
+"""User data and reward functions: any rows with a prompt, and any reward functions that TRL accepts.
+
+Instead of `prompt`, a row may have a conversation in one of two forms: `messages` with `role` and `content`, as TRL and
+chat templates use them, or ShareGPT's `conversations` with `from` and `value`.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,32 @@ from typing import Any, cast
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, cut, plain
 from evoalign.plugins import load_object
-from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all
+from evoalign.rewards.functions import Batch, Calling, RewardFunction, call_all, shown
 from evoalign.rewards.objective import Columns, WeightedSum
 from evoalign.rewards.script import Script
-from evoalign.tasks import conversations, data
+from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
-from evoalign.types import Example, Prompt
+from evoalign.types import Example, Messages, Prompt
+
+CONVERSATIONS = ("messages", "conversations")
+"""Columns that hold a conversation."""
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+"""Roles by their names in ShareGPT data."""
 
 
 class Custom(Task):
-    """Rows with a `prompt` column (a string, or a list of messages), scored by the sum of weighted reward functions.
+    """Rows with a `prompt` column (a string or a list of messages), scored by a weighted sum of reward functions.
 
-    A row may have a conversation in its place: `messages`, or ShareGPT's `conversations`.
-    The functions are those named in `task.rewards`, or `rewards` where given. Messages go through the chat template.
-    A string goes to the model as it is, or as one user message with `prompt: chat`. The reward functions see prompts
-    and completions in the form of the column, whatever `prompt` says, so that a reward goes with its data set.
+    The functions are those named in `task.rewards`, or `rewards` if given. Messages go through the chat template.
+    A string goes to the model unchanged, or as a user message with `prompt: chat`. The reward functions get prompts
+    and completions in the form of the column, whatever `prompt` is, so that a reward function fits its data set.
     """
 
     name = "custom"
@@ -34,8 +49,13 @@ class Custom(Task):
         super().__init__(config)
         if config.prompt not in (None, "raw", "chat"):
             raise ConfigError(f"task.prompt: custom has raw and chat, not {config.prompt}")
-        named = [_named(path) for path in config.rewards] if rewards is None else None
-        self.functions = [RewardFunction(function) for function in rewards or ()] if named is None else named
+        if rewards is None:
+            self.functions = [
+                RewardFunction(load_object(path, "task.rewards")) if ":" in path else Script(path)
+                for path in config.rewards
+            ]
+        else:
+            self.functions = [RewardFunction(function) for function in rewards]
         self.calling: Calling | None = None
         if not self.functions:
             raise ConfigError("task.rewards is empty; name at least one function, such as my_rewards.py:accuracy")
@@ -43,18 +63,18 @@ class Custom(Task):
         if len(self.weights) != len(self.functions):
             raise ConfigError(f"task.reward_weights has {len(self.weights)} weights for {len(self.functions)} rewards")
         self._sum = WeightedSum(dict(zip(_distinct([f.name for f in self.functions]), self.weights, strict=True)))
-        # A subclass with `rewards` of its own has them as its one column: the sum of the functions is not its reward.
+        # A subclass that redefines `rewards` has one column, `reward`, instead of one per function.
         self._is_sum = type(self).rewards is Custom.rewards
         if self._is_sum:
             self.weighted = self._sum
 
     @classmethod
     def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
-        """The task of a config, with `rewards` in place of `task.rewards`; a derived class has its own."""
+        """Create the task of a config, with `rewards` instead of `task.rewards`. A subclass has its own reward."""
         return Custom(config, rewards) if cls is Custom else super().make(config, rewards)
 
     def load_data(self, seed: int) -> Data:
-        """The files of the config. Raises DataError, also where a reward function wants a column that is not there."""
+        """Load the files of the config. Raises DataError, also if a reward function needs a missing column."""
         loaded = data.load(self.config, seed, self._check)
         self._check_columns(loaded.train, "data")
         if loaded.validation:
@@ -74,97 +94,140 @@ class Custom(Task):
                     f"(columns: {data.listed(columns)}); add the column or give the parameter a default"
                     + (f", or set task.columns: {{{named}}}" if named else "")
                     + "".join(f"; task.columns calls {there} {name}" for name, there in renamed if there in missing)
-                    + ("; one completion a call takes two parameters, text and example" if "text" in missing else "")
+                    + ("; a function for one completion takes text and example" if "text" in missing else "")
                 )
 
     def prompt(self, example: Example) -> Prompt:
-        """The prompt column, as one user message where it is a string and `prompt: chat` is set."""
+        """Return the prompt column, as a user message if it is a string and `prompt: chat` is set."""
         prompt = cast(Prompt, example["prompt"])
         if not isinstance(prompt, str):
             return self.with_system(prompt)
         return self.with_system([{"role": "user", "content": prompt}]) if self.config.prompt == "chat" else prompt
 
     def gold(self, example: Example) -> str | None:
-        """The column `task.gold`; None where that is not set, or the row has nothing there."""
+        """Return the column `task.gold`, or None."""
         return None if self.config.gold is None else example.get(self.config.gold)
 
     def compute_reward(self, text: str, example: Example) -> float:
         return self._scored([text], [example])[1][0]
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """All completions in one call to each function. Raises RewardError."""
+        """Score all completions in one call to each function. Raises RewardError."""
         return self._scored([self.clean(text) for text in texts], examples)[1]
 
     def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """What each function gave, under its name; a name that comes again is numbered. Raises RewardError.
+        """Return the values of each function under its name; a repeated name gets a number. Raises RewardError.
 
-        Every completion needs a weighted sum, whatever the objective is: the evaluation reports it.
+        Every completion needs a weighted sum, whatever the objective, since the evaluation reports it.
         """
         if not self._is_sum:
             return super().columns(texts, examples)
         return self._scored([self.clean(text) for text in texts], examples)[0]
 
     def _scored(self, texts: Sequence[str], examples: Sequence[Example]) -> tuple[Columns, list[float]]:
-        """The columns, and their weighted sums, of cleaned texts."""
+        """Return the columns of cleaned texts and their weighted sums."""
+        names = list(self._sum.weights or ())
         if not texts:
-            return {name: [] for name in self._sum.weights or ()}, []
+            return {name: [] for name in names}, []
         prompts = [cast(Prompt, example["prompt"]) for example in examples]
-        completions = [_completion(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+        completions = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
         batch = Batch(prompts, completions, texts, examples)
-        columns = dict(zip(self._sum.weights or (), call_all(self.functions, batch, self.calling), strict=True))
+        columns = dict(zip(names, call_all(self.functions, batch, self.calling), strict=True))
         return columns, self._sum.rewards(columns, texts, examples)
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
-        row = conversations.with_prompt(where, row)
+        row = with_prompt(where, row)
         if "prompt" not in row:
             raise data.lacking(where, row, self.config, "no prompt", "prompt")
         self._check_gold(where, row)
         prompt: Any = row["prompt"]
         if isinstance(prompt, str) and prompt:
-            self._check_system_prompt(where)
+            if self.config.system_prompt is not None and self.config.prompt != "chat":
+                raise DataError(
+                    f"{where}: prompt is a text, which has no system message; set task.prompt: chat, or remove "
+                    "task.system_prompt"
+                )
             return row
         if not isinstance(prompt, list) or not prompt:
             raise DataError(f"{where}: prompt is {prompt!r}; expected a string or a list of messages")
         if self.config.prompt == "raw":
             raise DataError(f"{where}: prompt is a list of messages, which cannot be raw; leave task.prompt out")
-        return row | {"prompt": conversations.read(where, cast("list[Any]", prompt))}
-
-    def _check_system_prompt(self, where: str) -> None:
-        if self.config.system_prompt is not None and self.config.prompt != "chat":
-            raise DataError(
-                f"{where}: prompt is a text, which goes to the model as it is, without task.system_prompt; set "
-                "task.prompt: chat, or leave task.system_prompt out"
-            )
+        return row | {"prompt": _messages(where, cast("list[Any]", prompt))}
 
     def _check_gold(self, where: str, row: dict[str, Any]) -> None:
         column = self.config.gold
         if column is None or (isinstance(row.get(column), str | None) and column in row):
             return
-        found = f"holds {cut(repr(row[column]), 80)}, and not text" if column in row else "is not there"
+        found = f"holds {cut(repr(row[column]), 80)}, which is not text" if column in row else "is missing"
         near = data.likely(column, row)
         hint = f" (did you mean {near}?)" if near not in (None, column) else ""
         raise DataError(
-            f"{where}: task.gold: column {column} {plain(found)}{hint}; name a column of right answers, as text: there "
-            f"are {data.listed(row)}"
+            f"{where}: task.gold: column {column} {plain(found)}{hint}; name a column of right answers as text; found "
+            f"{data.listed(row)}"
         )
 
 
-def _named(path: str) -> RewardFunction:
-    """What an entry of `task.rewards` names: a function by its import path, or a script. Raises ConfigError."""
-    return RewardFunction(load_object(path, "task.rewards")) if ":" in path else Script(path)
-
-
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names; one that was there before gets a number: f, f_2, f_3."""
+    """Number repeated names: f, f_2, f_3."""
     found: list[str] = []
     for name in names:
-        count, own = 1, name
-        while own in found:
+        count, unique = 1, name
+        while unique in found:
             count += 1
-            own = f"{name}_{count}"
-        found.append(own)
+            unique = f"{name}_{count}"
+        found.append(unique)
     return found
 
 
-def _completion(text: str, prompt: Prompt) -> Completion:
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+def with_prompt(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with a `prompt` made from its conversation, if it has no prompt. Raises DataError.
+
+    If the assistant speaks last, that message becomes the `completion`, unless the row has one, and the messages before
+    it become the prompt. Otherwise all messages do.
+    """
+    column = next((name for name in CONVERSATIONS if row.get(name) is not None), None)
+    if row.get("prompt") is not None or column is None:
+        return row
+    found: Any = row[column]
+    if not isinstance(found, list) or not found:
+        raise DataError(f"{where}: {column} is {shown(found)}; expected a list of messages")
+    messages = _messages(where, cast("list[Any]", found))
+    if messages[-1]["role"] != "assistant":
+        return row | {"prompt": messages}
+    if len(messages) == 1:
+        raise DataError(f"{where}: {column} has only an assistant message; add the user message before it")
+    completion = {"completion": messages[-1]["content"]} if row.get("completion") is None else {}
+    return row | {"prompt": messages[:-1]} | completion
+
+
+def _messages(where: str, messages: list[Any]) -> Messages:
+    """Return messages with only string fields, without the empty fields of columnar files. Raises DataError."""
+    found: list[dict[str, str]] = []
+    for message in messages:
+        fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        if "role" not in fields and "from" in fields:
+            role = fields["from"]
+            if not isinstance(role, str) or role not in ROLES:
+                raise DataError(f"{where}: a message is from {shown(role)}; expected human, gpt or system")
+            fields = {"role": ROLES[role], "content": fields.get("value")}
+        if isinstance(fields.get("content"), list):
+            fields["content"] = _joined(where, cast("list[Any]", fields["content"]))
+        if not {"role", "content"} <= fields.keys() or not all(isinstance(v, str) for v in fields.values()):
+            raise DataError(f"{where}: message {shown(message)}; expected {{'role': .., 'content': ..}} with strings")
+        found.append(cast("dict[str, str]", fields))
+    return found
+
+
+def _joined(where: str, parts: list[Any]) -> str:
+    """Concatenate the text parts of a message. Raises DataError for other parts, such as images."""
+    texts: list[str] = []
+    for part in parts:
+        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            kind = fields.get("type", part)
+            raise DataError(f"{where}: a message has a part of type {shown(kind)}; only parts of type 'text' are read")
+        texts.append(fields["text"])
+    return "".join(texts)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions are scored as they come: in fixed pieces, each as soon as all of it is there, while others are decoded.
+"""Grading during decoding: completions are scored in fixed pieces, each as soon as it is complete.
 
-A piece is `Task.per_call` completions that follow one another in the order of `rollouts.collect`. What is scored
-together follows from that order alone, and so do the columns and the error that is raised: not from when completions
-come, nor from how many score. A thread waits for another process that scores. What this process scores itself is
-scored when all is there: Python runs one thread at a time, and decoding would wait for it.
+A piece is `Task.per_call` consecutive completions in the order of `rollouts.collect`. The columns and errors depend on
+that order alone, not on when completions arrive or on the number of graders. Threads wait for other processes that
+score. Scoring in this process happens after decoding, since Python runs one thread at a time.
 """
 
 from __future__ import annotations
@@ -22,68 +21,69 @@ from evoalign.plugins import FAILURES, raised
 from evoalign.rewards.objective import Columns
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.data import held_back
+from evoalign.tasks.isolated.task import Isolated
 from evoalign.types import Example, Rollout
 
 
 class Graders(Protocol):
-    """Processes that each make the task again from the config, and score several pieces at once."""
+    """Pool of processes that each recreate the task from the config and score pieces in parallel."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         ...
 
     def takes(self, examples: Sequence[Example]) -> bool:
-        """Whether these are the rows of a split that they have loaded."""
+        """Return whether these are the rows of a split that the processes have loaded."""
         ...
 
     def columns(
         self, texts: Sequence[str], examples: Sequence[Example], rows: Sequence[int], stopping: Event
     ) -> Columns:
-        """The columns of completions, each of one of the `examples` by its place; called by `count` threads.
+        """Return the columns of completions; `rows` are indices into `examples`. `count` threads call it.
 
-        Raises the EvoalignError of the task, and CancelledError soon after `stopping` is set.
+        Raises the EvoalignError of the task, or CancelledError soon after `stopping` is set.
         """
         ...
 
 
 def pieces(count: int, size: int | None) -> Iterator[range]:
-    """The places of so many completions, `size` at a time; None: all at once."""
+    """Split `count` indices into ranges of `size`; None: one range."""
     size = size or max(1, count)
     return (range(first, min(first + size, count)) for first in range(0, max(1, count), size))
 
 
 def scored(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-    """`task.columns`, as many at once as the task says, whatever one of one's own makes of it. Raises RewardError."""
-    parts = [slice(piece.start, piece.stop) for piece in pieces(len(texts), task.per_call)]
-    return joined(task, [_scored(task, texts[part], examples[part]) for part in parts])
-
-
-def _scored(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+    """Return the checked columns of completions, computed in pieces of `task.per_call`. Raises RewardError."""
+    parts: list[Columns] = []
     try:
-        return task.checked_columns(task.columns(texts, [task.handed(e) for e in examples]), texts, examples)
+        for piece in pieces(len(texts), task.per_call):
+            part = slice(piece.start, piece.stop)
+            found = task.columns(texts[part], [task.handed(e) for e in examples[part]])
+            parts.append(task.checked_columns(found, texts[part], examples[part]))
     except EvoalignError:
         raise
-    except FAILURES as error:  # also of values that have no length
+    except FAILURES as error:  # also raised for values without a length
         raise RewardError(f"task {task.name} failed to score: {raised(error)}; fix it") from error
+    return joined(task, parts)
 
 
 def joined(task: Task, parts: Sequence[Columns]) -> Columns:
-    """The columns of pieces, one after another. Raises RewardError where they are not the same ones."""
+    """Concatenate the columns of pieces. Raises RewardError if their names differ."""
     for part in parts:
         if part.keys() != parts[0].keys():
             raise RewardError(
-                f"task {task.name} gave the columns {', '.join(parts[0])} of some completions and {', '.join(part)} of "
-                "others; give the same ones of all, with None where one does not apply"
+                f"task {task.name} returned the columns {', '.join(parts[0])} for some completions and "
+                f"{', '.join(part)} for others; return the same columns for all, with None where one does not apply"
             )
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
 
 def with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
-    """The splits of a task of one's own that gives none for validation, as the settings say.
+    """Return the data with the validation split that the settings request and `load_data` did not create.
 
-    `asked` are those of the run; a task that was handed over has settings too. Raises ConfigError, DataError: what is
-    asked for is not passed over.
+    `asked` are the settings of the run; a task object that the user passed has settings too. Raises ConfigError,
+    DataError.
     """
     path = asked.validation_data or task.config.validation_data
     size = asked.validation_size or task.config.validation_size
@@ -91,40 +91,41 @@ def with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
         return data
     if path is not None or size is None:
         raise ConfigError(
-            f"task.validation_data: the load_data of task {task.name} gives no validation split; let it read {path}, "
-            "as evoalign.tasks.data.load does, or set task.validation_size alone"
+            f"task.validation_data: load_data of task {task.name} returns no validation split; let it read {path}, "
+            "as evoalign.tasks.data.load does, or set only task.validation_size"
         )
     train, validation = held_back(data.train, size, f"the training split of task {task.name}")
     return replace(data, train=train, validation=validation)
 
 
 def kept_here(task: Task) -> str | None:
-    """Why a task's completions are scored where the run is, whatever graders there are; None: they need not be."""
+    """Return why a pool of graders cannot score this task, or None if it can."""
     if task.asks_scorer:
         return "models score them, which are loaded once"
     if not task.from_config:
-        return "they are scored by a Python object, which no other process can make again"
+        return "they are scored by a Python object, which no other process can recreate"
     if task.per_call is None:
-        return "they may be scored together: grader.batch says how many at once"
+        return "they may be scored together: set grader.batch to the number per call"
     return None
 
 
 class Grading:
-    """What scores the completions of `examples`, in as many threads as there is something to wait for."""
+    """Scores completions of `examples`, with one thread for each process to wait for."""
 
     def __init__(self, task: Task, examples: Sequence[Example], graders: Graders | None) -> None:
         self.task, self.examples, self.stopping = task, examples, Event()
         cut = task.per_call is not None
         self._graders = graders if graders is not None and cut and graders.takes(examples) else None
-        count = int(cut and task.scores_elsewhere) if self._graders is None else self._graders.count
+        waits = cut and isinstance(task, Isolated) and task.scores_in_thread
+        count = int(waits) if self._graders is None else self._graders.count
         self.threads = ThreadPoolExecutor(count, "evoalign-grading") if count else None
 
     def of(self, rows: Sequence[int]) -> Answers:
-        """The completions of one rollout: the place of each one's row among the examples, in canonical order."""
+        """Return the collector for one rollout; `rows` are the example indices in canonical order."""
         return Answers(self, rows)
 
     def columns(self, texts: Sequence[str], rows: Sequence[int]) -> Columns:
-        """Those of one piece. Raises EvoalignError."""
+        """Return the columns of one piece. Raises EvoalignError."""
         if self._graders is not None:
             return self._graders.columns(texts, self.examples, rows, self.stopping)
         return scored(self.task, texts, [self.examples[row] for row in rows])
@@ -132,22 +133,24 @@ class Grading:
 
 @contextmanager
 def grading(task: Task, examples: Sequence[Example], graders: Graders | None = None) -> Generator[Grading]:
-    """While entered, completions are scored; whatever ends it ends that, too, and no thread is left."""
+    """Score completions while entered. On exit, cancels pending work and ends all threads."""
     found = Grading(task, examples, graders)
     if found.threads is None:
         yield found
         return
-    task.stopping = found.stopping
+    if isinstance(task, Isolated):
+        task.stopping = found.stopping
     try:
         yield found
     finally:
         found.stopping.set()
         found.threads.shutdown(cancel_futures=True)
-        task.stopping = None
+        if isinstance(task, Isolated):
+            task.stopping = None
 
 
 class Answers:
-    """The completions of one rollout. Whoever collects them calls `take`, and then `columns`."""
+    """Completions of one rollout. Call `take` for each, then `columns`."""
 
     def __init__(self, grading: Grading, rows: Sequence[int]) -> None:
         self._grading, self._rows = grading, rows
@@ -158,7 +161,7 @@ class Answers:
         self._failed = len(self._pieces)
 
     def take(self, place: int, rollout: Rollout) -> None:
-        """One completion, at its place in canonical order."""
+        """Add one completion at its place in canonical order."""
         self._texts[place] = rollout.text
         piece = place // len(self._pieces[0])
         self._left[piece] -= 1
@@ -166,7 +169,7 @@ class Answers:
             self._begun[piece] = self._grading.threads.submit(self._score, piece)
 
     def columns(self) -> Columns:
-        """All of them, once all are there. Raises EvoalignError: that of the first piece that has one."""
+        """Return the columns after the last `take`. Raises the EvoalignError of the first failing piece."""
         assert not any(self._left)
         parts = [
             self._begun[piece].result() if piece in self._begun else self._score(piece)
@@ -176,7 +179,7 @@ class Answers:
 
     def _score(self, number: int) -> Columns:
         piece = self._pieces[number]
-        if number > self._failed:  # nobody will ask for it, and each may take as long as the one that failed
+        if number > self._failed:  # its result is not needed, and it may take as long as the piece that failed
             raise CancelledError
         try:
             return self._grading.columns(self._texts[piece.start : piece.stop], self._rows[piece.start : piece.stop])

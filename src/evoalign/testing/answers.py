@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evoalign.models.experts import tensors_of
 from evoalign.models.origin import model_path
+from evoalign.models.tensors import tensors_of
 from evoalign.types import Member, Plan, Request, Rollout
 
 if TYPE_CHECKING:

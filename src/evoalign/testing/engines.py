@@ -22,7 +22,7 @@ from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
 from evoalign.engines.base import pairs_of, sampled_places
 from evoalign.errors import CanaryError
-from evoalign.models.experts import tensors_of
+from evoalign.models.tensors import tensors_of
 from evoalign.spaces import Factors, Space
 from evoalign.testing.answers import check_fields, check_greedy, plain_model, same_up_to_ties, written
 from evoalign.tokens import Tokens

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first lines of a run and the last ones: what it is, and where what it made is and what can be done with that."""
+"""Lines that a run, and a dry run, print before the first generation, and a run after its last one."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from evoalign import spaces, tokens
 from evoalign.config import Config, outside
@@ -21,15 +25,27 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method, method_of, own_option, placebo_command
 from evoalign.setup import Parts
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Split, Task
 from evoalign.tasks.grading import kept_here
-from evoalign.training import saving, splits, stopping
+from evoalign.training import saving, stopping
 from evoalign.training.result import gold_lines, shown
-from evoalign.types import Layout, TensorSpec
+from evoalign.types import Example, Layout, TensorSpec
+
+WORDS: dict[Split, str] = {"train": "training", "validation": "validation", "test": "test"}
+SHARING: tuple[tuple[Split, Split, str], ...] = (
+    ("test", "train", "test rewards then say little about new prompts"),
+    ("validation", "train", "selecting by them favours memorised prompts"),
+    ("test", "validation", "the test split then takes part in selection, and its reward is optimistic"),
+)
+"""Pairs of splits whose shared prompts are counted, and what sharing means."""
+NO_VALIDATION = (
+    "validation none: checkpoint.keep_best has no effect and the last mean is kept, since the test split selects "
+    "nothing; task.validation_size sets rows aside for it"
+)
 
 
 def subject(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec]) -> str:
-    """Model and task, for whoever reads nothing else."""
+    """Return one line with the model, the task and the sizes of its splits."""
     parameters = sum(math.prod(spec.shape) for spec in specs)
     splits = {"training": data.train, "validation": data.validation, "test": data.test}
     counts = [f"{len(examples):,} {name}" for name, examples in splits.items() if examples]
@@ -40,7 +56,7 @@ def subject(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec])
 
 
 def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
-    """What a run of ES is: model and task, what evolves, how much it asks."""
+    """Return what a run of ES consists of: model, task, evolved numbers, completions."""
     es, asked, samples = config.es, config.task.asked(len(data.train)), config.task.samples or 1
     share, *warnings = share_lines(config, specs, layout)
     members, each = es.population_size, f" x {samples} samples" if samples > 1 else ""
@@ -58,29 +74,29 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
 
 
 def _batch_lines(config: Config, rows: int) -> list[str]:
-    """A note where a generation has fewer prompts than were asked for."""
+    """Return a note if a generation has fewer prompts than `task.batch_size`."""
     wanted = config.task.batch_size
     if wanted is None or wanted <= rows:
         return []
     return [f"note: task.batch_size {wanted:,} is more than there are training rows: each generation asks all {rows:,}"]
 
 
-def most_asked(config: Config, task: Task, data: Data) -> tuple[int, int] | None:
-    """The most completions that a generation or an evaluation asks for, and the tokens of the longest prompt.
+def largest_batch(config: Config, task: Task, data: Data) -> tuple[int, int] | None:
+    """Return the most completions of a generation or an evaluation, and the longest prompt's tokens.
 
-    None where the tokenizer cannot be loaded, or not make text of the prompts.
+    None if the tokenizer cannot be loaded or cannot render the prompts.
     """
     drawn = config.evaluation
     tested = len(data.test) * (len(drawn.seeds) * drawn.samples if drawn.temperature > 0 else 1)
     try:
         lengths = lengths_of(task, tokens.load(config.model), [*data.train, *data.test])
-    except EvoalignError:  # which the run itself says best
+    except EvoalignError:  # the run itself reports it
         return None
     return max(config.es.population_size * config.task.asked(len(data.train)), tested), max(lengths)
 
 
 def opening(parts: Parts) -> list[str]:
-    """The same of a run whose model is loaded, with its step and what is to be known of engine and data."""
+    """Return the opening lines of a run whose model is loaded, with its step size, engine and data."""
     config, layout = parts.config, parts.layout
     weights = rounding.weights_of_engine(parts.engine, layout)
     return [
@@ -91,13 +107,13 @@ def opening(parts: Parts) -> list[str]:
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
         *_graders_lines(parts),
         *gold_lines(parts.task, parts.data),
-        *splits.lines(config, parts.task, parts.data),
+        *split_lines(config, parts.task, parts.data),
         *stopping.lines(config),
     ]
 
 
 def _graders_lines(parts: Parts) -> list[str]:
-    """Who scores completions, where processes are asked for that."""
+    """Return where completions are scored, if processes are configured for that."""
     count = parts.config.engine.scored_by
     if not count:
         return []
@@ -107,12 +123,64 @@ def _graders_lines(parts: Parts) -> list[str]:
     return [f"completions are scored by {count} graders, {parts.task.per_call} at a time, while others are decoded"]
 
 
+def split_lines(config: Config, task: Task, data: Data) -> list[str]:
+    """Return the form of the prompts, the prompts that splits share, and what the validation split selects."""
+    return [_form_line(config, task, data), *task.notes, *shared_lines(task, data), *_chosen_lines(config, data)]
+
+
+def _form_line(config: Config, task: Task, data: Data) -> str:
+    """Return the form of the training prompts: raw text is often a mistake for a chat model."""
+    raw, count = sum(isinstance(task.prompt(example), str) for example in data.train), len(data.train)
+    form = config.task.prompt
+    setting = "task.prompt is not set: the task's own form" if form is None else f"task.prompt: {form}"
+    if raw == count:
+        return f"prompts are {task.text_form}, without the model's chat template ({setting})"
+    some = f"; {raw:,} of {count:,} are {task.text_form}" if raw else ""
+    return f"prompts are messages for the model's chat template{some} ({setting})"
+
+
+def shared_lines(task: Task, data: Data) -> list[str]:
+    """Return a warning for each pair of splits that share prompts, with their number."""
+    prompts = {split: _prompts(task, data.of(split)) for split in WORDS}
+    found: list[str] = []
+    for split, other, means in SHARING:
+        count = int(np.isin(prompts[split], prompts[other]).sum())
+        if count:
+            total = len(prompts[split])
+            found.append(
+                f"warning: {count:,} of {total:,} {WORDS[split]} prompts are {WORDS[other]} prompts too; {means}"
+            )
+    return found
+
+
+def keeps_best(config: Config, data: Data | None) -> bool:
+    """Return whether the best mean on the validation split is kept. `data` None: its splits are not known."""
+    return config.checkpoint.keep_best and (data is None or bool(data.validation))
+
+
+def _prompts(task: Task, examples: Sequence[Example]) -> npt.NDArray[np.int64]:
+    """Return Python's 64-bit hash of each prompt: the texts of many rows would fill the memory.
+
+    Two of a million prompts share a hash by chance once in tens of millions of runs.
+    """
+    return np.fromiter((hash(json.dumps(task.prompt(example))) for example in examples), np.int64, len(examples))
+
+
+def _chosen_lines(config: Config, data: Data) -> list[str]:
+    every, count = config.evaluation.every, len(data.validation)
+    if not count:
+        return [NO_VALIDATION] if config.checkpoint.keep_best else []
+    when = f", and after every {every}" if every else ""
+    kept = "; the best mean by them is also kept" if every and config.checkpoint.keep_best else ""
+    return [f"validation {count:,} examples, evaluated at the start and at the end{when}{kept}"]
+
+
 def last_lines(
     run: RunDir, saved: Path, config: Config, task: Task, given: str | None, placebos: Placebos | None = None
 ) -> list[str]:
-    """Where what a run made is, and commands that go on from there, which need nothing but the run.
+    """Return the paths of a run's files, and commands to continue with, which need only the run.
 
-    `given`: what it was handed as a Python object, which no command has; `placebos`: those that were measured.
+    `given`: what was passed as a Python object, which no command has; `placebos`: those that were measured.
     """
     figures = ", ".join(sorted(file.stem for file in run.figures.glob("*.png")))
     where = {
@@ -126,31 +194,29 @@ def last_lines(
     }
     lines = [f"{name:<12} {shown(place) if isinstance(place, Path) else place}" for name, place in where.items()]
     done, method = 0 if placebos is None else len(placebos.seeds), method_of(run.path) or "es"
-    return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, task, method, given, done))]
+    return [*lines, "next steps:", *(f"  {command}" for command in commands(run, config, task, method, given, done))]
 
 
 def _best(run: RunDir, saved: Path, config: Config) -> dict[str, str]:
-    """The saved mean that was best on the validation split, where that is not the last one."""
+    """Return the checkpoint that is best on the validation split, if it is not the last one."""
     best = saving.best_saved(run) if config.checkpoint.keep_best else None
     mark = None if best is None or best == saved else checkpoint.mark_of(best)
     if best is None or mark is None or mark.validation is None:
         return {}
-    return {"best": f"{shown(best)} (of the saved ones, on the validation split: reward {mark.validation:.4g})"}
+    return {"best": f"{shown(best)} (best checkpoint on the validation split: reward {mark.validation:.4g})"}
 
 
 def commands(run: RunDir, config: Config, task: Task, method: Method, given: str | None, placebos: int) -> list[str]:
-    """Three, and those of the task whose files are there, each with what it is for."""
+    """Return three commands, and those of the task whose files exist, each with its purpose."""
     path = shlex.quote(str(shown(run.path)))
     own = own_option(shown(run.path), config, outside.EVALUATION_SKIPS)
     sampled = " --samples 4 --temperature 0.7" if config.evaluation.temperature == 0 else " --split train"
     placebo = placebo_command(shown(run.path), config).removeprefix("evoalign ")
-    signal = {placebo: "how much of the gain is signal: the same noise, shuffled coefficients"}
+    signal = {placebo: "share of the gain that is signal: same noise, shuffled coefficients"}
     asked = {f"eval {path}{own}{sampled}": "the test split, sampled" if "samples" in sampled else "the training split"}
-    handed = {
-        f"export {path} --to {shlex.quote(f'{run.path.resolve().name}_export')}": "to hand it on, with a model card"
-    }
-    looked = {f"journal {path}": "each generation as a row"} if method == "es" else {}
-    moved = {f"analyze distance {path}": "how far the weights went, by layer"}
+    handed = {f"export {path} --to {shlex.quote(f'{run.path.resolve().name}_export')}": "weights and a model card"}
+    looked = {f"journal {path}": "one row per generation"} if method == "es" else {}
+    moved = {f"analyze distance {path}": "distance of the weights from the start, by layer"}
     wanted = {} if given is not None else {**(signal if method == "es" and placebos < 20 else {}), **asked}
     found = list({**wanted, **handed, **looked, **moved}.items())[:3]
     found += [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports as it goes, whatever the method: metrics, budget, figures, the terminal and trackers."""
+"""Outputs of a run as it trains: metrics, budget, figures, the terminal and trackers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from evoalign.rundir.method import Method
 from evoalign.tasks import Split
 
 DRAW_SHARE = 50
-"""Figures are drawn again once so many times the last drawing's duration has passed, and at the end."""
+"""Figures are redrawn after this many times the last drawing's duration, and at the end."""
 SHOWN, LONGEST = 8, 1000
-"""Completions that trackers get at the start and at the end, and characters of each."""
+"""Number of completions sent to trackers at the start and at the end, and their length in characters."""
 FIRST_DRAWING = 0.2
-"""Seconds that the first one is taken to last."""
+"""Assumed seconds of the first drawing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What a method's run is called where it is shown. `total` counts its steps, `devices` what it keeps busy.
+    """Display names of a method's run. `total` counts its steps, `devices` the devices it uses.
 
-    `still` is what rows of zero variance are called on the terminal; `note` says why FLOPs are not known.
+    `still` is what rows of zero variance are called on the terminal; `note` says why FLOPs are not known; `smaller`
+    names the settings that need less memory.
     """
 
     method: Method
@@ -51,18 +52,19 @@ class Labels:
     words: Words = ES_WORDS
     devices: int = 1
     note: str = ""
+    smaller: str = ""
 
     @property
     def unit(self) -> str:
-        """What a run counts: generation, or step."""
+        """Name of one step: generation, or step."""
         return self.words.unit
 
 
 class Recorder:
-    """Given each row once, and passes it on; a context manager around the loop. It measures and asks nothing.
+    """Receives each row once and passes it to the outputs. A context manager around the loop.
 
-    `ends` are the rewards, or the fitness, by split before training, and after it once they are known;
-    `evaluations` is what all of its evaluations took, None where a part of that is not known.
+    `ends` are the rewards by split before and after training, as far as known. `evaluations` is the cost of all
+    evaluations; None if a part of it is unknown.
     """
 
     def __init__(self, config: Config, run: RunDir, console: Console, labels: Labels) -> None:
@@ -74,10 +76,7 @@ class Recorder:
         self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=labels.words.aim)
 
     def start(self, at: int | None, missed: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Start the trackers, of a run that resumes `at` so many rows, and report the rows they missed.
-
-        Raises ConfigError.
-        """
+        """Start the trackers of a run with `at` rows (None: new) and send the rows they missed. Raises ConfigError."""
         self.trackers = tracking.create(self.config, self.run.path, at)
         for row in missed:
             self._track(row)
@@ -90,12 +89,14 @@ class Recorder:
         self._display.__exit__(kind, *raised)
         if not self.run.rows or not self.run.is_here:
             return
-        with suppress(OSError) if kind is not None else nullcontext():  # of a full disk the first error tells
+        with (
+            suppress(OSError) if kind is not None else nullcontext()
+        ):  # after a failure, such as a full disk, keep the first error
             self._draw()
             self._write_budget()
 
     def record(self, row: Row) -> None:
-        """Write, draw, show and pass on one row."""
+        """Write, draw, show and track one row."""
         self.run.append_metrics(row)
         if time.monotonic() - self._drawn >= DRAW_SHARE * self._drawing:
             self._draw()
@@ -103,17 +104,17 @@ class Recorder:
         self._track(row)
 
     def evaluated(self, cost: Cost) -> None:
-        """Add what an evaluation took."""
+        """Add the cost of an evaluation."""
         self.evaluations = None if self.evaluations is None else self.evaluations + cost
         self._write_budget()
 
     def measured(self, split: Split, before: Evaluation, after: Evaluation | None = None) -> None:
-        """The evaluations before training and, at its end, after it."""
+        """Note the evaluation of a split before training and, at the end, after it."""
         name = aim_of(before.measures)
         self.ends[split] = Ends(before.estimate(name), None if after is None else after.estimate(name))
 
     def finish(self, before: Evaluation, after: Evaluation, divergence: Mapping[str, float] | None) -> None:
-        """The run is complete. `divergence` is that of the final mean, where it was measured."""
+        """Draw the final figures and finish the trackers. `divergence`: of the final mean, if measured."""
         if self.run.rows:
             self._draw_reward()
             if divergence is not None:
@@ -124,21 +125,21 @@ class Recorder:
             tracker.finish({"before": before.measures, "after": after.measures})
 
     def show(self, step: int, found: Evaluation, drawn: Mapping[str, Path] = MappingProxyType({})) -> None:
-        """Completions of an evaluation to the trackers: the same examples whenever it is called."""
+        """Send completions of an evaluation to the trackers, of the same examples at every call."""
         if self.trackers:
-            said = found.completions
-            some = [said[i * len(said) // SHOWN] for i in range(SHOWN)] if len(said) > SHOWN else said
+            all_ = found.completions
+            some = [all_[i * len(all_) // SHOWN] for i in range(SHOWN)] if len(all_) > SHOWN else all_
             answers = [tracking.Answer(shorten(c.prompt, LONGEST), shorten(c.text, LONGEST), c.reward) for c in some]
             for tracker in self.trackers:
                 tracker.show(step, answers, drawn)
 
     def close(self) -> None:
-        """Let the trackers go."""
+        """Close the trackers."""
         for tracker in self.trackers:
             tracker.close()
 
     def tell(self, line: str) -> None:
-        """Plain lines on the console."""
+        """Print lines on the console."""
         tell(self.console, line)
 
     def _track(self, row: Mapping[str, Any]) -> None:
@@ -146,13 +147,13 @@ class Recorder:
             tracker.log(row)
 
     def _write_budget(self) -> None:
-        self.run.check()  # where the folder went away, it is not made again
+        self.run.check()  # a removed folder is not made again
         self.run.results.mkdir(exist_ok=True)
         labels = self.labels
         budget.write(self.run.budget, labels.method, labels.devices, self.run.rows, self.evaluations, labels.note)
 
     def _draw(self) -> None:
-        """The figures of the rows so far."""
+        """Draw the figures of the rows so far."""
         self.run.check()
         start = time.monotonic()
         rows, folder, title, words = self.run.rows, self.run.figures, self.labels.title, self.labels.words
@@ -170,14 +171,14 @@ class Recorder:
         figures.evolution(rows, self.run.figures / "evolution.png", title=labels.title, words=labels.words, **found)
 
     def _draw_divergence(self, final: tuple[float, float] | None = None) -> None:
-        """`final` is the KL and test reward of the finished mean."""
+        """Draw the KL figure. `final` is the KL and test reward of the finished mean."""
         before = self.ends.get("test", Ends()).before
         baseline, file = None if before is None else before.mean, self.run.figures / "divergence.png"
         figures.divergence(self.run.rows, file, title=self.labels.title, baseline=baseline, final=final)
 
 
 def tell(console: Console, line: str) -> None:
-    """Plain lines on a console."""
+    """Print lines on a console, with control characters shown as text."""
     ascii_only = not console.encoding.startswith("utf")
     line = "\n".join(visible(part, ascii_only=ascii_only) for part in line.split("\n"))
     print_line(console, line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `evaluate` and the other commands are pointed at: a run, a model's folder, a PEFT adapter, a hub name."""
+"""Targets of `evaluate` and other commands: a run, a model folder, a PEFT adapter or a hub name."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from evoalign.training import saving, weights
 from evoalign.types import Layout
 
 NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
-"""Settings of PEFT that change what an adapter means."""
+"""Settings of PEFT under which an adapter is not a plain LoRA."""
 OF_TRAINING = ("seed", "es_", "grpo")
-"""What a run is, whatever it is asked with. By its seed the rows it was trained on are told from the others."""
+"""Settings that an evaluation takes from the run. The seed determines which rows the run was trained on."""
 logger = logging.getLogger("evoalign.scorer")
 
 
@@ -48,10 +48,10 @@ def evaluate(
 ) -> Evaluation:
     """Score a finished run, a model folder, a PEFT adapter or a hub model on a split.
 
-    A run brings its own config; where `config` is given, it keeps its seed and the settings it was trained with. For a
-    model, `config` says the task (its `model` section is replaced by `target`). `overrides` replaces fields of the
-    `evaluation` section, such as samples, temperature and seeds. Raises ConfigError for a validation split that is not
-    there, and where the rows of the split may be rows that the run was trained on.
+    A run is evaluated with its own config, or with `config`, except for the seed and the training settings. For a
+    model, `config` names the task (its `model` section is replaced by `target`). `overrides` replaces fields of the
+    `evaluation` section, such as samples, temperature and seeds. Raises ConfigError for a missing validation split, and
+    if the split may contain rows that the run was trained on.
     """
 
     def resolve() -> tuple[Config, Path | None]:
@@ -65,7 +65,7 @@ def evaluate(
     resolved = [again_if_pruned(Path(target), resolve)]
 
     def load() -> tuple[Config, Tokens, Engine]:
-        return _loaded(*(resolved.pop() if resolved else resolve()))  # anew where the saved mean has been deleted since
+        return _loaded(*(resolved.pop() if resolved else resolve()))  # again, if the checkpoint was deleted since
 
     chosen, data = task_and_data(resolved[0][0], task, reward)
     with closing(chosen):
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def _warn_of_other_scorer(run: Path, task: Task) -> None:
-    """Where models score that are not those of the run, which may be meant: its own numbers are not beside these."""
+    """Warn if other models score than those of the run: its own scores then do not compare with these."""
     try:
         recorded = read_object(run / MANIFEST).get("scorer_digest")
     except DataError:
@@ -88,14 +88,14 @@ def _warn_of_other_scorer(run: Path, task: Task) -> None:
     found = task.scorer_digest() if isinstance(recorded, str) else None
     if found not in (None, recorded):
         logger.warning(
-            "warning: %s was scored by other models than score it now, or with another template, max_tokens or dtype "
-            "(digest %s..., and now %s...): its own scores are not to be compared with these",
+            "warning: %s was scored by other models than those configured now, or with another template, max_tokens or "
+            "dtype (digest %s..., and now %s...): do not compare its own scores with these",
             run, plain(str(recorded))[:12], found[:12],
         )  # fmt: skip
 
 
 def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:
-    """An engine that answers with the weights, and its tokens. Raises ModelError."""
+    """Load an engine with the weights, and its tokens. Raises ModelError."""
     tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:
@@ -111,7 +111,7 @@ def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engin
 
 
 def resolve_target(target: str | Path, config: ConfigLike | None, split: Split = "test") -> tuple[Config, Path | None]:
-    """The config to evaluate with, and the adapter to load, if any. Raises ConfigError or ModelError."""
+    """Return the config to evaluate with, and the adapter to load, if any. Raises ConfigError, ModelError."""
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     if method is not None:
@@ -128,15 +128,15 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
                 "or --config)"
             )
         raise ConfigError(
-            f"{target} is no run directory (config.yaml, and journal.jsonl or manifest.json); if it is a model, say "
-            "the task with --task or --config"
+            f"{target} is not a run directory (config.yaml, and journal.jsonl or manifest.json); for a model, name the "
+            "task with --task or --config"
         )
     own = as_config(config, needs_es=False)
     weights.check_folder(path)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
         if peft is None or not _is_here(base := own.model.base or peft["base_model_name_or_path"]):
-            return _with_model(own, str(target)), None  # merged, or the reason why it cannot be
+            return _with_model(own, str(target)), None  # loading it merges the adapter, or raises why not
         layers = peft.get("layers_to_transform")
         lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_modules": sorted(peft["target_modules"]),
                 "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
@@ -147,9 +147,9 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
 
 
 def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
-    """What a saved mean says of itself. Raises CheckpointError where it is damaged, altered or not of the run.
+    """Return the mark of a checkpoint. Raises CheckpointError if it is damaged, altered or not of the run.
 
-    `config`, which may name code, takes the place of the run's own where that does.
+    `config` is used in place of the run's own config if that names code for its space.
     """
     if method_of(run) == "grpo":
         mark = checkpoint.verify_policy(saved)
@@ -161,10 +161,10 @@ def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
 
 
 def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Config:
-    """The config that a run is asked with: its own, or `config` but for what the run was trained with.
+    """Return the config to query a run with: its own, or `config` with the run's training settings.
 
-    Raises ConfigError where it leads out of the run and `config` is None, and for a split that may have rows of the
-    training.
+    Raises ConfigError if the run's own config names files or code outside the run, and for a split that may contain
+    training rows.
     """
     if config is None:
         return load_own(run, skip=EVALUATION_SKIPS)
@@ -175,18 +175,18 @@ def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Confi
 
 
 def check_parted(run: str, made: TaskConfig, given: TaskConfig, split: Split) -> None:
-    """Raise ConfigError where a split of the given task may have rows that a run of the other was trained on."""
+    """Raise ConfigError if a split of the given task may contain rows that the run was trained on."""
     odd = parted_otherwise(with_sources(made), with_sources(given), split)
     if odd:
         words = (f"task.{name} is {there!r} in the run and {here!r} now" for name, (there, here) in odd.items())
         raise ConfigError(
-            f"{run} parted the same data otherwise: {'; '.join(words)}. Its {split} split would have rows that the run "
-            "was trained on; leave this as it is in the run, or give rows of their own as task.test_data"
+            f"{run} split the same data differently: {'; '.join(words)}. The {split} split would contain rows that the "
+            "run was trained on; keep these settings as in the run, or set task.test_data to other rows"
         )
 
 
 def refuse_lost_task(path: Path) -> None:
-    """A run that was given a Python object knows its name only; its config would score something else."""
+    """Raise ConfigError for a run that was given a Python object: its config alone would score something else."""
     try:
         given = read_object(path / "manifest.json")["task"]["given_as"]
     except (DataError, KeyError, TypeError):
@@ -196,15 +196,15 @@ def refuse_lost_task(path: Path) -> None:
 
 
 def last_saved(path: Path) -> Path:
-    """The latest saved mean of a run. Raises ModelError."""
+    """Return the latest checkpoint of a run. Raises ModelError."""
     found = saved_folders(path)
     if not found:
-        raise ModelError(f"{path} holds a run that saved no weights; nothing to evaluate")
+        raise ModelError(f"{path} is a run without a checkpoint: there is nothing to evaluate")
     return found[-1]
 
 
 def _is_here(base: object) -> bool:
-    """Whether an adapter's base is a folder that is there, or a name of a hub."""
+    """Return whether an adapter's base is an existing folder or a hub name."""
     try:
         return isinstance(base, str) and bool(base) and bool(place(base))
     except ModelError:
@@ -212,10 +212,7 @@ def _is_here(base: object) -> bool:
 
 
 def _peft_config(file: Path) -> dict[str, Any] | None:
-    """A plain LoRA's settings; None of a form of PEFT that would be read wrongly.
-
-    Raises ModelError for a damaged file.
-    """
+    """Return a plain LoRA's settings; None for other forms of PEFT. Raises ModelError for a damaged file."""
     try:
         peft = read_object(file)
         plain = (
@@ -236,7 +233,7 @@ def _with_model(config: Config, name: str | Path) -> Config:
 
 
 def checked_adapter(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """An adapter's tensors, a frozen A among them; all that the layout has."""
+    """Load an adapter's tensors, frozen ones included. Raises ModelError if one of the layout is missing."""
     state = checkpoint.load_adapter(adapter)
     missing = [t.name for t in (*layout.tensors, *layout.frozen) if t.name not in state]
     if missing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run came to, whatever the method: the test split before and after, told and written down."""
+"""Result of a run: the test split before and after training, shown and written to files."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 SHOWN_SAMPLES = 4
 INTERVALS = "over examples: Student's t; of shares (0 or 1), Bonett and Price"
-"""What those of results/evaluation.json are; where it does not say, they are of the bootstrap (BCa)."""
+"""Kind of the intervals in results/evaluation.json. A file without this entry has bootstrap (BCa) intervals."""
 OF_SETS = f"; of task.fitness, percentiles of {evaluation.RESAMPLES} paired resamples of the examples"
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to. `saved` is a PEFT adapter or a Hugging Face checkpoint."""
+    """Result of a finished run. `saved` is a PEFT adapter or a Hugging Face checkpoint."""
 
     path: Path
     saved: Path
     before: Evaluation
     after: Evaluation
     verdict: Verdict | None = None
-    """What the completions say of it, whatever they earned."""
+    """Signs of reward hacking in the completions."""
 
     def completions(self) -> DataFrame:
-        """The completions of the test split as a pandas frame, a row for each example, seed and sample.
+        """Return the completions of the test split as a pandas frame, one row per example, seed and sample.
 
         Columns: example, seed, sample, prompt, target; and text, reward, each of several rewards, right, finish_reason
         and tokens, each as `.._before` and `.._after`.
@@ -62,7 +62,7 @@ class Result:
         return frames.completions(*([s.flat() for s in found.completions] for found in (self.before, self.after)))
 
     def measures(self) -> DataFrame:
-        """The measures of the test split as a pandas frame: before, after, change, its 95 % interval low to high."""
+        """Return the measures of the test split as a pandas frame: before, after, change, its 95 % interval."""
         from evoalign.report import frames
 
         return frames.measures(self.before.measures, self.after.measures, _change(self.before, self.after))
@@ -71,12 +71,12 @@ class Result:
         first, last = self.before.measures, self.after.measures
         count = len(self.before.measures_E["reward"])
         name = aim_of(first)
-        told = headline(first, last, _change(self.before, self.after).get(name), count, name)
+        line = headline(first, last, _change(self.before, self.after).get(name), count, name)
         alarms = "" if self.verdict is None or self.verdict.word is None else f"\n{self.verdict.word}: see its reasons"
-        return f"{shown(self.path)}: {told}{alarms}\nsaved {shown(self.saved)}"
+        return f"{shown(self.path)}: {line}{alarms}\nsaved {shown(self.saved)}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """Return the HTML that a notebook shows."""
         from evoalign.report import frames
 
         first, *rest = repr(self).splitlines()
@@ -86,7 +86,7 @@ class Result:
 
 
 def gold_lines(task: Task, data: Data) -> list[str]:
-    """A warning where gold answers do not earn the maximum: published data has such rows, so it is no error."""
+    """Return a warning if gold answers do not earn the maximum. It is no error: published data has such rows."""
     try:
         task.self_check(data.all)
     except DataError as error:
@@ -95,24 +95,24 @@ def gold_lines(task: Task, data: Data) -> list[str]:
 
 
 def write_completions(run: RunDir, name: str, result: Evaluation) -> None:
-    """The completions of an evaluation, in results/completions."""
+    """Write the completions of an evaluation to results/completions."""
     parquet.write(run.completions(name), [s.flat() for s in result.completions])
 
 
 def read_completions(run: RunDir, name: str, task: Task, data: Data, split: Split = "test") -> Evaluation | None:
-    """An evaluation of a split as it was written; None where it is not there or damaged."""
+    """Read an evaluation of a split; None if its file is missing or damaged."""
     try:
-        scored = [_told(Scored.of(row), task, data.of(split)) for row in parquet.read(run.completions(name))]
+        scored = [_with_right(Scored.of(row), task, data.of(split)) for row in parquet.read(run.completions(name))]
         return evaluation.summarise(task, data.of(split), scored)
     except (DataError, TypeError, IndexError, AttributeError):
         return None
 
 
-def _told(said: Scored, task: Task, examples: Sequence[Example]) -> Scored:
-    """With whether it is right, which an earlier release did not write down."""
-    if said.right is not None:
-        return said
-    return replace(said, right=task.is_right(task.clean(said.text), task.handed(examples[said.example])))
+def _with_right(scored: Scored, task: Task, examples: Sequence[Example]) -> Scored:
+    """Add whether a completion is right, which an earlier release did not record."""
+    if scored.right is not None:
+        return scored
+    return replace(scored, right=task.is_right(task.clean(scored.text), task.handed(examples[scored.example])))
 
 
 def conclude(
@@ -125,7 +125,7 @@ def conclude(
     recorder: Recorder,
     placebos: Placebos | None = None,
 ) -> None:
-    """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
+    """Write results/evaluation.json and the completions, and show both. `mean` names the weights of `after`."""
     write_results(run, settings, mean, before, after, placebos)
     show(before, after, verdict, recorder.console, recorder.tell, placebos, mean.get(WEIGHTS))
 
@@ -152,8 +152,9 @@ def show(
     placebos: Placebos | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> None:
-    """Both with the change between them, beside what placebos came to, and whether it is sure; above them what alarms,
-    with completions. `weights` are those of several rewards.
+    """Show both evaluations, their change and its placebos; above them the signs of reward hacking with completions.
+
+    `weights` are those of several rewards.
     """
     change = _change(before, after)
     mean = None if placebos is None else placebos.measures
@@ -165,32 +166,32 @@ def show(
     before_after(before.measures, after.measures, console, _samples(before, after), change, mean, names)
     for line in [*verdict.lines(), *(() if placebos is None else placebos.lines())]:
         tell(line)
-    _tell_sure(before, after, change, tell)
+    _tell_uncertain(before, after, change, tell)
 
 
-def _tell_sure(before: Evaluation, after: Evaluation, change: Mapping[str, Interval], tell: Tell) -> None:
-    """Where the change of what training is after is not sure."""
+def _tell_uncertain(before: Evaluation, after: Evaluation, change: Mapping[str, Interval], tell: Tell) -> None:
+    """Report a change of the trained measure whose interval contains 0 or is unknown."""
     name = aim_of(after.measures)
     what = f"the {name}" if name == "reward" else name
     gain = after.measures[name] - before.measures[name]
     mean_change, low, high = change.get(name, (gain, gain, gain))
     if low == high:
-        why = "too few examples, or all changed alike"
+        why = "too few examples, or all changed by the same amount"
         why += "" if name in change else ", or the function takes too long or fails on examples drawn again"
         tell(f"the change of {what} on the test split, {mean_change:+.4g}, has no interval: {why}")
     elif low <= 0 <= high:
         interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
-        tell(f"on the test split the change of {what}, {mean_change:+.4g}, is not sure: {interval}")
+        tell(f"the change of {what} on the test split, {mean_change:+.4g}, is not significant: {interval}")
 
 
 def validation_of(before: Evaluation, after: Evaluation) -> dict[str, Any]:
-    """What evaluation.json says of the validation split, by which may be chosen."""
+    """Return the entry of evaluation.json for the validation split."""
     count = len(next(iter(before.measures_E.values())))
     return {"examples": count, "before": before.measures, "after": after.measures}
 
 
 def validation_line(before: Evaluation, after: Evaluation) -> str:
-    """The same in words."""
+    """Return the line on the validation split's reward before and after."""
     name = aim_of(before.measures)
     first, last = (found.measures[name] for found in (before, after))
     count = len(next(iter(before.measures_E.values())))
@@ -198,7 +199,7 @@ def validation_line(before: Evaluation, after: Evaluation) -> str:
 
 
 def judged_again(run: RunDir, before: Evaluation, after: Evaluation) -> Verdict:
-    """The verdict on a run that is done, with the nats a token that it wrote down."""
+    """Return the signs of reward hacking in a finished run, with its recorded nats per token."""
     try:
         nats = read_object(run.results / "evaluation.json").get("alarms", {}).get("nats_a_token")
         fluency = None if nats is None else Fluency(**nats)
@@ -208,12 +209,12 @@ def judged_again(run: RunDir, before: Evaluation, after: Evaluation) -> Verdict:
 
 
 def shown(path: Path) -> Path:
-    """Relative to the working directory, where it lies below that."""
+    """Return a path relative to the working directory, if it is below that."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
-    """Change of each measure and its paired 95 % interval over examples."""
+    """Return the change of each measure and its paired 95 % interval over examples."""
     changes = evaluation.resampled_interval(before, after) | {
         name: evaluation.paired_interval(values, after.measures_E[name], shares=is_share(name))
         for name, values in before.measures_E.items()

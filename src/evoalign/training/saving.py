@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean of a run on disk and back: what is saved when, which folders stay, and how the mean is rebuilt."""
+"""Checkpoints of a run: when the mean is saved, which checkpoints are kept, and how the mean is restored."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark, State
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.files import remove_whole
-from evoalign.rundir.identity import config_hash, identity
+from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
-from evoalign.rundir.manifest import versions
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
 from evoalign.types import Summation
@@ -34,7 +33,7 @@ _WAYS = {"library": "by a library's matrix product", "own": "in its space's own 
 
 
 def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
-    """What the first line of a run's journal says. `given_as`: what was handed over as a Python object."""
+    """Return the first line of a run's journal. `given_as`: what was passed as a Python object."""
     return {
         **_facts(parts),
         "config": identity(parts.config),
@@ -50,18 +49,18 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
 
 
 def scored_by(task: Task) -> dict[str, str]:
-    """The digest of the models that score, where there is one: they are loaded, or asked."""
+    """Return the digest of the models that score, if there are any."""
     digest = task.scorer_digest()
     return {} if digest is None else {"scorer_digest": digest}
 
 
 def machine() -> dict[str, str]:
-    """What the last bits of a library's results may depend on, beside its version."""
+    """Return what the last bits of a library's results may depend on, apart from its version."""
     return {"capability": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
 
 
 def _facts(served: Served) -> dict[str, Any]:
-    """What the weights follow from, beside the config."""
+    """Return what the weights depend on, apart from the config."""
     return {
         "versions": versions(),
         "device": _device(served.facts.device),
@@ -74,7 +73,7 @@ def _facts(served: Served) -> dict[str, Any]:
 
 
 def data_hash(data: Data) -> str:
-    """SHA-256 of the rows of all splits, in order; without a validation split that of the two others, as ever."""
+    """Return the SHA-256 of the rows of the training, test and, if there is one, validation split."""
     digest = hashlib.sha256()
     for split in (data.train, data.test, *([data.validation] if data.validation else [])):
         for row in split:
@@ -84,13 +83,13 @@ def data_hash(data: Data) -> str:
 
 
 def machine_differs(recorded: Header) -> bool:
-    """Whether a journal was made where a library may add otherwise than here, as far as it says."""
+    """Return whether a journal records a machine on which a library may sum in another order than here."""
     here = machine()
     return any((recorded.machine or here).get(name, value) != value for name, value in here.items())
 
 
 def every(config: Config, summation: Summation = "ordered") -> int:
-    """Generations between checkpoints; 0 is never. By default 10 where the journal repeats the run here alone."""
+    """Return the generations between checkpoints; 0: none. Default 10 if the journal replays on this machine only."""
     set_ = config.checkpoint.every
     if set_ is not None:
         return set_
@@ -100,7 +99,7 @@ def every(config: Config, summation: Summation = "ordered") -> int:
 def save(
     served: Served, folder: Path, mark: Mark, *, replace: bool = True, state: Callable[[], State] | None = None
 ) -> Path:
-    """Save the engine's mean, or another `state` of the same tensors, in the form that belongs to the space."""
+    """Save the engine's mean, or another `state` of the same tensors, in the format of the space."""
     base, dtype = model_path(served.config.model), served.layout.torch_dtype
     checkpoint.save(
         folder,
@@ -117,7 +116,7 @@ def save(
 
 
 def retain(run: RunDir, config: Config) -> None:
-    """Delete saved means beyond the latest `keep_last` and the best one."""
+    """Delete checkpoints except the latest `keep_last` and the best one."""
     best = {best_saved(run), _kept_before(run)} if config.checkpoint.keep_best else set[Path | None]()
     for folder in saved_folders(run.path)[: -config.checkpoint.keep_last]:
         if folder not in best:
@@ -125,12 +124,12 @@ def retain(run: RunDir, config: Config) -> None:
 
 
 def best_saved(run: RunDir) -> Path | None:
-    """The saved mean that was best on the validation split, the earliest of equals; None where none was evaluated."""
+    """Return the earliest checkpoint with the best validation reward; None if none was evaluated."""
     return _highest(run, lambda mark: mark.validation)
 
 
 def _kept_before(run: RunDir) -> Path | None:
-    """The saved mean that an earlier release kept as the best on the test split: it stays, no other is held to it."""
+    """Return the checkpoint that an earlier release kept as the best on the test split. It is never deleted."""
     return _highest(run, lambda mark: mark.reward)
 
 
@@ -141,24 +140,24 @@ def _highest(run: RunDir, value: Callable[[Mark], float | None]) -> Path | None:
 
 
 def check_start(served: Served, recorded: Header) -> None:
-    """Raise ResumeError where this model, tokenizer or noise is not the one that a journal began with."""
+    """Raise ResumeError if the model, tokenizer or noise differs from those in a journal's header."""
     ours = _facts(served)
     causes = {
         "noise_table": "another noise table: another release of evoalign",
         "dtype": f"the model is served in {ours['dtype']}: set model.dtype: {recorded.dtype}",
         "model_hash": f"other base weights: model.name {served.config.model.name} is not the model of the run",
-        "tokenizer_hash": "another tokenizer or chat template than that of the run",
+        "tokenizer_hash": "the tokenizer or chat template differs from the run's",
         "weights_hash": "another starting mean: the settings of the space differ",
     }
     if any(s.kind == "expert" for s in served.engine.specs()):
-        causes["weights_hash"] += ", or an earlier release began the run, which had no experts evolve one by one"
+        causes["weights_hash"] += ", or an earlier release began the run, in which experts did not evolve separately"
     for name, cause in causes.items():
         if getattr(recorded, name) != ours[name]:
             raise ResumeError(f"{cause} ({name} is {ours[name][:12]} here and {getattr(recorded, name)[:12]} there)")
 
 
 def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> None:
-    """Raise ResumeError where the rows of all splits are not those that a run began with."""
+    """Raise ResumeError if the rows of the splits differ from those that a run began with."""
     if recorded != data_hash(data):
         raise ResumeError(
             f"{run.path} was trained on other data than task {task.name} has now; put the files back as they were, or "
@@ -167,25 +166,25 @@ def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> Non
 
 
 def check_scorer(run: RunDir, task: Task, recorded: str | None) -> None:
-    """Raise ResumeError where other models score than when a run began, or in another form; unknown before."""
+    """Raise ResumeError if other models score than when a run began. `recorded` None: an earlier release began it."""
     if recorded is None:
         return
     found = task.scorer_digest()
     if found != recorded:
         now = "none" if found is None else f"{found[:12]}..."
         raise ResumeError(
-            f"{run.path} was scored by other models than its scorer has now, or with another template, max_tokens or "
-            f"dtype (digest {recorded[:12]}..., and now {now}); put the files back, start the service with those of "
-            "then, set scorer.dtype (auto is bfloat16 on a GPU and float32 on a CPU), or begin another run"
+            f"{run.path} was scored by other models than those of its scorer, or with another template, max_tokens or "
+            f"dtype (digest {recorded[:12]}..., and now {now}); put the files back, start the service with the "
+            "earlier ones, set scorer.dtype (auto is bfloat16 on a GPU and float32 on a CPU), or begin another run"
         )
 
 
 def restore(
     served: Served, run: RunDir, log: Log, seal: Callable[[int, str], None], tell: Callable[[str], None]
 ) -> None:
-    """Bring the engine, which is at the start, to the end of the journal: the latest good checkpoint, then updates.
+    """Bring the engine from the start to the end of the journal: the latest intact checkpoint, then the updates.
 
-    An update that was written down but not sealed is applied and sealed. Raises ResumeError.
+    An update that was recorded but not sealed is applied and sealed. Raises ResumeError.
     """
     done = _from_checkpoint(served, run, log, tell)
     for recorded in log.generations[done:]:
@@ -195,12 +194,12 @@ def restore(
 
 
 def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
-    """Repeat one recorded update; its weights_hash. Raises ResumeError where it is not the recorded one."""
+    """Apply one recorded update and return its weights_hash. Raises ResumeError if that is not the recorded one."""
     engine.apply(recorded.update)
     found = engine.fingerprint()
     if recorded.weights_hash not in (None, found):
-        where = f"{log.path}: generation {recorded.update.generation + 1} comes out as {found[:12]} and was "
-        where += f"{str(recorded.weights_hash)[:12]}"
+        where = f"{log.path}: generation {recorded.update.generation + 1} has weights_hash {found[:12]} here, and "
+        where += f"{str(recorded.weights_hash)[:12]} in the journal"
         if log.header.sums == "ordered":
             raise ResumeError(f"{where}, though it should not depend on the machine; {elsewhere(log.header)}")
         raise MachineError(
@@ -212,30 +211,30 @@ def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
 
 
 def _device(name: str) -> str:
-    """What the numbers may depend on: the model of the GPU, or the kind of CPU."""
+    """Return the GPU model, or the kind of CPU."""
     return torch.cuda.get_device_name(name) if name.startswith("cuda") else f"cpu {platform.machine()}"
 
 
 def elsewhere(recorded: Header) -> str:
-    """Where a journal was made, as far as it differs from here."""
+    """Return in words how the machine and versions of a journal differ from those here."""
     ours = versions()
     odd = [f"{k} {v} (here {ours.get(k, 'none')})" for k, v in recorded.versions.items() if ours.get(k) != v]
     there, here = recorded.machine or {}, machine()
     what = [f"{name} {there[name]} (here {value})" for name, value in here.items() if there.get(name, value) != value]
     if recorded.machine is None and recorded.sums != "ordered":
-        what = [f"whose capability it does not say (here {here['capability']}, {here['threads']} threads)"]
+        what = [f"of unknown capability (here {here['capability']}, {here['threads']} threads)"]
     made = f"it was made on {recorded.device}{', '.join(['', *what])}"
     return f"{made} with {', '.join(odd)}; use those versions" if odd else f"{made} with the same versions"
 
 
 def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Callable[[str], None]) -> int:
-    """Load the latest saved mean that is whole and belongs to this journal; how many generations it holds."""
+    """Load the latest intact checkpoint that belongs to this journal, and return its generation; 0 if there is none."""
     for folder in reversed(saved_folders(run.path)):
         try:
             mark = checked(folder, log)
             state, optimizer = checkpoint.load(folder, served.layout)
             if weights_hash(_float32(state.items())) != mark.weights_hash:
-                raise CheckpointError(f"{folder} does not hold the weights it says")
+                raise CheckpointError(f"the weights in {folder} do not have its weights_hash")
             served.engine.load(state, optimizer)
         except CheckpointError as error:
             tell(f"warning: {error}; set aside as {set_aside(folder).name}, the journal rebuilds the weights")
@@ -245,7 +244,7 @@ def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Callable[[str]
 
 
 def checked(folder: Path, log: Log) -> Mark:
-    """What a saved mean says of itself. Raises CheckpointError where it is damaged or not of this journal."""
+    """Return the mark of a checkpoint. Raises CheckpointError if it is damaged or not of this journal."""
     mark = checkpoint.verify(folder)
     if mark.counterfactual:
         raise CheckpointError(f"{folder} holds a counterfactual ({mark.counterfactual}), and not a mean of the run")
@@ -258,7 +257,7 @@ def checked(folder: Path, log: Log) -> Mark:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a saved mean that is of no use, so that nothing takes it for one; whoever knows what it is may look."""
+    """Rename a damaged checkpoint so that it is not loaded, and return its new path."""
     count = 1
     while (aside := folder.with_name(f"{folder.name}.unusable{count if count > 1 else ''}")).exists():
         count += 1

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a run, whatever its method: lock, begin or resume, record, save, stop, finish.
+"""One run of any method from start to end: lock, begin or resume, record, save, stop, finish.
 
-A method is an `Algorithm`: how its mean moves, answers, is saved and brought back to where a run left it. All else,
-the run directory, messages, figures, trackers, budget and errors, is here, once.
+A method is an `Algorithm`. The run directory, messages, figures, trackers, budget and errors are handled here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.console import Console
 from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence, Fluency
-from evoalign.checks.hacking import judge
+from evoalign.checks.hacking import Verdict, judge
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
@@ -28,22 +28,24 @@ from evoalign.errors import (
     DataError,
     EvoalignError,
     ResumeError,
+    RewardError,
     RunGoneError,
     ScorerAwayError,
     StoppedError,
 )
-from evoalign.evaluation import Evaluation, with_resampled
-from evoalign.placebos.estimates import Placebos
+from evoalign.evaluation import Evaluation, with_points, with_resampled
+from evoalign.placebos import file as placebo_file
 from evoalign.report.progress import Bar
-from evoalign.report.rows import Row
+from evoalign.report.rows import WEIGHTS, Row
 from evoalign.rewards.objective import aim
 from evoalign.rundir import checksums
-from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
+from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, REPORT, RunDir
+from evoalign.rundir.files import write_rows
+from evoalign.rundir.identity import command_line, make_manifest
 from evoalign.rundir.journal import Ending
-from evoalign.rundir.manifest import command_line, make_manifest
-from evoalign.rundir.method import COMMANDS, resume_command
+from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
 from evoalign.tasks import Data, Split, Task
-from evoalign.training import ending, heading, saving, stopping
+from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels, Recorder
 from evoalign.training.result import (
     Result,
@@ -56,93 +58,129 @@ from evoalign.training.result import (
 )
 from evoalign.training.stop import Stop
 
-Found = TypeVar("Found")
+
+class Mean(Protocol):
+    """The trained model of a run: the mean of ES, the policy of GRPO."""
+
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
+        """Evaluate it on a split, and return the cost of that."""
+        ...
+
+    def divergence(self) -> Divergence:
+        """Return its KL divergence from the base model."""
+        ...
+
+    def distance(self) -> Distance:
+        """Return the distance of its weights from the base model's. Raises EvoalignError where that is unknown."""
+        ...
+
+    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
+        """Return both evaluations' nats per token under the base model. Raises ModelError where it does not fit."""
+        ...
+
+    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+        """Save it unless it is saved already. `reward` is its reward on the validation split, if known."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return its `weights_hash`."""
+        ...
 
 
 class Algorithm(Protocol):
-    """What ES and GRPO each supply. `done` counts generations of ES, steps of GRPO."""
+    """A training method, ES or GRPO, as a session runs it.
+
+    `measurements` of a finished run come after the common ones, by name; see `Finish`.
+    """
 
     config: Config
     task: Task
     data: Data
     labels: Labels
+    measurements: Mapping[str, Measurement]
 
-    def open(self, session: Session) -> None:
-        """Say what is going to run, and refuse what cannot. Nothing is written yet."""
+    @property
+    def mean(self) -> Mean:
+        """The trained model."""
         ...
 
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says of a new run."""
-        ...
+    def open(self, session: Session) -> Mapping[str, Any]:
+        """Report what is going to run, and return the manifest's facts. Nothing is written yet.
 
-    def begin(self, session: Session) -> None:
-        """The directory is made and the start is evaluated: from here on, the run can be resumed."""
-        ...
-
-    def check_resume(self, session: Session) -> None:
-        """Raise ResumeError where the run cannot be resumed with what is here. Nothing has been changed yet."""
-        ...
-
-    def resume(self, session: Session) -> list[Row]:
-        """Bring the mean, and the rows of metrics.jsonl, to where the run stands; the rows that trackers missed."""
-        ...
-
-    def advance(self, session: Session) -> None:
-        """Train to the end, or until the session is asked to stop and all of it is saved."""
-        ...
-
-    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
-        """The mean on a split, and what that took."""
-        ...
-
-    def divergence(self) -> Divergence:
-        """KL of the mean from the base model."""
-        ...
-
-    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        """Nats a token of both evaluations under the base model. Raises ModelError where it does not fit once more."""
-        ...
-
-    def distance(self) -> Distance:
-        """How far the weights are from those of the base model. Raises EvoalignError where that is unknown."""
-        ...
-
-    def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> Placebos | None:
-        """The finished run against the noise alone; None where that is not asked for. The mean is lost by it.
-
-        Raises StoppedError where the session is asked to stop.
+        Raises ResumeError, EvoalignError for what cannot run or resume here.
         """
         ...
 
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """Save the mean, unless it is saved already; `reward` is its own on the validation split, if known."""
+    def begin(self, session: Session) -> None:
+        """Start recording a new run. Its directory is made and the start is evaluated: it can be resumed from now."""
         ...
 
-    def fingerprint(self) -> str:
-        """`weights_hash` of the mean."""
+    def resume(self, session: Session) -> list[Row]:
+        """Restore the mean and the rows of metrics.jsonl; return the rows that trackers have not seen."""
         ...
 
-    def kept(self, session: Session) -> str:
-        """After a failure: from where the run will be resumed, with the words between that and the command."""
-        ...
-
-    def smaller(self) -> str:
-        """After running out of memory: the settings that help."""
-        ...
-
-    def summary(self, alarm: str | None) -> list[str]:
-        """What the finished run was like. `alarm`: what its completions say of it, where that is bad."""
+    def advance(self, session: Session) -> None:
+        """Train to the end, or until the session is stopping and everything is saved."""
         ...
 
     def close(self) -> None:
-        """Let go of what the algorithm opened."""
+        """Release what the algorithm opened."""
         ...
 
 
-class Session:
-    """One run in this process. `done` is how far it has come; to begin with, None where it is a new one.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """A run after its last step: its evaluations, and what was measured so far by name (None where that failed)."""
 
-    `given`: what was handed over as a Python object, and has to be again to resume.
+    session: Session
+    before: Evaluation
+    after: Evaluation
+    found: dict[str, Any]
+
+    def verdict(self) -> Verdict:
+        """Return the signs of reward hacking in the completions, by fluency too where that is measured."""
+        return judge(self.before.completions, self.after.completions, self.found.get(NATS))
+
+
+class Measurement(Protocol):
+    """A measurement of a finished run. Where it fails, the run stays complete and a warning names the measurement."""
+
+    def __call__(self, finish: Finish, /) -> Any:
+        """Return the measurement; None: not requested. Raises EvoalignError, StoppedError."""
+        ...
+
+
+KL, DISTANCE, NATS, PLACEBOS, SUMMARY = "KL divergence", "distance", "nats per token", "placebos", "summary"
+
+
+def _divergence(finish: Finish) -> Mapping[str, Any] | None:
+    session, rows = finish.session, finish.session.run.rows
+    known = rows[-1]["divergence"] if rows else None
+    if known is not None or not session.config.checks.kl_every:
+        return known
+    return dataclasses.asdict(session.algorithm.mean.divergence())
+
+
+def _distance(finish: Finish) -> Mapping[str, Any]:
+    return dataclasses.asdict(finish.session.algorithm.mean.distance())
+
+
+def _fluency(finish: Finish) -> Fluency | None:
+    if not finish.session.config.measures_nats:
+        return None
+    return finish.session.algorithm.mean.fluency(finish.before, finish.after)
+
+
+MEASUREMENTS: Mapping[str, Measurement] = {KL: _divergence, DISTANCE: _distance, NATS: _fluency}
+"""Measurements of every method, in this order."""
+
+
+class Session:
+    """One run in this process.
+
+    `done` counts the steps so far; None for a new run. `given` names what was passed as a Python object (task or
+    reward), which has to be passed again to resume. The algorithm sets `done` as it advances, and `resumable` to the
+    number of steps that a resumed run would keep.
     """
 
     def __init__(
@@ -152,84 +190,88 @@ class Session:
         self.labels = algorithm.labels
         self.recorder = Recorder(self.config, run, console, self.labels)
         self.tell = self.recorder.tell
-        self.done, self.total = done or 0, self.labels.total
+        self.done, self.resumable, self.total = done or 0, done, self.labels.total
         self.is_new, self._has_begun = done is None, False
         self.ending: Ending | None = None
-        """Why the run ends before its last step, where it does."""
+        """Why the run ends before its last step, if it does."""
         self._validated: Evaluation | None = None
-        """The start on the validation split, where there is one."""
+        """The start on the validation split, if there is one."""
 
     def live(self, *, overwrite: bool) -> Result:
-        """All of it: begin or resume, the steps that are left, and the comparison. Raises EvoalignError."""
-        self.algorithm.open(self)
+        """Begin or resume, train the steps that are left, and compare start and end. Raises EvoalignError."""
+        facts = self.algorithm.open(self)
         with self._explained(), closing(self.recorder), closing(self.algorithm):
-            before = self._begin(overwrite=overwrite) if self.is_new else self._resume()
+            before = self._begin(facts, overwrite=overwrite) if self.is_new else self._resume()
             self._has_begun = True
             self.recorder.measured("test", before)
             if self._validated is not None:
                 self.recorder.measured("validation", self._validated)
-            self._stop_if_asked()
+            self._stop_if_requested()
             with self.recorder:
                 self.algorithm.advance(self)
-            self._stop_if_asked()
+            self._stop_if_requested()
             return self._finish(before)
 
     # --- for the algorithm, as it advances ---------------------------------------------------------------------------
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the algorithm is to save its mean and return."""
+        """Whether the algorithm must save its mean and return."""
         return self.stop.asked is not None and self.done < self.total
 
     def end(self, ending: Ending) -> None:
-        """The run ends here, before its last step, and then does what runs do at their end."""
+        """End the run here, before its last step; it is then finished as usual."""
         self.ending, self.total = ending, self.done
         self.tell(f"ends after {self.labels.unit} {self.done} of {self.labels.total}: {stopping.words(ending)}")
 
     def record(self, row: Row) -> None:
-        """Write down one step."""
+        """Record one step."""
         self.recorder.record(row)
 
     def evaluate(self, split: Split = "test") -> Evaluation:
-        """The mean on a split; what that took goes to the budget."""
-        found, cost = self.algorithm.evaluate(split)
+        """Evaluate the mean on a split, and add the cost to the budget."""
+        found, cost = self.algorithm.mean.evaluate(split)
         self.recorder.evaluated(cost)
         return found
 
     def validation(self) -> Row:
-        """What a row that has an evaluation says of the validation split; nothing where there is none."""
+        """Return a row's measures of the validation split; empty without one."""
         return {"validation": self.evaluate("validation").measures} if self.algorithm.data.validation else {}
 
     def divergence_if_due(self) -> dict[str, Any] | None:
-        """KL of the mean from the base model, every `checks.kl_every` steps."""
+        """Return the KL divergence from the base model every `checks.kl_every` steps, else None."""
         due = divergence.is_due(self.config, self.done)
-        return dataclasses.asdict(self.algorithm.divergence()) if due else None
+        return dataclasses.asdict(self.algorithm.mean.divergence()) if due else None
 
     def save(self) -> Path:
-        """Save the mean, and delete what need not stay. Raises RunGoneError."""
+        """Save the mean, and delete checkpoints beyond those to keep. Raises RunGoneError."""
         self.run.check()
-        folder = self.algorithm.save(self.run, self.done, self.reward())
+        folder = self.algorithm.mean.save(self.run, self.done, self.reward())
         saving.retain(self.run, self.config)
         return folder
 
     def reward(self) -> float | None:
-        """The mean's reward, or fitness, on the validation split after this step; the test split chooses nothing."""
+        """Return the mean's reward on the validation split after this step, if known. The test split is never used."""
         measures = self.run.rows[self.done - 1].get("validation") if 0 < self.done <= len(self.run.rows) else None
         return float(aim(measures)) if measures else None
 
-    # --- a life ------------------------------------------------------------------------------------------------------
+    # --- begin, resume, finish ---------------------------------------------------------------------------------------
 
-    def _begin(self, *, overwrite: bool) -> Evaluation:
-        self.run.create(self.config, self._manifest(self.algorithm.facts()), overwrite=overwrite)
+    def _begin(self, facts: Mapping[str, Any], *, overwrite: bool) -> Evaluation:
+        manifest = make_manifest(self.config, facts, command_line(), self.labels.method)
+        self.run.create(self.config, manifest, overwrite=overwrite)
         self.recorder.start(None)
-        self._measure_start()
+        if self.config.checks.kl_every:  # before the first step, so that a model that does not fit is reported early
+            start = time.monotonic()
+            kl, seconds = self.algorithm.mean.divergence(), time.monotonic() - start
+            self.tell(f"KL of the start from the base model: {kl}; measured in {seconds:.1f} s")
         before = self._evaluate("start")
         if self.algorithm.data.validation:
             self._validated = self._evaluate("start", "validation")
         if self.stop.asked is not None:
             raise StoppedError(f"stopped before the first {self.labels.unit}; nothing was written", self.stop.asked)
         if self.run.aside is not None:
-            self.tell(f"the run that was there is now {self.run.aside}")
+            self.tell(f"the previous run is now {self.run.aside}")
         write_completions(self.run, "before", before)
         if self._validated is not None:
             write_completions(self.run, BEFORE_VALIDATION, self._validated)
@@ -238,146 +280,170 @@ class Session:
         return before
 
     def _resume(self) -> Evaluation:
-        self.algorithm.check_resume(self)
         self.recorder.evaluations = budget.read_evaluation(self.run.budget)
-        before = self._read_before()
-        self._forget_checksums()
-        self.run.sweep()
-        missed = self.algorithm.resume(self)
-        if self.done < self.total:
-            ending.forget(self.run.path)
-        self.run.resume(self.config, self._manifest({}))
-        self.recorder.start(self.done, missed)
-        self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}, in {self.run.path}")
-        return before
-
-    def _manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        return make_manifest(self.config, facts, command_line(), self.labels.method)
-
-    def _forget_checksums(self) -> None:
-        """Warn of results that were altered since the run wrote them, and drop their checksums."""
+        if self.algorithm.data.validation:
+            self._validated = self._start_of(BEFORE_VALIDATION, "validation")
+        before = self._start_of("before", "test")
         try:
             checksums.verify(self.run.path)
         except DataError as error:
             self.tell(f"warning: {error}")
         checksums.forget(self.run.path)
+        self.run.sweep()
+        missed = self.algorithm.resume(self)
+        if self.done < self.total:  # the results of an earlier end are stale
+            placebo_file.remove(self.run.path)
+            (self.run.path / REPORT).unlink(missing_ok=True)
+        self.run.resume(self.config, make_manifest(self.config, {}, command_line(), self.labels.method))
+        self.recorder.start(self.done, missed)
+        self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}, in {self.run.path}")
+        return before
 
-    def _read_before(self) -> Evaluation:
-        """The evaluation of the start, where the mean is now: as it was written, or else made again."""
-        if self.algorithm.data.validation:
-            self._validated = self._written_or_made(BEFORE_VALIDATION, "validation")
-        return self._written_or_made("before", "test")
-
-    def _written_or_made(self, name: str, split: Split) -> Evaluation:
+    def _start_of(self, name: str, split: Split) -> Evaluation:
+        """Return the evaluation of the start: as it was written, or made again while the mean is still there."""
         found = read_completions(self.run, name, self.algorithm.task, self.algorithm.data, split)
         if found is None:
             found = self._evaluate("start", split)
             write_completions(self.run, name, found)
         return found
 
-    def _measure_start(self) -> None:
-        """What cannot be measured, or does not fit, is reported before the first step."""
-        if self.config.checks.kl_every:
-            start = time.monotonic()
-            kl, seconds = self.algorithm.divergence(), time.monotonic() - start
-            self.tell(f"KL of the start from the base model: {kl}; measured in {seconds:.1f} s")
-
     def _finish(self, before: Evaluation) -> Result:
-        saved, task = self.save(), self.algorithm.task
+        saved, task, test = self.save(), self.algorithm.task, self.algorithm.data.test
         after = self._evaluate("result")
-        validation = None if self._validated is None else (self._validated, self._evaluate("result", "validation"))
-        kl = self.algorithm.divergence if self.config.checks.kl_every else None
-        moved = ending.moved(self.run.rows, kl, self.algorithm.distance, self.tell)
-        self.run.check()
-        mean = {"generation": self.done, "weights_hash": self.algorithm.fingerprint(), **moved}
-        mean |= {} if self.ending is None else {"ending": dataclasses.asdict(self.ending)}
-        if validation is not None:
+        results: dict[str, Any] = {"generation": self.done, "weights_hash": self.algorithm.mean.fingerprint()}
+        if self.ending is not None:
+            results["ending"] = dataclasses.asdict(self.ending)
+        if self._validated is not None:
+            validation = self._validated, self._evaluate("result", "validation")
             write_completions(self.run, AFTER_VALIDATION, validation[1])
-            mean["validation"] = validation_of(*validation)
+            results["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
-        mean |= ending.weights_of(task, after)
-        before, after = (with_resampled(task, self.algorithm.data.test, e) for e in (before, after))
-        mean["alarms"] = judge(before.completions, after.completions).as_dict()
-        # Before what may be stopped, or not fit; where the process dies in it, a sweep makes up for it.
+            self.recorder.measured("validation", *validation)
+        weights = task.weighted.by_name(list(after.completions[0].rewards))
+        results |= {WEIGHTS: weights} if weights else {}
+        before, after = (with_resampled(task, test, found) for found in (before, after))
+        finish = Finish(self, before, after, {})
+        results["alarms"] = finish.verdict().as_dict()
+        self.run.check()
+        with checksums.recorded(self.run.path):  # before the measurements, in which the process may be killed
+            write_results(self.run, self.config.evaluation, {**results, MEASURING: True}, before, after)
+            for name, found in (("points", after), ("points_before", before)):
+                write_rows(self.run.results / f"{name}.jsonl", with_points(task, test, found).points)
+        for name, measure in {**MEASUREMENTS, **self.algorithm.measurements}.items():
+            finish.found[name] = self._measured(name, partial(measure, finish))
+        verdict, measured = finish.verdict(), finish.found
+        results |= {"divergence": measured[KL], "distance": measured[DISTANCE], "alarms": verdict.as_dict()}
+        placebos = measured.get(PLACEBOS)
         with checksums.recorded(self.run.path):
-            write_results(self.run, self.config.evaluation, {**mean, MEASURING: True}, before, after)
-            ending.write_points(self.run, task, self.algorithm.data.test, points=after, points_before=before)
-        verdict = judge(before.completions, after.completions, self._fluency(before, after))
-        mean["alarms"] = verdict.as_dict()
-        placebos = self._beside("placebos", lambda: self.algorithm.placebos(self, before, after))
-        with checksums.recorded(self.run.path):
-            conclude(self.run, self.config.evaluation, mean, before, after, verdict, self.recorder, placebos)
-        for line in self.algorithm.summary(verdict.word):
+            conclude(self.run, self.config.evaluation, results, before, after, verdict, self.recorder, placebos)
+        for line in measured.get(SUMMARY) or ():
             self.tell(line)
         self.recorder.measured("test", before, after)
-        if validation is not None:
-            self.recorder.measured("validation", *validation)
-        self.recorder.finish(before, after, moved["divergence"])
+        self.recorder.finish(before, after, measured[KL])
         self.run.check()
         self.tell("\n".join(heading.last_lines(self.run, saved, self.config, task, self.given, placebos)))
         return Result(self.run.path, saved, before, after, verdict)
 
-    def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:
-        """How likely the base model finds what was said, where that is asked for."""
-        if not self.config.measures_nats:
-            return None
-        return self._beside("nats a token", lambda: self.algorithm.fluency(before, after))
-
-    def _beside(self, what: str, measure: Callable[[], Found]) -> Found | None:
-        with Bar(what, self.recorder.console):
-            return ending.beside(what, measure, self.tell, how_to_resume(self))
+    def _measured(self, name: str, measure: partial[Any]) -> Any:
+        """Return a measurement, or None after a warning. Mistakes of the code itself are raised."""
+        try:
+            with Bar(name, self.recorder.console):
+                return measure()
+        except RunGoneError:
+            raise
+        except StoppedError:
+            why = "stopped"
+        except (EvoalignError, OSError, RuntimeError, MemoryError) as error:  # torch's are RuntimeErrors
+            why = _first_line(error)
+        self.tell(
+            f"warning: {name} could not be measured ({why}); the run is complete without it; to measure it, "
+            f"{how_to_resume(self)}"
+        )
+        return None
 
     def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
         self.tell(what := f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples")
         with Bar(what, self.recorder.console):
             return self.evaluate(split)
 
-    def _stop_if_asked(self) -> None:
+    # --- stops and errors --------------------------------------------------------------------------------------------
+
+    def _stop_if_requested(self) -> None:
         if self.stop.asked is not None and self.done < self.total:
             at = f"{self.labels.unit} {self.done} of {self.total}"
             raise StoppedError(f"stopped after {at}; {how_to_resume(self)}", self.stop.asked)
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """A new run that fails in its first step is taken back; later, the error says from where it resumes."""
+        """Undo a new run that fails in its first step; later, add to the error where the run resumes."""
         try:
             yield
         except StoppedError:
             if self.is_new and not self._has_begun:
                 self.run.undo()
             raise
-        except RunGoneError:  # nothing of it is here, neither to take back nor to resume
+        except RunGoneError:  # there is nothing to undo or to resume
             raise
         except BaseException as error:
-            if isinstance(error, OSError):  # of a file that is not there, where the folder has gone in mid-write
+            if isinstance(error, OSError):  # a missing file, if the folder was removed during a write
                 self.run.check()
+            smaller = f"; {self.labels.smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
             if not self.done:
                 self.run.undo()
                 if isinstance(error, ScorerAwayError):
                     nothing = "nothing was begun: " if self.is_new else ""
-                    error.args = (f"{error}; {nothing}then give the same command again",)
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise EvoalignError(f"{_first_line(error)}; {self.algorithm.smaller()}") from error
-                raise
-            explained = isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError)
-            if not explained or isinstance(error, ResumeError):  # which says itself what to do
-                raise
-            kept = f"{self.algorithm.kept(self)}{how_to_resume(self)}"
-            if isinstance(error, EvoalignError):
-                error.args = (f"{error}; {kept}",)
-                raise
-            line = _first_line(error)
-            fix = f"; {self.algorithm.smaller()}" if isinstance(error, torch.OutOfMemoryError) else ""
-            raise EvoalignError(f"{line}{fix}; {kept}") from error
+                    error.add_note(f"{nothing}then give the same command again")
+                if smaller:
+                    raise EvoalignError(_first_line(error) + smaller) from error
+            elif isinstance(error, EvoalignError) and not isinstance(error, ResumeError):  # that names its own mend
+                error.add_note(self._kept())
+            elif isinstance(error, OSError | torch.OutOfMemoryError):
+                raise EvoalignError(f"{_first_line(error)}{smaller}; {self._kept()}") from error
+            raise
 
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    def _kept(self) -> str:
+        """After a failure: the steps that are kept, and how to resume."""
+        if self.resumable is None:
+            return f"no checkpoint was saved, so the run begins again: {how_to_resume(self)}"
+        return f"{self.resumable} {self.labels.unit}s are kept; {how_to_resume(self)}"
 
 
 def how_to_resume(session: Session) -> str:
-    """What to do to go on with it, as a command or in Python."""
+    """Return the command, or the call in Python, that resumes a session's run."""
     run, method = session.run, session.labels.method
     if session.given is not None:
         return f"resume with {COMMANDS[method]}(..., {session.given}=..., resume=True)"
     return f"resume with: {resume_command(run.path, method)}"
+
+
+@contextmanager
+def locked(run: RunDir, *, overwrite: bool, resume: bool) -> Generator[None]:
+    """Hold the lock of a run directory, and keep there what a reward failed on. Raises RunExistsError."""
+    if not resume:
+        run.refuse(overwrite=overwrite)
+    try:
+        run.lock()
+        yield
+    except RewardError as error:
+        if error.failed is not None:
+            error.add_note(f"its input is in {run.keep_failure(error.failed)}")
+        raise
+    finally:
+        run.release()
+
+
+def place(config: Config, method: Method, *, resume: bool) -> RunDir:
+    """Return the run directory of a config. Raises ResumeError where another method's run is to be resumed."""
+    run = RunDir(Path(config.output_dir))
+    if resume:
+        refuse_other(run.path, method)
+    return run
+
+
+def object_given(task: object, reward: object) -> str | None:
+    """Return "task" or "reward" if that was passed as a Python object, else None."""
+    return "task" if task is not None else "reward" if reward is not None else None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

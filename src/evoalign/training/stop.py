@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first SIGINT or SIGTERM asks for an orderly stop; a second one stops at once."""
+"""Signals: the first SIGINT or SIGTERM requests an orderly stop, a second one stops at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 TELL = b"\nstopping after this generation; once more to stop at once\n"
 NOW = b"\nstopped at once; --resume continues after the last whole generation\n"
 SAME_SECONDS = 0.02
-"""A SIGTERM that follows so soon is the same one: `timeout` sends it to the process and to its group."""
+"""A second SIGTERM within this time is ignored: `timeout` sends it to the process and to its group."""
 
 
 class Stop:
-    """While entered, `asked` becomes the number of the signal that came. A second one raises KeyboardInterrupt, or for
-    SIGTERM SystemExit. Only the main thread can hear signals."""
+    """Context manager in which a signal sets `asked` to its number. A second signal raises KeyboardInterrupt, or
+    SystemExit for SIGTERM. Signals arrive in the main thread only."""
 
     def __init__(self) -> None:
         self.asked: int | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from how a run goes: when it ends before its last generation, and its sigma where that is by plateaus.
+"""Early stopping, and plateaus for the sigma schedule.
 
-All of it is a function of the rewards on the validation split that the journal has, and of the seconds in the rows, so
-that a run which is resumed decides as one that never stopped. The test split has no say.
+Both follow from the validation rewards in the journal and from the seconds in the rows, so that a resumed run decides
+as an uninterrupted one. The test split is not used.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from evoalign.rundir.journal import Ending, Journal, Log
 
 
 def waited(rewards: Sequence[float], min_delta: float) -> int:
-    """How many of the latest rewards are not better than the best one before them; the first one sets the mark."""
+    """Return how many of the latest rewards are not better than the best one before them."""
     return _waits(rewards, min_delta)[-1]
 
 
 def plateaus(rewards: Sequence[float], patience: int, min_delta: float) -> int:
-    """How often `patience` rewards in a row were not better than the best one; after each time they count anew."""
+    """Return how often `patience` rewards in a row were not better than the best one; the count then restarts."""
     return sum(wait // patience for wait in _waits(rewards, min_delta))
 
 
 def _waits(rewards: Sequence[float], min_delta: float) -> list[int]:
-    """How many rewards in a row were not better than the best one: before the first, and after each that was better."""
+    """Return the numbers of rewards in a row without a new best: before the first one, and after each new best."""
     best, waits = -math.inf, [0]
     for reward in rewards:
         if reward > best + min_delta:
@@ -39,10 +39,7 @@ def _waits(rewards: Sequence[float], min_delta: float) -> list[int]:
 
 
 class Course:
-    """The rewards, or the fitness, of a run on the validation split so far, and what they decide.
-
-    `log` is the journal to resume.
-    """
+    """Rewards of a run on the validation split so far, and the decisions that follow. `log` is the journal to resume."""
 
     def __init__(self, config: Config, log: Log | None) -> None:
         self.config = config
@@ -50,19 +47,19 @@ class Course:
         self._before = None if log is None else log.ending
 
     def plateaus(self) -> int:
-        """How often the sigma was lowered so far."""
+        """Return how often the sigma was lowered so far."""
         schedule = self.config.es.sigma_schedule
         return 0 if schedule.patience is None else plateaus(self.rewards, schedule.patience, schedule.min_delta)
 
     def note(self, journal: Journal, index: int, row: Mapping[str, Any]) -> None:
-        """Write down the reward on the validation split after a generation, where the row has one that decides."""
+        """Record the validation reward of a generation in the journal, if the row has one and a setting uses it."""
         measures = row.get("validation")
         if measures is not None and self.config.follows_validation is not None:
             self.rewards.append(float(aim(measures)))
             journal.validated(index, self.rewards[-1])
 
     def ending(self, rows: Iterable[Mapping[str, Any]]) -> Ending | None:
-        """Why the run ends after these rows, if it does."""
+        """Return why the run ends after these rows, or None."""
         stopping = self.config.stopping
         if stopping is None:
             return None
@@ -74,9 +71,9 @@ class Course:
         return Ending("time", limit) if self._timed_out(limit) or seconds(rows) >= limit else None
 
     def unrecorded(self, log: Log, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What a run that is resumed tells of evaluations on the way that do not count, as the journal lacks them.
+        """Return a note on earlier evaluations that do not count because the journal lacks them.
 
-        A reward is written down from the day on that a setting asks for it: `stopping.patience` may be set later.
+        The journal has validation rewards from when a setting first needs them: `stopping.patience` may be set later.
         """
         wanted, pairs = self.config.follows_validation, zip(log.generations[:-1], rows, strict=False)
         count = sum(bool(row.get("validation")) and recorded.validation is None for recorded, row in pairs)
@@ -84,44 +81,44 @@ class Course:
             return []
         since = "" if log.validated else f", so that they count from generation {len(log.generations)} on"
         return [
-            f"{wanted} goes by the journal: no setting asked for the rewards of {count} earlier evaluations of the "
-            f"validation split, which are not in it{since}"
+            f"{wanted} uses the validation rewards in the journal, which lacks those of {count} earlier evaluations"
+            f"{since}"
         ]
 
     def is_written(self, ending: Ending) -> bool:
-        """Whether the journal that is resumed says that it ended so already, at its last generation."""
+        """Return whether the resumed journal already records this ending at its last generation."""
         return self._before is not None and self._before.reason == ending.reason
 
     def _timed_out(self, limit: float) -> bool:
-        """Whether the journal that is resumed ended by a time that was no shorter: its rows may have been lost."""
+        """Return whether the resumed journal ended at a time limit that was no shorter. Its rows may be lost."""
         before = self._before
         return before is not None and before.reason == "time" and before.limit >= limit
 
     def gone_on(self) -> None:
-        """There is another generation: the journal is not at its end any more."""
+        """Note that another generation followed, so that the journal is no longer at an ending."""
         self._before = None
 
 
 def seconds(rows: Iterable[Mapping[str, Any]]) -> float:
-    """What the generations of these rows took; of a row that was made again from the journal nobody knows."""
+    """Return the seconds of these rows. A row that was rebuilt from the journal has none."""
     return sum(sum(row["seconds"].values()) for row in rows)
 
 
 def words(ending: Ending) -> str:
-    """Why a run ended, for people."""
+    """Return the reason of an ending in words."""
     if ending.reason == "plateau":
         return f"{ending.limit:.0f} evaluations of the validation split without a better reward (stopping.patience)"
     return f"its generations took {ending.limit / 3600:.4g} hours (stopping.max_hours)"
 
 
 def lines(config: Config) -> list[str]:
-    """What a run tells as it begins, where it may end earlier than its last generation."""
+    """Return the opening line on early stopping, if it is configured."""
     stopping = config.stopping
     if stopping is None:
         return []
     limits: list[str] = []
     if stopping.patience is not None:
-        limits.append(f"{stopping.patience} evaluations of the validation split in a row gain nothing")
+        limits.append(f"{stopping.patience} evaluations in a row do not improve on the validation split")
     if stopping.max_hours is not None:
         limits.append(f"its generations have taken {stopping.max_hours:g} hours")
     return [f"ends before generation {config.es.num_generations} once {', or '.join(limits)}"]

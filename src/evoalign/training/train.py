@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`train`: a run of Evolution Strategies from its config to what it leaves, and resumed from wherever it was left."""
+"""`train`: a run of Evolution Strategies from its config to its run directory, new or resumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import ConfigError, ModelError, RunExistsError
+from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.placebos import counterfactual
@@ -33,17 +33,14 @@ from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.identity import differences
+from evoalign.rundir.identity import differences, versions
 from evoalign.rundir.journal import Journal, Log
-from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
-from evoalign.training import heading, saving, splits, stopping
-from evoalign.training.opening import locked, object_given, place
+from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
-from evoalign.training.resuming import log_to_resume
-from evoalign.training.session import Session
+from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, object_given, place
 from evoalign.training.stop import Stop
 from evoalign.types import Generation, text_of
 
@@ -63,9 +60,9 @@ def train(
     """Fine-tune by Evolution Strategies and leave a run directory.
 
     `config` is a Config, a nested mapping or a YAML file. `task` and `reward` (functions of TRL's signature, for the
-    custom task) take the place of what the config names. `on_generation` is called after each generation. `resume`
-    resumes the run in `output_dir` exactly, or begins it where there is none yet.
-    Raises a subclass of EvoalignError: for bad input, before anything is written; StoppedError after a signal.
+    custom task) replace those of the config. `on_generation` is called after each generation. `resume` resumes the run
+    in `output_dir` exactly, or begins it if there is none. Raises a subclass of EvoalignError: for bad input, before
+    anything is written; StoppedError after a signal.
     """
     config = as_config(config)
     run = _place(config, resume=resume)
@@ -83,133 +80,178 @@ def train(
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
-    """What a config would do: eta, effective sigma, memory, rollouts and tokens. Writes nothing.
+    """Return what a config would do, as lines: eta, effective sigma, memory, rollouts and tokens.
 
-    Loads no weights; where members are rounded, it reads a few of each tensor, if their files lie here.
+    Writes nothing and loads no model. If members are rounded, it reads a few weights of each tensor from local files.
     """
     config = as_config(config)
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
     asks_mean = task.objective().asks_mean
-    known = [*splits.lines(config, task, data), *stopping.lines(config)]
+    known = [*heading.split_lines(config, task, data), *stopping.lines(config)]
     standing, work = [], [*known, *estimate.work_lines(config, len(data.train), asks_mean=asks_mean)]
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
             run.refuse(overwrite=overwrite)
         except RunExistsError as error:
-            standing = [f"refused as it stands: {error}"]
+            standing = [f"would be refused: {error}"]
     else:
         standing = [f"resumes after generation {len(log.generations)} of {config.es.num_generations}"]
     try:
         check_scorer(config, task)
     except (ConfigError, ModelError) as error:
-        standing.append(f"refused as it stands: {error}")
+        standing.append(f"would be refused: {error}")
     dtype = estimate.served_dtype(config)
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
     except ModelError as error:
-        refused = f"refused as it stands: {error}"
+        refused = f"would be refused: {error}"
         return [*standing, *estimate.step_lines(config, None), *work, "memory: not estimated", refused]
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
     step = [*estimate.step_lines(config, known), *rounding.rounding_lines(config, layout, dtype, weights)]
     head = heading.of_es(config, task, data, specs, layout)
-    asked = heading.most_asked(config, task, data)
-    return [*standing, *head, *step, *work, *estimate.memory_lines(config, specs, layout, dtype, asked)]
+    largest = heading.largest_batch(config, task, data)
+    return [*standing, *head, *step, *work, *estimate.memory_lines(config, specs, layout, dtype, largest)]
 
 
 def _place(config: Config, *, resume: bool) -> RunDir:
-    """Where a run of ES goes. Raises ResumeError, ConfigError for what is of GRPO."""
+    """Return the run directory of ES. Raises ResumeError, ConfigError for a run or a config of GRPO."""
     run = place(config, "es", resume=resume)
     if config.es_ is None:
         raise ConfigError(f"{NO_ES}; a config with a section grpo and no es is for: evoalign grpo CONFIG")
     return run
 
 
+def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | None:
+    """Return the journal to resume, or None if nothing was recorded yet. Raises JournalError, ResumeError."""
+    if journal.is_blank(run.journal):
+        if run.has_progress():
+            raise JournalError(
+                f"{run.journal} is missing or cut in its first line, though the run has generations; put it back, or "
+                "move the run aside with --overwrite"
+            )
+        return None
+    log = journal.read(run.journal).whole()
+    odd, _ = differences(config, from_dict(log.header.config))
+    if odd:
+        raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
+    if log.header.given_as != given_as:
+        there = f"a {log.header.given_as} object" if log.header.given_as else "the task of its config"
+        raise ResumeError(
+            f"{run.path} was trained with {there}; resume in Python with the same task= or reward=, or without one"
+        )
+    done, wanted = len(log.generations), config.es.num_generations
+    if done > wanted:
+        raise ResumeError(f"{run.path} has {done} generations already, es.num_generations is {wanted}")
+    return log
+
+
+class _Mean:
+    """The mean of an engine as a session measures and saves it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
+        self.reference = Reference.of(parts)
+        self.weights_hash = ""
+        """Hash of the mean after the last generation."""
+        self.journal_hash: Callable[[], str] = str
+
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
+        start, parts = time.perf_counter(), self.parts
+        found = parts.evaluate(split)
+        seconds = time.perf_counter() - start
+        prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in parts.data.of(split)]
+        prompted = [prompts[c.example] for c in found.completions]
+        return found, self.meter.evaluation(prompted, [c.tokens for c in found.completions], seconds)
+
+    def divergence(self) -> Divergence:
+        return divergence.measure(self.parts, self.reference)
+
+    def distance(self) -> Distance:
+        return distance_of_mean(self.parts)
+
+    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
+        parts, texts = self.parts, (before.completions, after.completions)
+        try:
+            return divergence.fluency(self.reference, parts.tokens, parts.task, parts.data.test, *texts)
+        finally:
+            self.reference.close()  # its memory is free for placebos
+
+    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+        folder = run.saved(done, adapter=not self.parts.space.evolves_model)
+        state = self.parts.objective.state
+        mark = Mark(done, self.weights_hash, self.journal_hash(), objective=state, validation=reward)
+        return folder if checkpoint.holds(folder, mark) else saving.save(self.parts, folder, mark)
+
+    def fingerprint(self) -> str:
+        return self.parts.engine.fingerprint()
+
+
 class _EvolutionStrategies:
-    """What a session asks of ES. Make it while the engine's mean is the start; `log` is the journal to resume."""
+    """ES as a session runs it. Make it while the engine's mean is the start; `log` is the journal to resume."""
 
     def __init__(self, parts: Parts, log: Log | None, given: str | None, hook: Hook | None) -> None:
         self.parts, self.config, self.task, self.data = parts, parts.config, parts.task, parts.data
         self.log, self.given, self.hook = log, given, hook
-        self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
-        start = parts.engine.probe_weights(SAMPLE)
+        self.mean = _Mean(parts)
+        self.measurements: Mapping[str, Measurement] = {PLACEBOS: self._placebos, SUMMARY: self._summary}
         self._diagnosis = Diagnosis(
-            parts.config, parts.layout, start, parts.max_score, gold=self._gold, known=self._scripts(),
-            deterministic=parts.facts.deterministic, given=given,
-        )  # fmt: skip
-        self._reference = Reference.of(parts)
+            parts.config,
+            parts.layout,
+            parts.engine.probe_weights(SAMPLE),
+            parts.max_score,
+            gold=self._gold,
+            known=scripts(text_of(self.task.prompt(example)) for example in self.data.train),
+            deterministic=parts.facts.deterministic,
+            given=given,
+        )
         self._journal: Journal | None = None
-        self._weights_hash = ""
-        self._found: Placebos | None = None
         self._course = stopping.Course(parts.config, log)
         self.labels = Labels(
             "es",
             self.config.es.num_generations,
             f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
             words=dataclasses.replace(figures.ES_WORDS, aim=parts.objective.measure),
-            devices=self._meter.devices,
-            note=self._meter.note,
+            devices=self.mean.meter.devices,
+            note=self.mean.meter.note,
+            smaller=self.config.engine.smaller(self.config),
         )
 
     @property
     def journal(self) -> Journal:
-        """Open from `begin` or `resume` on."""
+        """The open journal, from `begin` or `resume` on."""
         assert self._journal is not None
         return self._journal
 
     def _gold(self, row: int) -> str | None:
         return self.task.gold(self.task.handed(self.data.train[row]))
 
-    def _scripts(self) -> frozenset[str]:
-        """Of the letters in what is asked; no gold is asked for here, which a task may look for in another process."""
-        return scripts(text_of(self.task.prompt(example)) for example in self.data.train)
-
-    def open(self, session: Session) -> None:
-        """Say what is going to run, and ask the canary."""
+    def open(self, session: Session) -> Mapping[str, Any]:
         for line in heading.opening(self.parts):
             session.tell(line)
         self._check_canary(session.done)
-
-    def facts(self) -> dict[str, Any]:
-        task = {"name": self.task.name, "given_as": self.given}
-        start = origin.record(self.config.model)
-        return {"engine": dataclasses.asdict(self.parts.facts), "task": task, **start, **saving.scored_by(self.task)}
+        if self.log is not None:
+            self._check_resume(session, self.log)
+        return {
+            "engine": dataclasses.asdict(self.parts.facts),
+            "task": {"name": self.task.name, "given_as": self.given},
+            **origin.record(self.config.model),
+            **saving.scored_by(self.task),
+        }
 
     def begin(self, session: Session) -> None:
-        self._journal = Journal(session.run.journal, saving.header(self.parts, self.given))
-
-    def check_resume(self, session: Session) -> None:
-        """Raise ResumeError for another model, tokenizer, noise or data; warn of what moves last bits."""
-        header = self._log().header
-        repeats = self.parts.facts.deterministic
-        for line in differences(self.config, from_dict(header.config), repeats=repeats)[1]:
-            session.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
-        saving.check_start(self.parts, header)
-        saving.check_data(session.run, self.task, self.data, header.data_hash)
-        saving.check_scorer(session.run, self.task, header.scorer_digest)
-        ways = (header.machine or {}).get("library", ""), self.parts.facts.library
-        if header.machine is not None and ways[0] != ways[1]:
-            before, now = (way or "the usual library" for way in ways)
-            session.tell(
-                f"warning: {before} answered so far, and {now} does now: scores may differ in their last bits from "
-                "here on"
-            )
-        if header.sums != "ordered" and saving.machine_differs(header):
-            session.tell(
-                f"warning: {saving.elsewhere(header)}; updates from here on may have other bits than there, and the "
-                "journal then brings the weights back on neither machine alone: keep the checkpoints"
-            )
-        elif header.versions != versions():
-            session.tell(f"warning: {saving.elsewhere(header)}; scores may differ in their last bits from here on")
+        self._start_journal(Journal(session.run.journal, saving.header(self.parts, self.given)))
 
     def resume(self, session: Session) -> list[Row]:
-        """The latest checkpoint that is whole, the updates after it, and the rows of all that the journal has."""
-        log = self._log()
-        self._journal = Journal.resume(log)
+        """Load the latest intact checkpoint, apply the updates after it, and restore the rows the journal has."""
+        assert self.log is not None
+        log = self.log
+        self._start_journal(Journal.resume(log))
         if log.generations:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
@@ -218,18 +260,19 @@ class _EvolutionStrategies:
             session.tell(line)
         self._end_if_due(session)
         if session.done:  # the run may have died before, or while, it saved its last generation
-            self._weights_hash = self.parts.engine.fingerprint()
+            self.mean.weights_hash = self.parts.engine.fingerprint()
             self._save_if_due(session)
         self._diagnosis.restore(session.run.rows, self.parts.engine.probe_weights(SAMPLE))
         return rebuilt
 
     def advance(self, session: Session) -> None:
-        """The generations that are left; each is recorded and, where it is due, saved and checked as it ends."""
         if session.done >= session.total:
             return
         noise_floor = self._control(session.done)
-        for generation in self._generations(session):
-            session.done, self._weights_hash = generation.index + 1, generation.weights_hash
+        run = self.parts.run(self.journal, lambda: session.evaluate().measures, self._course.plateaus)
+        for generation in evolve.evolve(run, session.done):
+            session.done = session.resumable = generation.index + 1
+            self.mean.weights_hash = generation.weights_hash
             self._course.gone_on()
             self._record(session, generation, noise_floor)
             self._end_if_due(session)
@@ -242,94 +285,61 @@ class _EvolutionStrategies:
                 return
             noise_floor = self._control(session.done)
 
-    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
-        start = time.perf_counter()
-        found = self.parts.evaluate(split)
-        return found, self._cost(found, split, time.perf_counter() - start)
-
-    def _cost(self, found: Evaluation, split: Split, seconds: float) -> Cost:
-        prompts = [self.parts.tokens.encode(self.task.prompt(example)) for example in self.data.of(split)]
-        asked = [prompts[c.example] for c in found.completions]
-        return self._meter.evaluation(asked, [c.tokens for c in found.completions], seconds)
-
-    def divergence(self) -> Divergence:
-        return divergence.measure(self.parts, self._reference)
-
-    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        parts, said = self.parts, (before.completions, after.completions)
-        try:
-            return divergence.fluency(self._reference, parts.tokens, parts.task, parts.data.test, *said)
-        finally:
-            self._reference.close()  # its memory is free for placebos
-
-    def distance(self) -> Distance:
-        return distance_of_mean(self.parts)
-
-    def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> Placebos | None:
-        """As many as `checks.placebo` says; where it says nothing, those that are cheap."""
-        log = journal.read(self.journal.path)
-        count = counterfactual.count_of(self.parts, log)
-        if count:
-            session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
-            spend = session.recorder.evaluated
-            self._found = counterfactual.after_training(
-                self.parts, log, before, after, count, lambda: session.stop.asked, self.evaluate, self._meter, spend
-            )
-        return self._found
-
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        folder = run.saved(done, adapter=not self.parts.space.evolves_model)
-        own, journal_hash = self.parts.objective.state, self.journal.last_hash
-        mark = Mark(done, self._weights_hash, journal_hash, objective=own, validation=reward)
-        return folder if checkpoint.holds(folder, mark) else saving.save(self.parts, folder, mark)
-
-    def fingerprint(self) -> str:
-        return self.parts.engine.fingerprint()
-
-    def kept(self, session: Session) -> str:
-        return f"{session.done} generations are kept; "
-
-    def smaller(self) -> str:
-        return self.config.engine.smaller(self.config)
-
-    def summary(self, alarm: str | None) -> list[str]:
-        beats_noise = alarm is None and self._found is not None and not self._found.reached
-        return [*self._diagnosis.summary(alarm, beats_noise=beats_noise), *self._drift()]
-
-    def _drift(self) -> list[str]:
-        """How far the mean went beside a random walk, from the sample, where placebos have not told it exactly."""
-        rows = self._diagnosis.history.rows
-        if self._found is not None or not rows or rows[-1].get("distance") is None:
-            return []
-        updates = [recorded.update for recorded in journal.read(self.journal.path).generations]
-        expected = expected_distance(updates, self.parts.layout, self.config.es)
-        return [distance_line(Distances(rows[-1]["distance"], expected, ()))]
-
     def close(self) -> None:
-        self._reference.close()
+        self.mean.reference.close()
         if self._journal is not None:
             self._journal.close()
 
-    def _log(self) -> Log:
-        assert self.log is not None
-        return self.log
+    # --- steps of these ----------------------------------------------------------------------------------------------
 
-    def _generations(self, session: Session) -> Iterator[Generation]:
-        run = self.parts.run(self.journal, lambda: session.evaluate().measures, self._course.plateaus)
-        return evolve.evolve(run, session.done)
+    def _start_journal(self, opened: Journal) -> None:
+        self._journal = opened
+        self.mean.journal_hash = lambda: opened.last_hash
 
-    def _end_if_due(self, session: Session) -> None:
-        """Before the last generation, where the settings say so."""
-        ending = self._course.ending(session.run.rows) if 0 < session.done < session.total else None
-        if ending is not None:
-            if not self._course.is_written(ending):
-                self.journal.end(session.done - 1, ending)
-            session.end(ending)
+    def _check_resume(self, session: Session, log: Log) -> None:
+        """Raise ResumeError for another model, tokenizer, noise or data; warn of what changes last bits."""
+        header, tell = log.header, session.tell
+        repeats = self.parts.facts.deterministic
+        for line in differences(self.config, from_dict(header.config), repeats=repeats)[1]:
+            tell(f"warning: {line}: from here on, scores may differ in their last bits from an uninterrupted run")
+        saving.check_start(self.parts, header)
+        saving.check_data(session.run, self.task, self.data, header.data_hash)
+        saving.check_scorer(session.run, self.task, header.scorer_digest)
+        before, now = (header.machine or {}).get("library", ""), self.parts.facts.library
+        if header.machine is not None and before != now:
+            tell(
+                f"warning: completions came from {before or 'the usual library'} so far, and come from "
+                f"{now or 'the usual library'} now: scores may differ in their last bits from here on"
+            )
+        if header.sums != "ordered" and saving.machine_differs(header):
+            tell(
+                f"warning: {saving.elsewhere(header)}; updates from here on may have other bits than there, and the "
+                "journal then restores the weights on neither machine alone: keep the checkpoints"
+            )
+        elif header.versions != versions():
+            tell(f"warning: {saving.elsewhere(header)}; scores may differ in their last bits from here on")
+
+    def _restore_rows(self, session: Session, log: Log) -> list[Row]:
+        """Cut metrics.jsonl back to the journal, rebuild lost rows as far as it has them, and return those."""
+        kept, rows, rebuilt = session.run.read_metrics(), list[Row](), list[Row]()
+        for recorded in log.generations:
+            row, again = kept.get(recorded.update.generation), rebuilt_row(recorded)
+            whole = row is not None and is_whole(row, again)
+            rows.append({**row, **{k: None for k in LATER if k not in row}} if row is not None and whole else again)
+            rebuilt += [] if whole else [again]
+        if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
+            rows[-1] |= {"evaluation": session.evaluate().measures, **session.validation()}
+        if rows and log.generations[-1].validation is None:
+            self._course.note(self.journal, len(rows) - 1, rows[-1])
+        if rows and rows[-1]["divergence"] is None:
+            rows[-1]["divergence"] = session.divergence_if_due()
+        session.run.replace_metrics(rows)
+        return rebuilt
 
     def _record(self, session: Session, generation: Generation, noise_floor: Control | None) -> None:
         row = metrics_row(generation, self.task.weighted.by_name(list(generation.rewards)))
         row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
-        row["budget"] = self._meter.generation(generation).as_dict()
+        row["budget"] = self.mean.meter.generation(generation).as_dict()
         row["divergence"] = session.divergence_if_due()
         busy = self.parts.engine.metrics()
         row |= {"engine": dict(busy)} if busy else {}
@@ -346,25 +356,16 @@ class _EvolutionStrategies:
         if self.hook is not None:
             self.hook(generation)
 
-    def _restore_rows(self, session: Session, log: Log) -> list[Row]:
-        """metrics.jsonl cut back to the journal; rows that were lost are made from it, as far as it goes: those."""
-        kept, rows, rebuilt = session.run.read_metrics(), list[Row](), list[Row]()
-        for recorded in log.generations:
-            row, again = kept.get(recorded.update.generation), rebuilt_row(recorded)
-            whole = row is not None and is_whole(row, again)
-            rows.append({**row, **{k: None for k in LATER if k not in row}} if row is not None and whole else again)
-            rebuilt += [] if whole else [again]
-        if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
-            rows[-1] |= {"evaluation": session.evaluate().measures, **session.validation()}
-        if rows and log.generations[-1].validation is None:
-            self._course.note(self.journal, len(rows) - 1, rows[-1])
-        if rows and rows[-1]["divergence"] is None:
-            rows[-1]["divergence"] = session.divergence_if_due()
-        session.run.replace_metrics(rows)
-        return rebuilt
+    def _end_if_due(self, session: Session) -> None:
+        """End the run before its last generation if its settings say so."""
+        ending = self._course.ending(session.run.rows) if 0 < session.done < session.total else None
+        if ending is not None:
+            if not self._course.is_written(ending):
+                self.journal.end(session.done - 1, ending)
+            session.end(ending)
 
     def _save_if_due(self, session: Session) -> None:
-        """Save the mean where that is a checkpoint, or the best by its evaluation."""
+        """Save the mean if a checkpoint is due, or if it is the best so far on the validation split."""
         every, reward = saving.every(self.config, self.journal.summation), session.reward()
         is_best = False
         if self.config.checkpoint.keep_best and reward is not None:
@@ -375,17 +376,18 @@ class _EvolutionStrategies:
             session.save()
 
     def _check_canary(self, generation: int) -> None:
-        """Raise CanaryError where members do not answer with their own weights."""
+        """Raise CanaryError if members do not answer with their own weights."""
         parts, prompt = self.parts, self.parts.tokens.encode(self.task.prompt(self.data.train[0]))
-        width, exact = self._width(min(generation, self.config.es.num_generations - 1)), parts.facts.deterministic
+        at = min(generation, self.config.es.num_generations - 1)
+        width = evolve.sigma_at(self.config, at, self._course.plateaus())
         for engine in parts.engine.parts():
-            canary.check(engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
-
-    def _width(self, generation: int) -> float:
-        return evolve.sigma_at(self.config, generation, self._course.plateaus())
+            canary.check(
+                engine, parts.space, parts.layout, prompt,
+                generation=generation, width=width, exact=parts.facts.deterministic,
+            )  # fmt: skip
 
     def _control(self, index: int) -> Control | None:
-        """The A/A control of the next generation: the mean is the one that its members are going to be drawn around."""
+        """Return the A/A control of the next generation, whose members are drawn around the present mean."""
         parts = self.parts
         if not control.is_due(self.config, index) or not parts.objective.scores_alone:
             return None
@@ -393,3 +395,33 @@ class _EvolutionStrategies:
         return control.control(
             self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
         )
+
+    # --- measurements of the finished run ----------------------------------------------------------------------------
+
+    def _placebos(self, finish: Finish) -> Placebos | None:
+        """Compare the run with `checks.placebo` placebos; if unset, with those that take little time.
+
+        They overwrite the engine's weights.
+        """
+        session, log = finish.session, journal.read(self.journal.path)
+        count = counterfactual.count_of(self.parts, log)
+        if not count:
+            return None
+        session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
+        return counterfactual.after_training(
+            self.parts, log, finish.before, finish.after, count, lambda: session.stop.asked, self.mean.evaluate, self.mean.meter,
+            session.recorder.evaluated,
+        )  # fmt: skip
+
+    def _summary(self, finish: Finish) -> Sequence[str]:
+        """Return the diagnosis, and the distance from a random walk's unless placebos have measured it exactly."""
+        found: Placebos | None = finish.found[PLACEBOS]
+        alarm = finish.verdict().word
+        beats_noise = alarm is None and found is not None and not found.reached
+        lines = self._diagnosis.summary(alarm, beats_noise=beats_noise)
+        rows = self._diagnosis.history.rows
+        if found is None and rows and rows[-1].get("distance") is not None:
+            updates = [recorded.update for recorded in journal.read(self.journal.path).generations]
+            expected = expected_distance(updates, self.parts.layout, self.config.es)
+            return [*lines, distance_line(Distances(rows[-1]["distance"], expected, ()))]
+        return lines

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the tensors of a saved mean are those of its `weights_hash`: the record beside them may have been made anew.
+"""Compare the tensors of a checkpoint with its `weights_hash`: its checksums may have been rewritten with altered files.
 
-One pass over the weights, a tensor in memory at a time. The hash does not cover what did not evolve, such as the
-embeddings in a checkpoint of `lowrank`.
+One pass over the weights, with one tensor in memory at a time. The hash does not cover tensors that did not evolve,
+such as the embeddings in a checkpoint of `lowrank`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, EvoalignError, ModelError
-from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import elsewhere
+from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
 from evoalign.setup import layout_of
@@ -29,14 +29,14 @@ from evoalign.setup import layout_of
 Row = tuple[str, tuple[int, ...], int]
 MODEL = "model*.safetensors"
 MEMBER = "member.json"
-"""In an export of a member, beside the journal: which one, and its weights_hash."""
+"""File in the export of a member, next to the journal: the member and its weights_hash."""
 
 
 def check(folder: Path, mark: Mark, config: Config | None) -> None:
-    """Raise CheckpointError where a saved mean, which is verified, does not hold the weights of its hash.
+    """Raise CheckpointError if a verified checkpoint does not hold the weights of its hash.
 
-    `config` names the space of the run, which says what evolves; None where that is not known, or code of its own: then
-    a checkpoint whose space evolves a part of the model, and which has no mean beside it, passes.
+    `config` names the space of the run, which determines the evolved tensors. None: the space is unknown or
+    user-defined code; a full model of which only a part evolved then passes unless it has a mean file.
     """
     mean, plain = _sums(folder.glob(MEAN)), sorted(folder.glob(MODEL))
     if (folder / ADAPTER).is_file():
@@ -48,19 +48,19 @@ def check(folder: Path, mark: Mark, config: Config | None) -> None:
         right = _is_checkpoint_of(folder, _sums(plain), mark, config)
     if not right:
         raise CheckpointError(
-            f"{folder} does not hold the weights of its weights_hash {mark.weights_hash[:12]}: they were altered, and "
-            "its record made anew; put it back from a copy, or take another that was saved"
+            f"{folder} does not hold the weights of its weights_hash {mark.weights_hash[:12]}: they were altered after "
+            "they were saved; put it back from a copy, or use another checkpoint"
         )
 
 
 def without_code(folder: Path, mark: Mark, config: Config | None) -> Mark:
-    """`check`, for which no code that the config names is imported; the mark. Raises CheckpointError."""
+    """Run `check` without importing code that the config names, and return the mark. Raises CheckpointError."""
     check(folder, mark, None if config is None or config.space.names_code else config)
     return mark
 
 
 def check_folder(folder: Path) -> None:
-    """`check` of what is no run's latest mean: one that was saved with its record, or an adapter with its journal."""
+    """Run `check` on a checkpoint with its record, or on an exported adapter with its journal."""
     if (folder / RECORD).is_file():
         made = folder.parent.parent / "config.yaml"
         own = load([made]) if made.is_file() else None
@@ -73,7 +73,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _member_hash(folder: Path) -> str | None:
-    """Of an export of a member, whose weights no journal has the hash of; None of a mean. Raises DataError."""
+    """Return the weights_hash of an exported member; None for an exported mean. Raises DataError."""
     try:
         return str(reading.read_object(folder / "run" / MEMBER).get("weights_hash"))
     except reading.MissingError:
@@ -81,7 +81,7 @@ def _member_hash(folder: Path) -> str | None:
 
 
 def hashes_of_adapter(folder: Path) -> set[str]:
-    """`weights_hash` of a PEFT adapter under the names of ES, and under those of GRPO, whose adapter is `default`."""
+    """Return the `weights_hash` of a PEFT adapter under the tensor names of ES and under those of GRPO."""
     rows = _sums([folder / ADAPTER])
     return {_hash(rows, lambda name: name.removeprefix(PEFT_PREFIX)), _hash(rows, _live_name)}
 
@@ -91,7 +91,7 @@ def _live_name(name: str) -> str:
 
 
 def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Config | None) -> bool:
-    """Whether all tensors of a checkpoint have the hash, or those that evolve, or the model that is made of them."""
+    """Return whether all tensors of a checkpoint, the evolved ones, or the loaded model have the mark's hash."""
     if weights_hash_of_sums(rows) == mark.weights_hash:
         return True
     if config is None:
@@ -101,13 +101,13 @@ def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Con
     try:
         layout = layout_of(spaces.create(config), specs, torch.float32)
         evolving = {t.name for t in (*layout.tensors, *layout.frozen)}
-    except EvoalignError:  # of a run of GRPO, whose section of the space may be anything
+    except EvoalignError:  # the space section of a GRPO run is not validated
         evolving = set[str]()
     if evolving and weights_hash_of_sums(row for row in rows if row[0] in evolving) == mark.weights_hash:
         return True
     if {spec.name for spec in specs} == {name for name, _, _ in rows}:
         return False
-    return _hash_of_model(folder) == mark.weights_hash  # its files have names of their own
+    return _hash_of_model(folder) == mark.weights_hash  # its files use other tensor names
 
 
 def _hash_of_model(folder: Path) -> str:
@@ -119,7 +119,7 @@ def _hash_of_model(folder: Path) -> str:
 
 
 def _check_rounded(folder: Path, plain: Iterable[Path]) -> None:
-    """Raise CheckpointError where what is served is not the float32 mean beside it, rounded."""
+    """Raise CheckpointError if the served weights are not the rounded float32 mean of the same checkpoint."""
     mean = {name: (file, tensor) for file in folder.glob(MEAN) for name, tensor in _lazily(file).items()}
     for file in plain:
         for name, served in _lazily(file).items():
@@ -143,7 +143,7 @@ def _each(files: Iterable[Path]) -> Iterator[Row]:
 
 
 def _lazily(file: Path) -> Mapping[str, Callable[[], torch.Tensor]]:
-    """How each tensor of a file is read. Raises CheckpointError."""
+    """Return a function per tensor of a file that reads it. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -160,7 +160,7 @@ def test_a_dry_run_refuses_a_folder_that_would_not_load(run: Run, tmp_path: Path
         "bare": "has no model.safetensors",
         "cut": "does not load",
         "shards": "has no model-00001-of-00001.safetensors",
-        "over": "that is not to be had (--judge-model: no folder ./gone); put it there\n",
+        "over": "which cannot be found (--judge-model: no folder ./gone); put it there\n",
     }
     for name, why in wrong.items():
         dry, real = (run(*words, "--judge-model", name, *more) for more in (["--dry-run"], []))

@@ -18,7 +18,7 @@ WORDS = "red blue seven river stone quick lamp green apple north why because nev
 
 
 def text(seed: int, words: int) -> str:
-    """A text of so many words, another for each seed."""
+    """Return a text of `words` words that depends on the seed."""
     drawn = torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
     return " ".join(WORDS[i] for i in drawn)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services of `evoalign score serve` in processes of their own."""
+"""Processes of `evoalign score serve`."""
 
 from __future__ import annotations
 

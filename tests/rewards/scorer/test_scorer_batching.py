@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.rewards.scorer.batching import Batcher, FullError
-from evoalign.rewards.scorer.metrics import Meter
+from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
 
 
 class Lengths:
@@ -109,7 +108,7 @@ def test_a_queue_that_is_full_refuses_whole_requests_and_keeps_none_of_them() ->
     run(Lengths(), use, capacity=10)
 
 
-def test_a_request_that_fails_takes_no_other_along() -> None:
+def test_failing_request_does_not_fail_others() -> None:
     async def use(batcher: Batcher, _: Meter) -> Any:
         asked = [one(batcher, 3), batcher.score(["p"], ["bad"]), one(batcher, 5), one(batcher, 6)]
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -119,7 +118,7 @@ def test_a_request_that_fails_takes_no_other_along() -> None:
     assert [answer["reward"] for answer in (found[0], *found[2:])] == [[3.0], [5.0], [6.0]]
 
 
-def test_a_request_that_is_gone_leaves_nothing() -> None:
+def test_cancelled_requests_leave_the_queue() -> None:
     async def use(batcher: Batcher, meter: Meter) -> None:
         gone = asyncio.ensure_future(batcher.score(["p"] * 3, ["r"] * 3))
         while meter.queued < 3:

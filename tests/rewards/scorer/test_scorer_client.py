@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the client makes of a service that answers wrongly, late or not at all: the right scores, or an error."""
+"""The client with a service that is wrong, late or unavailable: correct scores or an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGEST = {"X-Scorer-Digest": "d" * 64}
 
 
 def right(body: Any) -> Answer:
-    """Of a pair the lengths of its texts."""
+    """Scores are the lengths of the texts."""
     reward, cost = (list(map(len, body[name])) for name in ("responses", "prompts"))
     return 200, json.dumps({"reward": reward, "cost": cost}).encode(), DIGEST
 
@@ -105,7 +105,7 @@ WANTED = {"reward": [1, 2, 3], "cost": [3, 2, 1]}
         of(b'{"reward": [1', headers={**DIGEST, "Content-Length": "4000"}),
     ],
 )
-def test_what_may_be_well_in_a_moment_is_asked_again(answer: Callable[[Any], Answer], fake: Fake) -> None:
+def test_temporary_failures_are_retried(answer: Callable[[Any], Answer], fake: Fake) -> None:
     scorer = fake.client()
     fake.answers = [answer, answer]
     assert scorer.score(PROMPTS, RESPONSES) == WANTED
@@ -113,7 +113,7 @@ def test_what_may_be_well_in_a_moment_is_asked_again(answer: Callable[[Any], Ans
     scorer.close()
 
 
-def test_an_answer_that_does_not_come_is_asked_for_again(fake: Fake) -> None:
+def test_timeouts_are_retried(fake: Fake) -> None:
     over = threading.Event()
     fake.answers = [lambda body: (over.wait(60), right(body))[1]]
     scorer = fake.client(timeout=0.2)
@@ -130,21 +130,21 @@ def test_an_answer_that_does_not_come_is_asked_for_again(fake: Fake) -> None:
         (of({"reward": [1, 2, 3], "cost": [1, 2, 3], "more": []}), "other columns"),
         (of(b'{"reward": [1, 2, NaN], "cost": [1, 2, 3]}'), "not finite"),
         (of(b'{"reward": [1, 2, 1e999], "cost": [1, 2, 3]}'), "not finite"),
-        (of({"reward": [1, 2, None], "cost": [1, 2, 3]}), "reward that is no finite number"),
-        (of({"reward": [1, 2, True], "cost": [1, 2, 3]}), "reward that is no finite number"),
-        (of({"reward": [1, 2, "3"], "cost": [1, 2, 3]}), "reward that is no finite number"),
+        (of({"reward": [1, 2, None], "cost": [1, 2, 3]}), "reward that is not a finite number"),
+        (of({"reward": [1, 2, True], "cost": [1, 2, 3]}), "reward that is not a finite number"),
+        (of({"reward": [1, 2, "3"], "cost": [1, 2, 3]}), "reward that is not a finite number"),
         (of({"reward": 0, "cost": [1, 2, 3]}), "0 scores of reward"),
         (of([0, 0, 0]), "other columns"),
         (of(b"<html>hello</html>"), "damaged"),
-        (of(WANTED, headers={"X-Scorer-Digest": "e" * 64}), "other models"),
-        (of(WANTED, headers={}), "other models"),
+        (of(WANTED, headers={"X-Scorer-Digest": "e" * 64}), "changed its models"),
+        (of(WANTED, headers={}), "changed its models"),
         (of({"detail": "scorer.reward gives nan", "again": False}, status=500), "status 500: scorer.reward gives nan"),
         (of({"detail": "no"}, status=401), "status 401: no; set scorer.token_env"),
         (of({"detail": [{"loc": []}]}, status=422), "status 422"),
         (of(b"{}", status=307, headers={"Location": "http://127.0.0.1:1/"}), "status 307"),
     ],
 )  # fmt: skip
-def test_a_wrong_answer_is_an_error_at_once(answer: Callable[[Any], Answer], said: str, fake: Fake) -> None:
+def test_invalid_responses_raise_immediately(answer: Callable[[Any], Answer], said: str, fake: Fake) -> None:
     scorer = fake.client()
     fake.answers = [answer]
     with pytest.raises(RewardError, match=said):
@@ -154,15 +154,15 @@ def test_a_wrong_answer_is_an_error_at_once(answer: Callable[[Any], Answer], sai
     scorer.close()
 
 
-def test_the_deadline_is_of_no_scores_at_all(fake: Fake) -> None:
+def test_deadline_counts_time_without_any_scores(fake: Fake) -> None:
     scorer = fake.client(deadline=0.3, concurrency=1)
     fake.answers = [of({}, status=503)] * 10_000
-    with pytest.raises(RewardError, match=r"has given no scores for 0\.3 s \(status 503.*start it again, with"):
+    with pytest.raises(RewardError, match=r"no scores .* for 0\.3 s \(status 503.*start it again"):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
     scorer.close()
 
 
-def test_an_outage_is_told_once_and_so_is_its_end(
+def test_outage_and_recovery_are_logged_once(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many requests meet it. A queue that is full is none."""
@@ -176,16 +176,13 @@ def test_an_outage_is_told_once_and_so_is_its_end(
         fake.answers = [of(b"", status=0)] * 6
         scorer.score(PROMPTS, RESPONSES)
         away, back = caplog.messages
-        said = (
-            rf"the scorer at {fake.url} gives no scores \(.+\): it is asked again for 100 s, until [\d:]{{8}}; "
-            r"if it has given none by then, this command ends, and says how to go on$"
-        )
+        said = rf"no scores from the scorer at {fake.url} \(.+\): retrying for 100 s, until [\d:]{{8}}; "
         assert re.match(said, away)
-        assert back == f"the scorer at {fake.url} answers again"
+        assert back.startswith(f"the scorer at {fake.url} ")
     scorer.close()
 
 
-def test_requests_that_meet_an_outage_together_tell_it_once(
+def test_concurrent_failures_log_one_outage(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "QUIET", 0.1)
@@ -193,11 +190,11 @@ def test_requests_that_meet_an_outage_together_tell_it_once(
     fake.answers = [of({}, status=503)] * 10_000
     with pytest.raises(RewardError):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
-    assert len(caplog.messages) == 1 and "it is asked again for 1 s" in caplog.text
+    assert len(caplog.messages) == 1 and "retrying for 1 s" in caplog.text
     scorer.close()
 
 
-def test_failures_among_scores_are_no_outage(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_between_successes_are_not_logged(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
     scorer = fake.client(concurrency=4)
     fake.answers = [*[right] * 3, of({}, status=503)] * 50
     scorer.score(PROMPTS * 400, RESPONSES * 400)
@@ -205,26 +202,26 @@ def test_failures_among_scores_are_no_outage(fake: Fake, caplog: pytest.LogCaptu
     scorer.close()
 
 
-def test_a_request_that_fails_after_another_was_answered_tells_no_outage(
+def test_failure_after_a_success_is_not_logged(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "QUIET", 0.0)
     scorer = fake.client(concurrency=2)
     answered = threading.Event()
-    monkeypatch.setattr(scorer, "_tell_back", lambda tell=scorer._tell_back: (tell(), answered.set()))
+    monkeypatch.setattr(scorer, "_note_success", lambda tell=scorer._note_success: (tell(), answered.set()))
     fake.answers = [lambda _: (answered.wait(60), of({}, status=503)(_))[1]]
     scorer.score(PROMPTS * 4, RESPONSES * 4)
     assert len(fake.asked) == 3 and caplog.messages == []
     scorer.close()
 
 
-def test_an_outage_is_told_before_its_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outage_is_logged_before_the_deadline(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the first line takes to be written, while another request is answered."""
     monkeypatch.setattr(client, "QUIET", 0.0)
     told, writing = list[str](), threading.Event()
 
     def write(line: str, *_: object) -> None:
-        if "gives no" in line:
+        if "no scores" in line:
             writing.set()
             time.sleep(0.2)
         told.append(line)
@@ -233,7 +230,7 @@ def test_an_outage_is_told_before_its_end(fake: Fake, monkeypatch: pytest.Monkey
     scorer = fake.client(concurrency=2)
     fake.answers = [of({}, status=503), lambda body: (writing.wait(60), right(body))[1]]
     scorer.score(PROMPTS * 4, RESPONSES * 4)
-    assert ["gives no" in line for line in told] == [True, False]
+    assert ["no scores" in line for line in told] == [True, False]
     scorer.close()
 
 
@@ -243,13 +240,13 @@ def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
     full = of({}, status=429, headers={"Retry-After": "3600"})
     for answers, asked in (([full], 2), ([full, full], 4)):
         fake.answers, began = answers, time.monotonic()
-        with nullcontext() if len(answers) == 1 else pytest.raises(RewardError, match=r"no scores for 0\.3 s"):
+        with nullcontext() if len(answers) == 1 else pytest.raises(RewardError, match=r"no scores .* for 0\.3 s"):
             assert scorer.score(PROMPTS, RESPONSES) == WANTED
         assert len(fake.asked) == asked and time.monotonic() - began >= 0.3
     scorer.close()
 
 
-def test_requests_fit_the_limits_of_the_service_and_answers_their_places(fake: Fake) -> None:
+def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
     scorer = fake.client(concurrency=5)
     prompts = ["p" * (1 + 37 * i % 900) for i in range(100)]
     responses = ["r" * (1 + 11 * i % 700) for i in range(100)]
@@ -257,7 +254,7 @@ def test_requests_fit_the_limits_of_the_service_and_answers_their_places(fake: F
     assert found == {"reward": list(map(len, responses)), "cost": list(map(len, prompts))}
     assert all(int(headers["Content-Length"]) <= 2000 and count <= 8 for count, headers in fake.asked)
     assert sum(count for count, _ in fake.asked) == 100
-    with pytest.raises(RewardError, match="2 prompts and 1 responses"):
+    with pytest.raises(RewardError, match="2 prompts but 1 responses"):
         scorer.score(["a", "b"], ["c"])
     scorer.close()
 
@@ -272,9 +269,9 @@ def test_requests_fit_the_limits_of_the_service_and_answers_their_places(fake: F
         {**HEALTH, "limits": {"items": 0, "body": 1}},
     ],
 )
-def test_what_is_no_scorer_is_refused(health: Any, fake: Fake) -> None:
+def test_other_servers_are_rejected(health: Any, fake: Fake) -> None:
     fake.health = (200, json.dumps(health).encode(), {})
-    with pytest.raises(RewardError, match="what answers there is no scorer"):
+    with pytest.raises(RewardError, match="the server there is not a scorer"):
         fake.client()
 
 
@@ -292,6 +289,6 @@ def test_the_token_is_sent_from_the_environment_alone(fake: Fake, monkeypatch: p
 
 
 @pytest.mark.parametrize("url", ["http://:80", "http://127.0.0.1:99999", "http://[::1"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"scorer.url .* is no address of a service"):
+def test_invalid_addresses_are_rejected(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"scorer.url .* is not the address of a service"):
         Service(ScorerConfig(name="service", url=url))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run knows by which models it was scored: it is not gone on with by others, here or behind a service."""
+"""A run records its scoring models and does not resume with others, local or behind a service."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
 from evoalign.errors import ResumeError, ScorerAwayError
 from evoalign.placebos.run import placebo
 from evoalign.rewards.scorer import create
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 from evoalign.tasks.isolated.task import Isolated
-from evoalign.tasks.safety.task import Safety
+from evoalign.tasks.safety import Safety
 from plain import UNCHECKED
 from rule_scorer import RuleScorer
 
@@ -110,7 +110,7 @@ def test_a_run_is_not_resumed_with_a_service_of_other_models(tmp_path: Path) -> 
         train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
 
 
-def test_a_service_that_is_not_there_begins_nothing(tmp_path: Path) -> None:
+def test_missing_service_starts_no_run(tmp_path: Path) -> None:
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -135,7 +135,7 @@ def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path:
     train(tree, evoalign.grpo, resume=True)
 
 
-def test_a_scorer_of_ones_own_need_not_have_a_digest(tmp_path: Path) -> None:
+def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
     tree = config(tmp_path, None)
 
     def given(digest: object = None) -> Safety:
@@ -167,7 +167,7 @@ def test_an_evaluation_of_a_run_by_other_models_says_so(tmp_path: Path, caplog: 
     assert f"(digest {digest[:12]}..., and now {digest_of(scorer)[:12]}...)" in said
 
 
-def test_a_run_goes_on_with_the_dtype_that_auto_was(tmp_path: Path) -> None:
+def test_resume_uses_the_dtype_of_auto(tmp_path: Path) -> None:
     scorer = local(tmp_path)
     train(config(tmp_path, scorer))
     with pytest.raises(ResumeError, match=r"set scorer\.dtype \(auto is bfloat16 on a GPU and float32 on a CPU\)"):
@@ -175,7 +175,7 @@ def test_a_run_goes_on_with_the_dtype_that_auto_was(tmp_path: Path) -> None:
     train(longer(config(tmp_path, {**scorer, "dtype": "float32"})), resume=True)
 
 
-def test_a_task_in_a_worker_says_by_which_models_it_scores() -> None:
+def test_isolated_task_has_the_scorer_digest() -> None:
     class Known(RuleScorer):
         digest = "a" * 64
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of `evoalign train` in a process of their own whose service is killed, comes back, stays away or is another."""
+"""Processes of `evoalign train` whose service is killed, returns, stays away or changes its models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from served_scorers import SECONDS, Served, count, until
 import killing
 import warm
 from evoalign.config import ScorerConfig
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 
 pytest.importorskip("fastapi")
 pytestmark = pytest.mark.slow
@@ -28,9 +28,9 @@ SHIPPED = Path(__file__).parents[3] / "data" / "tasks" / "safety"
 MODELS = {name: str(SHIPPED / "models" / name) for name in ("reward", "cost")}
 WORDS = ("--reward", MODELS["reward"], "--cost", MODELS["cost"])
 BITS = (*WORDS, "--batch-size", "1")
-"""Of which the scores are the same bits, whatever is asked beside them."""
+"""Model whose scores are bit-identical in any batch."""
 HOLDS = (*WORDS, "--batch-size", "512", "--max-wait", "600")
-"""Takes what it is asked, and answers nothing."""
+"""Accept requests without responding."""
 GENERATIONS, SEAL = 8, b'"weights_hash"'
 """SEAL is in the header's line, too."""
 
@@ -56,7 +56,7 @@ class Run:
         return file.read_bytes() if file.exists() else b""
 
     def sealed(self, generations: int) -> None:
-        """Wait until it has so many."""
+        """Wait until the file has this many lines."""
         until(lambda: self.journal.count(SEAL) > generations or self.process.poll() is not None, self.said)
         assert self.process.poll() is None, self.said
 
@@ -90,7 +90,7 @@ def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run leaves whose service was always there."""
+    """Run whose service was always available."""
     folder = tmp_path_factory.mktemp("unbroken")
     with Served(folder, *BITS) as service, Run(folder / "own", service.url) as run:
         assert run.end() == 0, run.said
@@ -100,18 +100,18 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def traces(run: Run) -> dict[str, Any]:
-    """What has to be the same wherever the run and the service are."""
+    """Results that must not depend on where the run and the service are."""
     return killing.traces(run.path) | {"journal": lines(run.journal)}
 
 
 def lines(journal: bytes) -> list[dict[str, Any]]:
-    """Those of a journal, without the config and the hashes that hold it."""
+    """Lines of a journal, without the config and the hashes."""
     where = ("config", "config_hash", "hash", "previous")
     return [{k: v for k, v in json.loads(line).items() if k not in where} for line in journal.splitlines()]
 
 
 def broken_off(run: Run, unbroken: dict[str, Any]) -> None:
-    """Its journal ends early, and has no score that the other has not."""
+    """Its journal ends early and has only scores of the other run."""
     found = lines(run.journal)
     assert len(found) < 1 + 2 * GENERATIONS and found == unbroken["journal"][: len(found)]
 
@@ -121,11 +121,11 @@ def same(run: Run, unbroken: dict[str, Any]) -> None:
     assert sorted(name for name in {*found, *unbroken} if found.get(name) != unbroken.get(name)) == []
 
 
-def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_run_continues_after_a_service_restart(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     with Served(tmp_path, *BITS) as first, Run(tmp_path / "own", first.url) as run:
         run.sealed(1)
         first.stop(signal.SIGKILL)
-        until(lambda: " gives no scores (" in run.said, "the run does not say that the service is away")
+        until(lambda: "no scores from the scorer" in run.said, "the run does not say that the service is away")
         with Served(tmp_path, *HOLDS, port=first.port) as second:
             until(lambda: count(second.url, "queue_length") > 0, "the run does not ask again")
         before = run.journal  # the second was killed with what it had been asked
@@ -133,18 +133,18 @@ def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: 
         with Served(tmp_path, *BITS, port=first.port):
             assert run.end() == 0, run.said
     told = [line for line in run.said.splitlines() if line.startswith(f"the scorer at {first.url} ")]
-    assert [" gives no scores (" in line for line in told] == [True, False] and told[1].endswith("answers again")
+    assert ["no scores from" in line for line in told] == [True, False] and told[1].endswith("responds again")
     assert run.journal.startswith(before)
     same(run, unbroken)
 
 
-def test_a_service_that_stays_away_ends_the_run_which_can_be_resumed(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=5.0) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
         assert run.end() == 2, run.said
     *_, last = run.said.splitlines()
-    assert last.startswith(f"error: the scorer at {service.url} has given no scores for 5 s (")
+    assert last.startswith(f"error: no scores from the scorer at {service.url} for 5 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
     with (
@@ -157,13 +157,13 @@ def test_a_service_that_stays_away_ends_the_run_which_can_be_resumed(tmp_path: P
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Of a service with the same cost model and another reward model."""
+    """Start a service with the same cost model and another reward model."""
     folder = tmp_path_factory.mktemp("others")
     safe_rlhf(folder, seed=11)
     return "--reward", str(folder), "--cost", MODELS["cost"], "--batch-size", "1"
 
 
-def test_a_service_that_comes_back_with_other_weights_scores_nothing(
+def test_restarted_service_with_other_weights_is_rejected(
     tmp_path: Path, unbroken: dict[str, Any], others: tuple[str, ...]
 ) -> None:
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
@@ -172,7 +172,7 @@ def test_a_service_that_comes_back_with_other_weights_scores_nothing(
         with Served(tmp_path, *others, port=service.port):
             assert run.end() == 2, run.said
             *_, last = run.said.splitlines()
-            assert last.startswith(f"error: the scorer at {service.url} has other models, or another template, than ")
+            assert last.startswith(f"error: the scorer at {service.url} changed its models or template")
             assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
             broken_off(run, unbroken)
             broken = run.journal
@@ -185,7 +185,7 @@ def test_a_service_that_comes_back_with_other_weights_scores_nothing(
 
 
 def ask(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, list[float]]]:
-    """The answers to requests of one pair each, 64 at once. In a process of its own."""
+    """Return responses to requests of one pair each, 64 at once, from another process."""
 
     async def asked() -> list[dict[str, list[float]]]:
         room = asyncio.Semaphore(64)
@@ -202,7 +202,7 @@ def ask(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, li
     return asyncio.run(asked())
 
 
-def test_a_thousand_requests_of_another_process_beside_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (SHIPPED / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
     responses = [f"{rows[i * 7 % len(rows)]['prompt']} {i}" for i in range(1000)]

@@ -17,7 +17,7 @@ from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, ModelError, RewardError
 from evoalign.models import tiny
 from evoalign.rewards.scorer import create
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 
 TEMPLATE = "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}"
 
@@ -126,7 +126,7 @@ def test_bfloat16_scores_are_not_rounded_to_bfloat16(reward: Path) -> None:
     assert found == pytest.approx(local(reward).score(*pairs(20))["reward"], abs=0.2)
 
 
-def test_a_pair_that_is_there_often_is_asked_once(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_pairs_are_scored_once(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, responses = pairs(5)
     scorer = local(reward, batch_size=2)
     single, asked = scorer.score(prompts, responses)["reward"], list[int]()
@@ -141,7 +141,7 @@ def test_a_pair_that_is_there_often_is_asked_once(reward: Path, monkeypatch: pyt
 def test_no_pairs_have_no_scores_and_lists_have_to_fit(reward: Path) -> None:
     scorer = local(reward)
     assert scorer.score([], []) == {"reward": []}
-    with pytest.raises(RewardError, match="2 prompts and 1 responses"):
+    with pytest.raises(RewardError, match="2 prompts but 1 responses"):
         scorer.score(["a", "b"], ["c"])
 
 
@@ -157,12 +157,12 @@ def test_the_digest_is_of_weights_template_and_tokenizer(tmp_path: Path, reward:
     assert local(safe_rlhf(tmp_path, seed=9)).digest != one
 
 
-def test_a_score_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+def test_non_finite_scores_raise_reward_error(tmp_path: Path) -> None:
     folder = safe_rlhf(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["score_head.weight"][0, 3] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RewardError, match=r"scorer.reward .* gives nan for pair \d of 3"):
+    with pytest.raises(RewardError, match=r"scorer.reward .* returns nan for pair \d of 3"):
         local(folder).score(*pairs(3))
 
 
@@ -188,16 +188,16 @@ def no_layer(folder: Path) -> None:
         (no_weights, "pickle"),
         (no_head, "lack score_head.weight"),
         (no_layer, "lack layers.1.mlp.up_proj.weight"),
-        (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "says LlamaForCausalLM"),
-        (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, and its config.json says otherwise"),
+        (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
+        (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
         (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
-        (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "is not taken from a model"),
+        (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "_attn_implementation"),
         (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
         (lambda f: (f / "config.json").unlink(), "config.json"),
     ],
 )  # fmt: skip
-def test_what_is_no_model_that_scores_is_named(spoil: Any, said: str | None, tmp_path: Path) -> None:
+def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_path: Path) -> None:
     """Code of a model's own is not run: with None it is passed by, and the model loads."""
     folder = safe_rlhf(tmp_path)
     (folder / "evil.py").write_text("raise SystemExit('ran')")
@@ -209,12 +209,12 @@ def test_what_is_no_model_that_scores_is_named(spoil: Any, said: str | None, tmp
         local(folder)
 
 
-def test_other_labels_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="3 labels; a score takes a model of one or two"):
+def test_models_with_other_label_counts_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="3 labels; use a model with one or two"):
         local(classifier(tmp_path, labels=3))
 
 
-def test_a_folder_that_is_not_there_is_named_by_its_setting(reward: Path) -> None:
+def test_missing_folder_error_names_the_setting(reward: Path) -> None:
     with pytest.raises(ModelError, match=r"scorer.cost: no folder /nowhere/at/all"):
         local(reward, Path("/nowhere/at/all"))
     with pytest.raises(ModelError, match="Qwen2ForCausalLM"):
@@ -230,7 +230,7 @@ def encoded(scorer: Local, prompt: str, response: str) -> tuple[str, tuple[int, 
     return tokens.decode(found.ids), (found.prompt_cut, found.response_cut)
 
 
-def test_a_long_response_loses_its_end_and_nothing_else(reward: Path) -> None:
+def test_long_responses_are_truncated_at_the_end(reward: Path) -> None:
     scorer = local(reward, max_tokens=100)
     prompt, response = text(1, 10), text(2, 400)
     said, (prompt_cut, response_cut) = encoded(scorer, prompt, response)
@@ -261,7 +261,7 @@ def test_pairs_that_were_cut_are_counted(reward: Path) -> None:
 
 def test_the_models_own_positions_bound_the_tokens(reward: Path) -> None:
     assert local(reward).models["reward"].pairs.max_tokens == 256
-    with pytest.raises(ConfigError, match=r"scorer.max_tokens 16: the template alone takes \d+; set at least"):
+    with pytest.raises(ConfigError, match=r"scorer.max_tokens 16: the template alone takes \d+ tokens; set at least"):
         local(reward, max_tokens=16)
 
 
@@ -293,7 +293,7 @@ def test_a_chat_template_that_strips_is_given_stripped_texts(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("{{ messages[1]['content'] }}", "once and in that order"), ("{{ raise_exception('no') }}", "refuses a pair"),
+    [("{{ messages[1]['content'] }}", "once and in this order"), ("{{ raise_exception('no') }}", "rejects a pair"),
      (None, "has no chat template")],
 )  # fmt: skip
 def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | None, said: str, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | N
         local(folder, template="chat")
 
 
-def test_half_a_pair_of_surrogates_scores_as_the_sign_for_what_cannot_be_read(reward: Path) -> None:
+def test_lone_surrogates_score_as_replacement_characters(reward: Path) -> None:
     broken, marked = local(reward).score(["a", "a"], [json.loads('"\\ud83d"'), "?"])["reward"]
     assert broken == marked
 

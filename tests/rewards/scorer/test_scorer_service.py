@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services in processes of their own, asked over HTTP."""
+"""Service processes, tested over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from calling import caller
 from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.rewards.scorer.client import Service
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 
 pytest.importorskip("fastapi")
 TOKEN = {"SCORER_TOKEN_OF_TEST": "0123456789abcdef0123"}
@@ -87,7 +87,7 @@ def apart(direct: Local, many: int) -> tuple[list[str], list[str], dict[str, lis
     )  # fmt: skip
 
 
-def test_of_a_thousand_requests_none_is_lost_or_mixed_up(served: Served, direct: Local) -> None:
+def test_a_thousand_requests_keep_their_scores(served: Served, direct: Local) -> None:
     prompts, responses, wanted = apart(direct, 1000)
     before = count(served.url, "items_total"), count(served.url, "batch_size_count")
 
@@ -112,7 +112,7 @@ def test_of_a_thousand_requests_none_is_lost_or_mixed_up(served: Served, direct:
     assert (count(served.url, "queue_length"), count(served.url, "refused_total")) == (0, 0)
 
 
-def test_the_client_gets_what_the_models_say(served: Served, direct: Local) -> None:
+def test_client_returns_the_models_scores(served: Served, direct: Local) -> None:
     prompts, responses = pairs(150)
     scorer = client(served.url, concurrency=3)
     assert scorer.columns == ("reward", "cost") == direct.columns
@@ -130,7 +130,7 @@ def test_a_request_may_be_two_lists(served: Served, direct: Local) -> None:
     assert found["reward"] == pytest.approx(direct.score(prompts, responses)["reward"], abs=1e-3)
 
 
-def test_health_says_what_answers(served: Served) -> None:
+def test_health_describes_the_scorer(served: Served) -> None:
     found = httpx.get(f"{served.url}/health").json()
     assert found["ready"] is True and found["columns"] == ["reward", "cost"] and found["device"] == "cpu"
     assert {model["name"] for model in found["models"].values()} == {"reward", "cost"}
@@ -149,7 +149,7 @@ def test_health_says_what_answers(served: Served) -> None:
         "zqxtext",
     ],
 )
-def test_what_is_not_understood_is_not_said_again(body: Any, served: Served) -> None:
+def test_validation_errors_do_not_repeat_the_request(body: Any, served: Served) -> None:
     answer = httpx.post(f"{served.url}/score", json=body)
     assert answer.status_code == 422 and "zqx" not in answer.text and answer.json()["form"]
     broken = httpx.post(f"{served.url}/score", content=b'{"items": zqx', headers={"Content-Type": "application/json"})
@@ -180,10 +180,10 @@ def test_other_names_forms_and_methods_are_refused(served: Served) -> None:
 
 def test_more_pairs_than_the_queue_holds_are_refused(served: Served) -> None:
     answer = httpx.post(f"{served.url}/score", json={"prompts": ["a"] * 1025, "responses": ["b"] * 1025})
-    assert answer.status_code == 413 and "the queue holds 1024" in answer.json()["detail"]
+    assert answer.status_code == 413 and "1024" in answer.json()["detail"]
 
 
-def test_no_text_is_in_a_log_and_the_end_is_in_order(place: Path) -> None:
+def test_logs_contain_no_text_and_shutdown_is_clean(place: Path) -> None:
     with Served(place, *words(place)) as service:
         http = {"timeout": SECONDS}
         assert httpx.post(
@@ -214,7 +214,7 @@ def test_a_missing_or_wrong_token_is_refused(waiting: Served, monkeypatch: pytes
     assert TOKEN[VARIABLE] not in waiting.said
 
 
-def test_a_full_queue_is_said_and_a_stop_finishes_what_waits(waiting: Served, direct: Local) -> None:
+def test_full_queue_returns_429_and_shutdown_finishes_requests(waiting: Served, direct: Local) -> None:
     prompts, responses = pairs(40)
     body = {"prompts": prompts, "responses": responses}
     with ThreadPoolExecutor(1) as pool:
@@ -230,7 +230,7 @@ def test_a_full_queue_is_said_and_a_stop_finishes_what_waits(waiting: Served, di
         assert answer.json()[column] == pytest.approx(scores, abs=1e-3)
 
 
-def test_the_client_goes_on_with_a_service_that_was_killed(place: Path, direct: Local) -> None:
+def test_client_continues_after_a_service_restart(place: Path, direct: Local) -> None:
     prompts, responses = pairs(20)
     first = Served(place, *words(place, "--batch-size", "64", "--max-wait", "600"))
     scorer = client(first.url, deadline=SECONDS)
@@ -246,22 +246,20 @@ def test_the_client_goes_on_with_a_service_that_was_killed(place: Path, direct: 
     other = safe_rlhf(place / "other", scale=30.0, seed=11)
     with (
         Served(place, "--reward", str(other), "--cost", str(place / "cost"), port=first.port),
-        pytest.raises(RewardError, match="has other models, or another template, than when the run began"),
+        pytest.raises(RewardError, match="changed its models or template since the start of the run"),
     ):
         scorer.score(prompts, responses)
 
 
-def test_a_service_that_stays_away_is_an_error_and_no_score(served: Served) -> None:
+def test_unavailable_service_raises_error(served: Served) -> None:
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(
-            RewardError, match=rf"the scorer at {url} has given no scores for 0.5 s .*start the service"
-        ):
+        with pytest.raises(RewardError, match=rf"no scores from the scorer at {url} for 0.5 s .*start the service"):
             client(url, deadline=0.5)
         scorer = client(served.url, deadline=0.5)
         scorer._http._http.base_url = httpx.URL(url)
-        with pytest.raises(RewardError, match=r"no scores for 0.5 s"):
+        with pytest.raises(RewardError, match=r"no scores .* for 0.5 s"):
             scorer.score(["a"] * 100, ["b"] * 100)
         assert threading.active_count() < 60
 
@@ -269,23 +267,22 @@ def test_a_service_that_stays_away_is_an_error_and_no_score(served: Served) -> N
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0 is open to other machines"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0"),
         (("--host", "0.0.0.0", "--token-env", "NOT_THERE_AT_ALL"), "NOT_THERE_AT_ALL"),
         (("--template", "{prompt}"), "--template: write chat"),
-        (("--queue", "3"), "--queue 3 holds less than one batch"),
+        (("--queue", "3"), "--queue 3 is less than --batch-size"),
         (("--reward", "/nowhere/at/all"), "error: --reward: no folder /nowhere/at/all"),
     ],
 )
-def test_what_cannot_be_served_is_said(
+def test_invalid_serve_options_raise_config_error(
     more: tuple[str, ...], said: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = caller(monkeypatch, capsys)("score", "serve", *words(place, "--port", "0", *more))
     assert found.code == 2 and said in found.err
 
 
-def test_a_port_in_use_is_said_before_models_are_loaded(served: Served, place: Path) -> None:
-    from evoalign.rewards.scorer.service import Limits
-    from evoalign.rewards.scorer.serving import serve
+def test_port_in_use_fails_before_loading_models(served: Served, place: Path) -> None:
+    from evoalign.rewards.scorer.service import Limits, serve
 
     config = ScorerConfig(name="local", reward="/nowhere/at/all")
     with pytest.raises(ConfigError, match=f"--port {served.port} cannot be used"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import create
-from evoalign.tasks.countdown.task import MAX_RESPONSE, answer_reward, format_reward, last_answer
+from evoalign.tasks.countdown import MAX_RESPONSE, answer_reward, format_reward, last_answer
 
 FIXTURE = Path(__file__).parent / "fixtures" / "countdown.json"
 ROWS: list[dict[str, Any]] = json.loads(FIXTURE.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def test_answer_rules(text: str, value: float) -> None:
     ("text", "numbers", "target"),
     [("3**4", [3, 4], "81"), ("7//2+1", [7, 2, 1], "4"), ("(4)(3+2)", [4, 3, 2], "20"), ("-4+9", [4, 9], "5")],
 )
-def test_operators_outside_the_game_earn_nothing(text: str, numbers: list[int], target: str) -> None:
+def test_other_operators_earn_nothing(text: str, numbers: list[int], target: str) -> None:
     assert answer_reward(f"<answer>{text}</answer>", numbers, target) == 0.0
 
 
@@ -142,7 +142,7 @@ def test_scanning_agrees_with_the_published_expressions(text: str) -> None:
         assert format_reward(response) == expected
 
 
-def test_an_honest_long_answer_counts_and_an_endless_one_does_not() -> None:
+def test_long_responses_score_up_to_the_limit() -> None:
     room = MAX_RESPONSE - len(FULL)
     assert task(strip=False).compute_reward(" " * room + FULL, ROW) == 1.1
     assert task(strip=False).compute_reward(" " * (room + 1) + FULL, ROW) == 0.0
@@ -162,12 +162,12 @@ def test_measures() -> None:
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def test_raw_is_the_context_as_it_is() -> None:
+def test_raw_prompt_is_the_context() -> None:
     assert task().prompt(ROWS[0]) == ROWS[0]["context"]
     assert task(prompt="raw").prompt(ROWS[0]) == ROWS[0]["context"]
 
 
-def test_short_to_the_byte() -> None:
+def test_short_prompt_is_exact() -> None:
     assert task(prompt="short").prompt(ROW) == "Use [44 19 35] to make 98. <think>"
     assert task(prompt="short").prompt({"numbers": [7, 30, 5], "target": "-18"}) == "Use [7 30 5] to make -18. <think>"
 
@@ -179,14 +179,14 @@ def test_chat_is_a_system_and_a_user_message() -> None:
     assert "<think>" not in user["content"][-20:]
 
 
-def test_in_chat_the_response_opens_the_think_block_itself() -> None:
+def test_chat_response_opens_the_think_block() -> None:
     chat = task(prompt="chat")
     assert chat.compute_reward("<think>" + FULL, ROW) == 1.1
     assert chat.measures(FULL, ROW)["format"] == 0.5
     assert task(prompt="short").compute_reward(FULL, ROW) == 1.1
 
 
-def test_chat_opened_begins_the_answer_and_grades_what_goes_on() -> None:
+def test_chat_opened_grades_the_continuation() -> None:
     opened = task(prompt="chat_opened")
     *chat, begun = opened.prompt(ROW)
     assert chat == task(prompt="chat").prompt(ROW)
@@ -195,7 +195,7 @@ def test_chat_opened_begins_the_answer_and_grades_what_goes_on() -> None:
     assert opened.measures("44, 19</think>\n<answer>1</answer>", ROW)["format"] == 1.0
 
 
-def test_a_context_that_does_not_open_the_block_leaves_it_to_the_response() -> None:
+def test_response_opens_the_block_if_the_context_does_not() -> None:
     row = ROW | {"context": "Make 98 from 44, 19 and 35."}
     assert task().measures(FULL, row)["format"] == 0.5
     assert task().compute_reward("<think>" + FULL, row) == 1.1
@@ -209,7 +209,7 @@ def test_every_gold_answer_earns_the_maximum(prompt: str) -> None:
     form.self_check([*data.train, *data.test])
 
 
-def test_self_check_finds_a_solution_that_is_not_one() -> None:
+def test_self_check_finds_a_wrong_solution() -> None:
     with pytest.raises(DataError, match=r"1 of 2 gold answers .* of row 1 earns"):
         task().self_check([ROW, ROW | {"solution": "((44 + 44) + 10)"}])
 
@@ -223,7 +223,7 @@ def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> N
     assert [f"of row {i} earns 0.1" in said for i in range(7)] == [False, True, False, True, True, False, False]
 
 
-def test_no_solution_is_no_gold() -> None:
+def test_gold_is_none_without_solution() -> None:
     assert task().gold({"numbers": [1], "target": "1", "context": "x", "solution": None}) is None
 
 
@@ -277,6 +277,6 @@ def test_only_raw_needs_the_context(tmp_path: Path) -> None:
         create(TaskConfig(name="countdown", train_data=str(path))).load_data(0)
 
 
-def test_rewards_of_ones_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="task countdown has a reward of its own"):
+def test_reward_functions_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"task countdown .* task\.name: custom"):
         create(TaskConfig(name="countdown", rewards=["a.py:b"]))

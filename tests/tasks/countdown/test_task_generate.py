@@ -15,7 +15,7 @@ from evoalign.config import TaskConfig
 from evoalign.errors import DataError
 from evoalign.rewards.arithmetic import evaluate
 from evoalign.tasks import create
-from evoalign.tasks.countdown.generate import context, generate, held_out, solve, write_countdown
+from evoalign.tasks.countdown import context, generate, held_out, solve, write_countdown
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny_base" / "countdown.py"
 SHIPPED = Path(__file__).parents[3] / "data" / "tasks" / "countdown" / "countdown.json"
@@ -43,7 +43,7 @@ def test_numbers_are_printed_as_numpy_prints_them(numbers: list[int]) -> None:
     assert text.endswith("example <answer> (1 + 2) / 3 </answer>.Let me solve this step by step.\n<think>")
 
 
-def test_one_seed_one_list() -> None:
+def test_generate_is_deterministic() -> None:
     assert generate(10, seed=3) == generate(10, seed=3)
     assert generate(10, seed=3)[:5] == generate(5, seed=3)
     assert generate(10, seed=3) != generate(10, seed=4)
@@ -60,14 +60,14 @@ def test_targets_and_keep_are_options() -> None:
     assert not all(held_out(row["numbers"], int(row["target"])) for row in rows)
 
 
-def test_no_problem_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.tasks.countdown.generate.MAX_NUMBER", 4)
+def test_generate_has_no_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.tasks.countdown.MAX_NUMBER", 4)
     rows = generate(80, 3, seed=0, targets=(1, 30), keep=None)
     assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in rows}) == 80
 
 
-def test_asking_for_more_than_there_is_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.tasks.countdown.generate.MAX_MISSES", 200)
+def test_generate_raises_if_there_are_too_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.tasks.countdown.MAX_MISSES", 200)
     with pytest.raises(DataError, match="found only 0 of 5 problems"):
         generate(5, keep=lambda numbers, target: False)
 
@@ -87,7 +87,7 @@ def test_the_recipe_of_the_tiny_model_holds_out_the_same_problems() -> None:
     assert [is_held_out(*problem) for problem in problems] == [held_out(*problem) for problem in problems]
 
 
-def test_solver_finds_what_there_is() -> None:
+def test_solve_finds_existing_solutions() -> None:
     solution = solve([44, 19, 35], 98)
     assert solution is not None and evaluate(solution).value == 98
     assert solve([1, 1, 1], 50) is None
@@ -97,7 +97,7 @@ def test_solver_finds_what_there_is() -> None:
     assert solve([8, 3, 8, 3], 24) is not None  # 8 / (3 - 8 / 3): needs a fraction on the way
 
 
-def test_solver_tries_everything() -> None:
+def test_solve_is_exhaustive() -> None:
     """Against all values of all trees over three numbers, listed apart."""
     numbers, values = [3, 7, 8], set[Fraction]()
     for a, b, c in itertools.permutations(map(Fraction, numbers)):
@@ -108,7 +108,7 @@ def test_solver_tries_everything() -> None:
     assert found == {int(v) for v in values if v.denominator == 1 and -100 <= v < 200}
 
 
-def test_written_file(tmp_path: Path) -> None:
+def test_write_countdown_writes_one_row_per_line(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "countdown.json"
     write_countdown(path, 12, 3, seed=2)
     text = path.read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_written_file(tmp_path: Path) -> None:
     task.self_check(task.load_data(0).train)
 
 
-def test_the_shipped_file_is_what_the_generator_writes() -> None:
+def test_shipped_file_matches_the_generator() -> None:
     rows = json.loads(SHIPPED.read_text(encoding="utf-8"))
     assert len(rows) == 2200
     assert rows[:25] == generate(25, "mixed", seed=0)

@@ -39,7 +39,7 @@ Isolate = Callable[..., Task]
 
 @pytest.fixture
 def isolate() -> Iterator[Isolate]:
-    """Functions or a task in a worker of their own, closed at the end."""
+    """Isolated functions or tasks, closed at the end."""
     made: list[Task] = []
 
     def isolate(*given: Any, grader: GraderConfig | None = None, **settings: Any) -> Task:
@@ -85,14 +85,14 @@ def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
     assert tasks.isolate(apart, GraderConfig()) is apart
 
 
-def test_where_nothing_forks_it_runs_in_place_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolate_warns_without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.tasks.isolated.task.SUPPORTED", False)
     task = tasks.create(TaskConfig(name="custom"), [length])
     with pytest.warns(UserWarning, match="cannot isolate"):
         assert tasks.isolate(task, GraderConfig()) is task
 
 
-def test_everything_else_of_the_task_is_there(isolate: Isolate, tmp_path: Path) -> None:
+def test_isolated_task_delegates_attributes(isolate: Isolate, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(PLAIN | {"id": i}) for i in range(5)))
     plain = tasks.create(TaskConfig(name="custom", train_data=str(path)), [length])
@@ -157,7 +157,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(TE
 
 @given(VALUES)
 @example("\ud83d\ude00")  # two code points, which are not the emoji
-def test_what_is_exact_comes_back_as_it_was(value: Any) -> None:
+def test_exact_values_survive_json(value: Any) -> None:
     assert is_exact(value)
     back = worker.decode(worker.encode(value))
     assert repr(back) == repr(value)  # tells 1 from True and 1.0, and 0.0 from -0.0
@@ -169,7 +169,7 @@ def test_what_is_exact_comes_back_as_it_was(value: Any) -> None:
     [(1,), {1: "a"}, b"a", np.float64(1.0), np.int64(1), {"a": [(1,)]}, {1}, datetime.date(2026, 1, 1), 10**5000],
     ids=lambda value: type(value).__name__,
 )
-def test_what_json_would_change_is_not_exact(value: Any) -> None:
+def test_inexact_values_are_detected(value: Any) -> None:
     assert not is_exact(value)
 
 
@@ -217,7 +217,9 @@ def test_async_functions_start_in_a_fork_of_a_running_loop(isolate: Isolate) -> 
 
 
 @pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_prints_go_to_stderr(isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_user_code_goes_to_stderr(
+    isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = (
         "import os, sys\n"
         "def loud(completions, **kwargs):\n"
@@ -235,7 +237,7 @@ def test_prints_go_to_stderr(isolate: Isolate, tmp_path: Path, kind: str, capfd:
     assert [err.count(word) for word in ("printed \\ud800\n", "written\n", "echoed\n")] == [2, 2, 2]
 
 
-def test_a_function_keeps_what_it_has_learned(isolate: Isolate) -> None:
+def test_worker_keeps_state_between_calls(isolate: Isolate) -> None:
     class Counter:
         calls = 0
 
@@ -297,7 +299,7 @@ def test_exit_handlers_run_when_the_task_is_closed(isolate: Isolate, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_module_that_fails_in_the_worker_is_told(isolate: Isolate, tmp_path: Path) -> None:
+def test_import_error_in_the_worker_raises_reward_error(isolate: Isolate, tmp_path: Path) -> None:
     source = (
         "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no model')\ndef f(completions): return [0.0]\n"
     )
@@ -352,12 +354,12 @@ def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> N
     rows = task.load_data(0)
     examples = [*rows.test, *rows.train]
     assert task.rewards(["a"] * 5, examples) == [1.0] * 5
-    with pytest.raises(DataError, match="column 'when' holds a datetime"):
+    with pytest.raises(DataError, match="column 'when' has a datetime"):
         task.rewards(["a"], [dict(examples[0])])  # not a row that load_data gave
 
 
 @pytest.mark.slow
-def test_a_file_that_changed_meanwhile_is_noticed(isolate: Isolate, tmp_path: Path) -> None:
+def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path) -> None:
     data = tmp_path / "rows.parquet"
     rich_rows(data)
     task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
@@ -366,7 +368,7 @@ def test_a_file_that_changed_meanwhile_is_noticed(isolate: Isolate, tmp_path: Pa
     task.close()  # the next call starts another worker, which reads the file again
     table = parquet.read_table(data)
     parquet.write_table(table.set_column(0, "prompt", pa.array(["other"] * 5)), data)
-    with pytest.raises(DataError, match=r"row 0 of the train split reads otherwise the second time, in 'prompt'"):
+    with pytest.raises(DataError, match=r"row 0 of the train split differs in 'prompt'"):
         task.rewards(["a"], rows.train[:1])
 
 
@@ -409,7 +411,7 @@ def own(path: Path, name: str) -> Task:
 
 
 @pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_all_scoring_of_a_task_of_ones_own_is_apart(isolate: Isolate, tmp_path: Path, kind: str) -> None:
+def test_custom_task_scores_in_the_worker(isolate: Isolate, tmp_path: Path, kind: str) -> None:
     plain = own(tmp_path / "own.py", "Own")
     plain.from_config = kind == "fresh"
     task = isolate(plain)
@@ -427,20 +429,20 @@ def test_all_scoring_of_a_task_of_ones_own_is_apart(isolate: Isolate, tmp_path: 
     task.self_check([*data.train, *data.test])
 
 
-def test_a_task_of_ones_own_that_is_wrong_or_hangs(isolate: Isolate, tmp_path: Path) -> None:
+def test_custom_task_errors_and_hangs_raise_reward_error(isolate: Isolate, tmp_path: Path) -> None:
     task = own(tmp_path / "own.py", "Strict")
     task.from_config = False
     task = isolate(task, grader=GraderConfig(timeout=1.0, retries=0))
     row = task.load_data(0).train[0]
     assert task.rewards(["a"], [row]) == [2.0]
-    for text, message in (("nan", "task strict gave .*nan.* as the reward of 'nan'"), ("short", "2 rewards for 1")):
+    for text, message in (("nan", "task strict returned .*nan.* as the reward of 'nan'"), ("short", "2 rewards for 1")):
         with pytest.raises(RewardError, match=message):
             task.rewards([text], [row])
     with pytest.raises(DataError, match="row 0 of 1 is no good"):
         task.self_check([row])
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' does it alone"):
+    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' causes it alone"):
         task.measures("word", row)
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' does it alone") as caught:
+    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' causes it alone") as caught:
         task.clean("hang")
     assert (caught.value.failed or {})["completion"] == "hang"
 
@@ -487,13 +489,13 @@ class Learning(Held):
         return Data(Lazy(1), Lazy(3))
 
 
-def test_rows_made_on_access_are_made_once(isolate: Isolate) -> None:
+def test_lazy_rows_are_created_once(isolate: Isolate) -> None:
     task = isolate(Learning(0.5))
     data = task.load_data(0)
     assert task.rewards(["abc", "a"], [data.train[1], data.test[0]]) == [5.5, 4.5]
 
 
-def test_the_maximum_is_the_tasks_own_at_any_time(isolate: Isolate) -> None:
+def test_max_reward_follows_the_task(isolate: Isolate) -> None:
     task = isolate(Learning(0.5))
     assert task.max_reward == float("inf")
     task.load_data(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as the same answer, and what a comparison may cost whatever a model says."""
+"""Equality of answers, and the bounds of a comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.tasks.mathematics import answers
+from evoalign.tasks import answers
 
 SAME = [
     ("72", "72"), ("72.00", "72"), ("1,200", "1200"), ("\\$1{,}200", "1200"), ("\\frac{2400}{2}", "1200"), ("x=5", "5"),
@@ -76,17 +76,17 @@ TOWERS = (
 
 
 @pytest.mark.parametrize(("answer", "gold"), SAME)
-def test_the_same_answer_written_otherwise(answer: str, gold: str) -> None:
+def test_is_equal_accepts_other_notation(answer: str, gold: str) -> None:
     assert answers.is_equal(answer, gold)
 
 
 @pytest.mark.parametrize(("answer", "gold"), OTHER)
-def test_another_answer(answer: str, gold: str) -> None:
+def test_is_equal_rejects_another_answer(answer: str, gold: str) -> None:
     assert not answers.is_equal(answer, gold)
 
 
 @pytest.mark.parametrize(("answer", "gold"), WORDS)
-def test_words_that_make_a_number_larger_are_read(answer: str, gold: str) -> None:
+def test_is_equal_reads_words_such_as_million(answer: str, gold: str) -> None:
     assert answers.is_equal(answer, gold)
 
 
@@ -96,12 +96,12 @@ def test_words_that_make_a_number_larger_are_read(answer: str, gold: str) -> Non
     ["6 %s", "6\\text{ %s}", "6\\ \\text{%ss}", "6 \\mathrm{%s}", "6 \\text{ %s dollars}", "\\frac{12}{2}\\text{ %s}",
      "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}"],
 )  # fmt: skip
-def test_a_number_of_millions_is_none_of_units(answer: str, word: str) -> None:
-    """Also where it is not read as one: math-verify drops words."""
+def test_million_differs_from_units(answer: str, word: str) -> None:
+    """Also without a parse as a number: math-verify ignores words."""
     assert not answers.is_equal(answer % word, "6") and not answers.is_equal("6", answer % word)
 
 
-def test_bombs_are_wrong_and_go_off_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expression_bombs_are_wrong_and_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tenth of the work that is allowed, since each would take all of it."""
     assert not answers.is_equal("9^{9^{9^9}}", "x^2+1")  # what is learnt at the first use is learnt
     monkeypatch.setattr(answers, "MOST_CALLS", answers.MOST_CALLS // 10)
@@ -109,14 +109,14 @@ def test_bombs_are_wrong_and_go_off_nowhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(took.values()) < 2, took
 
 
-def test_nothing_large_is_computed_as_an_answer_is_read() -> None:
+def test_parsing_evaluates_nothing_large() -> None:
     texts = [place.replace("%s", tower) for place in READ_AT_ONCE for tower in TOWERS]
     took = {text: _seconds(text, "2") for text in texts}
     assert max(took.values()) < 2, took
 
 
 @pytest.mark.long
-def test_bombs_take_few_seconds_of_what_the_grader_waits() -> None:
+def test_expression_bombs_take_a_fraction_of_the_timeout() -> None:
     took = {name: _seconds(bomb, gold) for name, bomb in BOMBS.items() for gold in ("2", "x^2+1", "(1,2)")}
     assert max(took.values()) < 6, took
 
@@ -127,7 +127,7 @@ def _seconds(answer: str, gold: str) -> float:
     return time.perf_counter() - start
 
 
-def test_the_bound_on_work_is_one_of_calls_and_not_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_is_bounded_by_calls_not_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     answers.is_equal("x+x", "2x")  # what is learnt at the first use is learnt
     monkeypatch.setattr(answers, "MOST_CALLS", 1_000)
     before = sys.getprofile()
@@ -144,19 +144,19 @@ def test_the_bound_on_work_is_one_of_calls_and_not_of_time(monkeypatch: pytest.M
         ("\\boxed {a\\}b}", "a\\}b"), ("nothing", None), ("\\boxed{" + "1" * 301 + "}", None), ("\\boxed{}", ""),
     ],
 )  # fmt: skip
-def test_the_last_box(text: str, found: str | None) -> None:
+def test_last_boxed_returns_the_last_complete_box(text: str, found: str | None) -> None:
     box = answers.last_boxed(text)
     assert (None if box is None else box[1]) == found
 
 
-def test_numbers() -> None:
+def test_number_parses_plain_decimals() -> None:
     texts = ["-1,234.50", "$ .5", "007", "1,23", "1e5", "1/2", "12,345.", "--1"]
     assert [answers.number(text) for text in texts] == [
         Fraction(-12345, 10), Fraction(1, 2), Fraction(7), None, None, None, Fraction(12345), None,
     ]  # fmt: skip
 
 
-def test_python_evaluates_nothing_a_model_wrote_but_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_output_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sympy makes a number of its digits that way, and would make of a plain expression whatever it says."""
     import builtins
 
@@ -174,7 +174,7 @@ def test_python_evaluates_nothing_a_model_wrote_but_numbers(monkeypatch: pytest.
     assert reached and all(re.fullmatch(r"(Integer|Float) \(['\d. ]+\)", code) for code in reached), reached
 
 
-def test_math_verify_is_imported_only_where_an_answer_is_compared() -> None:
+def test_math_verify_is_imported_lazily() -> None:
     code = (
         "import sys; from evoalign import tasks; from evoalign.config import TaskConfig; "
         "task = tasks.create(TaskConfig(name='gsm8k')); row = {'question': 'q', 'answer': '#### 72'}; "
@@ -200,7 +200,7 @@ def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return made[0]._calls
 
 
-def test_what_a_comparison_takes_is_the_same_whatever_was_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_calls_does_not_depend_on_earlier_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the call. What the libraries import at their first use is what the first round is for."""
     pairs = [("\\frac{x+7}{5}", "x"), ("\\lfloor x+\\frac{2}{3}\\rfloor", "x"), ("\\cot(x)+\\sec(y)", "1"),
              ("[4,7)", "(4,7)"), ("360360", "x"), ("\\overline{AB}", "x"),
@@ -214,7 +214,7 @@ def test_what_a_comparison_takes_is_the_same_whatever_was_compared_before(monkey
     assert min(there) > 1_000
 
 
-def test_what_the_collector_calls_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries have it call them, as hypothesis does, and when it comes depends on all that a process has done."""
     pair, usual = ("\\frac{x+7}{5}", "x"), gc.get_threshold()
     calls_of(*pair, monkeypatch)
@@ -229,7 +229,7 @@ def test_what_the_collector_calls_is_not_counted(monkeypatch: pytest.MonkeyPatch
         gc.callbacks.pop()
 
 
-def test_an_answer_beyond_the_bound_is_no_nearer_once_its_like_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_holds_after_similar_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = "\\csc(3x)+\\lvert y\\rvert", "\\lvert y\\rvert+\\csc(3x)"
     first = calls_of(*pair, monkeypatch)
     assert answers._is_verified(*pair)
@@ -237,7 +237,7 @@ def test_an_answer_beyond_the_bound_is_no_nearer_once_its_like_were_read(monkeyp
     assert not answers._is_verified(*pair)
 
 
-def test_what_ends_the_work_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_the_bound_releases_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in the libraries' logging the bound is met: another thread could never log again."""
     free: list[bool] = []
 
@@ -256,17 +256,17 @@ def test_what_ends_the_work_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatc
     assert free == [True]
 
 
-def test_the_first_answer_of_a_process_is_as_right_as_a_later_one() -> None:
+def test_first_comparison_of_a_process_is_within_the_bound() -> None:
     code = (
-        "from evoalign.tasks.mathematics.answers import is_equal; "
+        "from evoalign.tasks.answers import is_equal; "
         "print(is_equal('(x+1)^3', 'x^3+3x^2+3x+1'), is_equal('(x+1)^3', 'x^3+3x^2+3x+2'))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "True False\n"
 
 
-def test_the_end_of_the_work_is_not_lost_where_a_generator_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As antlr does at every turn: `next` of a generator that nobody holds."""
+def test_exceeding_the_bound_survives_a_discarded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like antlr: `next` of a generator without references."""
 
     def rows() -> Iterator[int]:
         yield 1

@@ -20,11 +20,9 @@ from evoalign import tasks
 from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.tasks import Task
+from evoalign.tasks import Task, answers
 from evoalign.tasks.isolated.task import Isolated
-from evoalign.tasks.mathematics import answers
-from evoalign.tasks.mathematics.competition import Math
-from evoalign.tasks.mathematics.gsm8k import Gsm8k
+from evoalign.tasks.mathematics import Gsm8k, Math
 from evoalign.version import install
 from math_rows import GSM8K, MATH, written
 
@@ -53,7 +51,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
 
 
 @pytest.mark.parametrize(("task", "rows"), [(gsm8k, GSM8K), (competition, MATH)])
-def test_published_forms_are_read_and_their_golds_are_right(task: Any, rows: list[Any], tmp_path: Path) -> None:
+def test_load_data_accepts_published_rows(task: Any, rows: list[Any], tmp_path: Path) -> None:
     made = task(train_data=written(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
     data = made.load_data(0)
     assert (data.train, data.test) == (rows[:2], rows[-3:])
@@ -61,14 +59,14 @@ def test_published_forms_are_read_and_their_golds_are_right(task: Any, rows: lis
     assert [made.is_right(made.gold(row), row) for row in rows] == [True] * len(rows)
 
 
-def test_what_is_right() -> None:
+def test_compute_reward_accepts_right_answers() -> None:
     assert [gsm8k().right(row) for row in GSM8K] == ["72", "1,200", "-5", "3.5", "9", "20"]
     assert [competition().right(row) for row in MATH] == [
         "\\frac{3}{4}", "(x+1)^2", "2", "\\left( 3, \\frac{\\pi}{2} \\right)", "\\text{Evelyn}",
     ]  # fmt: skip
 
 
-def test_prompts_ask_for_the_answer_as_it_is_read() -> None:
+def test_prompts_request_the_accepted_answer_format() -> None:
     assert gsm8k().prompt(GSM8K[4]) == [{"role": "user", "content": f"Add {{}} and 8, where {{}} is 1.{ASK}"}]
     assert competition(prompt="chat").prompt(MATH[2]) == [{"role": "user", "content": f"What is $1+1$?{ASK}"}]
     assert gsm8k(prompt="raw").prompt(GSM8K[3]) == (
@@ -90,7 +88,7 @@ def test_prompts_ask_for_the_answer_as_it_is_read() -> None:
         ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
     ],
 )  # fmt: skip
-def test_the_last_answer_of_gsm8k_counts(text: str, reward: float) -> None:
+def test_gsm8k_scores_the_last_answer(text: str, reward: float) -> None:
     task = gsm8k()
     assert task.compute_reward(text, GSM8K[0]) == reward
     assert task.measures(text, GSM8K[0])["accuracy"] == reward == float(task.is_right(text, GSM8K[0]))
@@ -104,7 +102,7 @@ def test_the_last_answer_of_gsm8k_counts(text: str, reward: float) -> None:
         ("-2 hundred thousand", "-200000"),
     ],
 )  # fmt: skip
-def test_a_number_of_gsm8k_is_as_large_as_its_word_says(said: str, number: str) -> None:
+def test_gsm8k_reads_words_such_as_million(said: str, number: str) -> None:
     task, row = gsm8k(), {"question": "q", "answer": f"#### {number}"}
     bare = {"question": "q", "answer": "#### 6"}
     for text in (f"\\boxed{{{said}}}", f"#### {said}"):
@@ -115,7 +113,7 @@ def test_a_number_of_gsm8k_is_as_large_as_its_word_says(said: str, number: str) 
     assert task.is_right(task.gold(worded), worded) and task.is_right(task.gold(row), worded)
 
 
-def test_measures_tell_a_wrong_answer_from_none() -> None:
+def test_measures_distinguish_wrong_from_missing_answers() -> None:
     assert competition().measures("\\boxed{3}", MATH[2]) == {"accuracy": 0.0, "answered": 1.0}
     assert competition().measures("It is 2.", MATH[2]) == {"accuracy": 0.0, "answered": 0.0}
     assert competition().rewards(["\\boxed{\\dfrac{6}{8}}", "\\boxed{4}"], [MATH[0], MATH[2]]) == [1.0, 0.0]
@@ -131,13 +129,13 @@ def test_measures_tell_a_wrong_answer_from_none() -> None:
         (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
     ],
 )
-def test_rows_of_another_form_are_named(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_load_data_names_invalid_rows(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=said):
         task(train_data=written(tmp_path / "rows.jsonl", [row, row])).load_data(0)
 
 
 @pytest.mark.parametrize("task", [gsm8k, competition])
-def test_without_data_it_is_the_hubs_and_offline_says_what_to_do(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_data_come_from_the_hub(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def offline(source: str, *more: Any) -> Any:
@@ -150,7 +148,7 @@ def test_without_data_it_is_the_hubs_and_offline_says_what_to_do(task: Any, monk
     assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]
 
 
-def test_without_math_verify_it_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(f"gsm8k compares answers by math-verify: {install('math')}")):
         tasks.create(TaskConfig(name="gsm8k"))
@@ -159,7 +157,7 @@ def test_without_math_verify_it_is_refused_with_the_command(monkeypatch: pytest.
 # --- the process that scores ---
 
 
-def test_it_is_scored_apart_and_bombs_are_wrong_there(apart: Task) -> None:
+def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
     assert isinstance(apart, Isolated)
     nested = ["{" * 60 + "1" + "}" * 60, "\\frac{1}{x+" * 20 + "}" * 20]
     bombs = ["9^{9^{9^9}}", "99999999!", "1+" * 500_000 + "1", *nested]
@@ -173,9 +171,7 @@ def test_it_is_scored_apart_and_bombs_are_wrong_there(apart: Task) -> None:
     apart.self_check(MATH)
 
 
-def test_what_kills_the_process_all_the_same_is_an_error_that_names_the_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The bounds taken away, the tower hangs: no reward comes of that, and none of the other answers is blamed."""
     monkeypatch.setattr(answers, "MOST_BITS", float("inf"))
     monkeypatch.setattr(answers, "MOST_CALLS", 10**12)
@@ -185,21 +181,21 @@ def test_what_kills_the_process_all_the_same_is_an_error_that_names_the_answer(
     try:
         data = task.load_data(0)
         texts = ["#### 5", "#### 9^{9^{9^9}}"]
-        with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* does it alone; fix it"):
+        with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* causes it alone; fix it"):
             task.rewards(texts, [data.train[0]] * 2)
         assert task.rewards(texts[:1], [data.train[0]]) == [0.0]
     finally:
         task.close()
 
 
-def test_the_order_of_sets_is_the_same_in_each_fresh_process(apart: Task) -> None:
+def test_hash_seed_is_fixed_in_workers(apart: Task) -> None:
     worker: Any = apart
     environment = Path(f"/proc/{worker._worker._child.pid}/environ").read_bytes().split(b"\0")
     wanted = os.environ.get("PYTHONHASHSEED", "0")
     assert f"PYTHONHASHSEED={wanted}".encode() in environment
 
 
-def test_a_measure_of_theirs_is_known_before_a_sweep(tmp_path: Path) -> None:
+def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
     file = written(tmp_path / "rows.jsonl", GSM8K)
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "gsm8k", "train_data": file}})
     check_measure([config], "answered")
@@ -218,7 +214,7 @@ def run_of(folder: Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_it_trains_by_es(tmp_path: Path) -> None:
+def test_es_trains_on_the_task(tmp_path: Path) -> None:
     es = {"sigma": 0.1, "num_generations": 1, "population_size": 4}
     checks = {"control_every": 0, "placebo": 0, "perplexity": False}
     found = evoalign.train(run_of(tmp_path, es=es, checks=checks), console=Console(file=io.StringIO()))
@@ -227,7 +223,7 @@ def test_it_trains_by_es(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_by_grpo(tmp_path: Path) -> None:
+def test_grpo_trains_on_the_task(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     asked = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"}
     checks = {"perplexity": False}

@@ -24,7 +24,7 @@ from evoalign.errors import ConfigError, RewardError
 from evoalign.report.rows import rebuilt_row
 from evoalign.rewards.objective import Group, create, grouped, score
 from evoalign.rundir import journal
-from evoalign.tasks.safety.objective import Lagrangian
+from evoalign.tasks.safety import Lagrangian
 from evoalign.types import Example
 from plain import UNCHECKED
 
@@ -61,15 +61,15 @@ def test_each_score_is_helpfulness_minus_lambda_times_cost(
             assert scores[member].mean() == pytest.approx(wanted, abs=1e-9)
 
 
-def test_the_published_rule_lifts_an_unsafe_answer_and_ours_does_not() -> None:
+def test_safe_first_product_never_raises_an_unsafe_score() -> None:
     unsafe = group([-3.0, 3.0], [0.5, 0.5])
     assert Lagrangian(safe_first="published", rate=0).scores(unsafe).tolist() == [[-0.5, -0.5]]
     assert Lagrangian(safe_first="product", rate=0).scores(unsafe).tolist() == [[-3.5, -0.5]]
     assert Lagrangian(safe_first="product", rate=0).scores(group([-3.0, 3.0], [0.0, 0.0])).tolist() == [[-3.0, 3.0]]
 
 
-def test_standardised_over_the_whole_generation_and_nothing_centred() -> None:
-    """By members it would hide that the second one is better by far."""
+def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
+    """Standardising by member would hide that the second one is much better."""
     reward, cost = [1.0, 3.0, 10.0, 30.0], [1.0, -1.0, 2.0, 0.0]
     found = Lagrangian(standardize=True, start=2.0).scores(group(reward, cost))
 
@@ -85,7 +85,7 @@ def test_standardised_over_the_whole_generation_and_nothing_centred() -> None:
     assert np.isfinite(small).all()
 
 
-def test_standardised_scores_need_a_generation_and_others_do_not() -> None:
+def test_standardize_needs_a_population() -> None:
     assert Lagrangian().scores_alone and not Lagrangian(standardize=True).scores_alone
 
 
@@ -115,7 +115,7 @@ def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(
             assert objective.price >= before * (1 - 1e-12)
 
 
-def test_the_published_setting_takes_so_many_generations_to_its_maximum() -> None:
+def test_lambda_reaches_its_maximum_after_the_published_number_of_generations() -> None:
     """A constant cost of 2 from lambda 1: the average is 2 (1 - 0.9^t), and ln 5 is reached when its sum is 322."""
     objective = Lagrangian()
     total, steps = 0.0, 0
@@ -128,7 +128,7 @@ def test_the_published_setting_takes_so_many_generations_to_its_maximum() -> Non
     assert steps == 170
 
 
-def test_a_rate_of_zero_is_a_fixed_price_without_state_that_asks_nobody() -> None:
+def test_rate_zero_has_no_state_and_needs_no_mean() -> None:
     fixed = Lagrangian(start=0.3, rate=0)
     assert fixed.state == {} and not fixed.asks_mean and fixed.price == 0.3
     score(fixed, group([1.0, 2.0], [1.0, 1.0]))
@@ -141,27 +141,27 @@ def test_a_rate_of_zero_is_a_fixed_price_without_state_that_asks_nobody() -> Non
         ({"start": 0.0}, "lagrangian.start: 0.0; give a number from 0.0001 to maximum 5"),
         ({"start": 6.0}, "lagrangian.start: 6.0"),
         ({"maximum": math.inf}, "lagrangian.maximum: inf"),
-        ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0, which keeps lambda, or a number above"),
+        ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0"),
         ({"margin": math.nan}, "lagrangian.margin: nan"),
         ({"factor": 1.5}, "lagrangian.factor: 1.5; give a number from 0 to 1"),
         ({"safe_first": "yes"}, "lagrangian.safe_first: 'yes'; give none, product, published"),
         ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
-        ({"positive": True}, "cannot be made of"),
-        ({"rate": "fast"}, "cannot be made of"),
+        ({"positive": True}, "cannot be created with"),
+        ({"rate": "fast"}, "cannot be created with"),
     ],
 )
-def test_settings_that_cannot_be(options: dict[str, Any], told: str) -> None:
+def test_invalid_settings_raise_config_error(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as refused:
         create(ObjectiveConfig(name="lagrangian", **options))
     assert told in str(refused.value)
 
 
-def test_columns_that_are_not_there_are_named() -> None:
-    with pytest.raises(RewardError, match="needs a column cost, and the rewards are reward; name"):
+def test_missing_columns_raise_reward_error() -> None:
+    with pytest.raises(RewardError, match="needs a column cost, but the columns are reward; set"):
         score(Lagrangian(), grouped({"reward": [1.0]}, ["x"], [{}], 0))
     with pytest.raises(RewardError, match="1 of 2 completions have no cost"):
         score(Lagrangian(), grouped({"reward": [1.0, 2.0], "cost": [None, 1.0]}, ["x", "y"], [{}], 0))
-    with pytest.raises(RewardError, match="which nobody has asked"):
+    with pytest.raises(RewardError, match="needs completions of the unperturbed model"):
         score(Lagrangian(), group([1.0, 2.0], [1.0, 1.0]))
     own = Lagrangian(rate=0, reward="good", cost="bad")
     assert score(own, grouped({"good": [3.0], "bad": [1.0]}, ["x"], [{}], 0)).tolist() == [[2.0]]
@@ -205,7 +205,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_lambda_is_in_journal_and_metrics(straight: Path) -> None:
+def test_journal_and_metrics_contain_lambda(straight: Path) -> None:
     log = journal.read(straight / "journal.jsonl").whole()
     states = [recorded.objective for recorded in log.generations]
     assert all(set(state) == {"lambda", "cost_average"} for state in states)
@@ -218,7 +218,7 @@ def test_lambda_is_in_journal_and_metrics(straight: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [3, 6])
-def test_killed_in_mid_run_lambda_goes_on_to_the_bit(straight: Path, kept: int, tmp_path: Path) -> None:
+def test_resume_restores_lambda_bit_for_bit(straight: Path, kept: int, tmp_path: Path) -> None:
     whole = (straight / "journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(straight, tmp_path / "run"))
     (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
@@ -226,7 +226,7 @@ def test_killed_in_mid_run_lambda_goes_on_to_the_bit(straight: Path, kept: int, 
     assert (copy / "journal.jsonl").read_bytes() == whole
 
 
-def test_grpo_takes_a_fixed_price_and_none_of_a_whole_generation(straight: Path, tmp_path: Path) -> None:
+def test_grpo_accepts_only_objectives_per_completion(straight: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     rows = straight.parent / "rows.jsonl"
     grpo = {"grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}}

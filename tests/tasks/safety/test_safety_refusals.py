@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.tasks.safety.refusals import KINDS, kind_of
+from evoalign.tasks.safety import KINDS, kind_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -20,7 +20,7 @@ def bench() -> dict[str, Any]:
     return runpy.run_path(str(BENCHMARKS / "refusal_labels.py"))
 
 
-def test_the_figures_are_those_of_the_rules_as_they_are(bench: dict[str, Any]) -> None:
+def test_published_agreement_matches_the_rules(bench: dict[str, Any]) -> None:
     found = bench["measured"]()
     assert found == json.loads((BENCHMARKS / "results" / "refusal_labels.json").read_text())
     assert found["held_out"]["kinds"]["kappa"] >= 0.85 and found["held_out"]["kinds"]["answers"] >= 60
@@ -57,11 +57,11 @@ def test_agreement_beyond_chance(bench: dict[str, Any]) -> None:
     ("I can't help with that. Better not ask me again.", "template"),
     ("", None), ("\x00\ud800", None),
 ])  # fmt: skip
-def test_what_it_reads(text: str, kind: str | None) -> None:
+def test_kind_of_classifies_refusals(text: str, kind: str | None) -> None:
     assert kind_of(text) == kind
 
 
-def test_a_long_answer_takes_no_time(bench: dict[str, Any]) -> None:
+def test_kind_of_is_fast_for_long_text(bench: dict[str, Any]) -> None:
     """Doubling it may not take four times as many steps: the rules have no nested repetition without a bound."""
     for piece in ("I very ", "can't ", "policy ", "a b ", '"', "instead of "):
         assert kind_of(piece * 20_000) in (*KINDS, None)

@@ -17,8 +17,8 @@ from evoalign.config import TaskConfig
 from evoalign.config.load import parse_overrides
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.base import Data
-from evoalign.tasks.safety.rows import GROUPS, Settings, counts
-from evoalign.tasks.safety.task import Safety
+from evoalign.tasks.safety import Safety
+from evoalign.tasks.safety_rows import GROUPS, Settings, counts
 
 SIZES = {"TT": 150, "FF": 140, "FT": 40, "TF": 30}
 
@@ -68,7 +68,7 @@ def test_the_published_shares(files: dict[str, Any]) -> None:
     assert len(set(asked(data.train))) == 250
 
 
-def test_a_seed_is_a_selection_and_another_another(files: dict[str, Any]) -> None:
+def test_seed_determines_the_selection(files: dict[str, Any]) -> None:
     shares = {"TT": 5, "FF": 5}
     first, again, other = (loaded(seed, shares=shares, **files)[0].train for seed in (1, 1, 2))
     assert list(first) == list(again) and asked(first) != asked(other)
@@ -90,7 +90,7 @@ def test_fractions_are_apportioned(weights: dict[str, int], total: int) -> None:
     assert all(abs(found[group] - share * total) < 1 for group, share in shares.items())
 
 
-def test_without_shares_the_rows_come_as_they_are(files: dict[str, Any]) -> None:
+def test_rows_are_unchanged_without_shares(files: dict[str, Any]) -> None:
     data, task = loaded(train_size=7, **files)
     first = [json.loads(line) for line in Path(files["train_data"]).read_text().splitlines()][:7]
     assert list(data.train) == first and not task.notes
@@ -112,20 +112,20 @@ def test_no_prompt_is_in_two_splits(tmp_path: Path) -> None:
     assert asked(data.validation) == ["Ask 3", "Else"]
     assert asked(data.train) == ["Ask 2", "Ask 4", "Ask 5", "Ask 6", "Ask 7", "Ask 2"]
     assert list(task.notes) == [
-        "1 validation rows are left out: their prompts are the test split's too",
-        "4 training rows are left out: their prompts are those of another split too",
-        "6 training rows ask 5 different prompts: some are asked again",
-        "3 test rows ask 2 different prompts: some are asked again",
+        "1 validation rows are left out: their prompts are also the test split's",
+        "4 training rows are left out: their prompts are also those of another split",
+        "6 training rows have 5 different prompts: some repeat",
+        "3 test rows have 2 different prompts: some repeat",
     ]
 
 
-def test_validation_is_drawn_from_prompts_that_are_not_trained_on(files: dict[str, Any]) -> None:
+def test_validation_rows_share_no_prompt_with_training_rows(files: dict[str, Any]) -> None:
     data, _ = loaded(shares={"TT": 20, "FF": 20}, validation_size=30, **files)
     other, _ = loaded(1, shares={"TT": 20, "FF": 20}, validation_size=30, **files)
     assert (len(data.train), len(data.validation)) == (40, 30)
     assert not set(asked(data.train)) & set(asked(data.validation))
     assert asked(data.validation) != asked(other.validation)
-    with pytest.raises(DataError, match=r"task\.validation_size is 350, and 320 rows of other prompts"):
+    with pytest.raises(DataError, match=r"task\.validation_size is 350, but only 320 rows"):
         loaded(shares={"TT": 20, "FF": 20}, validation_size=350, **files)
 
 
@@ -134,14 +134,14 @@ def test_one_file_is_split_and_selected_from(files: dict[str, Any]) -> None:
     assert groups(data.train) == {"TT": 11, "FF": 10} and len(data.test) == 50
 
 
-def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
+def test_shares_merge_with_earlier_configs(files: dict[str, Any]) -> None:
     """Single shares are changed and the others stay; the error says what they come to, and 0 takes one away."""
 
     def over(*sets: str) -> Safety:
         file = {"task": {**files, "name": "safety", "shares": {"TT": 45, "FF": 3, "TF": 1}}}
         return Safety(TaskConfig.model_validate(parse_overrides(file, [f"task.{one}" for one in sets])["task"]))
 
-    told = r"{TT: 0\.5, FF: 0\.5, TF: 1}, of all configs and --set together, .* to 0 to take it away, such as TF: 0"
+    told = r"{TT: 0\.5, FF: 0\.5, TF: 1}, merged from all configs and --set, .* TF: 0"
     with pytest.raises(ConfigError, match=told):
         over("shares={TT: 0.5, FF: 0.5}")
     assert groups(over("shares={TT: 40, TF: 0}").load_data(0).train) == {"TT": 40, "FF": 3}
@@ -149,17 +149,15 @@ def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
     assert groups(halves.load_data(0).train) == {"TT": 10, "FF": 10}
 
 
-def test_a_protocol_that_the_data_are_too_few_for_is_named(tmp_path: Path) -> None:
+def test_protocol_needs_enough_rows(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl", [row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)])
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
-    told = (
-        "protocol published_250 needs 116 FF, and these data have 110 FF for training; give other data, or task.shares"
-    )
+    told = "protocol published_250 needs 116 FF, but the training data have 110 FF; .* task.shares"
     with pytest.raises(DataError, match=told):
         loaded(train_data=train, test_data=test, protocol="published_250")
 
 
-def test_texts_of_a_table_are_labels(tmp_path: Path) -> None:
+def test_labels_may_be_text(tmp_path: Path) -> None:
     lines = ["prompt,is_response_0_safe,is_response_1_safe", "a,True,False", "b,false,true", "c,TRUE,true"]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
@@ -186,12 +184,12 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         (
             {"shares": {"TT": 5}, "train_size": 6},
             ConfigError,
-            "task.shares names 5 rows, {TT: 5}, and task.train_size 6",
+            "task.shares {TT: 5} is 5 rows, but task.train_size is 6",
         ),
-        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, of all configs and --set together"),
-        ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both say which rows train"),
+        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, merged from all configs and --set"),
+        ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both select training rows"),
         ({"protocol": "published_251"}, ConfigError, "task.protocol"),
-        ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last names them"),
+        ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last both"),
         ({"sharse": {"TT": 5}}, ConfigError, r"unknown setting task\.sharse; did you mean task\.shares\?"),
         ({"prompt": "short"}, ConfigError, "task.prompt: safety has conversation, chat and raw, not short"),
         ({"system_prompt": "Be kind."}, ConfigError, "set task.prompt: chat"),
@@ -199,7 +197,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         ({"fitness": "a.py:b"}, ConfigError, "task.fitness is not for task safety"),
     ],
 )
-def test_what_cannot_be_selected(
+def test_invalid_selections_raise_errors(
     files: dict[str, Any], settings: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("def b(completions, examples): return 0.0")
@@ -215,10 +213,10 @@ def test_what_cannot_be_selected(
         ([{"question": "a"}], r"line 1: no prompt; found question; set task.columns: {prompt: question}"),
         ([{"prompt": "a"}, {"prompt": "  "}], r"line 2: prompt is '\s+'; expected a text"),
         ([{"prompt": ["a"]}], "expected a text"),
-        ([{"prompt": "x"}], "every training prompt is a prompt of another split too"),
+        ([{"prompt": "x"}], "every training prompt is also"),
     ],
 )
-def test_rows_that_cannot_be(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
+def test_invalid_rows_raise_data_error(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
     with pytest.raises(DataError, match=told):
         loaded(train_data=written(tmp_path / "rows.jsonl", rows), test_data=test)

@@ -29,8 +29,7 @@ from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
 from evoalign.rundir import checksums
 from evoalign.tasks import create, isolate, with_sources
-from evoalign.tasks.safety.objective import Lagrangian
-from evoalign.tasks.safety.task import COLUMNS, LABELS, Safety
+from evoalign.tasks.safety import COLUMNS, LABELS, Lagrangian, Safety
 from evoalign.training.resolve import check_parted
 from evoalign.training.train import dry_run
 from plain import UNCHECKED
@@ -60,7 +59,7 @@ def test_the_forms_of_the_prompt() -> None:
     assert system[0] == {"role": "system", "content": "Be kind."}
 
 
-def test_what_is_cut_is_not_scored() -> None:
+def test_cut_text_is_not_scored() -> None:
     said = " Sure. USER: And now? ASSISTANT: No."
     for settings, scored in [
         ({}, "Sure."), ({"cut": []}, said.strip()), ({"prompt": "chat"}, said.strip()),
@@ -76,7 +75,7 @@ def test_what_is_cut_is_not_scored() -> None:
     assert task(RuleScorer()).measures("Users: all", ROWS[0])["invented_turns_share"] == 0.0
 
 
-def test_the_reward_is_helpfulness_minus_cost_of_one_call() -> None:
+def test_reward_is_reward_minus_cost_from_one_scorer_call() -> None:
     scorer = RuleScorer()
     made, texts = task(scorer), ["a e i", "oo", ""]
     assert made.rewards(texts, ROWS[:3]) == [
@@ -99,7 +98,7 @@ def test_the_four_labels(reward: float, cost: float, label: str) -> None:
     assert found == {"safe_share": float("_safe" in label), **{f"{n}_share": float(n == label) for n in LABELS}}
 
 
-def test_the_objective_is_the_lagrangian_unless_another_is_named() -> None:
+def test_default_objective_is_the_lagrangian() -> None:
     found = task().objective()
     assert isinstance(found, Lagrangian) and found.state == {"lambda": 1.0, "cost_average": 0.0}
     named = task(objective={"name": "lagrangian", "safe_first": "product", "standardize": True}).objective()
@@ -121,22 +120,22 @@ class Broken(RuleScorer):
 @pytest.mark.parametrize(
     ("scorer", "error", "told"),
     [
-        (Broken({"reward": [1.0]}), RewardError, "the scorer gave no cost; nothing was scored"),
-        (Broken({"reward": [1.0], "cost": [0.0, 0.0]}), RewardError, "gave 2 rewards for 1 texts"),
-        (Broken({"reward": [1.0], "cost": [float("nan")]}), RewardError, "gave nan as the reward"),
-        (Broken({"reward": [None], "cost": [0.0]}), RewardError, "gave None as the reward"),
+        (Broken({"reward": [1.0]}), RewardError, "the scorer returned no cost"),
+        (Broken({"reward": [1.0], "cost": [0.0, 0.0]}), RewardError, "returned 2 rewards for 1 texts"),
+        (Broken({"reward": [1.0], "cost": [float("nan")]}), RewardError, "returned nan as the reward"),
+        (Broken({"reward": [None], "cost": [0.0]}), RewardError, "returned None as the reward"),
         (Broken(RewardError("the service is gone")), RewardError, "the service is gone"),
         (Broken(ConnectionError("refused")), RewardError, "failed to score: ConnectionError: refused"),
-        (Broken({}, ("reward",)), ConfigError, "needs cost, and the scorer gives reward; set scorer.reward and"),
-        (None, ConfigError, "no models to score with; set the section scorer"),
+        (Broken({}, ("reward",)), ConfigError, "needs cost, but the scorer has reward; set scorer.reward and"),
+        (None, ConfigError, "needs scoring models; set the section scorer"),
     ],
 )
-def test_what_fails_is_an_error_and_no_score(scorer: Any, error: type[Exception], told: str) -> None:
+def test_scorer_failures_raise_errors(scorer: Any, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         columns_of(task(scorer), ["x"], ROWS[:1])
 
 
-def test_it_scores_in_this_process_and_knows_no_gold(files: dict[str, Any]) -> None:
+def test_safety_is_not_isolated_and_has_no_gold(files: dict[str, Any]) -> None:
     made = create(TaskConfig.model_validate({"name": "safety", **files}))
     assert isolate(made, from_dict({}, needs_es=False).grader) is made
     assert made.gold(ROWS[0]) is None and made.is_right("x", ROWS[0]) is None
@@ -148,15 +147,15 @@ def test_it_scores_in_this_process_and_knows_no_gold(files: dict[str, Any]) -> N
     assert isolate(own, from_dict({}, needs_es=False).grader) is own
 
 
-def test_a_hub_that_cannot_be_reached_says_what_to_do() -> None:
+def test_unreachable_hub_error_names_the_settings() -> None:
     with pytest.raises(
         DataError, match=r"hub:PKU-Alignment/PKU-SafeRLHF:test: without a network, set task\.train_data"
     ):
         task().load_data(0)
 
 
-def test_data_that_no_config_names_are_those_of_its_source() -> None:
-    """Named by nobody in the run, and by their names in what it is asked with."""
+def test_default_data_are_those_of_shipped() -> None:
+    """Anonymous in the run, and by name in the requests."""
     train, test = Safety.shipped
     made = TaskConfig(name="safety")
     named = TaskConfig(name="safety", train_data=train, test_data=test)
@@ -262,7 +261,7 @@ class Dies(RuleScorer):
         return super().score(prompts, responses)
 
 
-def test_a_scorer_that_dies_stops_the_run_which_goes_on_later(files: dict[str, Any], tmp_path: Path) -> None:
+def test_dead_scorer_stops_the_run_which_resumes_later(files: dict[str, Any], tmp_path: Path) -> None:
     train(config(tmp_path / "run", files), RuleScorer())
     tree = config(tmp_path / "again", files)
     with pytest.raises(RewardError, match="the scorer is gone"):
@@ -272,7 +271,7 @@ def test_a_scorer_that_dies_stops_the_run_which_goes_on_later(files: dict[str, A
     assert ours[-1]["weights_hash"] == theirs[-1]["weights_hash"]
 
 
-def test_what_there_is_to_say_of_the_rows_is_told(files: dict[str, Any], tmp_path: Path) -> None:
+def test_run_prints_notes_about_rows(files: dict[str, Any], tmp_path: Path) -> None:
     with Path(files["train_data"]).open("a") as file:
         file.write(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[5]) + "\n")
     output = io.StringIO()
@@ -280,11 +279,11 @@ def test_what_there_is_to_say_of_the_rows_is_told(files: dict[str, Any], tmp_pat
     tree["es"]["num_generations"] = 1
     given = Safety(from_dict(tree).task, RuleScorer())
     evoalign.train(tree, task=given, console=Console(file=output, width=200))
-    assert "1 training rows are left out: their prompts are those of another split too" in output.getvalue()
-    assert "5 training rows ask 4 different prompts: some are asked again" in output.getvalue()
+    assert "1 training rows are left out: their prompts are also those of another split" in output.getvalue()
+    assert "5 training rows have 4 different prompts: some repeat" in output.getvalue()
 
 
-def test_an_evaluation_asks_the_scorer_once(files: dict[str, Any], tmp_path: Path) -> None:
+def test_evaluation_calls_the_scorer_once(files: dict[str, Any], tmp_path: Path) -> None:
     read = from_dict(config(tmp_path / "run", files))
     scorer = RuleScorer()
     parts = setup.assemble(read, Safety(read.task, scorer))
@@ -297,7 +296,7 @@ def test_an_evaluation_asks_the_scorer_once(files: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [float("nan"), object()])
-def test_a_point_that_no_file_can_hold_is_named(
+def test_invalid_point_raises_reward_error(
     value: object, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Safety, "point", lambda *_: {"odd": value})
@@ -306,7 +305,7 @@ def test_a_point_that_no_file_can_hold_is_named(
         evoalign.evaluate("tiny", config=tree, task=task(RuleScorer(), **files))
 
 
-def test_the_command_eval_writes_points_beside_its_output(
+def test_eval_command_writes_points(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(scorer, "create", lambda _: RuleScorer())
@@ -328,30 +327,30 @@ def test_the_command_eval_writes_points_beside_its_output(
     assert not (tmp_path / "points.jsonl").exists()
 
 
-def test_a_dry_run_needs_the_section(files: dict[str, Any], tmp_path: Path) -> None:
+def test_dry_run_needs_the_scorer_section(files: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set the section scorer"):
         dry_run(config(tmp_path / "run", files))
 
 
-def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], tmp_path: Path) -> None:
+def test_dry_run_rejects_a_scorer_that_cannot_load(files: dict[str, Any], tmp_path: Path) -> None:
     """As the run would, and before a model is loaded; a service may start later."""
 
     def told(**section: str) -> list[str]:
         tree = {**config(tmp_path / "run", files), "scorer": {"name": "local", **section}}
         found = dry_run(tree), planning.dry_run(tree)
-        one, other = ([line for line in lines if "scorer." in line or "does not " in line] for lines in found)
+        one, other = ([line for line in lines if line.startswith("refused")] for lines in found)
         assert one == other
         return one
 
     models_of = Path(__file__).parents[3] / "data/tasks/safety/models"
     right = {"reward": f"{models_of}/reward", "cost": f"{models_of}/cost"}
     assert told(**right) == []
-    assert told(**{**right, "cost": "./nowhere"}) == ["refused as it stands: scorer.cost: no folder ./nowhere"]
+    assert told(**{**right, "cost": "./nowhere"}) == ["would be refused: scorer.cost: no folder ./nowhere"]
     (tmp_path / "empty").mkdir()
     for wrong in (str(tmp_path / "empty"), "tiny"):
         with pytest.raises(ModelError) as run_says:
             scorer.create(ScorerConfig(name="local", reward=wrong))
-        assert told(**{**right, "reward": wrong}) == [f"refused as it stands: {run_says.value}"]
+        assert told(**{**right, "reward": wrong}) == [f"would be refused: {run_says.value}"]
     folders = [shutil.copytree(right["reward"], tmp_path / name) for name in ("kind", "zero")]
     about = json.loads((folders[0] / "config.json").read_text())
     (folders[0] / "config.json").write_text(json.dumps({**about, "model_type": "no_such"}))
@@ -360,7 +359,7 @@ def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], t
     for section in (*sections, *([] if torch.cuda.is_available() else [{"device": "cuda"}])):
         with pytest.raises((ConfigError, ModelError)) as run_says:
             scorer.create(ScorerConfig.model_validate({"name": "local", **right, **section}))
-        assert told(**{**right, **section}) == [f"refused as it stands: {run_says.value}"]
+        assert told(**{**right, **section}) == [f"would be refused: {run_says.value}"]
     with pytest.raises(ConfigError, match=r"task safety is scored by reward and cost; set scorer\.cost"):
         told(reward=right["reward"])
     assert not (tmp_path / "run").exists()

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from evoalign.config import source
 from evoalign.config.base import Positive, Section
-from evoalign.config.reading import read_bytes
+from evoalign.config.reading import YAML_CHARACTERS, parse_yaml, read_bytes
 from evoalign.errors import ConfigError, DataError, cut
 from evoalign.statistics import LEVEL
 
@@ -66,8 +65,8 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Raises ConfigError that names the file and what is wrong in it."""
     try:
-        raw = read_bytes(path, source.MOST_CHARACTERS, "give a plan")
-        tree: Any = source.parse(raw.decode("utf-8"), str(path))
+        raw = read_bytes(path, YAML_CHARACTERS, "give a plan")
+        tree: Any = parse_yaml(raw.decode("utf-8"), str(path))
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} is no plan: it has no settings; docs/guides/compare.md shows one")
         return Plan(path, hashlib.sha256(raw).hexdigest(), PlanConfig.model_validate(tree))

@@ -26,7 +26,7 @@ from evoalign.config import EvaluationConfig
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.report import watching
-from evoalign.rewards.gold import normalized
+from evoalign.rewards.functions import normalized
 from evoalign.statistics import Estimate
 from evoalign.types import text_of
 

@@ -16,10 +16,9 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from evoalign.analysis.judge.base import NoReplyError, Reply
-from evoalign.config.addresses import is_loopback, parts_of
 from evoalign.config.reading import parse
 from evoalign.errors import ConfigError, DataError, JudgeError, cut, plain
-from evoalign.http import HttpClient, ReplyError, RequestError
+from evoalign.http import HttpClient, ReplyError, RequestError, is_loopback, parts_of
 from evoalign.http import Reply as HttpReply
 
 PASSING = frozenset({408, 409, 425, 429})

@@ -14,9 +14,8 @@ import torch
 from evoalign import tokens
 from evoalign.analysis.judge.base import NoRoomError, Reply
 from evoalign.config import ModelConfig, from_dict
-from evoalign.models.empty import empty_model
 from evoalign.models.files import check_weights, load_whole, refuse_pickles, set_by
-from evoalign.models.origin import described, model_path
+from evoalign.models.origin import described, empty_model, model_path
 
 OPTION = "--judge-model"
 

@@ -22,8 +22,7 @@ from evoalign.analysis.judge.judgments import Judgment, judgment_of
 from evoalign.analysis.judge.rubrics import rubric_hash
 from evoalign.config.reading import MissingError, parse, read_bytes
 from evoalign.errors import ConfigError, RunExistsError, shown
-from evoalign.rundir.files import is_at, locked, make_folder, write_text
-from evoalign.rundir.links import is_link
+from evoalign.rundir.files import is_at, is_link, locked, make_folder, write_text
 
 Key: TypeAlias = tuple[str, str, str, str, bool]
 

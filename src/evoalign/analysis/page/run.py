@@ -32,8 +32,7 @@ from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.report.tables import shorten
 from evoalign.rundir import checksums, parquet
 from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
-from evoalign.rundir.files import write_text
-from evoalign.rundir.links import ANALYSES, refuse_links
+from evoalign.rundir.files import ANALYSES, refuse_links, write_text
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 
 READ = (

@@ -20,7 +20,7 @@ from evoalign.errors import ConfigError, DataError, shown
 from evoalign.rundir.method import is_run
 from evoalign.statistics import Estimate
 from evoalign.tasks import data
-from evoalign.tasks.safety.task import LABELS, label_of
+from evoalign.tasks.safety import LABELS, label_of
 
 POINTS = Path("results/points.jsonl")
 SHARES = ("safe", *LABELS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign.report.figures import COLORS, INK, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
-from evoalign.tasks.safety.task import LABELS, label_of
+from evoalign.tasks.safety import LABELS, label_of
 
 if TYPE_CHECKING:
     from evoalign.analysis.safety.compute import Model

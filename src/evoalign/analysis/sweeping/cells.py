@@ -17,9 +17,9 @@ from typing import Any, cast
 import yaml
 
 from evoalign import engines
-from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides, source
+from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
 from evoalign.config.grpo import place_of
-from evoalign.config.reading import read_object
+from evoalign.config.reading import parse_yaml, read_object
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir.directory import MEASURING
 from evoalign.rundir.identity import differences
@@ -98,7 +98,7 @@ def axis(text: str) -> tuple[str, list[Any]]:
     """`es.sigma=0.001,0.003` as a setting and its values. Raises ConfigError."""
     key, sign, values = text.partition("=")
     try:
-        found: object = source.parse(f"[{values}]", "--grid")
+        found: object = parse_yaml(f"[{values}]", "--grid")
     except ConfigError:
         found = None
     if not (sign and key.strip() and isinstance(found, list) and found):
@@ -114,7 +114,7 @@ def read_cells(path: Path) -> list[Settings]:
         raise ConfigError(f"--cells {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--cells {path} is not YAML: {error}") from None
-    found: object = source.parse(text, f"--cells {path}")
+    found: object = parse_yaml(text, f"--cells {path}")
     if not isinstance(found, list) or not found or not all(_is_settings(cell) for cell in cast(list[object], found)):
         raise ConfigError(
             f"--cells {path}: expected a list of cells such as - {{es.sigma: 0.001, es.learning_rate: 5e-4}}"

@@ -19,8 +19,7 @@ from evoalign.config import to_yaml
 from evoalign.config.reading import check_regular, parse
 from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.files import write_text
-from evoalign.rundir.links import links_in
+from evoalign.rundir.files import links_in, write_text
 from evoalign.rundir.method import COMMANDS
 
 TAIL_LINES = 5

@@ -19,9 +19,8 @@ from evoalign.analysis.sweeping.cells import Cell, Run, Tree, make_run, read_jso
 from evoalign.config import outside
 from evoalign.errors import ConfigError, RunExistsError, shown
 from evoalign.rundir.directory import LOCK, RunDir
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import refuse_links, write_text
 from evoalign.rundir.identity import differences
-from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import Method
 
 FORMAT_VERSION = 1

@@ -24,7 +24,7 @@ from evoalign.errors import ConfigError, StoppedError
 from evoalign.evaluation import RIGHT
 from evoalign.report.terminal import print_line
 from evoalign.rewards.objective import aim, shared_aim
-from evoalign.rundir.manifest import command_line
+from evoalign.rundir.identity import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
 from evoalign.tasks import PLAIN

@@ -23,7 +23,7 @@ from evoalign.engines import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.engine import dtype_on, load_model
 from evoalign.errors import ConfigError, JournalError, ResumeError
-from evoalign.models.experts import tensors_of
+from evoalign.models.tensors import tensors_of
 from evoalign.report import watching
 from evoalign.rundir.method import method_of
 from evoalign.statistics import Estimate

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from evoalign.config.base import Count, Positive
-from evoalign.config.engines import DEFAULT, EngineSettings, Held, ReplicaConfig
+from evoalign.config.engines import DEFAULT, EngineSettings, MemoryUse, ReplicaConfig
 from evoalign.config.outside import ADDRESS
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class RayConfig(EngineSettings):
     def takes_mixtures(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.replica.takes_mixtures
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+    def held(
+        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+    ) -> MemoryUse:
         return self.replica.held(_of_replica(config, self), specs, layout, dtype, mean)
 
     def batch_bytes(

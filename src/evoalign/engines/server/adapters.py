@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members as PEFT adapters, which any server takes: from a folder, mostly in memory, or as tensors."""
+"""Members as PEFT adapters, which servers load from a folder, usually in memory, or as tensors."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from evoalign.types import Layout, Member, Plan
 PREFIX = "base_model.model."
 IN_MEMORY = Path("/dev/shm")
 OURS, MARK = "evoalign-adapters-", ".evoalign-adapters"
-"""Folders of a process are named so, and hold this file, which is locked; nothing else is ever taken away."""
+"""Prefix of a process's folder, and the locked file in it; only folders with both are ever deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """An adapter as PEFT has it: adapter_config.json, and tensors under its names, on the CPU in the served dtype."""
+    """An adapter in PEFT's layout: adapter_config.json, and tensors under its names, on the CPU in the served dtype."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
     def write(self, folder: Path) -> None:
-        """Into a new folder that a server of another user may read, whatever the umask."""
+        """Write it into a new folder, readable for a server of another user whatever the umask."""
         _make(folder)
         save_file(dict(self.tensors), folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(self.config), encoding="utf-8")
@@ -47,9 +47,9 @@ class PeftAdapter:
 def build(
     space: Space, layout: Layout, master: Master, plan: Plan, members: Sequence[Member], base: str
 ) -> list[PeftAdapter]:
-    """The members' adapters; `base` is the model that they say they belong to.
+    """Return the members' adapters, with `base` as the name of their model and shared factors in each.
 
-    A factor that all members share is in each. Raises ModelError where a space has none for them.
+    Raises ModelError where the space has no adapter for them.
     """
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in members]
     modules, scaling = dict.fromkeys(t.module for t in layout.tensors), space.scaling
@@ -64,13 +64,15 @@ def build(
             for own, value in zip(tensors, here, strict=True):
                 own[name] = value.contiguous()
     if not all(tensors):
-        raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
+        raise ModelError(
+            f"space {space.name} has no adapter for members {[m.index for m in members]}: its `adapter` returned None"
+        )
     config = peft_config(base, space.rank, scaling, sorted({module_of(m) for m in modules}))
     return [PeftAdapter(config, own) for own in tensors]
 
 
 def peft_config(base: str, rank: int, scaling: float, modules: Sequence[str]) -> dict[str, Any]:
-    """What servers read of adapter_config.json. Without `use_rslora`, which some ignore and say nothing."""
+    """Return the fields of adapter_config.json that servers read. `use_rslora` is false: some ignore it silently."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -89,27 +91,27 @@ def peft_config(base: str, rank: int, scaling: float, modules: Sequence[str]) ->
     }
 
 
-class Shelf:
-    """A folder of adapters of this process alone, under `parent` (None: in memory, where there is such a place).
+class AdapterStore:
+    """This process's folder of adapters, under `parent` (None: in memory, where the system has that).
 
-    It is locked while it is in use; those in memory that processes left which were killed are taken away.
+    It is locked while in use; folders in memory that killed processes left are deleted.
     """
 
     def __init__(self, parent: str | None, setting: str = "engine.adapter_folder") -> None:
-        """`setting` is what a message names."""
+        """`setting` is the setting that error messages name."""
         self._setting = setting
         place = Path(parent) if parent is not None else IN_MEMORY if IN_MEMORY.is_dir() else None
         try:
             if parent is None and place is not None:
-                _take_away_orphans(place)
+                _delete_orphans(place)
             self._lock: int | None
             self._folder, self._lock = _own_folder(place)
             self._folder.chmod(0o755)
         except OSError as error:
-            raise ConfigError(f"{setting}: {place} takes no folder ({error.strerror})") from error
+            raise ConfigError(f"{setting}: {place} cannot be written to ({error.strerror})") from error
 
     def put(self, name: str, adapter: PeftAdapter) -> Path:
-        """The new folder of one adapter. Raises ModelError where there is no room."""
+        """Write an adapter into a new folder and return it. Raises ModelError where the disk is full."""
         folder = self._folder / name
         try:
             with as_os_errors(folder):
@@ -121,45 +123,45 @@ class Shelf:
         return folder
 
     def folder(self, name: str) -> Path:
-        """A new one for something else."""
+        """Create a folder for other files."""
         return _make(self._folder / name)
 
     def drop(self, name: str) -> None:
-        """Delete what lies under a name."""
+        """Delete the folder of a name."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete all of it."""
+        """Delete all folders."""
         lock, self._lock = self._lock, None
         if lock is not None:
             _remove(self._folder, lock)
 
 
 def _make(folder: Path) -> Path:
-    """Readable for all: a mode that is given to mkdir is cut by the umask."""
+    """Create a folder readable for all; the mode is set afterwards, since mkdir applies the umask."""
     folder.mkdir()
     folder.chmod(0o755)
     return folder
 
 
 def _own_folder(place: Path | None) -> tuple[Path, int]:
-    """A new one and its lock, which the system lets go of when the process ends, however it does."""
+    """Return a new folder and its lock, which the system releases however the process ends."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=OURS, dir=place))
         lock = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if locked(lock) and is_at(lock, folder / MARK):
             return folder, lock
-        os.close(lock)  # taken for an orphan before it was locked
+        os.close(lock)  # another process deleted it before it was locked
 
 
-def _take_away_orphans(place: Path) -> None:
-    """Marked folders of this user's processes that no process has locked. `place` has to know locks, as memory does."""
+def _delete_orphans(place: Path) -> None:
+    """Delete this user's marked folders that no process has locked. `place` has to support locks, as memory does."""
     for folder in place.glob(f"{OURS}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             lock = os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # not marked, or gone meanwhile
+        except OSError:  # not marked, or deleted meanwhile
             continue
         if locked(lock):
             _remove(folder, lock)
@@ -168,7 +170,7 @@ def _take_away_orphans(place: Path) -> None:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    """The mark last: a removal that is cut short leaves an orphan that is known as one."""
+    """Delete a folder, its mark last, so that an interrupted deletion leaves a recognisable orphan."""
     for inside in folder.iterdir() if folder.is_dir() else ():
         if inside.name != MARK:
             shutil.rmtree(inside, ignore_errors=True)

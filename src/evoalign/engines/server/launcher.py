@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a server's module in a process that does not outlive the one that started it. Imports nothing of evoalign.
+"""Runs a server's module in a process that does not outlive its parent. Imports no module of evoalign.
 
-Its first line of input is JSON: the `module` to run, its `arguments`, which may hold keys and so are not on a command
-line that other users see, variables of its environment, and what no log is to have. The input stays open: where it
-ends, whoever started this is gone, and the whole process group is killed.
+The first line of input is JSON: the `module` to run, its `arguments` (which may hold keys, and are therefore not on a
+command line that other users see), `environment` variables, and words `hidden` in the log. The input stays open: when
+it ends, the parent is gone, and the whole process group is killed.
 """
 
 import contextlib
@@ -15,25 +15,26 @@ import signal
 import sys
 
 LOOK = 0.5
-"""Seconds between looks at whether the server is there."""
+"""Seconds between checks of the server."""
 PIECE = 2**16
+"""Bytes of output read at once."""
 
 
 def main() -> None:
-    """As above."""
+    """Run the module that the first line of input names."""
     order = json.loads(sys.stdin.readline())
     _leave_a_guard([word.encode() for word in order["hidden"]])
     os.environ.update(order["environment"])
-    sys.path[0] = ""  # as `python -m` has it, and not the folder of this file
+    sys.path[0] = ""  # as with `python -m`, instead of the folder of this file
     sys.argv = [order["module"], *order["arguments"]]
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
 
 def _leave_a_guard(hidden: list[bytes]) -> None:
-    """A process beside the server's group, so that what stops the one does not stop the other.
+    """Fork a guard outside the server's process group, so that a signal that stops the server does not stop it.
 
-    It passes on what the server and its children print, without the keys: servers print their settings. No signal at
-    the parent's death: that would come where the thread ends that started this.
+    The guard forwards the output of the server and its children without the keys, since servers print their settings.
+    A signal at the parent's death is no alternative: the kernel sends it when the parent's *thread* ends.
     """
     server, (read, write) = os.getpid(), os.pipe()
     if os.fork():
@@ -50,7 +51,7 @@ def _leave_a_guard(hidden: list[bytes]) -> None:
 
 
 def _guard(server: int, read: int, hidden: list[bytes]) -> None:
-    """Until the input or the server ends; then the whole group does, and what it said last is passed on."""
+    """Forward output until the input or the server ends; then kill the group and forward its last output."""
     held, watched = b"", [0, read]
     while os.getppid() == server:
         ready = select.select(watched, [], [], LOOK)[0]
@@ -74,7 +75,7 @@ def _guard(server: int, read: int, hidden: list[bytes]) -> None:
 def _print(text: bytes, hidden: list[bytes]) -> None:
     for word in hidden:
         text = text.replace(word, b"[key]")
-    with contextlib.suppress(OSError):  # a full disk costs the log, and no server
+    with contextlib.suppress(OSError):  # a full disk costs the log, not the server
         os.write(1, text)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from evoalign.engines.transformers.experts import ExpertAdapters
-from evoalign.models.experts import experts_of
+from evoalign.models.tensors import experts_of
 from evoalign.spaces.base import Adapter
 
 

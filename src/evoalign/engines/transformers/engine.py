@@ -29,10 +29,9 @@ from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, Transform
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.kernels import compiled
-from evoalign.models.empty import check_layers
-from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
-from evoalign.models.origin import model_path
+from evoalign.models.origin import check_layers, model_path
+from evoalign.models.tensors import tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space, check_adapted
 from evoalign.tokens import Tokens, before_stop

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoalign.models.experts import FUSED, Part
+from evoalign.models.tensors import FUSED, Part
 from evoalign.spaces.base import Adapter
 
 ROOM = 1 << 24

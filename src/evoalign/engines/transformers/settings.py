@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from evoalign.config.base import Count, Gib
-from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.config.outside import INSIDE
 
 if TYPE_CHECKING:
@@ -54,9 +54,11 @@ class TransformersConfig(EngineSettings):
         """A model that is being trained is decoded by the library, and so is what is compared with it."""
         return self.model_copy(update={"decoder": "library"})
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+    def held(
+        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+    ) -> MemoryUse:
         note = "; unset, half the free memory of a GPU that is not deterministic"
-        return Held((self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, setting="engine.memory_gib", note=note)
+        return MemoryUse((self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, setting="engine.memory_gib", note=note)
 
     def batch_bytes(
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
@@ -64,7 +66,7 @@ class TransformersConfig(EngineSettings):
         from evoalign.engines.specs import on_gpu
         from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
         from evoalign.kernels import compiled
-        from evoalign.models.empty import model_config
+        from evoalign.models.origin import model_config
 
         drawn, model = (config.sampling, config.evaluation), model_config(config.model)
         footprint = Footprint.of_shapes(model, [(spec.name, spec.shape) for spec in specs], dtype.itemsize)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches the population path to a model, and computes the members' terms inside a decoder's kernels if it can.
 
-In the deep form the terms need no extra launch and no extra pass. A layer of the Qwen2, Qwen3 and Llama families is four
-matrix products, attention, and
+In the deep form the terms need no extra launch and no extra pass. A layer of the Qwen2, Qwen3 and Llama families is
+four matrix products, attention, and
   norm    residual sum with the term of the preceding layer's down_proj, RMSNorm, dots with A of q, k, v
   rotate  terms of q, k, v, the norms of q and k (Qwen3), rotary embedding
   norm    residual sum with the term of o_proj, RMSNorm, dots with A of gate, up

@@ -2,7 +2,8 @@
 """vLLM as an engine: plans and token ids are sent to the workers, completions come back.
 
 Adapter members (`lora`, `lowrank`) have a slot each in the model's LoRA layers and generate together in one batch.
-Dense ones (`full`) are written over the served weights one after the other. Workers keep the mean and regenerate all noise.
+Dense ones (`full`) are written over the served weights one after the other. Workers keep the mean and regenerate
+all noise.
 """
 
 from __future__ import annotations

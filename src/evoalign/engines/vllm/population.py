@@ -197,8 +197,8 @@ def replace_step(runner: Any, rows: Rows) -> None:
 
     vLLM builds two tuples of numpy integers per step, hashes every request, and orders adapters by last use. Both of
     its runners call `_set_active_loras`; the first reads the ids from the batch, the second from its own LoRA state.
-    Whether graphs with or without LoRA are replayed depends on the requests of the same step: at least one has an id exactly
-    when `rows.any` is set.
+    Whether graphs with or without LoRA are replayed depends on the requests of the same step: at least one has an id
+    exactly when `rows.any` is set.
 
     Parameters are named as vLLM names them. Raises EngineError where it lacks a method.
     """

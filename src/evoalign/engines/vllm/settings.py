@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 from pydantic import Field
 
 from evoalign.config.base import Count, Gib, Word
-from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.config.outside import INSIDE
 from evoalign.errors import ConfigError
 
@@ -111,7 +111,9 @@ class VllmConfig(EngineSettings):
             "use stock"
         )
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+    def held(
+        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+    ) -> MemoryUse:
         """Return the bytes of the adapter slots, which vLLM allocates on every layer, and of the smallest useful cache:
         vLLM takes all that `gpu_memory_utilization` leaves."""
         from evoalign.engines.specs import on_gpu
@@ -122,7 +124,7 @@ class VllmConfig(EngineSettings):
             modules = {module_of(t.module) for t in layout.tensors}
             sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
             adapters = self.allocated_slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
-        return Held(
+        return MemoryUse(
             cache=(self.kv_cache_gib or 1.0) * 2**30,
             bound="at least",
             setting="engine.kv_cache_gib",

@@ -18,9 +18,8 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
-from evoalign.models.empty import model_config
 from evoalign.models.files import refuse_pickles, why_not
-from evoalign.models.origin import model_path
+from evoalign.models.origin import model_config, model_path
 from evoalign.spaces.targets import module_of
 from evoalign.types import TensorSpec
 

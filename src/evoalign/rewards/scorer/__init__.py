@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward and cost models that score pairs of prompt and response, in this process or as a service.
-
-`create` makes the scorer that a config names. Both kinds give one finite number a pair and column, or raise: what goes
-wrong on the way is never a score.
-"""
+"""Reward and cost models that score pairs of prompt and response, in this process or as a service."""
 
 from __future__ import annotations
 
@@ -14,24 +10,24 @@ from evoalign.config.scorer import ScorerConfig
 
 
 class Scorer(Protocol):
-    """Scores pairs. `close` it."""
+    """Scores pairs of prompt and response. Close it after use."""
 
     columns: tuple[str, ...]
     """("reward",) or ("reward", "cost")."""
 
     def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
-        """One finite number of each column for each pair, in their order. Raises RewardError."""
+        """Return one finite number per column and pair, in order. Raises RewardError."""
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free models and connections."""
         ...
 
 
 def create(config: ScorerConfig) -> Scorer:
-    """The scorer of a section `scorer`, ready to be asked. Raises ModelError, RewardError, ConfigError."""
+    """Create the scorer of a section `scorer`. Raises ModelError, RewardError, ConfigError."""
     if config.name == "local":
-        from evoalign.rewards.scorer.local import Local
+        from evoalign.rewards.scorer.models import Local
 
         return Local(config)
     from evoalign.rewards.scorer.client import Service
@@ -40,9 +36,9 @@ def create(config: ScorerConfig) -> Scorer:
 
 
 def check(config: ScorerConfig) -> None:
-    """Raise ModelError, ConfigError where `create` would refuse a model, as far as that is known without its weights.
+    """Raise ModelError, ConfigError if `create` would reject a model, without reading weights.
 
-    Nobody is asked: a service may start later.
+    A service is not contacted: it may start later.
     """
     if config.name == "local":
         from evoalign.rewards.scorer import models

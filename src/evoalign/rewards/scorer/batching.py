@@ -1,31 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of many requests in one batch: a bounded queue, and one thread that scores.
+"""Dynamic batching of requests: a bounded queue, one thread that scores, and the service's metrics.
 
-A batch is begun when it is full, or when the oldest pair has waited long enough. With the oldest go those that came
-first and are, with it, of about one length, so that little is padded and nobody waits for ever.
+A batch starts when it is full, or when the oldest pair has waited long enough. It contains the oldest pair and the
+earliest pairs of similar length, so that there is little padding and no pair waits indefinitely.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from evoalign.rewards.scorer import Scorer
-from evoalign.rewards.scorer.metrics import Meter
 
 WINDOW = 8
-"""Batches' worth of pairs among which those of about one length are looked for."""
+"""Number of batches of pairs to search for similar lengths."""
 LONGEST_WAIT = 60
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SECONDS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
+
+
+class Histogram:
+    """Prometheus histogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Yield the lines of the text format."""
+        total = 0
+        for bound, count in zip((*(f"{b:g}" for b in self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum:g}"
+        yield f"{name}_count {total}"
+
+
+class Meter:
+    """Prometheus metrics of one service, without text of pairs."""
+
+    def __init__(self) -> None:
+        self.statuses = Counter[int]()
+        self.items = self.refused = self.queued = 0
+        self.cut: Mapping[str, int] = {}
+        self.batches, self.seconds = Histogram(SIZES), Histogram(SECONDS)
+
+    def text(self) -> str:
+        """Return the Prometheus text format 0.0.4."""
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        yield from _head("requests_total", "counter", "Requests for scores, by status.")
+        yield from (f'evoalign_scorer_requests_total{{status="{s}"}} {n}' for s, n in sorted(self.statuses.items()))
+        plain = (
+            ("items_total", "counter", "Pairs scored.", self.items),
+            ("refused_total", "counter", "Requests rejected because the queue was full.", self.refused),
+            ("queue_length", "gauge", "Pairs waiting for a batch.", self.queued),
+        )
+        for name, kind, text, value in plain:
+            yield from _head(name, kind, text)
+            yield f"evoalign_scorer_{name} {value}"
+        yield from _head("cut_total", "counter", "Pairs that were too long, by the part cut.")
+        yield from (f'evoalign_scorer_cut_total{{part="{part}"}} {count}' for part, count in sorted(self.cut.items()))
+        yield from _head("batch_size", "histogram", "Pairs in a batch.")
+        yield from self.batches.lines("evoalign_scorer_batch_size")
+        yield from _head("seconds", "histogram", "Seconds from request to response.")
+        yield from self.seconds.lines("evoalign_scorer_seconds")
+
+
+def _head(name: str, kind: str, text: str) -> tuple[str, str]:
+    return f"# HELP evoalign_scorer_{name} {text}", f"# TYPE evoalign_scorer_{name} {kind}"
 
 
 class FullError(Exception):
-    """The queue has no room for a request; after `seconds` it may."""
+    """The queue has no room for a request; retry after `seconds`."""
 
     def __init__(self, seconds: int) -> None:
-        super().__init__(f"the queue is full; again in {seconds} s")
+        super().__init__(f"the queue is full; retry in {seconds} s")
         self.seconds = seconds
 
 
@@ -42,7 +102,7 @@ class _Item:
 
 
 class Batcher:
-    """Scores pairs as they come. `capacity` pairs wait at most; `max_wait` is in seconds."""
+    """Scores pairs in batches. At most `capacity` pairs wait; `max_wait` is in seconds."""
 
     def __init__(self, scorer: Scorer, meter: Meter, *, batch_size: int, max_wait: float, capacity: int) -> None:
         self._scorer, self._meter = scorer, meter
@@ -54,7 +114,7 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, "evoalign-scorer")
 
     async def score(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, list[float]]:
-        """The scores of one request, by column. Raises FullError, and what scoring raises."""
+        """Return the scores of one request by column. Raises FullError, or the scorer's exception."""
         if len(self._pending) + len(prompts) > self.capacity:
             self._meter.refused += 1
             raise FullError(min(max(math.ceil(self._pace * len(self._pending)), 1), LONGEST_WAIT))
@@ -64,7 +124,7 @@ class Batcher:
         self._note()
         try:
             found = await asyncio.gather(*(item.done for item in items), return_exceptions=True)
-        finally:  # a request that is gone leaves nothing behind
+        finally:  # also for a cancelled request
             self._drop(items)
         scored = list[dict[str, float]]()
         for scores in found:
@@ -74,27 +134,25 @@ class Batcher:
         return {column: [scores[column] for scores in scored] for column in self._scorer.columns}
 
     def hurry(self) -> None:
-        """From now on no batch waits for more."""
+        """Start batches without waiting from now on."""
         self._hurries = True
         self._changed.set()
 
     def end(self) -> None:
-        """Come to an end when nothing waits."""
+        """Stop once the queue is empty."""
         self._ends = True
         self.hurry()
 
     async def run(self) -> None:
-        """Score until `end`. Runs beside what calls `score`."""
+        """Score until `end`, concurrently with calls of `score`."""
         while not (self._ends and not self._pending):
-            if not self._pending or not self._is_due():
+            loop = asyncio.get_running_loop()
+            due = self._hurries or len(self._pending) >= self._size
+            if self._pending and (due or loop.time() - self._pending[0].since >= self._wait):
+                await self._score(self._next_batch())
+            else:
                 await self._until_changed()
-                continue
-            await self._score(self._taken())
         self._thread.shutdown()
-
-    def _is_due(self) -> bool:
-        late = asyncio.get_running_loop().time() - self._pending[0].since >= self._wait
-        return self._hurries or late or len(self._pending) >= self._size
 
     async def _until_changed(self) -> None:
         self._changed.clear()
@@ -107,8 +165,8 @@ class Batcher:
         except TimeoutError:
             return
 
-    def _taken(self) -> list[_Item]:
-        """The oldest pair and those beside it, taken out of the queue."""
+    def _next_batch(self) -> list[_Item]:
+        """Remove and return the oldest pair and pairs of similar length."""
         oldest = self._pending[0]
         order = sorted(self._pending[: WINDOW * self._size], key=lambda item: item.length)
         size, at = min(self._size, len(order)), order.index(oldest)
@@ -127,8 +185,9 @@ class Batcher:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
-            found = await loop.run_in_executor(self._thread, self._scores, batch)
-        except Exception as error:  # whatever it is, it is the answer to who asked, and to nobody else of the batch
+            texts = [item.prompt for item in batch], [item.response for item in batch]
+            found = await loop.run_in_executor(self._thread, self._scorer.score, *texts)
+        except Exception as error:  # only the request that causes it gets the exception
             if len(batch) > 1:
                 for item in batch:
                     await self._score([item])
@@ -142,9 +201,6 @@ class Batcher:
         for at, item in enumerate(batch):
             if not item.done.done():
                 item.done.set_result({column: scores[at] for column, scores in found.items()})
-
-    def _scores(self, batch: Sequence[_Item]) -> Mapping[str, list[float]]:
-        return self._scorer.score([item.prompt for item in batch], [item.response for item in batch])
 
     def _note(self) -> None:
         self._meter.queued = len(self._pending)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that give a text one number, from safetensors alone and without code of others.
+"""Scoring in this process by reward and cost models, from safetensors alone and without remote code.
 
     *ForScore                    the models of Safe RLHF (arXiv 2310.12773, github.com/PKU-Alignment/safe-rlhf): a body
-                                 and `score_head`, read at the last token; with `do_normalize` of their config the
-                                 score is (s - mean) / (std + 1e-8), of a `score_type` cost s / (std + 1e-8)
-    *ForSequenceClassification   one label: its logit, with no sigmoid; two labels: the second's less the first's
+                                 and `score_head`, applied to the last token; with `do_normalize` in their config the
+                                 score is (s - mean) / (std + 1e-8), for `score_type` cost s / (std + 1e-8)
+    *ForSequenceClassification   one label: its logit, without sigmoid; two labels: the second logit minus the first
 
-A linear head is computed in float32 whatever the body is: a bfloat16 score of 11 has steps of 0.06.
+A linear head is computed in float32 whatever the dtype of the body: a bfloat16 score of 11 has steps of 0.06.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from evoalign.config.reading import read_object
 from evoalign.config.scorer import ScorerConfig
-from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
+from evoalign.errors import DataError, EvoalignError, ModelError, RewardError, plain, shown
 from evoalign.models.files import (
     check_weights,
     check_whole,
@@ -40,17 +41,26 @@ from evoalign.rewards.scorer.pairs import Pairs
 from evoalign.rundir.files import digest_of
 
 _OF_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "spm.model", "sentencepiece.bpe.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spm.model",
+    "sentencepiece.bpe.model",
+)
 _NORMALIZED = {"reward": (True, True), "cost": (False, True), "critic": (False, False)}
-"""Of a score type: whether the mean is taken off, and whether it is divided by the deviation."""
+"""Score types: whether to subtract the mean, and whether to divide by the deviation."""
 _EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A linear score head and what its model makes of the score; `weight` [1, hidden], `bias` [1], in float32."""
+    """Linear score head and its normalisation; `weight` [1, hidden] and `bias` [1] in float32."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -58,14 +68,14 @@ class Head:
     deviation: float = 1.0
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores [pairs] of hidden states [pairs, hidden]."""
+        """Return scores [pairs] of hidden states [pairs, hidden]."""
         raw = torch.nn.functional.linear(hidden.float(), self.weight, self.bias)[:, 0]
         return (raw - self.mean) / self.deviation
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model's files are: a folder, or a name of the hub and its revision. `name` is for messages."""
+    """Location of a model's files: a folder, or a hub name and revision. `name` is for messages."""
 
     name: str
     path: str
@@ -73,41 +83,44 @@ class _Source:
 
     @classmethod
     def of(cls, name: str, revision: str | None, key: str) -> _Source:
-        """Raises ModelError."""
+        """Locate a model. Raises ModelError."""
         path = place(name)
         if revision is not None and Path(path).is_dir():
             raise ModelError(
                 f"scorer.{key}_revision {shown(revision)}: scorer.{key} {name} is a folder, which has no revisions; "
-                "leave it out"
+                "remove it"
             )
         return cls(name, path, revision)
 
     def find(self, file: str) -> Path | None:
-        """A file; None where there is none of that name."""
+        """Return the path of a file, or None."""
         return find(self.path, file, self.revision)
 
     def weights(self) -> Iterator[Path]:
-        """Its safetensors files. Raises ModelError."""
+        """Return its safetensors files. Raises ModelError."""
         return weight_files(self.path, self.revision, self.name)
 
 
 class ScoreModel:
-    """One model: `ids` of pairs to scores. `digest` is the SHA-256 of what its files come to."""
+    """A scoring model. `digest` is the SHA-256 of its files."""
 
     def __init__(self, key: str, config: ScorerConfig) -> None:
-        """The model of `scorer.<key>`, which is reward or cost. Raises ModelError, ConfigError."""
+        """Load the model of `scorer.<key>`, reward or cost. Raises ModelError, ConfigError."""
         self.name = str(getattr(config, key))
         with set_by(f"scorer.{key}"):
             self._load(_Source.of(self.name, getattr(config, f"{key}_revision"), key), config)
 
     def _load(self, source: _Source, config: ScorerConfig) -> None:
         self.device = _device(config.device)
-        dtype = _dtype(config.dtype, self.device)
+        if config.dtype == "auto":
+            dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        else:
+            dtype = cast("torch.dtype", getattr(torch, config.dtype))
         self.dtype = str(dtype).removeprefix("torch.")
-        said, self.kind = _checked(source)
+        tree, self.kind = _checked(source)
         self.digest = _digest(source)
         tokenizer = _tokenizer(source)
-        self._model, self._head = (_scoring if self.kind == "score" else _classifying)(source, dtype, said)
+        self._model, self._head = (_scoring if self.kind == "score" else _classifying)(source, dtype, tree)
         self._model.eval().requires_grad_(False).to(self.device)
         if self._head is not None:
             parts = (self._head.weight, self._head.bias)
@@ -115,7 +128,7 @@ class ScoreModel:
             assert weight is not None
             self._head = Head(weight, bias, self._head.mean, self._head.deviation)
         self._has_pad = self._model.config.get_text_config().pad_token_id is not None
-        self.pairs = _pairs(source, tokenizer, config, said)
+        self.pairs = _pairs(source, tokenizer, config, tree)
         vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         if max(tokenizer.get_vocab().values()) >= vocabulary:
             raise ModelError(
@@ -125,7 +138,7 @@ class ScoreModel:
 
     @torch.inference_mode()
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each row of token ids: one forward pass, padded on the right."""
+        """Return the score of each row of token ids, in one forward pass padded on the right."""
         longest = max(map(len, rows))
         pad = self._pad(rows)
         ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=self.device)
@@ -140,7 +153,7 @@ class ScoreModel:
         return [float(value) for value in found.cpu()]
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> int:
-        """The model's own padding; where it names none, an id that no row has: by it a classifier finds a row's end."""
+        """Return the padding id; without one in the config, an unused id: classifiers find the end of a row by it."""
         config = self._model.config.get_text_config()
         if not self._has_pad:
             used = {i for row in rows for i in row}
@@ -149,33 +162,52 @@ class ScoreModel:
 
 
 def check(key: str, config: ScorerConfig) -> None:
-    """Raise ModelError, ConfigError where the model of `scorer.<key>` would not load, as far as that is known without
-    its weights.
+    """Raise ModelError, ConfigError if the model of `scorer.<key>` cannot load, without reading its weights.
 
-    Of the hub's, config.json alone is looked at: looking for weights would fetch them.
+    For hub models, only config.json is checked: looking for weights would download them.
     """
     from transformers import AutoConfig
 
     with set_by(f"scorer.{key}"):
         source = _Source.of(str(getattr(config, key)), getattr(config, f"{key}_revision"), key)
         _device(config.device)
-        said, _ = _checked(source)
-        with _told(source.name):
+        tree, _ = _checked(source)
+        with _explained(source.name):
             AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
         if Path(source.path).is_dir():
             check_weights(source.path, source.revision, source.name)
-            _pairs(source, _tokenizer(source), config, said)
+            _pairs(source, _tokenizer(source), config, tree)
 
 
-def _pairs(source: _Source, tokenizer: Any, config: ScorerConfig, said: Mapping[str, Any]) -> Pairs:
-    return Pairs(tokenizer, config.template, min(config.max_tokens, *_limits(tokenizer, said)), source.name)
+def _pairs(source: _Source, tokenizer: Any, config: ScorerConfig, tree: Mapping[str, Any]) -> Pairs:
+    limits = (tree.get("max_position_embeddings"), tree.get("n_positions"), tokenizer.model_max_length)
+    known = [int(value) for value in limits if isinstance(value, int) and 0 < value < 10**7]
+    return Pairs(tokenizer, config.template, min([config.max_tokens, *known]), source.name)
 
 
 def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classifier"]]:
-    """The model's config.json, and how it scores. Raises ModelError."""
+    """Return the model's config.json and its kind. Raises ModelError."""
     refuse_pickles(source.path, source.revision, writes=False)
-    said = _config_of(source)
-    return said, _kind(said, source.name)
+    name = source.name
+    try:
+        found = source.find("config.json")
+        if found is None:
+            raise ModelError(f"model {name} has no config.json; set model.name to the folder of a model")
+        tree = read_object(found, mend="fetch it again")
+    except DataError as error:
+        raise ModelError(f"model {name}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
+    architectures: list[Any] = tree.get("architectures") or [None]
+    first = str(architectures[0])
+    if first.endswith("ForScore"):
+        return tree, "score"
+    if first.endswith("ForSequenceClassification"):
+        return tree, "classifier"
+    raise ModelError(
+        f"model {name} is not a scoring model: the architecture in its config.json is {plain(first)[:60]}; use one "
+        "that ends in ForScore (Safe RLHF) or ForSequenceClassification"
+    )
 
 
 def _device(wanted: str) -> torch.device:
@@ -186,38 +218,6 @@ def _device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _dtype(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return cast("torch.dtype", getattr(torch, wanted))
-
-
-def _config_of(source: _Source) -> dict[str, Any]:
-    name = source.name
-    try:
-        found = source.find("config.json")
-        if found is None:
-            raise ModelError(f"model {name} has no config.json; give model.name the folder of a model")
-        return read_object(found, mend="fetch it again")
-    except DataError as error:
-        raise ModelError(f"model {name}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
-
-
-def _kind(config: Mapping[str, Any], name: str) -> Literal["score", "classifier"]:
-    named: list[Any] = config.get("architectures") or [None]
-    first = str(named[0])
-    if first.endswith("ForScore"):
-        return "score"
-    if first.endswith("ForSequenceClassification"):
-        return "classifier"
-    raise ModelError(
-        f"model {name} does not score: its config.json says {plain(first)[:60]}, and a model that does has a name "
-        "that ends in ForScore (Safe RLHF) or ForSequenceClassification"
-    )
-
-
 def _scoring(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
     from transformers import AutoModel
 
@@ -226,7 +226,7 @@ def _scoring(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> 
     hidden = int(model.config.get_text_config().hidden_size)
     if head.weight.shape != (1, hidden):
         raise ModelError(
-            f"model {source.name}: score_head.weight is {tuple(head.weight.shape)}, and scores take (1, {hidden})"
+            f"model {source.name}: score_head.weight has shape {tuple(head.weight.shape)}, expected (1, {hidden})"
         )
     return model, head
 
@@ -237,7 +237,7 @@ def _classifying(source: _Source, dtype: torch.dtype, config: Mapping[str, Any])
     model = _loaded(AutoModelForSequenceClassification, source, dtype)
     labels = model.config.num_labels
     if labels not in (1, 2):
-        raise ModelError(f"model {source.name} has {labels} labels; a score takes a model of one or two")
+        raise ModelError(f"model {source.name} has {labels} labels; use a model with one or two")
     score = getattr(model, "score", None)
     if isinstance(score, torch.nn.Linear):
         score.float().register_forward_pre_hook(lambda _, given: (given[0].float(),))
@@ -245,21 +245,8 @@ def _classifying(source: _Source, dtype: torch.dtype, config: Mapping[str, Any])
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """Without the library's table of tensors that a body does not take: the head's, which are read here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-@contextmanager
-def _told(name: str) -> Generator[None]:
-    """Whatever the library raises, which has a score of kinds for files that may say anything, as a ModelError."""
+def _explained(name: str) -> Generator[None]:
+    """Convert any exception of the library to ModelError."""
     try:
         yield
     except EvoalignError:
@@ -269,26 +256,38 @@ def _told(name: str) -> Generator[None]:
 
 
 def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
-    with _told(source.name), without_bar(source.path), _quiet():
-        model, info = kind.from_pretrained(
-            source.path, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the body does not use the tensors of the head, which is loaded separately
+    try:
+        with _explained(source.name), without_bar(source.path):
+            model, info = kind.from_pretrained(
+                source.path,
+                revision=source.revision,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    finally:
+        logging.set_verbosity(verbosity)
     check_whole(source.name, info)
     return model
 
 
 def _head(source: _Source, config: Mapping[str, Any]) -> Head:
-    """Of the files' tensors; mean and variance of old ones are in the config."""
+    """Load the head. Old models have mean and variance in their config."""
     name = source.name
     found = _tensors(source, {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"})
     if "score_head.weight" not in found:
         raise ModelError(f"model {name} does not load: its files lack score_head.weight; fetch it again")
     weight, bias = found["score_head.weight"], found.get("score_head.bias")
-    said = config.get("score_bias")
-    if said is not None and bool(said) != (bias is not None):
+    biased = config.get("score_bias")
+    if biased is not None and bool(biased) != (bias is not None):
         have = "no score_head.bias" if bias is None else "a score_head.bias"
-        raise ModelError(f"model {name}: its files have {have}, and its config.json says otherwise; fetch it again")
+        raise ModelError(f"model {name}: its files have {have}, unlike score_bias in its config.json; fetch it again")
     if not config.get("do_normalize"):
         return Head(weight, bias)
     kind = config.get("score_type", "reward")
@@ -307,14 +306,12 @@ def _number(tensor: torch.Tensor | None, listed: Any, otherwise: float, name: st
         value = otherwise if tensor is None and listed is None else listed if tensor is None else tensor.tolist()
         found = float(value[0] if isinstance(value, list) and len(cast("list[Any]", value)) == 1 else value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"model {name}: mean and var of its normalizer are not one number each; fetch it again"
-        ) from error
+        raise ModelError(f"model {name}: mean or var of its normalizer is not a number; fetch it again") from error
     return found
 
 
 def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
-    """Those of a model's tensors that are there, in float32."""
+    """Return the wanted tensors that exist, in float32."""
     found: dict[str, torch.Tensor] = {}
     try:
         for file in source.weights():
@@ -326,7 +323,7 @@ def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
 
 
 def _digest(source: _Source) -> str:
-    """Of weights, config and tokenizer: two models of the same digest give the same scores."""
+    """Hash weights, config and tokenizer: models with the same digest give the same scores."""
     kept = (found for file in ("config.json", *_OF_TOKENIZER) if (found := source.find(file)) is not None)
     try:
         listed = [(file.name, digest_of(file)) for file in (*kept, *source.weights())]
@@ -341,16 +338,63 @@ def _tokenizer(source: _Source) -> Any:
     name = source.name
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
-    except Exception as error:  # the library raises a score of kinds, bare Exception among them
+    except Exception as error:  # the library raises many types, also Exception
         raise ModelError(f"model {name} has no tokenizer that loads: {why_not(error)}") from error
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what the library makes of no files at all
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # the library's result without any files
         raise ModelError(
             f"model {name} has no tokenizer: put its tokenizer files, such as tokenizer.json, into the folder"
         )
     return tokenizer
 
 
-def _limits(tokenizer: Any, config: Mapping[str, Any]) -> list[int]:
-    """Positions that model and tokenizer have, where they say so."""
-    said = (config.get("max_position_embeddings"), config.get("n_positions"), tokenizer.model_max_length)
-    return [int(value) for value in said if isinstance(value, int) and 0 < value < 10**7]
+class Local:
+    """Scorer in this process (`scorer.name: local`). Batching changes at most the last bits of a score."""
+
+    def __init__(self, config: ScorerConfig) -> None:
+        """Load the models. Raises ModelError, ConfigError."""
+        self._config, self.template = config, config.template
+        self.columns = config.columns
+        self.models = {column: ScoreModel(column, config) for column in self.columns}
+        self.cut = {"prompt": 0, "response": 0}
+        """Number of truncated pairs by part, for the model that truncated more."""
+        self._cut = {column: {"prompt": 0, "response": 0} for column in self.columns}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything that scores depend on: model files, template, maximum tokens, dtype."""
+        models = [(name, m.digest, m.dtype, m.pairs.max_tokens) for name, m in self.models.items()]
+        return hashlib.sha256(json.dumps([self._config.template, models]).encode()).hexdigest()
+
+    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
+        """Return one finite number per column and pair. Raises RewardError for a score that is not finite."""
+        if len(prompts) != len(responses):
+            raise RewardError(f"{len(prompts)} prompts but {len(responses)} responses; pass one of each per pair")
+        found = {column: self._scores(column, prompts, responses) for column in self.models}
+        self.cut = {part: max(cut[part] for cut in self._cut.values()) for part in self.cut}
+        return found
+
+    def _scores(self, column: str, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        model, size = self.models[column], self._config.batch_size
+        rows = [model.pairs.encode(*pair) for pair in zip(prompts, responses, strict=True)]
+        self._cut[column]["prompt"] += sum(row.prompt_cut > 0 for row in rows)
+        self._cut[column]["response"] += sum(row.response_cut > 0 for row in rows)
+        places: dict[tuple[int, ...], list[int]] = {}  # members often give the same completion; score it once
+        for at, row in enumerate(rows):
+            places.setdefault(tuple(row.ids), []).append(at)
+        order = sorted(places, key=len)
+        scores = [0.0] * len(rows)
+        for start in range(0, len(order), size):
+            batch = order[start : start + size]
+            for ids, score in zip(batch, model.scores(batch), strict=True):
+                if not math.isfinite(score):
+                    raise RewardError(
+                        f"scorer.{column} {model.name} returns {score} for pair {places[ids][0]} of {len(rows)}; "
+                        "set scorer.dtype: float32, or use another model"
+                    )
+                for at in places[ids]:
+                    scores[at] = score
+        return scores
+
+    def close(self) -> None:
+        """Free the models."""
+        self.models = {}

@@ -1,34 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scorer as an HTTP service: POST /score, GET /health, GET /metrics, GET /openapi.json.
 
-Neither logs nor errors hold text of a pair.
+`serve` is `evoalign score serve`. `Guard` checks requests before the service reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
 import logging
+import os
+import signal
+import socket
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, MutableMapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from evoalign.config.scorer import DIGEST, ScorerConfig
 from evoalign.config.secrets import public_path
-from evoalign.errors import RewardError
-from evoalign.rewards.scorer.batching import Batcher, FullError
-from evoalign.rewards.scorer.local import Local
-from evoalign.rewards.scorer.metrics import Meter
-from evoalign.rewards.scorer.wire import DIGEST
+from evoalign.errors import ConfigError, RewardError
+from evoalign.http import is_loopback
+from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
+from evoalign.rewards.scorer.models import Local
 from evoalign.version import __version__
 
 logger = logging.getLogger(__name__)
-Text = Annotated[str, Field(description="As it is; the service puts the template round it.")]
+Text = Annotated[str, Field(description="Plain text; the service adds the template.")]
+SHORTEST_TOKEN = 16
+CONNECTIONS = 1024
+"""Maximum connections; the status for more is 503."""
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""Allowed host names without a token. Any port is allowed, since a tunnel may change it."""
+BODY_SECONDS = 30.0
+"""Maximum seconds for a body to arrive."""
+DRAINED = 1 << 24
+"""Bytes of an oversized body to read and discard, so that the client gets the response."""
 
 
 class _Body(BaseModel):
@@ -43,13 +63,13 @@ class Item(_Body):
 
 
 class Items(_Body):
-    """Pairs, each by itself."""
+    """Pairs as a list."""
 
     items: list[Item]
 
 
 class Lists(_Body):
-    """Pairs as two lists of one length."""
+    """Pairs as two lists of the same length."""
 
     prompts: list[Text]
     responses: list[Text]
@@ -62,7 +82,7 @@ class Lists(_Body):
 
 
 class Scores(BaseModel):
-    """A finite number of each column for each pair, in their order."""
+    """Finite numbers per column, in the order of the pairs."""
 
     reward: list[float]
     cost: list[float] | None = None
@@ -73,7 +93,7 @@ _KEYS = frozenset({"body", *Items.model_fields, *Lists.model_fields, *Item.model
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a service: pairs in a batch, seconds that a batch waits for more, pairs that wait, bytes of a body."""
+    """Pairs per batch, seconds that a batch waits for more pairs, pairs that may wait, bytes of a body."""
 
     batch_size: int = 16
     max_wait: float = 0.005
@@ -82,7 +102,7 @@ class Limits:
 
 
 class Service:
-    """The FastAPI application `app` of one scorer. `end` lets it finish what is queued."""
+    """FastAPI application `app` of one scorer. Logs and errors contain no text of pairs."""
 
     def __init__(self, scorer: Local, limits: Limits) -> None:
         self._scorer, self._limits, self._ends = scorer, limits, False
@@ -100,19 +120,19 @@ class Service:
         self.app.exception_handler(RequestValidationError)(self._unread)
 
     def end(self) -> None:
-        """At a signal, before requests are waited for."""
+        """Start the shutdown: report not ready, and stop waiting for full batches."""
         self._ends = True
         self._batcher.hurry()
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncGenerator[None]:
         worker = asyncio.create_task(self._batcher.run())
-        yield  # until all requests have been answered
+        yield  # until all requests are finished
         self._batcher.end()
         await worker
 
     async def score(self, body: Lists | Items) -> Response:
-        """Score pairs: a number of each column for each pair, in their order."""
+        """Score pairs: numbers per column, in the order of the pairs."""
         begun = time.monotonic()
         answer = await self._answer(body)
         self.meter.statuses[answer.status_code] += 1
@@ -123,22 +143,22 @@ class Service:
         if isinstance(body, Items):
             body = Lists(prompts=[i.prompt for i in body.items], responses=[i.response for i in body.items])
         if len(body.prompts) > self._limits.queue:
-            return _refused(413, f"{len(body.prompts)} pairs, and the queue holds {self._limits.queue}; send fewer")
+            return _refused(413, f"{len(body.prompts)} pairs exceed the queue of {self._limits.queue}; send fewer")
         try:
             found = await self._batcher.score(body.prompts, body.responses)
         except FullError as error:
             return _refused(429, str(error), {"Retry-After": str(error.seconds)})
-        except RewardError as error:  # of a model: the same pairs come to the same again
+        except RewardError as error:  # from a model: a retry gives the same error
             logger.error("%s", error)
             return JSONResponse({"detail": str(error), "again": False}, 500)
-        except Exception as error:  # its words might hold some of a text
+        except Exception as error:  # its message might contain text of a pair
             logger.error("scoring failed: %s", type(error).__name__)
             return JSONResponse({"detail": f"scoring failed: {type(error).__name__}", "again": True}, 500)
         self.meter.cut = self._scorer.cut
         return JSONResponse(found, headers={DIGEST: self._digest})
 
     async def health(self) -> Response:
-        """What answers here, and whether it is ready: 200, and 503 while it comes to its end."""
+        """Describe the scorer. The status is 200, or 503 during shutdown."""
         models = self._scorer.models
         first = next(iter(models.values()))
         found: dict[str, Any] = {
@@ -147,7 +167,10 @@ class Service:
             "digest": self._digest,
             "models": {
                 column: {
-                    "name": public_path(model.name), "kind": model.kind, "digest": model.digest, "dtype": model.dtype,
+                    "name": public_path(model.name),
+                    "kind": model.kind,
+                    "digest": model.digest,
+                    "dtype": model.dtype,
                     "max_tokens": model.pairs.max_tokens,
                 }
                 for column, model in models.items()
@@ -155,25 +178,225 @@ class Service:
             "device": str(first.device),
             "template": self._scorer.template,
             "limits": {"items": self._limits.queue, "body": self._limits.max_body},
-        }  # fmt: skip
+        }
         return JSONResponse(found, 503 if self._ends else 200)
 
     async def metrics(self) -> Response:
-        """Counts, as Prometheus reads them."""
+        """Return Prometheus metrics."""
         return PlainTextResponse(self.meter.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _unread(self, _: Request, error: Exception) -> Response:
-        """422 without what was sent: neither values nor keys that are none of ours."""
+        """Return 422 without repeating values or unknown keys of the request."""
         self.meter.statuses[422] += 1
         assert isinstance(error, RequestValidationError)
-        said = [
+        details = [
             {"loc": [part for part in found["loc"] if isinstance(part, int) or part in _KEYS], "type": found["type"]}
             for found in error.errors()[:8]
         ]
         return JSONResponse(
-            {"detail": said, "form": "prompts and responses, two lists of texts of one length; or items of both"}, 422
+            {
+                "detail": details,
+                "form": "prompts and responses, two lists of texts of the same length; or items of both",
+            },
+            422,
         )
 
 
 def _refused(status: int, words: str, headers: dict[str, str] | None = None) -> Response:
     return JSONResponse({"detail": words}, status, headers)
+
+
+class Guard:
+    """ASGI middleware that checks host name, token and body size before the service reads a request.
+
+    Without a token, the service only accepts loopback names (`names`; None: any name): a web page in a local browser
+    could point its own name at this address (DNS rebinding). Bodies are read completely within `max_body`.
+    """
+
+    def __init__(self, app: App, *, token: str | None, names: Iterable[str] | None, max_body: int) -> None:
+        self._app, self._max_body = app, max_body
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._names = None if names is None else frozenset(names)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError("a scorer only supports HTTP")
+        if not self._is_for_us(scope):
+            await _respond(send, 421, "unknown host name; use the address that the service was started with")
+            return
+        # Compared in constant time.
+        token = _header(scope, b"authorization")
+        if self._token is not None and not hmac.compare_digest(token, self._token):
+            await _respond(send, 401, "the bearer token of the service is required", ("www-authenticate", "Bearer"))
+            return
+        if scope["method"] == "POST" and not _header(scope, b"content-type").lower().startswith(b"application/json"):
+            await _respond(send, 415, "send JSON, as application/json")
+            return
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            await _respond(send, 408, f"the body did not arrive within {BODY_SECONDS:g} s")
+            return
+        if body is None:
+            await _respond(
+                send, 413, f"a body may have at most {self._max_body} bytes; send fewer pairs, or raise --max-body"
+            )
+            return
+        await self._app(scope, _replayed(body, receive), send)
+
+    def _is_for_us(self, scope: Message) -> bool:
+        if self._names is None:
+            return True
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1:
+            return False
+        host = hosts[0].decode("latin-1").lower()
+        name, _, port = host.partition("]:") if host.startswith("[") else host.partition(":")
+        name = f"{name.removesuffix(']')}]" if host.startswith("[") else name
+        return name in self._names and (port == "" or (port.isascii() and port.isdecimal()))
+
+    async def _read(self, scope: Message, receive: Receive) -> bytes | None:
+        """Return the whole body, or None if it is too long."""
+        announced = _header(scope, b"content-length")
+        too_long = announced.isdigit() and int(announced) > self._max_body
+        parts, size, more = list[bytes](), 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            too_long = too_long or size > self._max_body
+            if not too_long:
+                parts.append(part)
+            elif size > DRAINED:
+                break
+        return None if too_long else b"".join(parts)
+
+
+def _header(scope: Message, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a receiver of the body that was read, and then of further messages."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _respond(send: Send, status: int, words: str, *headers: tuple[str, str]) -> None:
+    body = json.dumps({"detail": words}).encode()
+    given = [
+        ("content-type", "application/json"),
+        ("content-length", str(len(body))),
+        ("connection", "close"),
+        *headers,
+    ]
+    encoded = [(name.encode(), value.encode()) for name, value in given]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+def serve(
+    config: ScorerConfig, limits: Limits, *, host: str, port: int, token_env: str | None, tell: Callable[[str], None]
+) -> None:
+    """Load the models, serve until SIGTERM or SIGINT, and then finish queued requests.
+
+    Calls `tell` with the address when ready. Raises ConfigError, ModelError.
+    """
+    token = None if token_env is None else token_of(token_env)
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: set --token-env to the name of an environment variable "
+            "with a token, or use 127.0.0.1"
+        )
+    with _bound(host, port) as listening:
+        service = Service(Local(config), limits)
+        names = NAMES if is_loopback(host) else None
+        guarded = Guard(service.app, token=token, names=names, max_body=limits.max_body)
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listening.getsockname()[1]}"
+        settings = uvicorn.Config(
+            guarded,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            limit_concurrency=CONNECTIONS,
+        )
+        with _quiet_end():
+            _Server(settings, service, lambda: tell(address)).run(sockets=[listening])
+
+
+def token_of(variable: str) -> str:
+    """Return the token in an environment variable. Raises ConfigError, without the token."""
+    token = os.environ.get(variable, "")
+    if len(token) < SHORTEST_TOKEN or not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError(
+            f"token_env {variable}: this environment variable needs a token of at least {SHORTEST_TOKEN} letters and "
+            "digits, such as the output of `openssl rand -hex 16`"
+        )
+    return token
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn server that reports when it is ready, and ends the service on shutdown."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._ready = service, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.end()
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Generator[socket.socket]:
+    """Bind the address before loading the models, so that a port in use fails early."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} is not an address of this machine ({error})") from None
+    with listening:
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {port} cannot be used ({error}); choose another, or 0 for any") from None
+        yield listening
+
+
+@contextmanager
+def _quiet_end() -> Generator[None]:
+    """Ignore the signal that uvicorn raises again after a regular shutdown."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many rows: as JSON in an unnamed temporary file, read back when they are asked for, so that memory holds few."""
+"""Row storage: JSON in an unnamed temporary file for large data sets, and the exact JSON that worker processes use."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from evoalign.errors import DataError
-from evoalign.tasks.exact import decode, encode, is_exact
 from evoalign.types import Example
 
 IN_MEMORY = 10_000
-"""Rows of one source that are a list. More are spooled: a row in memory takes several times its bytes on disk."""
+"""Maximum rows of a source to keep as a list; a row in memory takes several times its bytes on disk."""
 
 Order = npt.NDArray[np.int64]
 
 
 class Spooled(Sequence[Example]):
-    """Rows of a store in an order: each access gives the same row, as a new dict. Slices share the store."""
+    """Ordered rows of a store. Each access returns a new dict; slices share the store."""
 
     def __init__(self, store: _Store, order: Order) -> None:
         self._store, self._order = store, order
@@ -46,61 +46,55 @@ class Spooled(Sequence[Example]):
         return f"<{len(self):,} rows in a temporary file>"
 
     def taken(self, places: Order) -> Spooled:
-        """The rows at these places, in their order."""
+        """Return the rows at these places, in this order."""
         return Spooled(self._store, self._order[places])
 
     def held(self) -> Iterator[tuple[int, Example]]:
-        """The rows that stayed in memory, with their places."""
+        """Return the rows that are in memory, with their places."""
         kept = np.isin(self._order, np.fromiter(self._store.kept, np.int64))
         return ((int(i), self._store.kept[int(self._order[i])]) for i in np.flatnonzero(kept))
 
 
 class _Store:
-    """The rows of one source, each once. A row that JSON would change, such as one with a date, stays in memory."""
+    """Rows of one source. Rows that JSON would change, such as those with dates, stay in memory."""
 
     def __init__(self, rows: Iterable[Example]) -> None:
         self.kept: dict[int, Example] = {}
         self._ends = array("q", [0])
         self._lock = threading.Lock()
         try:
-            self._file = tempfile.TemporaryFile(prefix="evoalign-rows-")  # noqa: SIM115 (gone with this object)
+            self._file = tempfile.TemporaryFile(prefix="evoalign-rows-")  # noqa: SIM115 (deleted with this object)
             for row in rows:
-                self._add(row)
+                end = self._ends[-1]
+                if is_exact(row):
+                    end += self._file.write(encode(row))
+                else:
+                    self.kept[len(self)] = row
+                self._ends.append(end)
             self._file.flush()
         except OSError as error:
             raise DataError(
-                f"rows cannot be written to {tempfile.gettempdir()}, where many rows are kept: {error.strerror}; "
-                "free space there, or set TMPDIR to a folder that has it"
+                f"cannot store rows in {tempfile.gettempdir()}: {error.strerror}; free space there, or set TMPDIR to "
+                "another folder"
             ) from error
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def row(self, index: int) -> Example:
-        """A row as it was given."""
+        """Return a row."""
         if index in self.kept:
             return self.kept[index]
-        start, end = self._ends[index], self._ends[index + 1]
-        return decode(self._read(start, end - start))
-
-    def _add(self, row: Example) -> None:
-        end = self._ends[-1]
-        if is_exact(row):
-            end += self._file.write(encode(row))
-        else:
-            self.kept[len(self)] = row
-        self._ends.append(end)
-
-    def _read(self, start: int, size: int) -> bytes:
-        if hasattr(os, "pread"):  # a fork shares the file and its position, which this leaves alone
-            return os.pread(self._file.fileno(), size, start)
+        start, size = self._ends[index], self._ends[index + 1] - self._ends[index]
+        if hasattr(os, "pread"):  # does not move the file position, which forks share
+            return decode(os.pread(self._file.fileno(), size, start))
         with self._lock:
             self._file.seek(start)
-            return self._file.read(size)
+            return decode(self._file.read(size))
 
 
 def gathered(rows: Iterable[Example]) -> Sequence[Example]:
-    """The rows as a list, or as many as they are in a temporary file. Raises DataError where that has no room."""
+    """Return the rows as a list, or in a temporary file if there are many. Raises DataError if the disk is full."""
     rows = iter(rows)
     first = list(islice(rows, IN_MEMORY))
     more = list(islice(rows, 1))
@@ -110,11 +104,33 @@ def gathered(rows: Iterable[Example]) -> Sequence[Example]:
     return Spooled(store, np.arange(len(store), dtype=np.int64))
 
 
-def taken(rows: Sequence[Example], places: Order) -> Sequence[Example]:
-    """The rows at these places, in their order."""
-    return rows.taken(places) if isinstance(rows, Spooled) else [rows[i] for i in cast("list[int]", places.tolist())]
+def taken(rows: Sequence[Example], places: Order | Sequence[int]) -> Sequence[Example]:
+    """Return the rows at these places, in this order."""
+    order = np.asarray(places, dtype=np.int64)
+    return rows.taken(order) if isinstance(rows, Spooled) else [rows[i] for i in cast("list[int]", order.tolist())]
 
 
 def held(rows: Sequence[Example]) -> Iterable[tuple[int, Example]]:
-    """The rows that are the same object at each access, with their places: of a list all."""
+    """Return the rows that are the same object at each access, with their places: for a list, all."""
     return rows.held() if isinstance(rows, Spooled) else enumerate(rows)
+
+
+def encode(message: object) -> bytes:
+    """Encode as a line of JSON that preserves every code point. Raises ValueError, TypeError."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """Decode a line of `encode`."""
+    return json.loads(line.decode("utf-8", "surrogatepass"))
+
+
+def is_exact(value: object) -> bool:
+    """Return whether JSON preserves the value: no tuples, numpy numbers, bytes, dates or non-string keys."""
+    if isinstance(value, dict):
+        return type(value) is dict and all(type(k) is str and is_exact(v) for k, v in value.items())
+    if isinstance(value, list):
+        return type(value) is list and all(map(is_exact, value))
+    if isinstance(value, int):  # Python rejects integers of more than 4300 digits
+        return type(value) in (int, bool) and value.bit_length() < 10_000
+    return value is None or type(value) in (str, float)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's end of a worker: a process started or forked, asked over a socket, and killed where it does not answer.
+"""Trainer's end of a worker process: start or fork it, send requests over a socket, and kill it if it does not answer.
 
-`worker.py` is the other end. A task that its config alone can make again gets a fresh interpreter. A task or function
-that was handed over as a Python object cannot travel, so its worker is a fork, which has the object already.
+`worker.py` is the other end. A task that its config alone recreates gets a fresh interpreter. A task or function that
+was passed as a Python object cannot be sent, so its worker is a fork, which has the object already. Messages are JSON:
+unpickling data from a process that runs user code would execute it in the trainer.
 """
 
 from __future__ import annotations
@@ -17,28 +18,30 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from evoalign import errors
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.plugins import described
 from evoalign.tasks.base import Data, Task
+from evoalign.tasks.data.spool import decode, encode
 from evoalign.tasks.isolated import worker
 
 START_LIMIT = 600.0
 """Seconds for a worker to start (import the user's modules, load the data), and for a task's own `self_check`."""
 CLOSE_LIMIT = 2.0
-"""Seconds for an idle worker to leave by itself."""
+"""Seconds for an idle worker to exit by itself."""
 READ = 1 << 20
-"""Bytes asked of the socket at once."""
+"""Bytes to read from the socket at once."""
 LINE_LIMIT = 256 << 20
-"""Bytes of one answer, far more than the rewards of any batch take."""
+"""Maximum bytes of one answer, far more than the rewards of any batch."""
 TICK = 0.05
-"""Seconds between looks at whether the worker still lives. Its end of the socket says nothing: children share it."""
+"""Seconds between checks that the worker lives. A closed socket does not show it: child processes share the socket."""
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from evoalign import tasks; from evoalign.tasks.isolated import worker; "
@@ -47,7 +50,7 @@ PROGRAM = (
 
 
 class NoAnswerError(Exception):
-    """A call hung, died or raised. `function` is None where the worker had not even started."""
+    """A call hung, died or raised. `function` is None if the worker failed to start."""
 
     def __init__(self, message: str, reason: str, function: str | None, trace: str | None = None) -> None:
         super().__init__(message)
@@ -56,47 +59,30 @@ class NoAnswerError(Exception):
         self.trace = trace
 
 
-class _Child(Protocol):
-    """What is needed of a process, started or forked."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The exit status (minus the signal that killed it), None while it runs."""
-        ...
-
-    def wait(self) -> int:
-        """The exit status, once it has ended."""
-        ...
-
-
 class _Forked:
-    """A forked child, with the face of a Popen."""
+    """A forked child with the interface of Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._status: int | None = None
 
-    def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int:
-        status = self._reap(0)
-        return -signal.SIGKILL if status is None else status
-
-    def _reap(self, options: int) -> int | None:
+    def poll(self, options: int = os.WNOHANG) -> int | None:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # SIGCHLD is ignored here: nobody knows how it ended
+            except ChildProcessError:  # the exit status is lost if SIGCHLD is ignored
                 self._status = -signal.SIGKILL
             else:
                 self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status
 
+    def wait(self) -> int:
+        status = self.poll(0)
+        return -signal.SIGKILL if status is None else status
+
 
 class Worker:
-    """One worker at a time: started when needed, killed with all that it has started, and then started again."""
+    """A worker process that is started when needed, killed with all its descendants, and then started again."""
 
     def __init__(self, task: Task, memory_gib: float | None = None) -> None:
         self._task = task
@@ -105,73 +91,75 @@ class Worker:
         self._seed: int | None = None
         self._folder = Path.cwd()
         self._owner = os.getpid()
-        self._child: _Child | None = None
+        self._child: subprocess.Popen[bytes] | _Forked | None = None
         self._end: socket.socket | None = None
         self._is_ready = False
         self._unread = bytearray()
-        self._asked = 0
+        self._requests = 0
         self._stopping: Event | None = None
         self._mark = uuid.uuid4().hex
 
     def load(self, data: Data, seed: int | None) -> None:
-        """Start, with the data: a fork has them, a fresh process loads them itself where `seed` is not None."""
+        """Start with the data: a fork has them; a fresh process loads them itself if `seed` is not None."""
         self.close()
         self._data, self._seed = data, seed
         try:
             self._start()
-        except NoAnswerError:  # the first call tries again, and tells
+        except NoAnswerError:  # the first call tries again, and reports the error
             self.kill()
 
     def ask(
         self, request: Mapping[str, Any], limit: float, who: str | None = None, stopping: Event | None = None
     ) -> Any:
-        """The value of one call, of `who` where that is not the task.
+        """Return the value of one call, of the function `who`, or of the task.
 
         Raises NoAnswerError, the EvoalignError that the task raised, or CancelledError soon after `stopping` is set.
         """
         self._stopping = stopping
-        self._asked += 1  # over the life of this object, and so never twice
-        message = worker.encode({**request, "id": self._asked})
+        self._requests += 1  # never reset, so that ids are unique
+        message = encode({**request, "id": self._requests})
         if self._is_ready and self._child is not None and self._child.poll() is not None:
-            self.kill()  # died between two calls: no call has failed
+            self.kill()  # it died between two calls: no call has failed
         try:
             if not self._is_ready:
                 self._start()
                 self._value(self._exchange(b"", 0, START_LIMIT, None))
                 self._is_ready = True
-            return self._value(self._exchange(message, self._asked, limit, who or f"task {self._task.name}"))
+            return self._value(self._exchange(message, self._requests, limit, who or f"task {self._task.name}"))
         except NoAnswerError as problem:
-            if problem.reason != "raised" or not self._is_ready:  # after an exception it lives on, with what it keeps
+            if problem.reason != "raised" or not self._is_ready:  # after an exception the worker and its state live on
                 self.kill()
             raise
         except EvoalignError:
             if not self._is_ready:
                 self.kill()
             raise
-        except BaseException:  # Ctrl-C in the middle of a call: the answer must not meet the next question
+        except BaseException:  # Ctrl-C during a call: the pending answer must not be taken for the next one
             self.kill()
             raise
 
     def kill(self) -> None:
-        """End the worker and its process group, now. Nothing where there is none, or in a fork of this process."""
+        """Kill the worker and its process group. Does nothing without a worker, or in a fork of this process."""
         child, end = self._child, self._end
         self._child, self._end, self._is_ready, self._unread = None, None, False, bytearray()
         if end is not None:
             end.close()
         if child is None or self._owner != os.getpid():
             return
-        _quietly(os.killpg, child.pid)
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
+            os.killpg(child.pid, signal.SIGKILL)
         if child.poll() is None:  # a fork that has no group yet
-            _quietly(os.kill, child.pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(child.pid, signal.SIGKILL)
         child.wait()
         worker.kill_marked(self._mark)
 
     def close(self) -> None:
-        """Let an idle worker leave by itself, with its exit handlers, and then end what is left of it."""
+        """Let an idle worker exit with its exit handlers, then kill what is left."""
         if self._is_ready and self._child is not None and self._end is not None and self._owner == os.getpid():
             try:
                 self._end.settimeout(CLOSE_LIMIT)
-                self._end.sendall(worker.encode({"op": "close"}))
+                self._end.sendall(encode({"op": "close"}))
                 deadline = time.monotonic() + CLOSE_LIMIT
                 while self._child.poll() is None and time.monotonic() < deadline:
                     time.sleep(TICK / 10)
@@ -188,23 +176,23 @@ class Worker:
             with theirs:
                 self._child = self._fresh(theirs) if self._task.from_config else self._fork(theirs)
             start = {"op": "start", "config": config, "seed": self._seed, "memory_gib": self._memory_gib}
-            self._end.sendall(worker.encode({"id": 0, **start}))
-        except OSError as error:  # no process to be had, no such folder any more, or gone already
+            self._end.sendall(encode({"id": 0, **start}))
+        except OSError as error:  # no more processes, the folder is gone, or the worker ended already
             raise _died(described(error), None) from error
 
-    def _fresh(self, theirs: socket.socket) -> _Child:
+    def _fresh(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         path = json.dumps([entry for entry in cast("list[object]", sys.path) if isinstance(entry, str)])
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, path, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=self._folder,
-            # Fixed, unless it is set: the order of a set must not move a score from one worker to the next.
+            # The order of a set must not change a score from one worker to the next.
             env={"PYTHONHASHSEED": "0"} | os.environ | {worker.MARK: self._mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    def _fork(self, theirs: socket.socket) -> _Child:
+    def _fork(self, theirs: socket.socket) -> _Forked:
         pid = os.fork()
         if pid:
             return _Forked(pid)
@@ -212,13 +200,13 @@ class Worker:
         try:
             os.setsid()
             os.environ[worker.MARK] = self._mark
-            for number in (signal.SIGINT, signal.SIGTERM):  # the trainer's handlers are not the worker's
+            for number in (signal.SIGINT, signal.SIGTERM):  # remove the trainer's handlers
                 signal.signal(number, signal.SIG_DFL)
-            if self._end is not None:  # the trainer's end, which would never hang up while a copy is open here
+            if self._end is not None:  # an open copy of the trainer's end would prevent the hang-up
                 self._end.close()
             import torch
 
-            torch.set_num_threads(1)  # the threads of the parent's pool are not here: waiting for them would never end
+            torch.set_num_threads(1)  # a fork has no threads: waiting for the parent's pool would never end
             worker.run(theirs, lambda start: (self._task, self._data))
             status = 0
         except SystemExit as leaving:
@@ -230,7 +218,7 @@ class Worker:
 
     def _exchange(self, message: bytes, request: int, limit: float, function: str | None) -> dict[str, Any]:
         """Send one request and read its answer within `limit` seconds. Raises NoAnswerError."""
-        assert self._end is not None
+        assert self._end is not None and self._child is not None
         deadline = time.monotonic() + limit
         self._end.settimeout(TICK)
         left = memoryview(message)
@@ -244,10 +232,10 @@ class Worker:
                 else:
                     line = self._line(self._end)
             except TimeoutError:
-                if (status := self._poll()) is not None:
-                    raise _died(_ended(status), function) from None
+                if (status := self._child.poll()) is not None:
+                    raise _died(_exit_reason(status), function) from None
             except (OSError, EOFError):
-                raise _died(_ended(self._status()), function) from None
+                raise _died(_exit_reason(self._status()), function) from None
             if line is not None:
                 answer = _answer(line, request, function)
                 if "calling" not in answer:
@@ -255,11 +243,11 @@ class Worker:
                 function = answer["calling"]
             if len(self._unread) > LINE_LIMIT:
                 raise _died(f"an answer of more than {LINE_LIMIT >> 20} MiB", function)
-            if time.monotonic() > deadline:  # whatever came: bytes may drip for ever
+            if time.monotonic() > deadline:  # also if bytes keep arriving
                 raise NoAnswerError(f"{_who(function)} hung: no answer within {limit:g} s", "hung", function)
 
     def _line(self, end: socket.socket) -> bytes | None:
-        """The next line where it is whole, after one more read where it is not. Raises EOFError, OSError."""
+        """Return the next line, or None if it is incomplete after one more read. Raises EOFError, OSError."""
         if self._unread.find(b"\n", -READ) < 0:
             part = end.recv(READ)
             if not part:
@@ -267,18 +255,14 @@ class Worker:
             self._unread += part
             if b"\n" not in part:
                 return None
-        line, _, rest = self._unread.partition(b"\n")
-        self._unread = rest
+        line, _, self._unread = self._unread.partition(b"\n")
         return bytes(line)
 
-    def _poll(self) -> int | None:
-        assert self._child is not None
-        return self._child.poll()
-
     def _status(self) -> int | None:
-        """How a worker ended whose socket is closed; None where it lives on without it."""
+        """Return the exit status of a worker whose socket closed, or None if it still runs after a second."""
+        assert self._child is not None
         for _ in range(20):
-            if (status := self._poll()) is not None:
+            if (status := self._child.poll()) is not None:
                 return status
             time.sleep(TICK)
         return None
@@ -296,17 +280,17 @@ class Worker:
 
 def _who(function: str | None) -> str:
     if function is None:
-        return "the worker of the reward functions, as it started,"
+        return "the worker of the reward functions, during its start,"
     return function if function.startswith(("task ", "task.")) else f"reward function {function}"
 
 
 def _answer(line: bytes, request: int, function: str | None) -> dict[str, Any]:
-    """What the worker says to this request. Raises NoAnswerError where it is something else.
+    """Parse the answer to this request. Raises NoAnswerError for anything else.
 
-    The user's code has the descriptor too, and so have the processes that it starts.
+    User code and its child processes can write to the socket too.
     """
     try:
-        answer = worker.decode(line)
+        answer = decode(line)
     except (ValueError, RecursionError):
         answer = None
     if isinstance(answer, dict):
@@ -314,11 +298,11 @@ def _answer(line: bytes, request: int, function: str | None) -> dict[str, Any]:
         keys = answer.keys() - {"id"}
         if answer.get("id") == request and keys in ({"value"}, {"calling"}, {"error", "kind", "failed"}):
             return answer
-    said = reprlib.repr(line.decode("utf-8", "replace"))
-    raise _died(f"its connection carried {said}, which is no answer to this call", function)
+    received = reprlib.repr(line.decode("utf-8", "replace"))
+    raise _died(f"its connection carried {received}, which is no answer to this call", function)
 
 
-def _ended(status: int | None) -> str:
+def _exit_reason(status: int | None) -> str:
     if status is None:
         return "it closed its connection"
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -326,10 +310,3 @@ def _ended(status: int | None) -> str:
 
 def _died(how: str, function: str | None) -> NoAnswerError:
     return NoAnswerError(f"{_who(function)} died: {how}", "died", function)
-
-
-def _quietly(kill: Callable[[int, int], None], pid: int) -> None:
-    try:
-        kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        return

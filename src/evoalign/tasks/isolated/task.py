@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks whose scoring is the user's own code, or can hang by what a model says, run in a process that can be killed.
+"""Tasks that score in a worker process: user code, and grading that a completion can hang.
 
-A call that hangs, dies or raises is made again `grader.retries` times, in a new worker where the old one is gone; then
-RewardError stops the run and names the completion that does it. A wrong value (NaN, the wrong length) is a mistake of
-the function and stops at once; so does an error such as KeyError that comes twice before anything was ever scored.
-Nothing of this is ever a score.
+A call that hangs, dies or raises is repeated `grader.retries` times, in a new worker if the old one is gone. Then a
+RewardError stops the run and names the completion that causes it. A wrong value (NaN, the wrong length) is a bug of the
+function and stops at once, and so does an error such as KeyError that occurs twice before any success. A failure is
+never a score.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Event
 from typing import Any, NoReturn
 
 from evoalign.config import GraderConfig
@@ -25,30 +26,31 @@ from evoalign.rewards.functions import failure
 from evoalign.rewards.objective import Columns, Objective
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
-from evoalign.tasks.data.spool import Spooled, held
-from evoalign.tasks.exact import is_exact
+from evoalign.tasks.data.spool import Spooled, held, is_exact
 from evoalign.tasks.isolated.connection import START_LIMIT, NoAnswerError, Worker
 from evoalign.types import Example, Prompt
 
 logger = logging.getLogger("evoalign.grader")
 
 NO_MEMORY = re.compile("MemoryError|allocate memory|killed by SIG(KILL|ABRT)")
-"""What is said where memory ran out: by Python, by torch, or by nobody any more."""
-MISTAKES = frozenset(("KeyError", "IndexError", "TypeError", "ValueError", "AttributeError", "NameError",
-                      "UnboundLocalError", "ZeroDivisionError", "ImportError", "ModuleNotFoundError",
-                      "AssertionError", "NotImplementedError"))  # fmt: skip
-"""What code raises that is wrong. What a judge behind an address answers may make it raise one of them, too: one that
-has answered once is waited for."""
+"""Messages that indicate out of memory (Python, torch, or a killed process)."""
+_MISTAKES = """
+KeyError IndexError TypeError ValueError AttributeError NameError UnboundLocalError ZeroDivisionError ImportError
+ModuleNotFoundError AssertionError NotImplementedError
+"""
+MISTAKES = frozenset(_MISTAKES.split())
+"""Exceptions that indicate a bug. The reply of a remote judge may cause one too, so that after a first success they are
+retried like others."""
 ASKED_ALONE = 20
-"""Completions that are asked alone, at most, to tell whether all of them raise."""
+"""Maximum number of completions that are scored alone to find out whether all of them raise."""
 SUPPORTED = hasattr(os, "fork")
-"""Everywhere but on Windows."""
+"""Whether the system can fork: not Windows."""
 
 
 class Isolated(Task):
-    """A task that scores in a worker process. `load_data` starts it: call that before the engine is loaded.
+    """Wraps a task so that it scores in a worker process. `load_data` starts it; call that before loading the engine.
 
-    Data and prompts are made here, as before. `close` it; it also ends with the object, and with this process.
+    Data and prompts are made in this process. `close` it; the worker also ends with the object and with this process.
     """
 
     def __init__(self, task: Task, grader: GraderConfig) -> None:
@@ -61,8 +63,10 @@ class Isolated(Task):
         self.text_form, self.commands = task.text_form, task.commands
         self._grader = grader
         self.per_call = task.per_call
-        # Where the worker dies, a thread starts another: no fork, while this process decodes.
-        self.scores_elsewhere = task.from_config
+        # If the worker dies, a thread starts another; it must not fork while this process decodes.
+        self.scores_in_thread = task.from_config
+        self.stopping: Event | None = None
+        """Set to cancel: `columns` then raises CancelledError."""
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()
         self._place: dict[int, tuple[str, int]] = {}
@@ -70,32 +74,36 @@ class Isolated(Task):
         weakref.finalize(self, self._worker.close)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "task":  # asked by copy, before there is one
+        if name == "task":  # copy.copy looks it up before it is set
             raise AttributeError(name)
         return getattr(self.task, name)
 
     @property
     def max_reward(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride] (here it is only read)
-        """The task's own, which it may learn from its data."""
+        """Maximum reward, which the task may learn from its data."""
         return self.task.max_reward
 
     @property
     def notes(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride] (here it is only read)
-        """The task's own, which it learns from its data."""
+        """Notes, which the task learns from its data."""
         return self.task.notes
 
     def load_data(self, seed: int) -> Data:
-        """The task's own, in this process, as lists: a row has to stay the same object. Starts the worker.
+        """Load the data in this process, as lists, since rows are identified by object. Starts the worker.
 
-        Many rows stay in their file, and those of them that do not fit JSON are objects in memory.
+        Rows of large data sets stay in their file, except those that JSON cannot represent.
         """
         loaded = self.task.load_data(seed)
-        data = Data(_lasting(loaded.train), _lasting(loaded.test), _lasting(loaded.validation) or ())
+        kept: dict[str, Sequence[Example]] = {}
+        for name in ("train", "test", "validation"):
+            rows = loaded.of(name)
+            kept[name] = rows if isinstance(rows, Spooled) else list(rows)
+        data = Data(kept["train"], kept["test"], kept["validation"] or ())
         splits = (("train", data.train), ("test", data.test), ("validation", data.validation))
-        self._place = {id(row): (split, i) for split, rows in splits for i, row in held(rows)}
-        # A Task may keep what it loads, and some rows do not fit JSON: then the worker loads the data as well.
+        self._place = {id(row): (split, i) for split, own in splits for i, row in held(own)}
+        # A task may keep what it loads, and JSON cannot represent all rows: then the worker loads the data too.
         wanted = type(self.task) is not Custom or any(
-            len(_exact_columns(row)) < len(row) for _, rows in splits for _, row in held(rows)
+            len(_exact_columns(row)) < len(row) for _, own in splits for _, row in held(own)
         )
         self._worker.load(data, seed if wanted else None)
         return data
@@ -107,25 +115,25 @@ class Isolated(Task):
         return self._ask("compute_reward", [text], [example])
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """All completions in one call in the worker. Raises RewardError."""
+        """Score all completions in one call to the worker. Raises RewardError."""
         return self._ask("rewards", texts, examples)
 
     def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """All completions in one call in the worker. Raises RewardError."""
+        """Score all completions in one call to the worker. Raises RewardError."""
         return self._ask("columns", texts, examples)
 
     def handed(self, example: Example) -> Example:
-        """The row itself, by which its place is known. The worker makes the copies."""
+        """Return the row itself, which identifies its index. The worker makes the copies."""
         return example
 
     def objective(self) -> Objective:
-        """The task's own, in this process: it sees numbers, and its state has to outlive a worker."""
+        """Return the task's objective, which runs in this process: its state has to outlive a worker."""
         return self.set_objective or self.task.objective()
 
     def _set_values(
         self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]
     ) -> list[float]:
-        """All sets in one call in the worker. Raises RewardError."""
+        """Evaluate all sets in one call to the worker. Raises RewardError."""
         return self._ask("fitness", texts, examples, sets=[list(one) for one in sets])
 
     def gold(self, example: Example) -> str | None:
@@ -142,7 +150,7 @@ class Isolated(Task):
         )
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
-        """The task's own, in this process, as the objective is: it sees numbers alone."""
+        """Call the task in this process, since it only sees numbers."""
         return self.task.judged(rewards)
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any] | None:
@@ -154,7 +162,7 @@ class Isolated(Task):
         return self._ask("clean", [text], []) if self._defines("clean") else super().clean(text)
 
     def self_check(self, examples: Sequence[Example]) -> None:
-        """The task's own in one call, where it defines one; else each example's gold and reward are calls."""
+        """Check in one call to the worker if the task defines its own check; else one call per gold and reward."""
         if self._defines("self_check"):
             self._ask("self_check", [], examples, max(START_LIMIT, self._grader.timeout))
         else:
@@ -164,13 +172,13 @@ class Isolated(Task):
         return self.task.scorer_digest()
 
     def close(self) -> None:
-        """End the worker. Scoring again would start another."""
+        """End the worker. Scoring again starts another."""
         with self._lock:
             self._worker.close()
         self.task.close()
 
     def _defines(self, method: str) -> bool:
-        """Whether it is the user's own code that would be called."""
+        """Return whether the method is user code."""
         return getattr(type(self.task), method) not in (getattr(Task, method), getattr(Custom, method))
 
     def _ask(
@@ -181,10 +189,9 @@ class Isolated(Task):
         limit: float | None = None,
         **more: Any,
     ) -> Any:
-        """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError.
+        """Call the task's method in the worker, with up to `grader.retries` retries. Raises EvoalignError.
 
-        `more` goes with the request. With `sets`, completions are scored together: none is to blame alone, and none is
-        looked for.
+        `more` is added to the request. With `sets`, completions are scored together, so that none is blamed alone.
         """
         limit = self._grader.timeout if limit is None else limit
         started = time.monotonic()
@@ -196,25 +203,25 @@ class Isolated(Task):
                     value = self._attempt(op, limit, texts, examples, **more)
                     self._answered.add(op)
                     return value
-                except RewardError as error:  # a wrong value: no use to ask again
+                except RewardError as error:  # a wrong value: a retry would not help
                     error.failed = (error.failed or {}) | _effort(attempt, started)
                     raise
                 except NoAnswerError as problem:
-                    mistake = op not in self._answered and _is_mistake(problem)
+                    # The exception's type is in the last line of the traceback.
+                    kind = (problem.trace or "").rstrip().rpartition("\n")[2].partition(":")[0]
+                    mistake = op not in self._answered and problem.reason == "raised" and kind in MISTAKES
                     if attempt > self._grader.retries or (mistake and str(problem) == before):
                         effort = _effort(attempt, started)
                         alone = partial(self._attempt, op, limit)
                         self._refuse(problem, effort, None if "sets" in more else alone, texts, examples)
                     before, total = str(problem), self._grader.retries + 1
-                    logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
+                    logger.warning("%s; attempt %d of %d failed, retrying", problem, attempt, total)
                     if problem.reason == "raised" and not mistake:
-                        self._pause(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
-
-    def _pause(self, seconds: float) -> None:
-        if self.stopping is None:
-            time.sleep(seconds)
-        else:
-            self.stopping.wait(seconds)
+                        pause = min(2.0 ** (attempt - 1), 30.0)  # a remote judge may recover
+                        if self.stopping is None:
+                            time.sleep(pause)
+                        else:
+                            self.stopping.wait(pause)
 
     def _attempt(
         self,
@@ -237,7 +244,7 @@ class Isolated(Task):
         return self._worker.ask(request, limit, who, self.stopping)
 
     def _sent(self, example: Example) -> dict[str, Any]:
-        """An example as JSON has it, or its place in the data where JSON would change it. Raises DataError."""
+        """Return the row as JSON, or its index if JSON would change it. Raises DataError."""
         exact = _exact_columns(example)
         if len(exact) == len(example):
             return {"columns": exact}
@@ -245,8 +252,8 @@ class Isolated(Task):
             return {"at": self._place[id(example)], "columns": exact}
         column, value = next(item for item in example.items() if item[0] not in exact)
         raise DataError(
-            f"column {column!r} holds a {type(value).__name__}, which cannot be sent to the reward's own process; "
-            "score rows that load_data gave, convert the column, or set grader.isolated to false"
+            f"column {column!r} has a {type(value).__name__}, which cannot be sent to the worker process; score rows "
+            "of load_data, convert the column, or set grader.isolated: false"
         )
 
     def _refuse(
@@ -257,13 +264,13 @@ class Isolated(Task):
         texts: Sequence[str],
         examples: Sequence[Example],
     ) -> NoReturn:
-        """Find the completion that does it, where `attempt` can ask for some of them alone, and stop."""
+        """Raise RewardError naming the completion that fails, if `attempt` can score a part of the batch."""
         if attempt is not None and len(texts) > 1:
-            logger.warning("%s; looking for the completion among %d that does it", problem, len(texts))
+            logger.warning("%s; searching %d completions for the one that causes it", problem, len(texts))
         if attempt is None or problem.function is None or not texts:
             blame, where = "", None
         elif (found := culprit(problem, attempt, texts, examples)) is None:
-            blame, where = f"; none of the {len(texts)} completions does it alone, only the batch as a whole", None
+            blame, where = f"; none of the {len(texts)} completions causes it alone, only the whole batch", None
         else:
             row, problem, blame = found
             example = examples[row] if examples else {}
@@ -275,7 +282,7 @@ class Isolated(Task):
         if NO_MEMORY.search(str(problem)):
             fix = " or raise grader.memory_gib"
         if not self.from_config:
-            fix += ", or let it run in this process with grader.isolated: false"
+            fix += ", or run it in this process with grader.isolated: false"
         raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; fix it{fix}", failed)
 
 
@@ -285,10 +292,11 @@ def culprit(
     texts: Sequence[str],
     examples: Sequence[Example],
 ) -> tuple[int, NoAnswerError, str] | None:
-    """A completion that fails alone, how it did, and the words that blame it; None where only the whole does.
+    """Find a completion that fails alone: its index, its failure and a sentence for the error. None if only the batch
+    fails.
 
-    Halves the batch that failed, so it takes at most two calls a halving, each under the time limit. Where it raises,
-    which costs no time limit and no new worker, as many as `ASKED_ALONE` are asked alone.
+    Bisects the failing batch, with at most two calls per step. If the calls raise, which is fast, up to `ASKED_ALONE`
+    completions are also scored alone.
     """
 
     def failing(rows: Sequence[int]) -> NoAnswerError | None:
@@ -310,24 +318,14 @@ def culprit(
         else:
             return None
     rest = [i for i in range(len(texts)) if i != suspects[0]]
-    said = repr(texts[suspects[0]][:80])
+    text = repr(texts[suspects[0]][:80])
     if not rest or failing(rest) is None:
-        return suspects[0], problem, f"; the completion {said} does it alone"
+        return suspects[0], problem, f"; the completion {text} causes it alone"
     some = rest[:: -(-len(rest) // ASKED_ALONE)]
     if problem.reason != "raised" or any(failing([i]) is None for i in some):
-        return suspects[0], problem, f"; the completion {said} does it alone, and so do others"
-    alone = "" if some == rest else f" that were asked alone, {len(some) + 1} of {len(texts)},"
-    return suspects[0], problem, f"; all completions{alone} do it, {said} for one"
-
-
-def _is_mistake(problem: NoAnswerError) -> bool:
-    """Whether it raised what a mistake in code raises, by the last line of its traceback."""
-    last = (problem.trace or "").rstrip().rpartition("\n")[2]
-    return problem.reason == "raised" and last.partition(":")[0] in MISTAKES
-
-
-def _lasting(rows: Sequence[Example]) -> Sequence[Example]:
-    return rows if isinstance(rows, Spooled) else list(rows)
+        return suspects[0], problem, f"; the completion {text} causes it alone, and so do others"
+    alone = "" if some == rest else f" that were scored alone, {len(some) + 1} of {len(texts)},"
+    return suspects[0], problem, f"; all completions{alone} cause it, such as {text}"
 
 
 def _exact_columns(example: Example) -> dict[str, Any]:

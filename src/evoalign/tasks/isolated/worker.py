@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which reward functions of the user's own run, so that it can be killed.
+"""Worker process that runs user reward functions, so that they can be killed.
 
-It answers one request at a time over a socket, one line of JSON each, under the number of the request; `connection.py`
-is the other end. What the user's code prints goes to stderr. A guard process beside it kills the whole process group
-once the trainer is gone, however it went and whatever the worker is doing. (Linux's parent-death signal would spare the
-processes that a reward function has started, and comes when the *thread* that started the worker ends.)
+The worker answers one request at a time over a socket, one line of JSON each, with the id of the request;
+`connection.py` is the other end. Output of user code goes to stderr. A guard process kills the whole process group once
+the trainer is gone, whatever the worker is doing. (Linux's parent-death signal would spare the processes that a reward
+function has started, and is sent when the *thread* that started the worker ends.)
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import re
 import select
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -29,21 +29,24 @@ from evoalign.plugins import FAILURES, raised
 from evoalign.rewards.functions import failure, fresh
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
-from evoalign.tasks.exact import decode, encode
-from evoalign.tasks.isolated import memory
+from evoalign.tasks.data.spool import decode, encode
 from evoalign.types import Example
 
 Build: TypeAlias = Callable[[Mapping[str, Any]], tuple[Task, Data | None]]
-"""Makes the task, and its data where rows are sent by their place, from the first request."""
+"""Creates the task from the first request, and its data if rows are sent by index."""
 
 MARK = "EVOALIGN_WORKER"
-"""The environment variable by which a worker's descendants are found, in whatever session they are."""
+"""Environment variable that identifies a worker's descendants in any session."""
 GUARD_SECONDS = 2
-"""How often the guard looks for the trainer itself, in case another process holds the trainer's end of the socket."""
+"""Interval at which the guard checks the trainer itself, in case another process holds the trainer's socket."""
+GIB = 1 << 30
+GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MEMORY_SUPPORTED = sys.platform == "linux"
+"""Whether the system enforces a memory limit."""
 
 
 def main(fd: int, create: Callable[[TaskConfig], Task]) -> None:
-    """Serve a task that is made again from its config."""
+    """Serve a task recreated from its config."""
 
     def build(start: Mapping[str, Any]) -> tuple[Task, Data | None]:
         task = create(TaskConfig.model_validate(start["config"]))
@@ -51,63 +54,102 @@ def main(fd: int, create: Callable[[TaskConfig], Task]) -> None:
 
     run(socket.socket(fileno=fd), build)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    os._exit(0)  # taking torch down in order takes the interpreter a second
+    os._exit(0)  # an orderly exit of torch takes a second
 
 
 def run(end: socket.socket, build: Build) -> None:
-    """Serve until the trainer closes its end or says so."""
+    """Serve until the trainer closes its end or sends `close`."""
     _guard(end)
     _redirect()
-    faulthandler.enable(2)  # a segmentation fault says where
-    answers = _Answers(end)
-    started: list[tuple[Task, Data | None]] = []
+    faulthandler.enable(2)  # prints a traceback for a segmentation fault
+    server = _Server(end, build)
     for line in end.makefile("rb"):
         request = decode(line)
         if request["op"] == "close":
             break
-        answers.request = request["id"]
-        if started:
-            task, data = started[0]
-            answer = _answered(partial(_work, task, data, request), f"task {task.name}")
-        else:
-            answer = _answered(partial(_start, started, build, request, answers), "the task")
-        answers.send(answer)
+        server.serve(request)
 
 
-class _Answers:
-    """Sends what belongs to a request, under its number. Only the worker does."""
+class _Server:
+    """Answers requests, each with its id."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self.request = -1
-        self._end = end
-        self._pid = os.getpid()
+    def __init__(self, end: socket.socket, build: Build) -> None:
+        self._end, self._build, self._pid = end, build, os.getpid()
+        self._task: Task | None = None
+        self._data: Data | None = None
+        self._request: Mapping[str, Any] = {}
 
-    def send(self, answer: dict[str, Any]) -> None:
-        """Ends this process where it is a copy: the user's code forked, and came back twice."""
-        if os.getpid() != self._pid:
+    def serve(self, request: Mapping[str, Any]) -> None:
+        """Answer with the value, or with the exception."""
+        self._request = request
+        who = "the task" if self._task is None else f"task {self._task.name}"
+        try:
+            value = self._start() if self._task is None else _work(self._task, self._data, request)
+            encode(value)  # raises for values that JSON cannot hold
+            answer: dict[str, Any] = {"value": value}
+        except EvoalignError as error:
+            failed = error.failed if isinstance(error, RewardError) else None
+            answer = {"error": str(error), "kind": type(error).__name__, "failed": failed}
+        except FAILURES as error:
+            failed = failure("raised", who, trace=traceback.format_exc())
+            message = f"{who} failed: {raised(error)}; fix it"
+            answer = {"error": message, "kind": RewardError.__name__, "failed": failed}
+        self._send(answer)
+
+    def _start(self) -> int:
+        limit_memory(self._request["memory_gib"])
+        task, self._data = self._build(self._request)
+        if isinstance(task, Custom):
+            task.calling = lambda name: self._send({"calling": name})
+        self._task = task
+        return self._pid
+
+    def _send(self, answer: Mapping[str, Any]) -> None:
+        if os.getpid() != self._pid:  # user code forked and returned in the child
             os._exit(1)
-        self._end.sendall(encode(answer | {"id": self.request}))
+        self._end.sendall(encode({**answer, "id": self._request["id"]}))
 
 
-def _start(started: list[tuple[Task, Data | None]], build: Build, request: Mapping[str, Any], answers: _Answers) -> int:
-    memory.bound(request["memory_gib"])
-    task, data = build(request)
-    if isinstance(task, Custom):
-        task.calling = lambda name: answers.send({"calling": name})
-    started.append((task, data))
-    return os.getpid()
+def limit_memory(gib: float | None) -> None:
+    """Let this process and its children allocate this much more memory; None: half of the machine's memory.
+
+    RLIMIT_DATA counts private writable memory. The address space would be the wrong measure: torch and CUDA reserve far
+    more than they use. The memory that a fork shares with its parent counts as already allocated.
+    """
+    if not MEMORY_SUPPORTED:
+        return
+    import resource  # not available on Windows
+
+    used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    more = half_of_memory() if gib is None else int(gib * GIB)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = min(more + (int(used[1]) << 10 if used else 0), sys.maxsize)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def half_of_memory() -> int:
+    """Return half of the memory of the machine or its control group, in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit, which is "max"
+        total = min(total, int(GROUP_LIMIT.read_text(encoding="utf-8")))
+    return total // 2
 
 
 def _guard(end: socket.socket) -> None:
-    """Fork the guard. It shares the worker's process group, and so ends with it."""
+    """Fork the guard, which is in the worker's process group and ends with it."""
     trainer = os.getppid()
     if os.fork():
         return
     try:
         hangup = select.poll()
-        hangup.register(end, 0)  # only the hang-up, which is always told: requests are the worker's to read
-        while not hangup.poll(GUARD_SECONDS * 1000) and _is_alive(trainer):
-            pass
+        hangup.register(end, 0)  # reports only hang-ups; requests are for the worker
+        while not hangup.poll(GUARD_SECONDS * 1000):
+            try:
+                os.kill(trainer, 0)
+            except ProcessLookupError:
+                break
+            except PermissionError:
+                pass
     finally:
         with contextlib.suppress(OSError, KeyError):
             kill_marked(os.environ[MARK])
@@ -115,34 +157,24 @@ def _guard(end: socket.socket) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all other processes that were started with this mark: the end of the group spares other sessions.
+    """Kill all other processes started with this mark, also those in other sessions, which killpg misses.
 
-    Reads /proc, so only on Linux. Spared: a process that was given another environment, or forked without an exec.
+    Reads /proc, so it needs Linux. It misses processes with another environment, and forks without exec.
     """
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+        with contextlib.suppress(OSError):  # ended, or owned by another user
             if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _redirect() -> None:
-    """Nothing to read; what is printed goes to stderr."""
-    with contextlib.suppress(OSError):  # a trainer without a stderr
+    """Connect stdin to nothing and stdout to stderr."""
+    with contextlib.suppress(OSError):  # the trainer may have no stderr
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
-        # Not what a fork has here: a notebook's, or a test runner's.
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (for good)
+        # Replaces the objects that a fork inherits from a notebook or a test runner.
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (never closed)
         sys.stdout = sys.stderr = open(  # noqa: SIM115
             2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
@@ -150,31 +182,17 @@ def _redirect() -> None:
 
 def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
     rows = [_row(row, data) for row in request["rows"]]
-    examples = [fresh(rows[i]) for i in request["row_of"]]
+    texts, examples = request["texts"], [fresh(rows[i]) for i in request["row_of"]]
     if "sets" in request and task.set_objective is not None:
-        return task.set_objective.compute(request["texts"], examples, request["sets"])
+        return task.set_objective.compute(texts, examples, request["sets"])
     if "rewards" in request:
-        found = task.point(request["texts"][0], examples[0], request["rewards"])
+        found = task.point(texts[0], examples[0], request["rewards"])
         return None if found is None else dict(found)
-    return OPERATIONS[request["op"]](task, request["texts"], examples)
-
-
-def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:
-    """What to send: the value, or what was raised."""
-    try:
-        value = work()
-        encode(value)  # may raise too
-        return {"value": value}
-    except EvoalignError as error:
-        failed = error.failed if isinstance(error, RewardError) else None
-        return {"error": str(error), "kind": type(error).__name__, "failed": failed}
-    except FAILURES as error:
-        failed = failure("raised", who, trace=traceback.format_exc())
-        return {"error": f"{who} failed: {raised(error)}; fix it", "kind": RewardError.__name__, "failed": failed}
+    return OPERATIONS[request["op"]](task, texts, examples)
 
 
 def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
-    """An example that was sent whole, or the one at its place in the data, which must be the same there."""
+    """Return a row that was sent, or the row at this index, whose sent columns must be the same here."""
     if "at" not in sent:
         return sent["columns"]
     split, index = sent["at"]
@@ -183,8 +201,8 @@ def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
     for name, value in sent["columns"].items():
         if name not in row or encode(row[name]) != encode(value):
             raise DataError(
-                f"row {index} of the {split} split reads otherwise the second time, in {name!r}; "
-                "load_data(seed) must give the same rows each time, and its files must stay as they are"
+                f"row {index} of the {split} split differs in {name!r} when loaded a second time; load_data(seed) must "
+                "return the same rows each time, and its files must not change"
             )
     return row
 
@@ -203,4 +221,4 @@ OPERATIONS: dict[str, Callable[[Task, Sequence[str], Sequence[Example]], Any]] =
     "clean": lambda task, texts, examples: task.clean(texts[0]),
     "self_check": lambda task, texts, examples: task.self_check(examples),
 }
-"""What a worker does with the texts and examples of a request."""
+"""Operations on the texts and examples of a request."""

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare answers as mathematics with `math-verify`, within bounds that do not depend on time.
+
+Model output such as `9^{9^{9^9}}` can keep a computer algebra system busy for hours or exhaust memory. So an answer is
+compared only if it is short, has only harmless commands, and no number in it exceeds `MOST_BITS`; the comparison stops
+after `MOST_CALLS` function calls. An answer beyond these bounds, or one that cannot be parsed, is wrong, on every
+machine alike. The time limits of math-verify are disabled. If a comparison hangs anyway, the grading process is killed:
+that is an error, never a score.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import re
+import sys
+from fractions import Fraction
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from inspect import CO_GENERATOR
+from types import FrameType
+from typing import Any
+
+from evoalign.errors import ConfigError
+from evoalign.version import install
+
+MOST_CHARACTERS = 300
+"""Maximum length of an answer; the longest in MATH has about 150."""
+MOST_BITS = 20_000
+"""Maximum bits of all numbers in an answer and of its value, about 6,000 digits."""
+MOST_CALLS = 3_000_000
+"""Maximum function calls and returns for one comparison; usual ones take less than a million.
+
+The parser caches, so that it needs fewer calls for text that it has parsed before. `_learn` fills its caches with usual
+answers, and `Memory` restores that state before each comparison."""
+MOST_CHOSEN_FROM = 10_000
+"""Maximum number in an answer with a binomial coefficient, which is evaluated during parsing."""
+MOST_POWERS = 10_000_000
+"""Maximum product of the exponents in an answer: in the worst case they form a tower."""
+_COMMANDS = """
+frac dfrac tfrac cfrac sqrt pi cdot times div pm mp left right big Big bigl bigr Bigl Bigr text textbf textit
+textrm mathrm mathbf mathbb mbox infty cup cap emptyset varnothing in notin setminus le leq leqslant ge geq
+geqslant ne neq lt gt approx circ degree angle log ln exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh
+tanh binom dbinom tbinom begin end quad qquad alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau
+phi varphi omega overline bar vec hat ldots dots cdots to mid lvert rvert vert prime lfloor rfloor lceil rceil
+displaystyle space
+"""
+COMMANDS = frozenset(_COMMANDS.split())
+"""LaTeX commands allowed in an answer. Sums, products, integrals and limits are not: they need evaluation."""
+
+_FIRST = re.split(
+    r"\s{3,}",
+    r"""\frac{1}{2}x^2+3xy-\sqrt[3]{5}   -\sqrt{2}\cdot(x+1)^{2n}   (-\infty,-2]\cup[3,5)   \{1,-2,\frac{3}{4}\}
+    \begin{pmatrix}1&-2\\0&x\end{pmatrix}   2\sin^2(x)\cos x+\ln x   \frac{x^2-1}{x+1}+e^{i\pi/3}   y=-x+4
+    \text{Evelyn}   72   \frac{2400}{2}   50\%   90^\circ   (3,\frac{\pi}{2})   5!   \log_2 8   \binom{10}{3}
+    3,2,1   2<x   1-i   a_1+b_2   (x+1)^3(x-2)   \frac{-3\pm\sqrt{5}}{2}   [1,2]   \tan(x)   x\in[1,2)   120.5
+    \frac{\sqrt{3}}{2}""",
+)
+"""Usual answers, parsed once per process to fill the caches of the parser."""
+_BASE = re.compile(r"[\d)}]\s*_")
+"""Number in a base other than ten."""
+_BAR = re.compile(r"\||vert")
+_FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_WORD = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_ZEROS)})s?(?![A-Za-z])\s*", re.IGNORECASE)
+_SCALED = re.compile(
+    r"(?<![\d./^_])((?:\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+    r"((?:[\s~$]|\\[ ,;:!]|\\(?:text|textrm|textbf|textit|mathrm|mbox)\s*\{)*)"
+    rf"((?:{_WORD.pattern})+)",
+    re.IGNORECASE,
+)
+"""A number, separators, and words such as million."""
+_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+"""White space, except between two digits, where it separates two numbers."""
+_INDEX = re.compile(r"_\{(\w+)\}")
+_SAME = (("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\$", ""), ("$", ""))
+"""Equivalent notations."""
+_ALGEBRA = frozenset(("antlr4", "latex2sympy2_extended", "math_verify", "mpmath", "sympy"))
+"""Packages that parse and compare."""
+
+
+class _TooMuchWork(BaseException):
+    """More than MOST_CALLS calls. Not an Exception, since the libraries catch those."""
+
+
+def require(task: str) -> None:
+    """Raise ConfigError if math-verify is not installed."""
+    if find_spec("math_verify") is None:
+        raise ConfigError(f"task {task} compares answers by math-verify: {install('math')}")
+
+
+def last_boxed(text: str) -> tuple[int, str] | None:
+    r"""Return the end and the content of the last complete `\boxed{..}` of a text, or None."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    found = boxes[-1]
+    depth = 1
+    for end in range(found.end(), min(len(text), found.end() + MOST_CHARACTERS + 1)):
+        if text[end - 1] == "\\":
+            continue
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return end, text[found.end() : end]
+    return None
+
+
+def written_out(text: str) -> str:
+    """Replace `2.5 million` by 2500000: the parser ignores words."""
+    return _SCALED.sub(lambda found: _shifted(found[1], found[3]) + found[2], text)
+
+
+def _shifted(digits: str, words: str) -> str:
+    zeros = sum(_ZEROS[word.lower()] for word in _WORD.findall(words))
+    whole, _, part = re.sub("[,{}]", "", digits).partition(".")
+    part = part.ljust(zeros, "0")
+    return f"{whole}{part[:zeros]}" + (f".{part[zeros:]}" if part[zeros:] else "")
+
+
+def number(text: str) -> Fraction | None:
+    """Parse a plain decimal number such as `-1,234.50`, also with a dollar sign; else return None."""
+    found = _NUMBER.fullmatch(_tidy(text).removesuffix("."))
+    return None if found is None else Fraction(found[1] + found[2].replace(",", ""))
+
+
+@lru_cache(maxsize=4096)
+def is_equal(answer: str, gold: str) -> bool:
+    """Return whether an answer equals the gold answer: as text, as a number, or by math-verify."""
+    if _tidy(answer) == _tidy(gold):
+        return True
+    if len(answer) > MOST_CHARACTERS or len(gold) > MOST_CHARACTERS:
+        return False
+    answer, gold = written_out(answer), written_out(gold)
+    if [*map(str.lower, _WORD.findall(answer))] != [*map(str.lower, _WORD.findall(gold))]:
+        return False  # the parser ignores words
+    ours, theirs = number(answer), number(gold)
+    if ours is not None and theirs is not None:
+        return ours == theirs
+    return _is_readable(answer) and _is_readable(gold) and _is_verified(answer, gold)
+
+
+def _tidy(text: str) -> str:
+    for written, meant in _SAME:
+        text = text.replace(written, meant)
+    return _INDEX.sub(r"_\1", _SPACE.sub("", text.strip()))
+
+
+def _is_readable(text: str) -> bool:
+    """Return whether the text has only `COMMANDS` and nothing whose evaluation during parsing could take long.
+
+    The parser evaluates interval ends, determinants, binomials, roots and substitutions (`|_{x=..}`).
+    """
+    if not COMMANDS.issuperset(_COMMAND.findall(text)) or (_BAR.search(text) and "_" in text):
+        return False
+    if _BASE.search(text):  # math-verify ignores the base: 11 in base 2 would equal 11 in base 3
+        return False
+    if "binom" in text and ("^" in text or "!" in text or _largest_in(text) > MOST_CHOSEN_FROM):
+        return False
+    return len(_FACTORIAL.findall(text)) == text.replace("\\!", "").count("!") and _has_small_powers(text)
+
+
+def _has_small_powers(text: str) -> bool:
+    """Return whether there is no tower of powers, except one like `e^{x^2}`, and the product of exponents is small."""
+    product = 1
+    for found in re.finditer(r"\^", text):
+        exponent = _exponent(text, found.end())
+        towers = exponent.count("^") + exponent.count("!")
+        digits = sum(map(str.isdigit, exponent))
+        if towers > 1 or digits > (2 if towers else 5) or (towers and _largest_in(text) > 3):
+            return False
+        product *= max(2, _largest_in(exponent))
+    return product <= MOST_POWERS
+
+
+def _exponent(text: str, start: int) -> str:
+    """Return the exponent that starts there: a group, a number, a letter, or all that follows a command."""
+    rest = text[start:].lstrip()
+    if rest[:1] not in ("{", "("):
+        found = re.match(r"\\circ|\d+|[^\\]", rest)
+        return rest if found is None else found[0]
+    depth = 0
+    for end, letter in enumerate(rest):
+        depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(letter, 0)
+        if not depth:
+            return rest[:end]
+    return rest
+
+
+def _largest_in(text: str) -> int:
+    return max(map(int, re.findall(r"\d+", text)), default=0)
+
+
+class Memory:
+    """Snapshot of the caches of the parser and sympy.
+
+    Without `restore`, the number of calls of a comparison would depend on earlier answers: ANTLR adds states to
+    automata that all parsers of a process share, and sympy keeps results, factors and the state of a random generator.
+    """
+
+    def __init__(self) -> None:
+        from latex2sympy2_extended.antlr_parser import PSLexer, PSParser
+
+        kinds: list[Any] = [PSLexer, PSParser]
+        dfas = [dfa for kind in kinds for dfa in kind.decisionsToDFA]
+        self._automata = [(dfa, dfa.s0, dict(dfa._states), _edges(dfa)) for dfa in dfas]
+        self._followed = [(state, state.nextTokenWithinRule) for kind in kinds for state in kind.atn.states if state]
+        self._contexts = dict(kinds[1].sharedContextCache.cache)
+        self._cache: dict[Any, Any] = kinds[1].sharedContextCache.cache
+
+    def restore(self) -> None:
+        """Restore the caches."""
+        from math_verify import parser
+        from sympy.core.cache import clear_cache
+        from sympy.core.random import seed
+        from sympy.ntheory.factor_ import factor_cache
+
+        for dfa, start, states, edges in self._automata:
+            dfa.s0 = start
+            if len(dfa._states) > len(states):
+                dfa._states = dict(states)
+            for state, out in edges:
+                state.edges = None if out is None else list(out)
+        for state, tokens in self._followed:
+            state.nextTokenWithinRule = tokens
+        self._cache.clear()
+        self._cache.update(self._contexts)
+        parser.parse_latex_cached.cache_clear()
+        clear_cache()
+        factor_cache.cache_clear()
+        seed(0)
+
+
+def _edges(dfa: Any) -> list[tuple[Any, list[Any] | None]]:
+    """Return the states of an automaton with copies of their edges."""
+    found = [dfa.s0, *dfa._states.values()]
+    return [(state, None if state.edges is None else list(state.edges)) for state in found if state is not None]
+
+
+@cache
+def _learn() -> Memory:
+    """Import the libraries and fill their caches, once per process.
+
+    Otherwise the first comparison of a process would exceed MOST_CALLS.
+    """
+    from math_verify import verify
+
+    read = [_parsed(text) for text in _FIRST]
+    verify(read[0], read[1], timeout_seconds=None)
+    return Memory()
+
+
+def _is_verified(answer: str, gold: str) -> bool:
+    from math_verify import verify
+
+    _learn().restore()  # so that the number of calls does not depend on earlier answers
+    equal = False
+    with _Work() as work:
+        ours, theirs = _parsed(answer), _parsed(gold)
+        if ours and theirs and all(_bits(part) <= MOST_BITS for part in (*ours, *theirs)):
+            equal = verify(theirs, ours, timeout_seconds=None)
+    return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
+
+
+def _parsed(text: str) -> list[Any]:
+    """Parse LaTeX to unevaluated expressions. Plain expressions are off: sympy would execute model output."""
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning about the missing time limit
+    text = text.replace("\\$", "").replace("$", "")
+    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=0)
+
+
+class _Work:
+    """Context that ends after MOST_CALLS function calls.
+
+    It disables garbage collection, which would call finalisers at times that depend on the process."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._collects = gc.isenabled()
+
+    def __enter__(self) -> _Work:
+        gc.disable()
+        self._before = sys.getprofile()
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> bool:
+        sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
+        return kind is _TooMuchWork
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        self.calls += 1
+        # Raise only when a function of these packages begins: logging would keep its lock, and an exception in a
+        # discarded generator is lost together with this profile function.
+        is_plain = event == "call" and not frame.f_code.co_flags & CO_GENERATOR
+        if self.calls > MOST_CALLS and is_plain and frame.f_globals.get("__name__", "").partition(".")[0] in _ALGEBRA:
+            raise _TooMuchWork
+
+
+def _bits(expression: Any) -> float:
+    """Return an upper bound of the bits of all numbers in an expression and of its value; may be infinite."""
+    import sympy
+
+    if isinstance(expression, sympy.MatrixBase):
+        return sum(map(_bits, expression.flat()))
+    if isinstance(expression, sympy.Rational):
+        return int(expression.p).bit_length() + int(expression.q - 1).bit_length()
+    if isinstance(expression, sympy.Float):
+        return 64 + abs(math.frexp(float(expression))[1]) if math.isfinite(float(expression)) else math.inf
+    parts = [_bits(part) for part in expression.args]
+    if isinstance(expression, sympy.Pow | sympy.MatPow):
+        return (parts[0] + 1) * _largest(expression.args[1], parts[1])
+    if isinstance(expression, sympy.exp):
+        return 2 * _largest(expression.args[0], parts[0])
+    if isinstance(expression, sympy.factorial | sympy.factorial2):
+        return (parts[0] + 1) * _largest(expression.args[0], parts[0])
+    return sum(parts) + 2
+
+
+def _largest(expression: Any, bits: float) -> float:
+    """Return an upper bound of the absolute value of an expression with this many bits, at least 1."""
+    if bits >= 64:
+        return math.inf
+    return max(1.0, abs(float(expression)) if expression.is_Rational else 2.0**bits)

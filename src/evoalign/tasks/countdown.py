@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Countdown: make a target from given numbers, each used exactly once (Qiu et al., arXiv 2509.24372, section 4.1).
+
+    reward = 0.1 * format + answer, from 0 to 1.1
+
+The rules are those of the published graders, without backtracking regular expressions and without executing model
+output. Deviations: `**`, `//` and signs are rejected (the published graders accept `3**4` and `7//2`), and negative or
+fractional targets are graded like others. `task.grading: lenient` also accepts other notations; see
+`rewards.arithmetic.evaluate_written`.
+
+`generate` makes data in the published form: `evoalign data countdown`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
+from evoalign.rewards.arithmetic import ExpressionError, evaluate, evaluate_written
+from evoalign.tasks import data
+from evoalign.tasks.base import Data, Task
+from evoalign.tasks.data import random_state
+from evoalign.types import Example, Prompt
+
+MAX_RESPONSE = 500_000
+"""Maximum characters of a cleaned response, about 100,000 tokens; a longer one earns 0."""
+TOLERANCE = Fraction(1, 100_000)
+"""Targets of the published data are decimal strings such as 266.6666666666667."""
+FORMAT_WEIGHT = 0.1
+DATA = "data/tasks/countdown/countdown.json"
+
+THINK, END_THINK = "<think>", "</think>"
+ANSWER, END_ANSWER = "<answer>", "</answer>"
+BRIDGE = f"{END_THINK}\n{ANSWER}"
+
+SYSTEM = (
+    "You are a helpful assistant. You first think about the reasoning process in your mind and then provide the user "
+    "with the answer."
+)
+USER = (
+    "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+    "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And return the final "
+    "answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+)
+OPENING = f"Let me solve this step by step.\n{THINK}"
+"""Beginning of the assistant message of `chat_opened`, as in the replications."""
+_TARGET = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
+
+
+class Countdown(Task):
+    """Rows of {id, context, numbers, target, solution}.
+
+    Values of `task.prompt`:
+
+    - `raw` (default): the row's `context`, which ends in "<think>";
+    - `short`: `Use [44 19 35] to make 98. <think>`;
+    - `chat`: a system message (or `task.system_prompt`) and a user message, numbers as a Python list;
+    - `chat_opened`: the same with the beginning of the assistant message, `OPENING`, which the model continues.
+
+    If the prompt ends in "<think>", the model's text continues that block, so the format is graded on "<think>" +
+    response. With `chat` the response has to open the block itself.
+    """
+
+    name = "countdown"
+    shipped = (DATA, None)
+    per_call = 16
+    gradings = ("strict", "lenient")
+    max_reward = FORMAT_WEIGHT * 1.0 + 1.0
+    graded_text = END_ANSWER
+    takes_system_prompt = True
+
+    def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config)
+        if config.prompt == "conversation":
+            raise ConfigError("task.prompt: countdown has raw, short, chat and chat_opened, not conversation")
+        if config.system_prompt is not None and config.prompt is None:
+            raise ConfigError("task.system_prompt: countdown's prompt is raw, without messages; set task.prompt: chat")
+
+    def load_data(self, seed: int) -> Data:
+        return data.load(self.config, seed, self._check, self.shipped)
+
+    def prompt(self, example: Example) -> Prompt:
+        numbers, target = cast("list[int]", example["numbers"]), str(example["target"])
+        if self.config.prompt == "short":
+            return f"Use [{' '.join(map(str, numbers))}] to make {target}. {THINK}"
+        if self.config.prompt in ("chat", "chat_opened"):
+            question = USER.format(numbers=list(numbers), target=target)
+            system = self.config.system_prompt or SYSTEM
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            opened = self.config.prompt == "chat_opened"
+            return [*chat, {"role": "assistant", "content": OPENING}] if opened else chat
+        return cast(str, example["context"])
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        form, answer = self._parts(text, example)
+        return FORMAT_WEIGHT * form + answer
+
+    def gold(self, example: Example) -> str | None:
+        """Return the stored solution in the shortest full format."""
+        solution = example.get("solution")
+        if not isinstance(solution, str):
+            return None
+        opening = "" if self._opened(example) else THINK
+        return f"{opening}{BRIDGE}{solution}{END_ANSWER}"
+
+    def is_right(self, text: str, example: Example) -> bool:
+        """Return whether the answer has the target's value; the stored solution is one of many."""
+        return self._parts(text, example)[1] > 0
+
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """Return the measures. `accuracy` ignores the format; `high_reward` is a reward of at least 1."""
+        form, answer = self._parts(text, example)
+        return {
+            "accuracy": float(answer > 0),
+            "format": form,
+            "answer_reward": answer,
+            "high_reward": float(FORMAT_WEIGHT * form + answer >= 1.0),
+        }
+
+    def _parts(self, text: str, example: Example) -> tuple[float, float]:
+        if len(text) > MAX_RESPONSE:
+            return 0.0, 0.0
+        opening = THINK if self._opened(example) else ""
+        numbers, lenient = tuple(cast("list[int]", example["numbers"])), self.config.grading == "lenient"
+        return format_reward(opening + text), _answer_reward(text, numbers, example["target"], lenient)
+
+    def _opened(self, example: Example) -> bool:
+        """Return whether the prompt opens the think block."""
+        if self.config.prompt == "chat":
+            return False
+        return self.config.prompt in ("short", "chat_opened") or cast(str, example["context"]).rstrip().endswith(THINK)
+
+    def _check(self, where: str, row: dict[str, Any]) -> Example:
+        wanted = ("numbers", "target", *(("context",) if "context" in self.config.columns else ()))
+        if missing := [name for name in wanted if name not in row]:
+            raise data.lacking(where, row, self.config, f"no {' and no '.join(missing)}", *wanted)
+        check_row(where, row)
+        context = row.get("context")
+        if self.config.prompt in (None, "raw") and not (isinstance(context, str) and context):
+            raise DataError(
+                f"{where}: context is {context!r}; expected the prompt, or task.prompt: short, chat, chat_opened"
+            )
+        return row
+
+
+def format_reward(response: str) -> float:
+    """Return 1.0 for exactly `<think>..</think>`, a newline and `<answer>..</answer>`; else 0.1 and 0.5 for each block.
+
+    Equals the regular expressions of the published graders, `^<think>.*?</think>\\n<answer>.*?</answer>$` and
+    `<tag>.*?</tag>` (DOTALL), in linear time. One newline may follow, and blocks may contain text or further tags.
+    """
+    bridge = response.find(BRIDGE, len(THINK))
+    end = len(response) - response.endswith("\n") - len(END_ANSWER)
+    whole = response.startswith(THINK) and 0 <= bridge <= end - len(BRIDGE)
+    if whole and response.startswith(END_ANSWER, end):
+        return 1.0
+    return 0.1 * _has_block(response, THINK, END_THINK) + 0.5 * _has_block(response, ANSWER, END_ANSWER)
+
+
+def answer_reward(response: str, numbers: Sequence[int], target: str | int | float, *, lenient: bool = False) -> float:
+    """Return 1.0 if the last answer block uses each number exactly once and has the target's value, else 0.0.
+
+    `lenient` also accepts the notations of `rewards.arithmetic.evaluate_written`.
+    """
+    answer = last_answer(response)
+    if answer is None:
+        return 0.0
+    try:
+        expression = (evaluate_written if lenient else evaluate)(answer)
+    except ExpressionError:
+        return 0.0
+    correct = expression.numbers == tuple(sorted(numbers)) and abs(expression.value - Fraction(str(target))) < TOLERANCE
+    return float(correct)
+
+
+@lru_cache(2048)
+def _answer_reward(response: str, numbers: tuple[int, ...], target: str | int | float, lenient: bool) -> float:
+    """Cached `answer_reward`: members often give the same completion."""
+    return answer_reward(response, numbers, target, lenient=lenient)
+
+
+def last_answer(response: str) -> str | None:
+    """Return the content of the last match of `<answer>(.*?)</answer>`, or None.
+
+    A match ends at the first closing tag after an opening tag, and begins at the first opening tag after the previous
+    closing tag, so five searches find it in any text.
+    """
+    last_close = response.rfind(END_ANSWER)
+    last_open = response.rfind(ANSWER, 0, max(last_close, 0))
+    if last_open < 0:
+        return None
+    end = response.find(END_ANSWER, last_open)
+    close_before = response.rfind(END_ANSWER, 0, last_open)
+    start = response.find(ANSWER, max(close_before, 0))
+    return response[start + len(ANSWER) : end]
+
+
+def check_row(where: str, row: Mapping[str, Any]) -> None:
+    """Raise DataError, naming `where`, for wrong numbers or a wrong target."""
+    numbers: object = row.get("numbers")
+    if (
+        not isinstance(numbers, list)
+        or not numbers
+        or not all(type(n) is int and n >= 0 for n in cast("list[object]", numbers))
+    ):
+        raise DataError(f"{where}: numbers is {numbers!r}; expected a list of integers from 0 up")
+    target: object = row.get("target")
+    if isinstance(target, bool) or not isinstance(target, str | int | float) or not _TARGET.fullmatch(str(target)):
+        raise DataError(
+            f"{where}: target is {target!r}; expected a decimal number as a string, such as '98' or '-27.4'"
+        )
+    if not isinstance(row.get("solution", ""), str | None):
+        raise DataError(f"{where}: solution is {row['solution']!r}; expected a string such as '((44 + 19) + 35)'")
+
+
+def _has_block(response: str, opening: str, closing: str) -> bool:
+    start = response.find(opening)
+    return start >= 0 and response.find(closing, start + len(opening)) >= 0
+
+
+Numbers: TypeAlias = Literal[3, 4, "mixed"]
+
+Problem: TypeAlias = tuple[tuple[int, ...], int]
+"""Ascending numbers, target."""
+
+MIN_NUMBER, MAX_NUMBER = 1, 99
+MIN_TARGET, MAX_TARGET = 10, 100
+MAX_MISSES = 100_000
+"""Maximum number of draws for one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """An expression and its exact value."""
+
+    text: str
+    value: Fraction
+
+
+def held_out(numbers: Sequence[int], target: int) -> bool:
+    """Return whether a problem is in the tenth that the tiny base model was not trained on.
+
+    The key is the ascending numbers joined by commas, a colon and the target (`19,35,44:98`); its 8-byte BLAKE2b
+    digest, read big-endian, is 0 modulo 10.
+    """
+    key = f"{','.join(map(str, sorted(numbers)))}:{target}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 10 == 0
+
+
+def generate(
+    count: int,
+    numbers: Numbers = "mixed",
+    seed: int = 0,
+    *,
+    targets: tuple[int, int] = (MIN_TARGET, MAX_TARGET),
+    keep: Callable[[tuple[int, ...], int], bool] | None = held_out,
+) -> list[dict[str, Any]]:
+    """Return `count` rows of {id, context, numbers, target, solution}, no two with the same numbers and target.
+
+    Every row is solvable, and the evaluator that grades models verifies its solution. The stream is numpy's frozen
+    RandomState: one seed, one file. The shipped `data/tasks/countdown/countdown.json` is
+    `write_countdown(path, 2200, "mixed", seed=0)`; all its rows are `held_out`.
+
+    `numbers` is the count of numbers in a row; `mixed` draws 3 or 4 with equal probability. `targets` are the smallest
+    and the largest target; `keep` selects problems (None: all). Raises DataError if it does not find enough.
+    """
+    random = random_state(seed)
+    seen: set[Problem] = set()
+
+    def is_wanted(problem: Problem) -> bool:
+        new = targets[0] <= problem[1] <= targets[1] and problem not in seen
+        return new and (keep is None or keep(*problem))
+
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        size: int = random.randint(3, 5) if numbers == "mixed" else numbers
+        drawn = _draw_wanted(random, size, is_wanted)
+        if drawn is None:
+            raise DataError(f"found only {index} of {count} problems with targets {targets}; ask for fewer rows")
+        rows.append(_row(index, *drawn))
+        seen.add((tuple(sorted(drawn[0])), int(drawn[1].value)))
+    return rows
+
+
+def write_countdown(path: str | Path, count: int, numbers: Numbers = "mixed", seed: int = 0) -> None:
+    """Write `generate(count, numbers, seed)` as a JSON list, one row per line."""
+    lines = ",\n".join(json.dumps(row) for row in generate(count, numbers, seed))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def solve(numbers: Sequence[int], target: int | Fraction) -> str | None:
+    """Return an expression over all numbers with exactly this value, or None, by exhaustive search."""
+    return _search([Term(str(n), Fraction(n)) for n in numbers], Fraction(target))
+
+
+def context(numbers: Sequence[int], target: int | str) -> str:
+    """Return the published prompt, with numbers as numpy prints them: `[83 78  1 39]`."""
+    width = max(len(str(n)) for n in numbers)
+    shown = f"[{' '.join(str(n).rjust(width) for n in numbers)}]"
+    return f"{SYSTEM}{USER.format(numbers=shown, target=target)}Let me solve this step by step.\n{THINK}"
+
+
+def _row(index: int, numbers: list[int], solution: Term) -> dict[str, Any]:
+    expression, target = evaluate(solution.text), int(solution.value)
+    if expression.value != target or expression.numbers != tuple(sorted(numbers)):
+        raise AssertionError(f"{solution.text} over {numbers} does not make {target}")
+    return {
+        "id": index,
+        "context": context(numbers, target),
+        "numbers": numbers,
+        "target": str(target),
+        "solution": solution.text,
+    }
+
+
+def _draw_wanted(
+    random: np.random.RandomState, size: int, is_wanted: Callable[[Problem], bool]
+) -> tuple[list[int], Term] | None:
+    """Draw until `is_wanted`; return None after `MAX_MISSES` draws."""
+    for _ in range(MAX_MISSES):
+        numbers, solution = _draw(random, size)
+        if solution is None or solution.value.denominator != 1:
+            continue
+        if is_wanted((tuple(sorted(numbers)), int(solution.value))):
+            return numbers, solution
+    return None
+
+
+def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | None]:
+    """Return random numbers and a random expression over all of them, or None if it divides by zero."""
+    numbers: list[int] = random.randint(MIN_NUMBER, MAX_NUMBER + 1, size=size).tolist()
+    terms = [Term(str(n), Fraction(n)) for n in numbers]
+    while len(terms) > 1:
+        left, right = (terms.pop(random.randint(len(terms))) for _ in range(2))
+        joined = _join(left, "+-*/"[random.randint(4)], right)
+        if joined is None:
+            return numbers, None
+        terms.append(joined)
+    return numbers, terms[0]
+
+
+def _search(terms: list[Term], target: Fraction) -> str | None:
+    if len(terms) == 1:
+        return terms[0].text if terms[0].value == target else None
+    for i, left in enumerate(terms):
+        for j, right in enumerate(terms):
+            rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+            for symbol in "+-*/" if i < j else "-/" if i > j else "":
+                joined = _join(left, symbol, right)
+                found = None if joined is None else _search([*rest, joined], target)
+                if found is not None:
+                    return found
+    return None
+
+
+def _join(left: Term, symbol: str, right: Term) -> Term | None:
+    """Return `(left symbol right)`, or None for a division by zero."""
+    text = f"({left.text} {symbol} {right.text})"
+    if symbol == "+":
+        return Term(text, left.value + right.value)
+    if symbol == "-":
+        return Term(text, left.value - right.value)
+    if symbol == "*":
+        return Term(text, left.value * right.value)
+    return Term(text, left.value / right.value) if right.value else None

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AdapterStore`: deletes folders of ended processes, and no others."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evoalign.engines.server import adapters
+from evoalign.engines.server.adapters import AdapterStore, PeftAdapter
+from evoalign.errors import ModelError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from evoalign.engines.server import adapters
+adapters.IN_MEMORY = Path(sys.argv[1])
+store = adapters.AdapterStore(None)
+(store.folder("member") / "weights").write_bytes(b"0")
+print(store._folder, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(adapters, "IN_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory: Path) -> None:
+    (memory / "evoalign-adapters-file").touch()
+    (memory / "evoalign-adapters-link").symlink_to(memory)
+    (memory / "evoalign-adapters-unmarked").mkdir()
+    (memory / "evoalign-bench").mkdir()
+    before = {path.name for path in memory.iterdir()}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(memory)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        first = AdapterStore(None)
+        assert (left / "member" / "weights").exists(), "its process lives"
+        os.kill(process.pid, signal.SIGKILL)
+    second = AdapterStore(None)
+    assert not left.exists()
+    assert first._folder.exists(), "of this process, and in use"
+    first.close()
+    second.close()
+    assert {path.name for path in memory.iterdir()} == before
+
+
+def test_nothing_is_deleted_in_a_folder_of_the_user(memory: Path) -> None:
+    """It may be on a disk without locks."""
+    left = memory / "evoalign-adapters-left"
+    left.mkdir()
+    (left / adapters.MARK).touch()
+    AdapterStore(str(memory)).close()
+    assert left.exists()
+    AdapterStore(None).close()
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("name", ["evoalign-x", "evoalign-adapters-x"])
+def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory: Path, name: str) -> None:
+    (memory / name).mkdir()
+    run = AdapterStore(str(memory / name))
+    folder = run.folder("member")
+    AdapterStore(None).close()
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("where", ["tempfile.mkdtemp", "evoalign.engines.server.adapters.locked"])
+def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
+    memory: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after it is created, and right before it is locked."""
+    swept = list[bool]()
+
+    def sweep_once(given: Any) -> None:
+        if not swept:
+            swept.append(True)
+            adapters._delete_orphans(memory)
+
+    if where.endswith("mkdtemp"):
+        make = adapters.tempfile.mkdtemp
+
+        def made(**words: Any) -> str:
+            folder = make(**words)
+            sweep_once(folder)
+            return folder
+
+        monkeypatch.setattr(where, made)
+    else:
+        lock = adapters.locked
+
+        def locked(file: Any) -> bool:
+            sweep_once(file)
+            return lock(file)
+
+        monkeypatch.setattr(where, locked)
+    store = AdapterStore(str(memory))
+    assert swept and store.folder("member").is_dir()
+    AdapterStore(None).close()
+    assert store._folder.is_dir(), "it is locked"
+    store.close()
+
+
+def adapter(size: int = 1) -> PeftAdapter:
+    return PeftAdapter({"r": 1}, {"a": torch.zeros(size)})
+
+
+def test_put_names_the_setting_where_the_disk_is_full() -> None:
+    store, before = AdapterStore(None), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(ModelError, match=r"engine\.adapter_folder"):
+            store.put("member", adapter(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    store.close()
+
+
+def test_adapters_are_readable_for_other_users_whatever_the_umask() -> None:
+    before = os.umask(0o077)
+    try:
+        store = AdapterStore(None)
+        put, made = store.put("member", adapter()), store.folder("weights")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (store._folder, put, made)} == {0o755}
+    files = list(put.iterdir())
+    assert len(files) == 2 and {file.stat().st_mode & 0o777 for file in files} == {0o644}
+    store.close()

@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client, connection and dialects with servers that are slow, busy, hostile or gone; without a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evoalign.engines.server import client as client_module
+from evoalign.engines.server.adapters import PeftAdapter
+from evoalign.engines.server.client import Client, LostError, RefusedError
+from evoalign.engines.server.connection import Connection
+from evoalign.engines.server.dialect import (
+    Completion,
+    ServerInfo,
+    checked_ids,
+    checked_logprobs,
+    parse_metrics,
+)
+from evoalign.engines.server.engine import LOADS, ServerEngine
+from evoalign.engines.server.settings import SglangConfig
+from evoalign.engines.server.sglang import MEASURED, METRIC, SglangDialect, begin_update
+from evoalign.engines.server.vllm import VllmDialect
+from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling, population
+from hostile_server import SLOW, hostile
+
+KEY = "sk-of-this-test"
+Handle = Callable[[BaseHTTPRequestHandler], None]
+
+
+@contextmanager
+def serving(handle: Handle) -> Generator[str]:
+    """Run a server that replies by `handle`, and yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            handle(self)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def answer(to: BaseHTTPRequestHandler, body: bytes = b"{}", status: int = 200) -> None:
+    to.send_response(status)
+    to.send_header("Content-Length", str(len(body)))
+    to.end_headers()
+    to.wfile.write(body)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF", 0.01)
+
+
+def test_health_checks_are_not_queued_behind_completions() -> None:
+    release = threading.Event()
+
+    def handle(to: BaseHTTPRequestHandler) -> None:
+        if to.path == "/generate":
+            release.wait(30)
+        answer(to)
+
+    with serving(handle) as url, closing(Client(url, concurrency=4)) as client:
+        waiting = [client.submit(client.post("/generate", {}, seconds=None)) for _ in range(30)]
+        time.sleep(0.3)
+        assert client.submit(client.get("/health", seconds=5)).result(10) == {}
+        release.set()
+        assert [one.result(30) for one in waiting] == [{}] * 30
+
+
+def test_concurrency_limits_completions_in_flight() -> None:
+    now, most, lock, is_full = 0, 0, threading.Lock(), threading.Event()
+
+    def handle(to: BaseHTTPRequestHandler) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+            if now == 4:
+                is_full.set()
+        is_full.wait(20)
+        time.sleep(0.05)
+        with lock:
+            now -= 1
+        answer(to)
+
+    with serving(handle) as url, closing(Client(url, concurrency=4)) as client:
+        for one in [client.submit(client.post("/generate", {}, seconds=None)) for _ in range(20)]:
+            one.result(30)
+    assert most == 4
+
+
+def test_seconds_limit_the_whole_reply() -> None:
+    def handle(to: BaseHTTPRequestHandler) -> None:
+        to.send_response(200)
+        to.send_header("Content-Length", "100")
+        to.end_headers()
+        for _ in range(100):
+            try:
+                to.wfile.write(b" ")
+            except OSError:
+                return
+            time.sleep(0.1)
+
+    with serving(handle) as url, closing(Client(url)) as client:
+        start = time.monotonic()
+        with pytest.raises(LostError, match=r"0.5 s"):
+            client.submit(client.get("/health", seconds=0.5)).result(20)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(("method", "tries"), [("completion", 4), ("load", 1)])
+def test_requests_are_repeated_where_that_is_safe(method: str, tries: int) -> None:
+    seen: list[str] = []
+
+    def handle(to: BaseHTTPRequestHandler) -> None:
+        seen.append(to.path)
+        to.close_connection = True
+        to.connection.shutdown(socket.SHUT_RDWR)  # without a word
+
+    seconds = None if method == "completion" else 5.0
+    with serving(handle) as url, closing(Client(url)) as client, pytest.raises(LostError):
+        client.call(client.post("/x", {}, seconds=seconds))
+    assert len(seen) == tries
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+def test_a_request_to_a_busy_server_is_repeated(status: int) -> None:
+    left = 2
+
+    def handle(to: BaseHTTPRequestHandler) -> None:
+        nonlocal left
+        left -= 1
+        answer(to, b'{"ok": 1}' if left < 0 else b"busy", 200 if left < 0 else status)
+
+    with serving(handle) as url, closing(Client(url)) as client:
+        assert client.call(client.post("/x", {})) == {"ok": 1}
+        left = 99
+        with pytest.raises(LostError, match=f"status {status}: busy"):
+            client.call(client.post("/x", {}))
+
+
+def test_no_message_holds_the_key() -> None:
+    def handle(to: BaseHTTPRequestHandler) -> None:
+        key = to.headers["Authorization"].encode()
+        if to.path == "/json":
+            return answer(to, json.dumps({"message": key.decode()}).encode(), 400)
+        answer(to, key, 500 if to.path == "/fails" else 200)
+
+    with serving(handle) as url, closing(Client(url, KEY)) as client:
+        for path in ("/json", "/fails", "/odd"):
+            with pytest.raises(EvoalignError, match=r"Bearer \*\*\*") as raised:
+                client.call(client.post(path, {}))
+            assert KEY not in str(raised.value)
+    for key in ("sk-of a person", f"{KEY}\n", "sk-ключ-123"):
+        with pytest.raises(ConfigError, match="the key for") as refused:
+            Client("http://127.0.0.1:1", key)
+        assert key.strip() not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://h:abc", "http://h:99999", "ftp://h", "http://", "http://a@h", "http://h:0"])
+def test_client_refuses_invalid_addresses(url: str) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="address"):
+        Client(url)
+    assert threading.active_count() == threads
+
+
+# --- a connection ----------------------------------------------------------------------------------------------------
+
+
+class Well:
+    """A dialect of a server that passes its health check, or fails it."""
+
+    def __init__(self, is_well: bool = True) -> None:
+        self.is_well = is_well
+
+    async def is_ready(self, client: Client) -> bool:
+        return self.is_well
+
+    async def about(self, client: Client) -> ServerInfo:
+        return ServerInfo("1", model="m")
+
+
+def connection(dialect: Any, **more: Any) -> Connection:
+    own = {"url": "http://127.0.0.1:9", "timeout": 0.2, "start_timeout": 0.5, **more}
+    settings = SglangConfig(name="sglang", **own)
+    return Connection(settings, dialect, lambda port, key: pytest.fail("no server is started here"))
+
+
+def watch(found: Connection) -> None:
+    found.received()
+    found.client.call(found.watch(), 10)
+
+
+def test_watch_raises_for_a_healthy_server_only_after_a_longer_time() -> None:
+    with closing_connection(connection(Well())) as found:
+        found.open()
+        start = time.monotonic()
+        with pytest.raises(LostError, match=r"engine.timeout"):
+            watch(found)
+        assert time.monotonic() - start > 4 * 0.2
+        found._dialect.is_well = False  # type: ignore[attr-defined]
+        with pytest.raises(LostError, match=r"0.2 s"):
+            watch(found)
+
+
+def test_recover_is_repeated_up_to_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing_connection(connection(Well(), restarts=3)) as found:
+        found.open()
+        reach, failing = found._reach, [LostError("port taken"), LostError("no memory")]
+
+        def now_and_then() -> None:
+            if failing:
+                raise failing.pop()
+            reach()
+
+        monkeypatch.setattr(found, "_reach", now_and_then)
+        met: list[int] = []
+        found.recover(LostError("died"), lambda: met.append(1))
+        assert met == [1]
+        failing += [LostError("again")] * 3
+        with pytest.raises(EvoalignError, match=r"4 times \(engine.restarts 3\)"):
+            found.recover(LostError("died"), lambda: None)
+
+
+def test_recover_reports_why_the_server_was_lost() -> None:
+    with closing_connection(connection(Well())) as found:
+        found.open()
+        found._dialect.is_well = False  # type: ignore[attr-defined]
+        with pytest.raises(EvoalignError, match=r"died; .*0.5 s"):
+            found.recover(LostError("died"), lambda: None)
+
+
+@contextmanager
+def closing_connection(found: Connection) -> Generator[Connection]:
+    try:
+        yield found
+    finally:
+        found.close(None)
+
+
+# --- dialects --------------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A client whose server replies by a function."""
+
+    url = "http://stub"
+
+    def __init__(self, says: Callable[[str, Any], Any]) -> None:
+        self.says, self.asked = says, list[str]()
+        self.now = self.most = 0
+
+    async def post(self, path: str, body: Any, *, seconds: float | None = None) -> Any:
+        self.asked.append(path)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.02)
+        self.now -= 1
+        said = self.says(path, body)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def get(self, path: str, *, seconds: float | None = None) -> Any:
+        return await self.post(path, None, seconds=seconds)
+
+
+def test_sampled_requests_of_vllm_are_concurrent() -> None:
+    choice = {"index": 0, "token_ids": [2], "finish_reason": "stop"}
+    client = Stub(lambda path, body: {"choices": [choice]})
+    requests = [Request(i, (5,), Sampling(4, temperature=1.0), seed=i) for i in range(16)]
+    said = asyncio.run(VllmDialect().generate(client, requests, "mine", [2]))  # type: ignore[arg-type]
+    assert len(said) == 16 and client.most == 16
+
+
+def test_a_failed_chat_cancels_the_others() -> None:
+    client = Stub(lambda path, body: RefusedError("no") if body["input_ids"] == [3] else asyncio.CancelledError())
+    requests = [Request(i, (i,), Sampling(4)) for i in range(8)]
+    with pytest.raises(RefusedError, match="no"):
+        asyncio.run(SglangDialect("chat").generate(client, requests, None, [2]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("said", [{"enable_lora": None}, {"enable_lora": False}])
+def test_about_refuses_a_server_without_adapters(said: Any) -> None:
+    with pytest.raises(RefusedError, match="--enable-lora"):
+        asyncio.run(SglangDialect().about(Stub(lambda path, body: said)))  # type: ignore[arg-type]
+
+
+def test_about_normalises_the_dtype() -> None:
+    about = asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"})))  # type: ignore[arg-type]
+    assert about.dtype == "float16"
+
+
+def test_begin_update_ends_a_session_that_was_left_open() -> None:
+    refusals = [RefusedError("http://stub/begin_weight_update refuses: a session is already open")]
+    client = Stub(lambda path, body: refusals.pop() if refusals and "begin" in path else {})
+    assert asyncio.run(begin_update(client, 5.0))  # type: ignore[arg-type]
+    assert [path.split("_")[0] for path in client.asked] == ["/begin", "/end", "/begin"]
+    absent = Stub(lambda path, body: RefusedError("not found", 404))
+    assert not asyncio.run(begin_update(absent, 5.0))  # type: ignore[arg-type]
+
+
+def test_invalid_completions_and_metrics_are_rejected() -> None:
+    request = Request(0, (5,), Sampling(4))
+    for ids in ([], None, [True], ["3"], [-1], [2**40], [3] * 5):
+        with pytest.raises(LostError):
+            checked_ids(ids, request, "it")
+    for value in (-(10**400), float("nan"), "0", None, 1.0, True):
+        with pytest.raises(LostError):
+            checked_logprobs([value], 1, "it")
+    assert checked_logprobs([-1, float("-inf")], 2, "it") == (-1.0, float("-inf"))
+    text = 'sglang:num_running_reqs{a="b"} .\nsglang:num_queue_reqs 3.0\nsglang:num_queue_reqs 4.0\n'
+    assert parse_metrics(text, METRIC, MEASURED) == {"queue": 3.0}
+
+
+class Slow(Well):
+    """A dialect that counts concurrent loads."""
+
+    now = most = 0
+
+    async def load(self, *_: Any) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.02)
+        self.now -= 1
+
+    async def unload(self, *_: Any) -> None:
+        pass
+
+    async def generate(self, client: Any, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+        return [Completion((2,), "stop", None) for _ in requests]
+
+    async def metrics(self, client: Any) -> dict[str, float]:
+        return {"running": 1.0}
+
+
+class NoStore:
+    """An adapter store without files: adapters are sent as tensors."""
+
+    def drop(self, name: str) -> None:
+        pass
+
+
+def engine_over(found: Connection, dialect: Any, *, has_adapters: bool) -> Any:
+    """Return an engine without a model, over a connection."""
+
+    class Bare(ServerEngine):
+        _by_files = False
+
+        def _is_base(self, member: Any) -> bool:
+            return not has_adapters
+
+        def _adapters(self, plan: Any, members: Any) -> list[PeftAdapter]:
+            return [PeftAdapter({}, {})] * len(members)
+
+    engine: Any = object.__new__(Bare)
+    engine.dialect, engine.connection, engine._store, engine._config = dialect, found, NoStore(), None
+    engine._settings = SimpleNamespace(timeout=0.2, batch=16, slots=lambda config: 12)
+    engine._tokens, engine._vocabulary, engine._load = SimpleNamespace(stop_ids=[2]), 2**31, {}
+    engine._run, engine._serial, engine._total, engine._left = "run", itertools.count(), 0, 0
+    return engine
+
+
+def test_few_adapters_are_loaded_concurrently() -> None:
+    dialect, members = Slow(), population(12)
+    with serving(answer) as url, closing_connection(connection(dialect, url=url)) as found:
+        found.open()
+        engine = engine_over(found, dialect, has_adapters=True)
+        pairs = [(m, Request(0, (5,), Sampling(4))) for m in members]
+        completions = list(engine._completions(MEAN_PLAN, pairs))
+    assert {member for member, _, _ in completions} == set(members) and dialect.most == LOADS
+    assert engine._load == {"running": 1.0}
+
+
+class Completes(Slow):
+    """A dialect whose completions are requests."""
+
+    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+        await client.post("/generate", {}, seconds=None)
+        return [Completion((2,), "stop", None) for _ in requests]
+
+
+@pytest.mark.parametrize("kind", ["body", "header line", "early hints"])
+def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind: str) -> None:
+    """In a rollout after four times the timeout, since the server passes its health check; otherwise after it."""
+    dialect, request = Completes(), Request(0, (5,), Sampling(4))
+    with hostile(SLOW[kind]) as server, closing_connection(connection(dialect, url=server.url)) as found:
+        found.open()
+        engine = engine_over(found, dialect, has_adapters=False)
+        for work, least in (
+            (lambda: list(engine._completions(MEAN_PLAN, [(MEAN, request)])), 4 * 0.2),
+            (lambda: engine._complete([request], None), 0.2),
+        ):
+            began = time.monotonic()
+            server.ended.clear()
+            with pytest.raises(LostError):
+                work()
+            assert least <= time.monotonic() - began < 10
+            assert server.ended.wait(10), "the connection is left open"
+
+
+class FirstCompletes(Completes):
+    """A dialect that completes request 0 without the server."""
+
+    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+        if requests[0].index == 0:
+            await asyncio.sleep(0.2)  # until the other is sent
+            return [Completion((2,), "stop", None)]
+        return await super().generate(client, requests, adapter, stop_ids)
+
+
+def test_closing_a_rollout_cancels_its_requests() -> None:
+    dialect, pairs = FirstCompletes(), [(MEAN, Request(i, (5,), Sampling(4))) for i in range(2)]
+    with (
+        hostile(SLOW["body"]) as server,
+        closing_connection(connection(dialect, url=server.url, timeout=60.0)) as found,
+    ):
+        found.open()
+        engine = engine_over(found, dialect, has_adapters=False)
+        engine._settings.batch = 1
+        completions = engine._completions(MEAN_PLAN, pairs)
+        assert next(completions)[1].index == 0
+        completions.close()
+        assert server.ended.wait(10), "the connection is left open"
+
+
+def test_sees_files_only_on_this_machine_or_with_a_shared_folder() -> None:
+    for own, sees in (({"url": "http://127.0.0.1:9"}, True), ({"url": "http://localhost.com:9"}, False),
+                      ({"url": "http://host:9", "adapter_folder": "/a"}, True), ({"url": None}, True)):  # fmt: skip
+        assert connection(Well(), **own).sees_files == sees
+
+
+def test_open_raises_where_no_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RETRIES", 0)
+    with (
+        closing_connection(connection(SglangDialect())) as found,
+        pytest.raises(ModelError, match=r"http://127.0.0.1:9"),
+    ):
+        found.open()
