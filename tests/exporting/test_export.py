@@ -229,7 +229,7 @@ def test_an_earlier_generation_is_rebuilt_from_the_journal(runs: dict[str, Path]
     # One generation of the same settings is the same mean; it is trained, not rebuilt.
     other = train(tmp_path / "run", load([runs["lora"] / "config.yaml"]).model.name, "lora", es={"num_generations": 1})
     assert tensors(export(other, tmp_path / "other")) == tensors(first)
-    with pytest.raises(JournalError, match="generation 3 is not among"):
+    with pytest.raises(JournalError, match="generation 3"):
         export(runs["lora"], tmp_path / "third", generation=3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "last", "other", "run"]
 
@@ -299,7 +299,7 @@ def test_refusals_are_one_line_and_leave_nothing(lora: Path, runs: dict[str, Pat
         (ConfigError, "--push name: expected USER/NAME", {"push": "name"}),
         (ConfigError, "--dtype int8: expected one of float32, bfloat16, float16", {"merge": True, "dtype": "int8"}),
         (ConfigError, "--dtype float16 is for whole models", {"dtype": "float16"}),
-        (JournalError, "generation -1 is not among them", {"generation": -1}),
+        (JournalError, "generation -1", {"generation": -1}),
     ]
     for error, message, changes in cases:
         with pytest.raises(error) as caught:

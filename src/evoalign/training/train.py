@@ -409,8 +409,8 @@ class _EvolutionStrategies:
             return None
         session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
         return counterfactual.after_training(
-            self.parts, log, finish.before, finish.after, count, lambda: session.stop.asked, self.mean.evaluate, self.mean.meter,
-            session.recorder.evaluated,
+            self.parts, log, finish.before, finish.after, count, lambda: session.stop.asked, self.mean.evaluate,
+            self.mean.meter, session.recorder.evaluated,
         )  # fmt: skip
 
     def _summary(self, finish: Finish) -> Sequence[str]:
