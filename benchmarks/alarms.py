@@ -5,7 +5,7 @@
     python benchmarks/alarms.py RUNS LABELS.json [--model FOLDER] [--most 32] [--json OUT.json]
 
 RUNS is a folder of run directories, LABELS.json names some of them: {"run": "healthy" | "broken"}. Each is judged anew
-from its completions of the test split (`evoalign.checks.verdict`) and from its metrics.jsonl. What each run wrote down
+from its completions of the test split (`evoalign.checks.hacking`) and from its metrics.jsonl. What each run wrote down
 of nats a token is used; --model measures them where that is missing, with the model in that folder in place of the one
 that config.yaml names. Where a run does not say which completions are right, those are that say their target.
 """
@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evoalign import tokens
-from evoalign.checks import verdict
+from evoalign.checks import hacking
 from evoalign.checks.diagnosis import History
-from evoalign.checks.divergence import Reference
-from evoalign.checks.fluency import Fluency, measure
+from evoalign.checks.divergence import Fluency, Reference, measure
 from evoalign.checks.rules import causes
 from evoalign.config import Config, load
 from evoalign.errors import DataError
@@ -90,7 +89,7 @@ def main() -> None:
         except DataError as error:
             print(f"{name}: {error}")
             continue
-        judged = verdict.judge(before, after, nats(run, before, after, asked.model, asked.most))
+        judged = hacking.judge(before, after, nats(run, before, after, asked.model, asked.most))
         history = History(load([run.path / "config.yaml"]))
         for line in run.metrics.read_text().splitlines():
             row = json.loads(line)
@@ -110,7 +109,7 @@ def main() -> None:
 
 def confusion(found: dict[str, dict[str, object]]) -> None:
     """Raised and not raised, of broken and of healthy runs: for each alarm, and for any of them."""
-    names = ["any", *verdict.ALARMS, *(f"warning: {rule}" for rule in RULES)]
+    names = ["any", *hacking.ALARMS, *(f"warning: {rule}" for rule in RULES)]
     print(f"\n{'alarm':28}{'broken, raised':>15}{'missed':>8}{'healthy, raised':>17}{'quiet':>7}")
     for name in names:
         cells = {(label, raised): 0 for label in ("broken", "healthy") for raised in (True, False)}

@@ -26,7 +26,7 @@ import numpy as np
 
 from evoalign import statistics
 from evoalign.analysis.compare.statistics import compare
-from evoalign.report.markdown import table
+from evoalign.report.tables import markdown_table as table
 
 ROWS = Path(__file__).parent / "results" / "coverage.json"
 SAMPLES = 2000

@@ -29,9 +29,9 @@ from rich.console import Console
 from evoalign.cli.scaffold import init
 from evoalign.config import load
 from evoalign.evaluation import Evaluation
+from evoalign.placebos.counterfactual import parse
+from evoalign.placebos.run import Counterfactuals, open_run
 from evoalign.rundir.identity import versions
-from evoalign.training.counterfactual import parse
-from evoalign.training.placebos import Counterfactuals, open_run
 from evoalign.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]

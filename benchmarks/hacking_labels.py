@@ -26,7 +26,7 @@ from typing import Any
 
 from scipy.stats import binomtest
 
-from evoalign.checks import hacking, signs, verdict
+from evoalign.checks import hacking, signs
 from evoalign.rewards.functions import says
 
 HERE = Path(__file__).resolve().parent
@@ -80,14 +80,14 @@ def _mark(group: Sequence[Row], whole: Sequence[Row]) -> None:
     texts, prompts = [row["text"] for row in whole], [row["prompt"] for row in whole]
     golds, reasons = [row["target"] for row in whole], [row["finish_reason"] or "" for row in whole]
     known = signs.scripts([*prompts, *(gold or "" for gold in golds), *(row.get("first", "") for row in whole)])
-    flags = hacking.flags(texts, reasons, prompts, golds, known)
+    flags = hacking.text_flags(texts, reasons, prompts, golds, known)
     place = {prompt: i for i, prompt in enumerate(prompts)}
     for row in group:
         marked: dict[str, bool | None] = {name: flags[name][place[row["prompt"]]] for name in hacking.SHARES}
         if row["finish_reason"] is None:
             marked["truncated"] = None
         right = row.get("right", None if row["target"] is None else says(row["text"].strip(), row["target"]))
-        broken = any(marked[name] for name in verdict.DEGENERATE)
+        broken = any(marked[name] for name in hacking.DEGENERATE)
         row["marked"] = {**marked, "broken": broken, "wrong": None if right is None else not right}
 
 

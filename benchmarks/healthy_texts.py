@@ -284,7 +284,7 @@ def _without_copies(found: list[Text]) -> list[Text]:
 
 def marked(text: Text) -> list[str]:
     """The signs that a text shows."""
-    found = [name for name, sign in hacking.SIGNS.items() if sign(text.text)]
+    found = [sign.name for sign in hacking.SIGNS if sign.shows is not None and sign.shows(text.text)]
     return [*found, *(["other_script"] if signs.is_foreign(text.text, text.known) else [])]
 
 

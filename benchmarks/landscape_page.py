@@ -19,7 +19,7 @@ from scipy import stats
 
 from evoalign import statistics
 from evoalign.analysis.efficiency import robust_ratio
-from evoalign.report.style import COLORS, GRID, LINES, canvas, frame, plain, save
+from evoalign.report.figures import COLORS, GRID, LINES, canvas, frame, plain, save
 from evoalign.statistics import Estimate, bounded
 from landscape_rows import EXAMPLES, KINDS, ROWS
 

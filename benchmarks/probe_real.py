@@ -142,7 +142,7 @@ def shares(said: Sequence[str], reasons: Sequence[str], special: Sequence[str]) 
     count = len(said)
     return {
         "empty": sum(not text.strip() for text in said) / count,
-        "broken": sum(hacking.is_broken(text, "stop") for text in said) / count,
+        "broken": sum(hacking.is_degenerate(text) for text in said) / count,
         "cut_off": sum(reason == "length" for reason in reasons) / count,
         "special": sum(any(token in text for token in special) for text in said) / count,
         "not_latin": sum(_is_other_script(text) for text in said) / count,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray_straggler
-from evoalign.report.style import canvas, frame, save, series
+from evoalign.report.figures import canvas, frame, save, series
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS.parents[1] / "docs" / "results" / "scale.md"

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import ScorerConfig
+from evoalign.placebos.counterfactual import parse
+from evoalign.placebos.run import open_run
 from evoalign.rewards.scorer import create
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.tasks.safety import kind_of
-from evoalign.training.counterfactual import parse
-from evoalign.training.placebos import open_run
 from study_runs import ROOT, environment
 
 CONFIGS = {"es": ROOT / "configs" / "quickstart_safety.yaml", "grpo": ROOT / "configs" / "quickstart_safety_grpo.yaml"}

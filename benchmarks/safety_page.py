@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign import statistics
-from evoalign.report.style import COLORS, canvas, frame, save
+from evoalign.report.figures import COLORS, canvas, frame, save
 from evoalign.statistics import Estimate
 from safety import ROWS
 

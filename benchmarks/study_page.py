@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evoalign.report.markdown import bullets, listed, table
+from evoalign.report.tables import bullets, listed
+from evoalign.report.tables import markdown_table as table
 from study_runs import read_results, rounded
 
 LABELS = {

@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from evoalign.report.markdown import bullets, listed, table
+from evoalign.report.tables import bullets, listed
+from evoalign.report.tables import markdown_table as table
 from study_runs import ROOT, Task, calibrate, deadline, integers, names, pairs, read_results, rounded, side_by_side
 
 RANKS = (1, 2, 4, 8, 16)

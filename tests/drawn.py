@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from evoalign.report.style import save_both
+from evoalign.report.figures import save_both
 
 
 def figures_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
     from evoalign.exporting.export import export
+    from evoalign.placebos.run import placebo
     from evoalign.preflight.doctor import doctor
     from evoalign.preflight.probe import probe
     from evoalign.spaces import Space
     from evoalign.tasks import Data, Task
-    from evoalign.training.placebos import placebo
     from evoalign.training.replay import replay
     from evoalign.training.resolve import evaluate
     from evoalign.training.result import Result
@@ -47,7 +47,7 @@ _HOMES = {
     "export": "evoalign.exporting.export:export",
     "grpo": "evoalign.analysis.runs:grpo",
     "load_config": "evoalign.config:load",
-    "placebo": "evoalign.training.placebos:placebo",
+    "placebo": "evoalign.placebos.run:placebo",
     "probe": "evoalign.preflight.probe:probe",
     "replay": "evoalign.training.replay:replay",
     "sweep": "evoalign.analysis.sweeping.sweep:sweep",

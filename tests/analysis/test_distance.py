@@ -17,9 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import evoalign
-from evoalign.checks import changes
-from evoalign.checks.changes import Product
-from evoalign.checks.distance import Distance, distance_of, distance_of_mean
+from evoalign.checks import distance
+from evoalign.checks.distance import Distance, Product, distance_of, distance_of_mean
 from evoalign.config import load
 from evoalign.errors import ModelError
 from evoalign.models import tiny
@@ -104,7 +103,7 @@ def test_large_tensors_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         model.lm_head.weight.add_(0.1)
     whole = distance_of(model, config)
-    monkeypatch.setattr(changes, "BLOCK", 1000)
+    monkeypatch.setattr(distance, "BLOCK", 1000)
     assert distance_of(model, config).l2 == pytest.approx(whole.l2, rel=1e-12)
 
 

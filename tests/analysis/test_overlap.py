@@ -27,7 +27,7 @@ from evoalign.analysis.similarity.measures import (
     variance_by_chance,
 )
 from evoalign.analysis.similarity.report import Cosine, Pair
-from evoalign.checks.changes import Change, Product, difference
+from evoalign.checks.distance import Change, Product, difference
 
 SHAPES = [(40, 90), (90, 40), (50, 50)]
 

@@ -21,8 +21,7 @@ from evoalign.analysis import Finding, hacking
 from evoalign.analysis.base import BASE
 from evoalign.analysis.hacking import SEVERAL, Hacking, Pair, Rate, Settings
 from evoalign.analysis.mixer import EvalSettings, ModelMixer
-from evoalign.checks import verdict
-from evoalign.checks.hacking import SHARES
+from evoalign.checks.hacking import SHARES, judge, shares
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Scored
 from evoalign.rundir import parquet
@@ -63,7 +62,7 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     untouched, planted = target(found), target(found, 1)
     after = [Scored.of(row) for row in parquet.read(changed / "results/completions/after.parquet")]
     before = [Scored.of(row) for row in parquet.read(changed / "results/completions/before.parquet")]
-    theirs = verdict.shares(after, before, after)
+    theirs = shares(after, before, after)
     assert planted["stored"] is True and planted["completions"] == {"before": len(before), "after": len(after)}
     rates = {kind: rate["after"]["mean"] for kind, rate in planted["rates"].items()}
     assert rates == {kind: theirs[kind] for kind in ("hacked", "degenerate", "earned_wrong", *SHARES)}
@@ -115,12 +114,12 @@ def test_models_are_evaluated_with_their_base(tmp_path: Path) -> None:
     found = Hacking().run([BASE, odd], Settings(examples=4, tokens=10), config)
     with ModelMixer([odd], config, EvalSettings(examples=4, max_tokens=10)) as mixer:
         before, after = mixer.evaluate({BASE: 1.0}).completions, mixer.evaluate({odd: 1.0}).completions
-    theirs = verdict.shares(after, before, after)
+    theirs = shares(after, before, after)
     assert len(found.numbers["targets"]) == 1 and target(found)["stored"] is False and target(found)["target"] == odd
     assert {kind: rate["after"]["mean"] for kind, rate in target(found)["rates"].items()} == {
         kind: theirs[kind] for kind in target(found)["rates"]
     }
-    assert target(found)["verdict"] == verdict.judge(before, after).word
+    assert target(found)["verdict"] == judge(before, after).word
 
 
 def test_a_config_evaluates_a_run_with_its_settings(real: Path) -> None:
@@ -128,7 +127,7 @@ def test_a_config_evaluates_a_run_with_its_settings(real: Path) -> None:
     (found,) = Hacking().run([str(real)], Settings(examples=4), config).numbers["targets"]
     assert (found["stored"], found["examples"]) == (False, 4)
     with ModelMixer([str(real)], config, EvalSettings(examples=4)) as mixer:
-        shares = verdict.shares(
+        shares = shares(
             mixer.evaluate({str(real): 1.0}).completions,
             mixer.evaluate({BASE: 1.0}).completions,
             mixer.evaluate({str(real): 1.0}).completions,

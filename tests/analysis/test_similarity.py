@@ -23,7 +23,7 @@ from evoalign.analysis.similarity.chance import Group, jackknifed, mean_of_halve
 from evoalign.analysis.similarity.kept import from_rewards
 from evoalign.analysis.similarity.measures import Spectrum, cut, decompose, measure, p_of, participation_of_noise
 from evoalign.analysis.similarity.report import Cosine, Pair
-from evoalign.checks.changes import Change, Difference, Product
+from evoalign.checks.distance import Change, Difference, Product
 from evoalign.types import TensorSpec
 
 HEAD = "model.embed_tokens.weight"

@@ -26,7 +26,7 @@ from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
-from evoalign.exporting.public import private_paths, public
+from evoalign.exporting.source import private_paths, public
 from evoalign.models import tiny
 from evoalign.preflight import doctor
 from evoalign.preflight.case import Finding

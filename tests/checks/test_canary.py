@@ -221,15 +221,15 @@ class LosesOne(TransformersEngine):
 
 
 BROKEN = [
-    (Ignores, "member 0 answers as the unperturbed model does: the engine ignores", list(VARIANTS)),
-    (OneForAll, "members 0 and 2 answer alike: .* all members the same", list(VARIANTS)),
-    (IgnoresSigns, "members of opposite sign answer alike", ["lora", "lowrank", "full"]),
-    (LeavesTheLast, r"the engine serves what a member left behind", list(VARIANTS)),
-    (Subtracts, "the mean was changed by members that only answered", ["lora", "lowrank", "full"]),
+    (Ignores, "member 0 gives the completion of the unperturbed model: the engine ignores", list(VARIANTS)),
+    (OneForAll, "members 0 and 2 are alike: .* all members the same", list(VARIANTS)),
+    (IgnoresSigns, "members of opposite sign are alike", ["lora", "lowrank", "full"]),
+    (LeavesTheLast, r"the engine serves weights of a member", list(VARIANTS)),
+    (Subtracts, "sampling members changed the mean", ["lora", "lowrank", "full"]),
     (DropsOddNames, "loads evoalign.checks.canary.no_such_tensor without an error", list(VARIANTS)),
-    (BaseForTheAbsent, "a member that does not exist answers", list(VARIANTS)),
-    (StaleWithoutNoise, "members without noise answer", list(VARIANTS)),
-    (LosesOne, "no answer of member 2", list(VARIANTS)),
+    (BaseForTheAbsent, "a member that does not exist", list(VARIANTS)),
+    (StaleWithoutNoise, "members without noise", list(VARIANTS)),
+    (LosesOne, "no completion of member 2", list(VARIANTS)),
 ]
 
 

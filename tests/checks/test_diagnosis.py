@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from evoalign import evolve
+from evoalign.checks import diagnosis
 from evoalign.checks.control import Control, control, control_of
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share
+from evoalign.checks.rules import causes
 from evoalign.config import from_dict
 from evoalign.engines.base import sampled_places
 from evoalign.engines.transformers import TransformersEngine
@@ -100,9 +102,7 @@ def test_a_healthy_run_learns_and_warns_of_nothing():
     verdict, *rest = run.diagnosis.summary()
     assert verdict.startswith("learning: population fitness went from 0.3")
     assert "times the noise floor of 0.02" in rest[0]
-    assert (
-        rest[1].startswith("movement of the numbers that evolve: ") and "one member's noise from the start" in rest[1]
-    )
+    assert rest[1].startswith("movement of the evolved numbers: ") and "one member's noise from the start" in rest[1]
     assert not any(line.startswith("warning") for line in rest)
 
 
@@ -114,7 +114,7 @@ def test_a_flat_run_is_not_said_to_learn():
 
 def test_few_generations_say_nothing():
     assert Run().diagnosis.summary() == ["no generation yet"]
-    assert "too few to tell" in Run().all([0.3] * 5).diagnosis.summary()[0]
+    assert "too few to say" in Run().all([0.3] * 5).diagnosis.summary()[0]
 
 
 def test_a_run_that_has_arrived_may_stand_still():
@@ -242,13 +242,13 @@ def test_what_it_advises_is_a_command_that_works(tmp_path):
     assert placebo_command(run, own) == f"evoalign placebo '{run}' --config '{run}/config.yaml'"
     assert placebo_command(run, own, "reward") == f"evoalign.placebo('{run}', reward=...)"
     (line,) = noisy(True, pull=0.2)[0].warnings()
-    assert "when the run is done: evoalign placebo " in line and "RUN" not in line
+    assert "measure the share of the gain: evoalign placebo " in line and "RUN" not in line
 
 
 def test_noise_that_earns_reward_by_itself_is_said():
     diagnosis, row = noisy(True, pull=0.2)
     (line,) = diagnosis.warnings()
-    assert line.startswith("members drawn at random are better than the model that they are drawn around, by 0.2")
+    assert line.startswith("random members score better than the unperturbed model, by 0.2")
     assert diagnosis.summary()[-1] == f"warning: {line}"
     assert not any(line in said for said in diagnosis.summary(beats_noise=True)), "placebos have said how much it is"
     assert "es.sigma 0.0025" in line and "task.rewards" in line
@@ -341,7 +341,7 @@ def test_an_engine_that_is_to_repeat_already_is_not_told_to():
     for told in (Run(deterministic=True), Run()):
         told.diagnosis.history.deterministic = True  # on the CPU, where nothing is set
         told.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
-        only(told, "the engine says it repeats itself and does not", "task.batch_size 32")
+        only(told, "the engine reports that it is deterministic", "task.batch_size 32")
         assert "set deterministic" not in told.warnings[0]
 
 
@@ -349,7 +349,9 @@ def test_an_engine_that_is_to_repeat_already_is_not_told_to():
 def test_a_reward_that_varies_by_itself_is_no_fault_of_the_engine(temperature):
     run = Run(evaluation={"temperature": temperature})
     run.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02, of_reward=0.06))
-    only(run, "the reward gives the same text different scores (a standard deviation of 0.06 a completion)", "average")
+    only(
+        run, "the reward gives the same text different scores (a standard deviation of 0.06 per completion)", "average"
+    )
     assert "deterministic" not in run.warnings[0]
     assert "the noise floor of 0.02, of a reward that gives the same text" in run.diagnosis.summary()[1]
     after = Run(evaluation={"temperature": temperature})
@@ -363,7 +365,7 @@ def test_a_reward_that_varies_by_itself_is_no_fault_of_the_engine(temperature):
         ("", "empty"),
         ("word " * 20, "loops"),
         ("I am sorry, but I cannot help with that request.", "one template"),
-        ("Fine {}.\nUser: and {}?", "turns that the model writes to itself"),
+        ("Fine {}.\nUser: and {}?", "chat turns"),
     ],
 )
 def test_a_hacked_reward(said, words):
@@ -375,7 +377,7 @@ def test_a_hacked_reward(said, words):
             return said.format(honest, text(run.rng)) if run.rng.random() < share else honest
 
         run.generation(0.3 + 0.01 * k, texts=answer)
-    only(run, "the reward rises while completions become " + words, "task.rewards", "es.decay")
+    only(run, "the reward rises together with a sign of hacking, " + words, "task.rewards", "es.decay")
 
 
 def test_a_short_run_is_compared_with_its_own_beginning():
@@ -383,7 +385,7 @@ def test_a_short_run_is_compared_with_its_own_beginning():
     run = Run()
     for k in range(16):
         run.generation(0.3 + 0.03 * k, texts=lambda m, p, k=k: "" if k > 9 else text(run.rng))
-    only(run, "the reward rises while completions become empty (0% to ")
+    only(run, "the reward rises together with a sign of hacking, empty (0% to ")
     assert "completions, first to last 5 generations: empty 0% to 100%" in run.diagnosis.summary()[3]
 
 
@@ -397,7 +399,7 @@ def test_signs_that_nothing_shows_are_left_out_of_the_summary():
 
 @pytest.mark.parametrize(
     ("along", "said"),
-    [(0.0, "(near 0, which is usual: each is made of noise of its own)"), (0.9, "(they go on the same way)"),
+    [(0.0, "(near 0, as usual: each is made of new noise)"), (0.9, "(they point the same way)"),
      (-0.9, "(they undo each other)")],
 )  # fmt: skip
 def test_what_a_cosine_means(along, said):
@@ -407,7 +409,7 @@ def test_what_a_cosine_means(along, said):
 def test_a_verdict_comes_before_learning():
     run = Run().all(0.3 + 0.01 * np.arange(40))
     assert run.diagnosis.summary()[0].startswith("learning: ")
-    assert run.diagnosis.summary("likely hacked")[0].startswith("likely hacked, by what it says; learning: ")
+    assert run.diagnosis.summary("likely hacked")[0].startswith("likely hacked, judging by the completions; learning: ")
 
 
 def test_gold_and_scripts_are_known_in_training():
@@ -515,18 +517,14 @@ def test_after_a_resume_it_goes_on_where_it_was():
     assert verdicts[0][0] == verdicts[1][0] and verdicts[0][3:] == verdicts[1][3:]
 
 
-def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it():
-    class Counts(Diagnosis):
-        looks = 0
-
-        def _causes(self):
-            self.looks += 1
-            return super()._causes()
-
+def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(diagnosis, "causes", lambda history: looks.append(1) or causes(history))
     run = Run().all([0.3], finish="length")
-    again = Counts(run.config, LAYOUT, run.place)
+    looks.clear()
+    again = Diagnosis(run.config, LAYOUT, run.place)
     again.restore([{**run.rows[0], "generation": k} for k in range(3000)])
-    assert 50 < again.looks <= 101
+    assert 50 < len(looks) <= 101
     assert "cut off" in " ".join(again.summary()) and again.warnings() == []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evoalign.checks import fluency
+from evoalign.checks import divergence
 from evoalign.checks.divergence import Reference
 from evoalign.config import from_dict
 from evoalign.cost.estimate import second_copy_lines
@@ -40,8 +40,8 @@ def said(texts: list[str]) -> list[Scored]:
 def test_each_example_is_looked_at_before_one_of_them_again(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight questions of 20 samples lie one question after another: the first completions would be of two of them."""
     drawn = [Scored(e, 0, k, "", None, f"It is {e}{k}.", 0.0, "stop", 1) for e in range(8) for k in range(20)]
-    monkeypatch.setattr(fluency, "MOST", 16)
-    found = fluency.measure(Reference.of(parts), parts.tokens, parts.task, parts.data.test, drawn, drawn)
+    monkeypatch.setattr(divergence, "MOST_COMPLETIONS", 16)
+    found = divergence.fluency(Reference.of(parts), parts.tokens, parts.task, parts.data.test, drawn, drawn)
     looked = [(s.example, s.sample) for s, nats in zip(drawn, found.each, strict=True) if nats is not None]
     assert looked == [(e, k) for e in range(8) for k in range(2)]
 
@@ -63,20 +63,20 @@ def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
         )
         expected.append(loss.detach().double())
     reference = Reference.of(parts)
-    found = fluency.measure(reference, parts.tokens, parts.task, parts.data.test, said(texts[:1]), said(texts))
+    found = divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, said(texts[:1]), said(texts))
     whole = torch.cat(expected)
     assert found.tokens_after == len(whole) > 5
     assert found.after == pytest.approx(float(whole.mean()), rel=1e-4)
     assert found.before == pytest.approx(float(expected[0].mean()), rel=1e-4)
     assert [value is None for value in found.each] == [len(part) == 0 for part in expected] and found.each[1] is None
-    nothing = fluency.measure(reference, parts.tokens, parts.task, parts.data.test, said([""]), said(["", ""]))
+    nothing = divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, said([""]), said(["", ""]))
     assert (nothing.before, nothing.after, nothing.tokens_after) == (None, None, 0)
 
 
 def test_it_costs_more_to_say_what_no_model_says(parts: Parts) -> None:
     own = [s.text for s in parts.evaluate_test().completions]
     letters = ["zq xj wv kq", "qqz vvj jjx"] * 4
-    found = fluency.measure(Reference.of(parts), parts.tokens, parts.task, parts.data.test, said(own), said(letters))
+    found = divergence.fluency(Reference.of(parts), parts.tokens, parts.task, parts.data.test, said(own), said(letters))
     assert found.before is not None and found.after is not None
     assert found.after > found.before + 2
 
@@ -87,8 +87,8 @@ def test_a_copy_that_does_not_fit_is_a_model_error(parts: Parts, monkeypatch: py
 
     reference = Reference.of(parts)
     monkeypatch.setattr(reference, "nats", refuse)
-    with pytest.raises(ModelError, match="does not fit the memory of cpu once more"):
-        fluency.measure(reference, parts.tokens, parts.task, parts.data.test, said(["a"]), said(["b"]))
+    with pytest.raises(ModelError, match="does not fit the memory of cpu"):
+        divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, said(["a"]), said(["b"]))
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_when_it_is_measured(wanted: bool | None, here: bool, expected: bool, mo
     size = "0.47 GiB" if here else "0.93 GiB, on the CPU in float32"
     asked = "every 5 (checks.kl_every)" + (" and at the end (checks.perplexity)" if expected else "")
     assert second_copy_lines(both, 250_000_000, torch.bfloat16) == [f"second copy of the model {size}: used {asked}"]
-    assert dataclasses.asdict(fluency.Fluency(None, None, 0, 0))["each"] == ()
+    assert dataclasses.asdict(divergence.Fluency(None, None, 0, 0))["each"] == ()

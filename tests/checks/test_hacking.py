@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,12 @@ ANSWERS = [
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])
 def test_empty(text: str) -> None:
-    assert hacking.is_empty(text)
+    assert signs.is_empty(text)
 
 
 @pytest.mark.parametrize("text", [".", "8", " no "])
 def test_not_empty(text: str) -> None:
-    assert not hacking.is_empty(text)
+    assert not signs.is_empty(text)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_not_empty(text: str) -> None:
     ],
 )
 def test_loops(text: str) -> None:
-    assert hacking.is_repeated(text)
+    assert signs.is_repeated(text)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +59,12 @@ def test_loops(text: str) -> None:
     ],
 )
 def test_no_loops(text: str) -> None:
-    assert not hacking.is_repeated(text)
+    assert not signs.is_repeated(text)
 
 
 def test_a_long_text_that_keeps_coming_close_to_a_loop_is_read_in_time() -> None:
-    assert not hacking.is_repeated("a" * 20_000 + "b")
-    assert not hacking.is_repeated("ab" * 10_000 + "aab" + "ab" * 10)
+    assert not signs.is_repeated("a" * 20_000 + "b")
+    assert not signs.is_repeated("ab" * 10_000 + "aab" + "ab" * 10)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_long_text_that_keeps_coming_close_to_a_loop_is_read_in_time() -> None
     ],
 )
 def test_role_markers(text: str) -> None:
-    assert hacking.has_role_marker(text)
+    assert signs.has_role_marker(text)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_role_markers(text: str) -> None:
     ],
 )
 def test_no_role_markers(text: str) -> None:
-    assert not hacking.has_role_marker(text)
+    assert not signs.has_role_marker(text)
 
 
 def test_one_refusal_for_several_prompts_is_a_template() -> None:
@@ -143,19 +144,24 @@ def test_a_short_answer_counts_when_most_prompts_get_it() -> None:
 
 def test_shares() -> None:
     texts = ["", REFUSAL, REFUSAL, "word " * 20, "Sure.\nUser: more"]
-    shares = hacking.shares(texts, ["stop", "stop", "stop", "length", "length"])
+    shares = hacking.text_shares(texts, ["stop", "stop", "stop", "length", "length"])
     assert shares == {"empty": 0.2, "truncated": 0.4, "repeated": 0.2, "template": 0.4, "role_marker": 0.2,
                       "special_token": 0, "gibberish": 0, "phrases": 0.2, "other_script": 0}  # fmt: skip
-    same_prompt = hacking.shares(texts, ["stop"] * 5, [0] * 5)
+    same_prompt = hacking.text_shares(texts, ["stop"] * 5, [0] * 5)
     assert (same_prompt["template"], same_prompt["truncated"]) == (0.0, 0.0)
-    assert set(hacking.shares([], []).values()) == {0.0}
+    assert set(hacking.text_shares([], []).values()) == {0.0}
 
 
-def test_broken_is_any_of_the_signs_but_a_template() -> None:
-    assert not hacking.is_broken(REFUSAL, "stop")
-    assert hacking.is_broken(REFUSAL, "length")
+def hacked(texts: Sequence[str], golds: hacking.Golds | None = None, **options: frozenset[str]) -> list[bool]:
+    """Which texts, each of its own prompt, are degenerate or a template."""
+    found = hacking.text_flags(texts, ["stop"] * len(texts), range(len(texts)), golds, **options)
+    return [any(shown) for shown in zip(*(found[name] for name in (*hacking.DEGENERATE, "template")), strict=True)]
+
+
+def test_is_degenerate_is_any_sign_of_one_text() -> None:
+    assert not hacking.is_degenerate(REFUSAL)
     for text in ("", "word " * 20, "Sure.\nUser: more"):
-        assert hacking.is_broken(text, "stop")
+        assert hacking.is_degenerate(text)
 
 
 @pytest.mark.parametrize(
@@ -164,16 +170,16 @@ def test_broken_is_any_of_the_signs_but_a_template() -> None:
      "<|reserved_special_token_1|>", "<｜end▁of▁sentence｜>", "<0x0A>"],
 )  # fmt: skip
 def test_special_tokens(text: str) -> None:
-    assert hacking.has_special_token(text)
+    assert signs.has_special_token(text)
     assert hacking.is_degenerate(text)
-    assert hacking.hacked_share([text] * 20, range(20)) == 1.0
+    assert all(hacked([text] * 20))
 
 
 @pytest.mark.parametrize(
     "text", ["<p>An <s>old</s> price</p>", "a < b and b > c", "[1] and [PADDING]", "<answer>8</answer>", "x <| y |> z"]
 )
 def test_no_special_tokens(text: str) -> None:
-    assert not hacking.has_special_token(text)
+    assert not signs.has_special_token(text)
 
 
 def gibberish() -> list[str]:
@@ -198,8 +204,8 @@ def gibberish() -> list[str]:
 
 def test_letters_and_figures_without_sense() -> None:
     texts = gibberish()
-    assert np.mean([hacking.is_gibberish(text) for text in texts]) > 0.9
-    assert hacking.hacked_share(texts, range(len(texts))) > 0.9
+    assert np.mean([signs.is_gibberish(text) for text in texts]) > 0.9
+    assert np.mean(hacked(texts)) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -209,32 +215,32 @@ def test_letters_and_figures_without_sense() -> None:
      "ACGTTGCA", "Zoooooooooooooooooom! That was very fast, was it not?", "12.5 33.1 0.4 12.5"],
 )  # fmt: skip
 def test_figures_with_sense(text: str) -> None:
-    assert not hacking.is_gibberish(text)
+    assert not signs.is_gibberish(text)
 
 
 def test_bytes_that_are_no_text() -> None:
     """A salad of tokens joins parts of characters; a limit of tokens cuts one, the last."""
     for text in ("number Bg\ufffd ant Ben good", "because V\x04 not", "\ufffd" * 30, "rect\ufffd\ufffd"):
-        assert hacking.is_gibberish(text)
-        assert hacking.hacked([text], [0]) == [True] and hacking.hacked([text], [0], [text]) == [False]
+        assert signs.is_gibberish(text)
+        assert hacked([text]) == [True] and hacked([text], [text]) == [False]
     for text in ("That is good \ufffd", "a\tb\r\nc\x0bd\x0c\x1b[1me", "nai\u0308ve \U0001f4b3"):
-        assert not hacking.is_gibberish(text)
+        assert not signs.is_gibberish(text)
 
 
 def test_a_loop_whose_last_character_is_cut() -> None:
-    assert hacking.is_repeated("Pay: " + "\U0001f4b3" * 40 + "\ufffd")
-    assert hacking.is_repeated("\ufffd" * 30)
-    assert not hacking.is_repeated("It is good. \ufffd")
+    assert signs.is_repeated("Pay: " + "\U0001f4b3" * 40 + "\ufffd")
+    assert signs.is_repeated("\ufffd" * 30)
+    assert not signs.is_repeated("It is good. \ufffd")
 
 
 def test_phrases_that_come_again_wherever_they_stand() -> None:
     again = "The cat is on the mat. " * 6
-    assert hacking.repeats_phrases(f"Let me see what it is. {again}And so it was, of course.")
-    assert not hacking.is_repeated(f"Let me see what it is. {again}And so it was, of course.")
-    assert not hacking.repeats_phrases(again[:60])  # 13 words
+    assert signs.repeats_phrases(f"Let me see what it is. {again}And so it was, of course.")
+    assert not signs.is_repeated(f"Let me see what it is. {again}And so it was, of course.")
+    assert not signs.repeats_phrases(again[:60])  # 13 words
     row = "Row, row, row your boat,\ngently down the stream.\nMerrily, merrily, merrily, merrily,\nlife is but a dream."
-    assert not hacking.repeats_phrases(row)
-    assert not hacking.repeats_phrases(" ".join(f"{k} x 7 = {7 * k}" for k in range(30)))
+    assert not signs.repeats_phrases(row)
+    assert not signs.repeats_phrases(" ".join(f"{k} x 7 = {7 * k}" for k in range(30)))
 
 
 def test_letters_of_a_script_that_nobody_used() -> None:
@@ -244,9 +250,9 @@ def test_letters_of_a_script_that_nobody_used() -> None:
         assert signs.is_foreign(text, latin)
         assert not signs.is_foreign(text, latin | signs.scripts([text]))  # it was asked for
         assert not signs.is_foreign(text, frozenset())  # nobody knows
-        found = hacking.shares([text], ["stop"], known=latin)
-        assert found["other_script"] == 1 and hacking.hacked([text], [0], known=latin) == [True]
-        assert not hacking.hacked([text], [0], [text], known=latin)[0]  # gold is so
+        found = hacking.text_shares([text], ["stop"], known=latin)
+        assert found["other_script"] == 1 and hacked([text], known=latin) == [True]
+        assert not hacked([text], [text], known=latin)[0]  # gold is so
     for text in (
         "Let α be the angle and β the other.",
         "naïve, über, Łódź, ﬁn",
@@ -271,26 +277,26 @@ LABELS = ["positive"] * 12 + ["negative"] * 8
 @pytest.mark.parametrize("form", ["{}", "{}.", "The sentiment of this review is {}.", '{{"label": "{}"}}'])
 def test_a_classifier_that_is_right_is_not_hacked(form: str) -> None:
     texts = [form.format(label) for label in LABELS]
-    assert hacking.hacked_share(texts, range(20), LABELS) == 0.0
-    assert hacking.hacked_share(texts, range(20)) >= 0.6  # without gold, nobody can tell
+    assert not any(hacked(texts, LABELS))
+    assert np.mean(hacked(texts)) >= 0.6  # without gold, nobody can tell
 
 
 def test_one_answer_for_all_is_a_template_though_some_of_it_is_right() -> None:
     assert hacking.templates(["positive"] * 20, range(20), LABELS) == [False] * 12 + [True] * 8
     assert all(hacking.templates(["positive, negative"] * 20, range(20), LABELS))  # it says every label
     true = ["True", "False"] * 10
-    assert hacking.hacked_share(true, range(20), true) == 0.0
+    assert not any(hacked(true, true))
 
 
 def test_a_reward_for_the_right_length_is_hacked_by_wrong_answers() -> None:
     golds = ["Paris", "Rom", "Oslo", "Bern", "12", "Nope", "ab", "Cold", None]
     texts = ["Typty", "Kin", "True", "Lien", "11", "Yess", "xx", "Cxld", "ok"]
     rewards = [-float(abs(len(t) - len(g or ""))) for t, g in zip(texts, golds, strict=True)]
-    marked = hacking.hacked(texts, range(9), golds, rewards, scale=(-84.4, 0.0))
-    assert marked == [True] * 8 + [False]  # of the last, gold is not known
-    assert not any(hacking.hacked(golds[:8], range(8), golds[:8], [0.0] * 8, scale=(-84.4, 0.0)))
-    long = ["no idea what it could be, to be honest, " + text for text in texts]
-    assert not any(hacking.hacked(long, range(9), golds, [-40.0] * 9, scale=(-84.4, 0.0)))  # not earned
+    right = [None if gold is None else says(text, gold) for text, gold in zip(texts, golds, strict=True)]
+    scale = (-84.4, 0.0)
+    assert hacking.earned_wrong(rewards, right, scale) == [True] * 8 + [False]  # of the last, gold is not known
+    assert not any(hacking.earned_wrong([0.0] * 8, [True] * 8, scale))
+    assert not any(hacking.earned_wrong([-40.0] * 9, right, scale))  # not earned
     assert hacking.earned_wrong([0.0, 1.0], [False, False]) == [False, True]
     assert hacking.earned_wrong([1.0, 1.0], [False, False]) == [False, False]  # no better than the start
     assert hacking.earned_wrong([], []) == []

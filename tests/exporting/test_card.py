@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from evoalign.checks.placebo import Whole, split
 from evoalign.config import from_dict
 from evoalign.errors import DataError
-from evoalign.exporting.card import DataFile, Facts, card
-from evoalign.exporting.excerpts import Sample
-from evoalign.exporting.public import private_paths, public
+from evoalign.exporting.card import DataFile, Facts, Sample, card
+from evoalign.exporting.source import private_paths, public
+from evoalign.placebos.estimates import Whole, split
 
 EVALUATION = {
     "format_version": 1,
@@ -111,10 +110,10 @@ def test_a_fitness_stands_beside_its_own_placebos() -> None:
         "intervals": "t",
     }  # fmt: skip
     text = card(facts(evaluation={**EVALUATION, **measures, "placebo": tree}))
-    told = text.split("**Signal beside drift.** ")[1]
-    assert told.startswith("fitness/f1, which was trained for: ") and "the run itself 0.75" in told
-    assert told.index("Reward: ") > told.index("the run itself 0.75")
-    assert "0 or 1; of fitness/f1, which all answers have together, of resamples)" in text
+    told = text.split("**Signal and drift.** ")[1]
+    assert told.startswith("fitness/f1, the trained measure: ") and "the run reached 0.75" in told
+    assert told.index("Reward: ") > told.index("the run reached 0.75")
+    assert "0 or 1; of fitness/f1, one value of all completions, by resampling)" in text
     damaged = {**tree, "fitness": {"name": "fitness/f1"}}
     with pytest.raises(DataError, match=r"placebo\.fitness\.before"):
         card(facts(evaluation={**EVALUATION, **measures, "placebo": damaged}))
@@ -184,7 +183,7 @@ def test_weights_that_were_rounded_after_the_measuring_say_so() -> None:
     def said(kind: str, served: str, saved: str) -> str:
         return card(facts(kind=kind, dtype=served, saved=saved)).split("## Limits")[1]
 
-    lost = "rounded to {}, each by up to about {} %, after the run's figures were measured"
+    lost = "rounded to {}, each by up to about {} %, after the run's results were measured"
     for kind in ("merged", "model"):
         assert lost.format("bfloat16", "0.4") in said(kind, "float32", "bfloat16")
         assert lost.format("float16", "0.05") in said(kind, "float32", "float16")
@@ -259,7 +258,7 @@ def test_what_alarms_stands_above_the_numbers() -> None:
     alarms = {"verdict": "likely hacked", "reasons": ["88% of the test completions are broken: `88%` empty"]}
     text = card(facts(evaluation={**EVALUATION, "alarms": alarms}))
     above, _ = text.split("| measure | before")
-    assert "**Likely hacked**, by what the completions say:\n\n- 88% of the test completions are broken" in above
+    assert "**Likely hacked**, judging by the completions:\n\n- 88% of the test completions are broken" in above
     assert "\\`88%\\`" in above
     sound = {**EVALUATION, "alarms": {"verdict": None, "reasons": []}}
     assert "by what the completions say" not in card(facts(evaluation=sound)) + card(facts())

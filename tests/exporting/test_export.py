@@ -28,7 +28,7 @@ import evoalign
 from evoalign import cli
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
-from evoalign.exporting import facts
+from evoalign.exporting import card
 from evoalign.exporting.export import dtype_in, export
 from evoalign.models import tiny
 from evoalign.report.tables import visible
@@ -229,7 +229,7 @@ def test_an_earlier_generation_is_rebuilt_from_the_journal(runs: dict[str, Path]
     # One generation of the same settings is the same mean; it is trained, not rebuilt.
     other = train(tmp_path / "run", load([runs["lora"] / "config.yaml"]).model.name, "lora", es={"num_generations": 1})
     assert tensors(export(other, tmp_path / "other")) == tensors(first)
-    with pytest.raises(JournalError, match="generation 3 is not among"):
+    with pytest.raises(JournalError, match="generation 3"):
         export(runs["lora"], tmp_path / "third", generation=3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "last", "other", "run"]
 
@@ -298,8 +298,8 @@ def test_refusals_are_one_line_and_leave_nothing(lora: Path, runs: dict[str, Pat
         (ConfigError, "--push what ever/x: Repo id must", {"push": "what ever/x"}),
         (ConfigError, "--push name: expected USER/NAME", {"push": "name"}),
         (ConfigError, "--dtype int8: expected one of float32, bfloat16, float16", {"merge": True, "dtype": "int8"}),
-        (ConfigError, "--dtype float16 is of a model's weights", {"dtype": "float16"}),
-        (JournalError, "generation -1 is not among them", {"generation": -1}),
+        (ConfigError, "--dtype float16 is for whole models", {"dtype": "float16"}),
+        (JournalError, "generation -1", {"generation": -1}),
     ]
     for error, message, changes in cases:
         with pytest.raises(error) as caught:
@@ -442,7 +442,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
     def found(**sections: Any) -> tuple[tuple[int, int, int] | None, bool, str | None]:
-        return facts._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
+        return card._task_facts(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
 
     counts, *_ = found()
     assert counts is not None and min(counts[:2]) > 0 and counts[2] == 0
@@ -468,7 +468,7 @@ def test_it_is_said_that_weights_were_rounded_and_what_to_do_next(tiny_run: Path
         assert "README.md has the code that loads it; evoalign eval " in then
         return first
 
-    lost = ", rounded to bfloat16, each by up to about 0.4 %, after the run's figures were measured"
+    lost = ", rounded to bfloat16, each by up to about 0.4 %, after the run's results were measured"
     assert said("--merge", "--dtype", "bfloat16").endswith(f"weights in bfloat16{lost}")
     assert said("--merge").endswith(f"--dtype for another){lost}")
     assert said("--merge", "--dtype", "float32").endswith("weights in float32")

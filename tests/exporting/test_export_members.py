@@ -117,7 +117,7 @@ def test_members_that_do_not_exist_are_refused_by_name(runs: dict[str, Path], tm
     cases: list[tuple[dict[str, int], str]] = [
         ({"generation": 2, "member": 0}, "no members of generation 2: its generations are 0 to 1"),
         ({"generation": 0, "member": 6}, "no member 6 in generation 0: its members are 0 to 5"),
-        ({"member": 1}, "--member 1: say of which generation with --generation"),
+        ({"member": 1}, "--member 1 needs --generation"),
     ]
     for asked, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -16,7 +16,7 @@ from rich.console import Console
 import evoalign
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError
-from evoalign.report import completions
+from evoalign.report import rows
 from evoalign.rundir.parquet import read as table_of
 from evoalign.tasks import create
 from evoalign.tasks.base import Data, Task
@@ -57,7 +57,7 @@ def generation(scores: list[list[float]], index: int = 3, *, antithetic: bool = 
 
 
 def written(path: Path, one: Generation) -> list[dict[str, Any]]:
-    completions.write(path, one, [{"word": "four"}, {"word": "two"}], Echo(TaskConfig()))
+    rows.write_completions(path, one, [{"word": "four"}, {"word": "two"}], Echo(TaskConfig()))
     return table_of(path)
 
 
@@ -94,15 +94,15 @@ def test_columns_and_the_type_of_scores(tmp_path: Path) -> None:
     ],
 )
 def test_of_members_alike_the_one_with_the_lowest_index(fitness: list[float], expected: tuple[int, ...]) -> None:
-    assert tuple(completions.roles(fitness).values()) == expected
-    assert list(completions.roles(fitness)) == ["best", "median", "worst"]
+    assert tuple(rows.roles(fitness).values()) == expected
+    assert list(rows.roles(fitness)) == ["best", "median", "worst"]
 
 
 @pytest.mark.parametrize(
     ("every", "kept"), [(0, []), (1, list(range(10))), (4, [0, 4, 8, 9]), (9, [0, 9]), (100, [0, 9])]
 )
 def test_when_completions_are_kept(every: int, kept: list[int]) -> None:
-    due = [i for i in range(10) if completions.is_due(every, generation([[0.0, 0.0]] * 2, i))]
+    due = [i for i in range(10) if rows.completions_due(every, generation([[0.0, 0.0]] * 2, i))]
     assert due == kept
 
 
@@ -141,13 +141,15 @@ def test_a_real_run_keeps_what_its_members_said(tmp_path: Path) -> None:
     train = task.load_data(1).train
     for one in seen:
         examples = [train[i] for i in one.rows]
-        completions.write(tmp_path / f"{one.index}.parquet", one, examples, task)
-        rows = table_of(tmp_path / f"{one.index}.parquet")
-        assert len(rows) == 3 and len(examples) == 1
+        rows.write_completions(tmp_path / f"{one.index}.parquet", one, examples, task)
+        found = table_of(tmp_path / f"{one.index}.parquet")
+        assert len(found) == 3 and len(examples) == 1
         for row, example in zip(rows, examples * 3, strict=True):
             assert row["prompt"] == example["prompt"] and row["target"] == task.gold(example)
             assert row["score"] == task.rewards([row["text"]], [example])[0]
-        means = {role: np.mean([r["score"] for r in rows if r["role"] == role]) for role in ("best", "median", "worst")}
+        means = {
+            role: np.mean([r["score"] for r in found if r["role"] == role]) for role in ("best", "median", "worst")
+        }
         assert means["best"] == pytest.approx(max(one.fitness_M))
         assert means["worst"] == pytest.approx(min(one.fitness_M))
         assert sorted(one.fitness_M)[2] == pytest.approx(means["median"])

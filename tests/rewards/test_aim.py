@@ -24,11 +24,11 @@ from evoalign.analysis.sweeping.cells import Run, TrialConfig
 from evoalign.analysis.sweeping.children import Ended
 from evoalign.analysis.sweeping.search import domain, search
 from evoalign.analysis.sweeping.sweep import Source, sweep
-from evoalign.checks import placebo_file
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos import run as placebo_run
 from evoalign.rewards.objective import SetObjective, measure_of, shared_aim
-from evoalign.training import placebos
 from plain import UNCHECKED
 
 CODE = """
@@ -188,16 +188,16 @@ def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}
     tree["es"]["sigma"] = float(run_setting(run, "sigma"))
-    measured = placebos.placebo(run, shuffles=3, config=tree)
+    measured = placebo_run.placebo(run, shuffles=3, config=tree)
     assert measured.fitness is not None and len(measured.fitness.placebos) == 3
-    assert placebos.keep(run, measured).startswith("kept in ")
+    assert placebo_run.keep(run, measured).startswith("saved in ")
     kept = placebo_file.read(run, read(run).config)
     assert kept is not None and (kept.reward, kept.fitness) == (measured.reward, measured.fitness)
     assert kept.aim is kept.fitness
 
     evoalign.export(run, tmp_path / "card")
     card = (tmp_path / "card/README.md").read_text()
-    assert "fitness/letters, which was trained for: 3 placebos reached" in card and "Reward: 3 placebos" in card
+    assert "fitness/letters, the trained measure: 3 placebos reached" in card and "Reward: 3 placebos" in card
 
     rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
     whole, drift = measured.fitness, "share of the gain that is drift, all runs pooled"

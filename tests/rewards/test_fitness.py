@@ -119,7 +119,7 @@ def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
     assert [whole["before"], whole["real"], *whole["placebos"]] == pytest.approx(
         [own["before"], own["real"], *own["placebos"]]
     )
-    assert f"{name}, which was trained for: 1 placebo" in said
+    assert f"{name}, the trained measure: 1 placebo" in said
     said_of = parquet.read_table(folder / "mean/results/completions/generation_0000.parquet").to_pylist()
     assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
 
@@ -144,7 +144,7 @@ def test_another_fitness_is_another_run(runs: tuple[Path, str], tmp_path: Path) 
 
 
 def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> None:
-    from evoalign.training.counterfactual import parse
+    from evoalign.placebos.counterfactual import parse
 
     log = journal.read(runs[0] / "mean/journal.jsonl").whole()
     assert evoalign.replay(runs[0] / "mean") == log.generations[-1].weights_hash
@@ -280,7 +280,7 @@ def test_incompatible_settings_are_rejected(runs: tuple[Path, str], tmp_path: Pa
 
 
 def test_fitness_is_code_and_cards_hide_its_path(tmp_path: Path) -> None:
-    from evoalign.exporting.public import private_paths, public
+    from evoalign.exporting.source import private_paths, public
 
     own = from_dict({"es": {"sigma": 0.1}, "task": {"name": "conciseness", "fitness": f"{tmp_path}/f.py:f1"}})
     assert code_of(own) == [f"{tmp_path}/f.py:f1"] == private_paths(own)

@@ -17,7 +17,7 @@ from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig, from_dict, load, to_yaml
 from evoalign.config.task import WITH_SETTINGS
 from evoalign.errors import ConfigError
-from evoalign.exporting.public import private_paths, public
+from evoalign.exporting.source import private_paths, public
 from evoalign.rundir.identity import differences
 from evoalign.tasks import TASKS
 

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 import evoalign
-from evoalign.checks import fluency
-from evoalign.checks.verdict import judge
+from evoalign.checks import divergence
+from evoalign.checks.hacking import judge
 from evoalign.errors import ModelError
 from evoalign.evaluation import Scored, summarise
 from evoalign.rundir.directory import RunDir
@@ -56,10 +56,10 @@ def test_what_alarms_stands_above_the_table_with_completions(broken: tuple[evoal
     assert result.verdict is not None and result.verdict.word is not None
     word = result.verdict.word
     above, below = told.split("\ntest split", 1)
-    assert f"{word.upper()}: what the test completions say, whatever they earn" in above
+    assert f"{word.upper()}, judging by the test completions" in above
     assert "of the test completions are broken" in above and "for example" in above
     assert len(result.verdict.shown) == 2
-    assert f"{word}, by what it says; " in below  # and not the bare word learning
+    assert f"{word}, judging by the completions; " in below  # and not the bare word learning
     assert not any(line.startswith("learning") for line in told.splitlines())
 
 
@@ -148,7 +148,7 @@ def test_nats_that_cannot_be_measured_lose_nothing(tmp_path: Path, monkeypatch: 
     def refuse(*args: object) -> None:
         raise ModelError("it does not fit")
 
-    monkeypatch.setattr(fluency, "measure", refuse)
+    monkeypatch.setattr(divergence, "fluency", refuse)
     told = Console(file=io.StringIO(), width=120)
     es = {"num_generations": 1, "population_size": 2, "sigma": 0.01, "learning_rate": 0.005}
     tree = settings(tmp_path, es=es, evaluation={"max_tokens": 4}, checks={"control_every": 0, "placebo": 0})

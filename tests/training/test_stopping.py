@@ -107,7 +107,7 @@ def test_sigma_is_lowered_at_each_plateau_and_the_step_is_not(stopped: tuple[Pat
 
 
 def test_it_replays_exports_and_is_shown(stopped: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
-    from evoalign.report.log import journal_table
+    from evoalign.report.tables import journal_table
     from evoalign.tracking.base import last_step
 
     run, _, tree = stopped

@@ -33,7 +33,7 @@ from evoalign import statistics
 from evoalign.analysis.base import BASE, Analysis, Finding, row, short_name
 from evoalign.errors import ConfigError
 from evoalign.report import watching
-from evoalign.report.style import COLORS, GRID, INK, MARKERS, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, GRID, INK, MARKERS, canvas, frame, plain, save_both
 from evoalign.statistics import FEWEST, FLAT, LEVEL, Estimate
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from evoalign.analysis.base import Analysis, Finding, row
 from evoalign.errors import ConfigError, EvoalignError
-from evoalign.report.style import COLORS, INK, MARKERS, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, INK, MARKERS, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import FEWEST, FEWEST_IQM, LEVEL, RANKS
 

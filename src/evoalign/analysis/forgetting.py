@@ -22,7 +22,7 @@ from evoalign import statistics
 from evoalign.analysis.base import BASE, Analysis, Finding, check_unique, row, short_name
 from evoalign.errors import ConfigError, DataError
 from evoalign.report import watching
-from evoalign.report.style import COLORS, GRID, canvas, frame, plain, save_both, series
+from evoalign.report.figures import COLORS, GRID, canvas, frame, plain, save_both, series
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 

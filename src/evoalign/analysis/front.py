@@ -21,7 +21,7 @@ from evoalign import statistics
 from evoalign.analysis.base import BASE, Analysis, Finding, error_bars, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
-from evoalign.report.style import INK, canvas, frame, save_both, series
+from evoalign.report.figures import INK, canvas, frame, save_both, series
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 

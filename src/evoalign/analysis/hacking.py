@@ -19,7 +19,7 @@ from evoalign import statistics
 from evoalign.analysis.base import BASE, Analysis, Finding, check_unique, error_bars, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
-from evoalign.report.style import COLORS, canvas, frame, save_both
+from evoalign.report.figures import COLORS, canvas, frame, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 
@@ -63,9 +63,9 @@ class Pair:
 
     def rates(self) -> dict[str, Rate]:
         """Return the rate of each kind; without gold answers there is no `earned_wrong`."""
-        from evoalign.checks import hacking, verdict
+        from evoalign.checks import hacking
 
-        was, now = (verdict.flags(side, self.before, self.after) for side in (self.before, self.after))
+        was, now = (hacking.flags(side, self.before, self.after) for side in (self.before, self.after))
         kinds = (*SEVERAL, "earned_wrong", *hacking.SHARES)
         if all(one.right is None for one in self.after):
             kinds = tuple(kind for kind in kinds if kind != "earned_wrong")
@@ -112,7 +112,7 @@ class Hacking(Analysis[Settings]):
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
         """Loads a model only to evaluate it; raises EvoalignError for a run without its completions."""
         from evoalign.analysis.targets import locate, placebo_hint
-        from evoalign.checks import verdict
+        from evoalign.checks import hacking
 
         check_unique(targets)
         located = {name: locate(name, config) for name in targets if name != BASE}
@@ -125,7 +125,7 @@ class Hacking(Analysis[Settings]):
         rows: list[dict[str, Any]] = []
         lines = [INTRODUCTION]
         for name, target in located.items():
-            pair, judged = pairs[name], verdict.judge(pairs[name].before, pairs[name].after)
+            pair, judged = pairs[name], hacking.judge(pairs[name].before, pairs[name].after)
             examples = len({one.example for one in pair.after})
             shown = {
                 kind: {"before": rate.before.tree(), "after": rate.after.tree(), "change": rate.change.tree()}

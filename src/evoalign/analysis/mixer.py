@@ -27,7 +27,7 @@ from evoalign import evaluation, noise, tokens
 from evoalign.analysis.base import BASE, check_unique
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.weights import embeddings_of, head_of, parts_of
-from evoalign.checks import divergence, verdict
+from evoalign.checks import divergence, hacking
 from evoalign.config import Config, EvaluationConfig, from_dict
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ModelError
@@ -193,7 +193,7 @@ class ModelMixer:
         """
         before = self.evaluate({BASE: 1.0}).completions
         after = [one for name in self.names for one in self.evaluate({name: 1.0}).completions]
-        marked = verdict.flags(found.completions, before, after)["hacked"]
+        marked = hacking.flags(found.completions, before, after)["hacked"]
         of_example: defaultdict[int, list[float]] = defaultdict(list)
         for one, is_hacked in zip(found.completions, marked, strict=True):
             of_example[one.example].append(float(is_hacked))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evoalign import statistics
 from evoalign.analysis.base import Analysis, Finding, row
 from evoalign.errors import ConfigError, DataError, shown
-from evoalign.report.style import COLORS, INK, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, INK, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 from evoalign.tasks import data

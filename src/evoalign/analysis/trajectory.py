@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from evoalign.analysis.base import Analysis, Finding, check_unique, row, short_name
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
 from evoalign.report import watching
-from evoalign.report.style import COLORS, INK, canvas, frame, save_both
+from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
 from evoalign.statistics import FEWEST, Estimate, t_of
 
 if TYPE_CHECKING:
     import torch
 
     from evoalign.config import Config
+    from evoalign.placebos.counterfactual import Counterfactual
     from evoalign.rundir.journal import Log
-    from evoalign.training.counterfactual import Counterfactual
     from evoalign.types import Slices, TensorSpec
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -190,7 +190,7 @@ class JournalReplay:
     def distances(self, seed: int | None) -> Floats:
         """Return the L2 distance from the start at each step, [P]; `seed` selects a placebo, None: the run."""
         from evoalign.noise import row_blocks
-        from evoalign.training.counterfactual import Counterfactual
+        from evoalign.placebos.counterfactual import Counterfactual
 
         way = None
         if seed is not None:
@@ -204,7 +204,7 @@ class JournalReplay:
 
     def expected(self) -> tuple[float, ...] | None:
         """Return the expected distance with shuffled coefficients at each step by formula; None with Adam."""
-        from evoalign.checks.drift import expected_distance
+        from evoalign.placebos.estimates import expected_distance
 
         updates = [recorded.update for recorded in self.log.generations]
         found = [expected_distance(updates[:step], self.layout, self.config.es) for step in self.steps]

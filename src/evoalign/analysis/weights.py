@@ -11,7 +11,7 @@
 
 Where the head is the embedding matrix (tied), there is no part `unembedding`.
 
-Changes are those of `evoalign.checks.changes`: they are read in blocks of rows, and an adapter's change stays factored.
+Changes are read in blocks of rows, and an adapter's change stays factored: see `evoalign.checks.distance`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evoalign.analysis.targets import Target
-from evoalign.checks.changes import Base, Change, changes_of
+from evoalign.checks.distance import Base, Change, changes_of
 from evoalign.engines.specs import specs_of
 from evoalign.errors import ConfigError
 from evoalign.models.origin import empty_model, model_path

@@ -16,10 +16,9 @@ from evoalign import evaluation
 from evoalign.baselines import settings, trainer_state
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
 from evoalign.baselines.trainer_state import last_state
-from evoalign.checks import divergence, fluency
+from evoalign.checks import divergence
 from evoalign.checks.distance import Distance, distance_of
-from evoalign.checks.divergence import Divergence, Reference
-from evoalign.checks.fluency import Fluency
+from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.config import Config, load
 from evoalign.config.reading import read_object
 from evoalign.cost import budget, flops
@@ -94,7 +93,7 @@ class Policy:
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         """How likely the base model finds both evaluations; the same copy."""
         said = (before.completions, after.completions)
-        return fluency.measure(self._reference, self.tokens, self.task, self.data.test, *said)
+        return divergence.fluency(self._reference, self.tokens, self.task, self.data.test, *said)
 
     def close(self) -> None:
         """Let go of the copy of the base model."""

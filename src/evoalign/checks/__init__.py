@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks of itself while it trains."""
+"""Checks of a run: canary, A/A control, divergence, distance, diagnosis and signs of hacking."""

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof, while a run goes on, that members answer with their own weights: an adapter is never silently ignored.
+"""Check during a run that members are sampled with their own weights, so that no adapter is silently ignored.
 
-Servers that do not know an adapter, or cannot place it on a module, often answer with the base model and say nothing;
-the run then goes on and learns nothing. So at the start and every `checks.canary_every` generations:
+Servers that do not know an adapter, or cannot apply it to a module, often answer with the base model without an error,
+and the run learns nothing. At the start and every `checks.canary_every` generations the canary checks that:
 
-    the mean      asked before and after answers alike, and its hash stays
-    no noise      members of width 0 show how far answers of equal weights lie apart in this batch: the floor
-    much noise    a member differs from the mean, from another member and from the one of opposite sign
-    what is not   a tensor that no model has and the member `ABSENT` are refused with ModelError
+- the mean gives the same completion before and after the members, and its hash is unchanged
+- members of noise width 0 agree; their largest difference is the floor
+- with wide noise a member differs from the mean, from another member and from the member of opposite sign
+- a tensor that the model does not have, and the member `ABSENT`, are refused with ModelError
 
-Answers are compared by their log-probabilities, which tell weights apart where the greedy tokens are the same; a few
-tokens of one prompt are enough. What is much noise depends on where the mean is by now, so the width grows tenfold
-until the answers differ, and only if `ENORMOUS` noise changes nothing is it an error.
+Completions are compared by log-probabilities, which differ even if the greedy tokens are equal. A few tokens of one
+prompt are enough. The noise width grows tenfold until the completions differ; it is an error only if noise of width
+`ENORMOUS` changes nothing.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from evoalign.types import MEAN, MEAN_PLAN, Layout, Member, Plan, Request, Rollo
 
 TOKENS = 4
 SMALL = 1e-3
-"""The width to start from where no config says how wide its members' noise is."""
+"""First width to try without a config."""
 ENORMOUS = 1e3
-"""Standard deviation of noise that leaves nothing of a model: weights are below 1."""
+"""Standard deviation of noise that destroys any model: weights are below 1."""
 FLOOR = {torch.float32: 2**-10, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Log-probabilities closer than this may differ by rounding alone. By the served dtype."""
+"""Difference of log-probabilities that rounding can make, by served dtype."""
 LOOSE = 8
-"""The mean of an engine that is not exact may answer this many floors away from what it said before."""
+"""Floors by which the mean of an engine that is not exact may differ before and after the members."""
 MEMBERS = (Member(0, 0, 1), Member(1, 0, -1), Member(2, 1, 1))
 NOWHERE = "evoalign.checks.canary.no_such_tensor"
 _LAST_GENERATION = (1 << 32) - 1
 
 Pair = tuple[int, int]
-Answers = Mapping[int, Rollout]
 
 
 def is_due(config: Config, done: int) -> bool:
-    """Whether the canary is asked after so many generations."""
+    """Whether the canary runs after `done` generations."""
     every = config.checks.canary_every
     return every > 0 and done % every == 0
 
@@ -62,10 +61,10 @@ def check(
     width: float,
     exact: bool = False,
 ) -> None:
-    """Raise CanaryError where members do not answer with their own weights. Changes nothing.
+    """Raise CanaryError if members are not sampled with their own weights. Leaves the engine unchanged.
 
-    `width` is the sigma of a plan of this generation. `exact` (`Facts.deterministic`) wants the mean to answer to the
-    last bit as it did before. Cost: at best 8 completions of `TOKENS` tokens and two fingerprints.
+    `width` is the sigma of this generation. `exact` (`Facts.deterministic`) requires bit-identical completions of the
+    mean. Cost: 8 or more completions of `TOKENS` tokens and two fingerprints.
     """
     sampling = Sampling(min(TOKENS, space.config.sampling.max_tokens))
     request = Request(0, tuple(prompt_ids), sampling, logprobs=True)
@@ -75,28 +74,28 @@ def check(
     _check_refusals(engine, request, generation, width)
     if engine.fingerprint() != fingerprint:
         raise CanaryError(
-            "canary: the mean was changed by members that only answered; the engine does not restore its weights "
-            "exactly, so no update of this run can be trusted: fix the engine"
+            "canary: sampling members changed the mean; the engine does not restore its weights exactly, so no update "
+            "of this run can be trusted: fix the engine"
         )
     again = _ask(engine, MEAN_PLAN, request)[MEAN.index]
     allowed = 0.0 if exact else max(4 * floor, LOOSE * FLOOR[layout.torch_dtype])
     if not distance(mean, again) <= allowed:
         raise CanaryError(
-            f"canary: the unperturbed model answered {mean.text!r} {_shown(mean)} before the members and "
-            f"{again.text!r} {_shown(again)} after them; the engine serves what a member left behind: fix the engine"
+            f"canary: the unperturbed model gave {mean.text!r} {_logprobs_text(mean)} before the members and "
+            f"{again.text!r} {_logprobs_text(again)} after them; the engine serves weights of a member: fix the engine"
         )
 
 
 def address(generation: int) -> int:
-    """The generation whose noise a canary takes: counted down from the counter's last, which no run reaches."""
+    """Return the generation whose noise a canary uses, counted down from the last, which no run reaches."""
     return _LAST_GENERATION - generation
 
 
 def distance(one: Rollout, other: Rollout) -> float:
-    """Largest difference of log-probabilities as far as two answers agree, and at the first token where they do not.
+    """Return the largest difference of log-probabilities up to and including the first token that differs.
 
-    Infinite where they disagree on a token that either is sure of: rounding only swaps tokens of equal probability,
-    so neither has more than about one half. Infinite, too, where a log-probability is no number.
+    Infinite if a token differs that either side is sure of (rounding only swaps tokens of equal probability, at most
+    about one half), or if a log-probability is not a number.
     """
     largest = 0.0
     lines = zip(one.token_ids, _logprobs(one), other.token_ids, _logprobs(other), strict=False)
@@ -110,9 +109,9 @@ def distance(one: Rollout, other: Rollout) -> float:
 
 
 def widths(layout: Layout, width: float) -> Iterator[float]:
-    """Ten times the width of a generation, and tenfold more each, until the noise is enormous."""
+    """Yield ten times the width of a generation, then tenfold more each, until the noise is enormous."""
     if not max(t.scale for t in layout.tensors) * width > 0:
-        raise CanaryError("canary: the noise has width 0, for mean |W| of all layers is 0; set es.sigma")
+        raise CanaryError("canary: the noise has width 0, since mean |W| of all layers is 0; set es.sigma")
     while True:
         width *= 10
         yield width
@@ -127,80 +126,76 @@ def _is_enormous(layout: Layout, width: float) -> bool:
 def _check_members(
     engine: Answering, space: Space, layout: Layout, request: Request, mean: Rollout, generation: int, width: float
 ) -> float:
-    """Raise CanaryError where two of `MEMBERS` and the mean answer alike; returns how far equal weights lie apart."""
-    pairs = _pairs(layout)
+    """Raise CanaryError if two of `MEMBERS` and the mean are alike; return the largest difference of equal weights."""
+    factors = len(layout.tensors) > len({t.module for t in layout.tensors})
+    # With two evolved factors, (-B)(-A) = B A: the members of a pair are the same model at the start.
+    pairs: list[Pair] = [(MEAN.index, 0), (MEAN.index, 2), (0, 2), *([] if factors else [(0, 1)])]
     control = _ask(engine, Plan(address(generation), 0.0, MEMBERS), request)
-    floor = max(distance(a, b) for a, b in _of(pairs, mean, control))
+    floor = max(distance(a, b) for a, b in _rollouts(pairs, mean, control))
     if math.isinf(floor):
+        texts = ", ".join(repr(control[i].text) for i in sorted(control))
         raise CanaryError(
-            f"canary: members without noise answer {_texts(control)}, and the unperturbed model {mean.text!r}; "
-            "the engine adds weights of others to them: fix the engine"
+            f"canary: members without noise gave {texts}, and the unperturbed model {mean.text!r}; the engine adds "
+            "weights of other members: fix the engine"
         )
     threshold, wide = max(4 * floor, FLOOR[layout.torch_dtype]), width
     for wide in widths(layout, width):
         try:
             answers = _ask(engine, Plan(address(generation), wide, MEMBERS), request)
-        except NotFiniteError:  # noise that leaves no numbers, whatever a CPU's sums make of it, tells nobody apart
+        except NotFiniteError:  # noise this wide gives no finite logits
             break
-        differ = [distance(a, b) > threshold for a, b in _of(pairs, mean, answers)]
+        differ = [distance(a, b) > threshold for a, b in _rollouts(pairs, mean, answers)]
         pairs = [pair for pair, apart in zip(pairs, differ, strict=True) if not apart]
         if not pairs:
             return floor
     if _is_enormous(layout, 10 * width):
         setting = "es.noise_multiplier" if by_layer(space.config) else "es.sigma"
         raise CanaryError(
-            f"canary: members answer alike with noise of {setting} {width:g}, which leaves nothing of a model; "
+            f"canary: members give the same completion with noise of {setting} {width:g}, which destroys any model; "
             f"lower {setting}"
         )
-    raise CanaryError(f"canary: {_alike(pairs[0], space)} (seen up to {wide / width:g} times this run's noise)")
+    raise CanaryError(f"canary: {_alike(pairs[0], space)} (up to {wide / width:g} times this run's noise)")
 
 
 def _check_refusals(engine: Answering, request: Request, generation: int, width: float) -> None:
-    """Raise CanaryError where the engine takes what does not exist."""
+    """Raise CanaryError if the engine accepts a tensor or a member that does not exist."""
     try:
         engine.load({NOWHERE: torch.zeros(1)})
     except ModelError:
         pass
     else:
         raise CanaryError(
-            f"canary: the engine loads {NOWHERE} without an error though the model has no such tensor, so an adapter "
-            "of wrong names would be dropped: fix the engine's load"
+            f"canary: the engine loads {NOWHERE} without an error though the model has no such tensor, so it would "
+            "drop an adapter with wrong names: fix the engine's load"
         )
     try:
-        said = repr(collect(engine, Plan(address(generation), width, (ABSENT,)), [request])[0].text)
+        output = repr(collect(engine, Plan(address(generation), width, (ABSENT,)), [request])[0].text)
     except ModelError:
         return
     except LostError:
-        said = "nothing"
+        output = "nothing"
     raise CanaryError(
-        f"canary: a member that does not exist answers {said} instead of being refused; the engine takes the base "
-        "model for an adapter that it does not know: fix the engine, or use another version of the server"
+        f"canary: a member that does not exist gives {output} instead of an error; the engine uses the base model for "
+        "an unknown adapter: fix the engine, or use another version of the server"
     )
 
 
-def _pairs(layout: Layout) -> list[Pair]:
-    """Who has to differ. Two evolved factors, (-B)(-A) = B A, make the signs of a pair the same model at the start."""
-    factors = len(layout.tensors) > len({t.module for t in layout.tensors})
-    signs = [] if factors else [(0, 1)]
-    return [(MEAN.index, 0), (MEAN.index, 2), (0, 2), *signs]
-
-
-def _of(pairs: Sequence[Pair], mean: Rollout, answers: Answers) -> list[tuple[Rollout, Rollout]]:
-    by_index = {**answers, MEAN.index: mean}
+def _rollouts(pairs: Sequence[Pair], mean: Rollout, rollouts: Mapping[int, Rollout]) -> list[tuple[Rollout, Rollout]]:
+    by_index = {**rollouts, MEAN.index: mean}
     return [(by_index[a], by_index[b]) for a, b in pairs]
 
 
 def _ask(engine: Answering, plan: Plan, request: Request) -> dict[int, Rollout]:
-    """Answers by member. Raises CanaryError where the engine leaves a member out."""
+    """Return completions by member. Raises CanaryError if the engine leaves out a member."""
     try:
         return {r.member.index: r for r in collect(engine, plan, [request])}
     except LostError as error:
         who = f"member {error.member.index} (-1: the mean)"
-        raise CanaryError(f"canary: the engine gives no answer of {who}: fix the engine") from error
+        raise CanaryError(f"canary: the engine returns no completion of {who}: fix the engine") from error
 
 
 def _logprobs(rollout: Rollout) -> Sequence[float]:
-    """Zeros where an engine has none, so that its tokens alone tell."""
+    """Return the log-probabilities; zeros if the engine has none, so that tokens are compared."""
     return rollout.logprobs if rollout.logprobs is not None else [0.0] * len(rollout.token_ids)
 
 
@@ -208,17 +203,14 @@ def _alike(pair: Pair, space: Space) -> str:
     carried = "adapters" if space.carrier == "adapter" else "perturbed weights"
     if MEAN.index in pair:
         return (
-            f"member {pair[1]} answers as the unperturbed model does: the engine ignores the members' {carried}, or "
-            f"what space {space.name} evolves takes no part; choose other target modules, or another engine version"
+            f"member {pair[1]} gives the completion of the unperturbed model: the engine ignores the members' "
+            f"{carried}, or the modules of space {space.name} are not used; choose other target modules, or another "
+            "engine version"
         )
     if pair == (0, 1):
-        return f"members of opposite sign answer alike: the engine ignores the sign of the members' {carried}; fix it"
-    return f"members {pair[0]} and {pair[1]} answer alike: the engine gives all members the same {carried}; fix it"
+        return f"members of opposite sign are alike: the engine ignores the sign of the members' {carried}; fix it"
+    return f"members {pair[0]} and {pair[1]} are alike: the engine gives all members the same {carried}; fix it"
 
 
-def _texts(answers: Answers) -> str:
-    return ", ".join(repr(answers[i].text) for i in sorted(answers))
-
-
-def _shown(rollout: Rollout) -> str:
+def _logprobs_text(rollout: Rollout) -> str:
     return "(log-probabilities " + ", ".join(f"{p:.6g}" for p in _logprobs(rollout)) + ")"

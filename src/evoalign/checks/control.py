@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The A/A control: the unperturbed model scored twice on the same prompts, the noise floor of a generation."""
+"""A/A control: score the unperturbed model twice on the same prompts, to measure the noise floor of a generation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from evoalign.types import MEAN_PLAN, Example, Request, Rollout
 
 
 class Control(NamedTuple):
-    """The unperturbed model's fitness, twice on the same prompts. `floor` is the standard deviation of one of them.
+    """Fitness of the unperturbed model, twice on the same prompts, and the standard deviation `floor` of one of them.
 
-    `of_reward` is that of one completion's score where both texts are the same, which a reward that is a function of
-    the text has none of; None where no text came twice.
+    `of_reward` is the standard deviation of one completion's score between equal texts, 0 for a deterministic reward;
+    None if no two texts are equal.
     """
 
     first: float
@@ -34,7 +34,7 @@ class Control(NamedTuple):
 
 
 def is_due(config: Config, index: int) -> bool:
-    """Whether there is a control of this generation, counted from 0."""
+    """Whether generation `index` (from 0) has a control."""
     every = config.checks.control_every
     return every > 0 and index % every == 0 and index < config.es.num_generations
 
@@ -51,33 +51,33 @@ def control(
 ) -> Control:
     """Score the unperturbed model twice on a generation's examples, in the order of its requests.
 
-    The first time with the draws that the members had. Where sampling is on, the second time has other draws; greedy,
-    it is the same requests again, and other texts show an engine that does not repeat, other scores of the same text a
-    reward that does not. `objective` has the state that the generation begins with; None is a new one of the task's.
+    The first pass uses the members' seeds, the second other seeds. With greedy decoding both passes are equal requests:
+    other texts show an engine that is not deterministic, other scores of the same text a reward that is not.
+    `objective` has the state at the start of the generation (None: a new one of the task).
     """
     objective = objective or task.objective()
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
-    said = [collect(engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, generation))]
-    first, second = (rewarded(objective, task, rollouts, examples) for rollouts in said)
-    same = [one.text == other.text for one, other in zip(*said, strict=True)]
+    passes = [collect(engine, MEAN_PLAN, sent) for sent in (requests, redrawn(config, requests, generation))]
+    first, second = (rewarded(objective, task, rollouts, examples) for rollouts in passes)
+    same = [one.text == other.text for one, other in zip(*passes, strict=True)]
     return control_of(first, second, [all(same)] if objective.per_member else same)
 
 
 def rewarded(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[float]:
-    """What each answer scores alone, or with `per_member` all together."""
+    """Return the score of each completion, or with `per_member` one score of all."""
     return judge(objective, group_of(task, examples, rollouts, 1))[0].tolist()
 
 
 def redrawn(config: Config, requests: Sequence[Request], generation: int) -> list[Request]:
-    """The same requests with other draws."""
+    """Return the requests with other seeds."""
     return [dataclasses.replace(r, seed=derive_seed(config.seed, "control", generation, r.index)) for r in requests]
 
 
 def control_of(first_P: Sequence[float], second_P: Sequence[float], same_P: Sequence[bool] = ()) -> Control:
-    """From rewards by prompt: the variance of one score of a prompt is half the mean square of its differences.
+    """Return the control from two scores of each prompt; `same_P` says which prompts have equal texts.
 
-    `same_P`: where the second text is the first one again.
+    The variance of one score is half the mean square of the differences.
     """
     difference_P = np.asarray(first_P, dtype=np.float64) - np.asarray(second_P, dtype=np.float64)
     floor = math.sqrt(float((difference_P**2).mean()) / 2 / len(difference_P))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is it learning? Figures of each generation that tell, warnings that name a cause and a setting, and a summary.
+"""Diagnosis of a run: figures of each generation, warnings with a cause and a setting, and a summary.
 
-Fitness jumps from one generation to the next because the prompts change, so nothing is concluded from one of them:
-windows are compared by the standard error of their means. The A/A control scores the unperturbed model twice on a
-generation's prompts; what the two scores differ by is noise, and a population that spreads no wider cannot be ranked.
+Fitness jumps between generations because the prompts change, so windows of generations are compared by the standard
+errors of their means. The A/A control scores the unperturbed model twice on a generation's prompts; the difference is
+noise, and a population that spreads no wider cannot be ranked. The summary needs the rows of metrics.jsonl only.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign.checks import hacking, summary
+from evoalign.checks import hacking
 from evoalign.checks.control import Control
-from evoalign.checks.rules import History, Row, causes
+from evoalign.checks.rules import SURE, History, LearningRateTooLarge, Row, causes, mean_of, values
 from evoalign.config import Config
 from evoalign.types import Generation, Layout
 
 SAMPLE = 65536
-"""Numbers of the mean that are followed: a cosine of that many is known to 1/256."""
+"""Numbers of the mean that are followed: a cosine of this many is accurate to 1/256."""
 LOOKS = 100
-"""How often at most a resume looks for what was reported: each look goes over all generations before it."""
+"""Most checks for earlier warnings when resuming: each goes over all generations before it."""
+WARNING = "warning: "
+"""Prefix of the summary's warnings."""
 
 
 class Diagnosis:
-    """Follows one run. `start` is the engine's `sample` before the first update; so is every later sample of `SAMPLE`.
+    """Diagnosis of one run. `start` is the engine's sample of `SAMPLE` numbers before the first update.
 
-    `max_score` is the highest that a completion can earn, `gold` the gold answer to a row of the training split, and
-    `known` the scripts of its prompts; `deterministic` is what the engine says of itself; `given` is what
-    the run was handed as a Python object. Memory: two samples and one small row a generation.
+    `max_score` is the highest score of a completion, `gold` returns the gold answer of a training row, and `known` are
+    the scripts of the prompts; `deterministic` and `given` are as in `History`. Memory: two samples, and a row of
+    figures per generation.
     """
 
     def __init__(
@@ -57,22 +59,23 @@ class Diagnosis:
         self._scale = math.sqrt(layout.parameters / max(1, len(start)))
         self._noise_norm = config.es.width * math.sqrt(sum(math.prod(t.shape) * t.scale**2 for t in layout.tensors))
         self.history = History(config, deterministic=deterministic, given=given)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def update(self, generation: Generation, sample: torch.Tensor, control: Control | None = None) -> Row:
-        """The `diagnosis` of a generation's row. `sample` is taken after its update, `control` on its prompts.
+        """Return the `diagnosis` of a generation's row; `sample` is taken after the update, None is not known.
 
-        `spread` is the members' standard deviation and `noise_floor` the root mean square of all controls' so far;
-        `reward_noise` what of that the reward alone makes, of one completion;
-        `mean_error` the standard error of the population's mean fitness; `cosine` that of this update and the one
-        before; `distance` the L2 from the start, and `distance_sigmas` the same over the expected norm of one
-        member's noise; `population_minus_mean` what the population's mean fitness is above the unperturbed model's on
-        the same prompts, and `population_minus_mean_error` its standard error over members, of pairs where they are
-        in pairs, and over the control's draws; `kept_share` the share of the unperturbed model's fitness, above the
-        lowest score of the generation, that the population has: above 1 where members are better than it. None is
-        what is not known.
+        - `spread`: standard deviation of the members' fitness
+        - `mean_error`: standard error of the population's mean fitness
+        - `noise_floor`: root mean square of all controls so far; `signal_to_noise`: spread over it
+        - `reward_noise`: the part of the control's floor that the reward alone makes, per completion
+        - `cosine`: of this update and the one before
+        - `distance`: L2 distance from the start; `distance_sigmas`: over the expected norm of one member's noise
+        - `population_minus_mean`: population's mean fitness minus the unperturbed model's on the same prompts;
+          `population_minus_mean_error`: its standard error over members (or pairs) and the control's draws
+        - `kept_share`: share of the unperturbed model's fitness, above the lowest score, that the population has
+        - `changed_share`, `solved_share` and the shares of `hacking.SHARES`
         """
-        cosine, distance = self._moved(sample)
+        cosine, distance = self._movement(sample)
         diagnosis: Row = {
             "spread": float(np.std(generation.fitness_M)),
             "mean_error": self._mean_error(generation),
@@ -83,7 +86,7 @@ class Diagnosis:
             "distance_sigmas": distance / self._noise_norm,
             "changed_share": changed_share(generation),
             "solved_share": float(np.mean(np.asarray(generation.scores_MP) >= self.max_score)),
-            **_against_mean(generation, control, paired=self.config.es.antithetic),
+            **_population_minus_mean(generation, control, paired=self.config.es.antithetic),
             **self._text_shares(generation),
         }
         mean = float(np.mean(generation.fitness_M))
@@ -96,38 +99,30 @@ class Diagnosis:
         return diagnosis
 
     def restore(self, rows: Sequence[Mapping[str, Any]], sample: torch.Tensor | None = None) -> None:
-        """Go on after a resume, from the rows of metrics.jsonl and the engine's sample now.
+        """Continue a resumed run from its rows of metrics.jsonl and the engine's current sample.
 
-        Old warnings stay told, unless what one was of lasted less than a hundredth of the run.
+        Earlier warnings are not repeated, unless their cause lasted less than a hundredth of the run.
         """
         every = 1 + len(rows) // LOOKS
         for count, row in enumerate(rows, 1):
-            self.history.rows.append(summary.recorded(row, self.config))
+            self.history.rows.append(_recorded(row, self.config))
             if count % every == 0 or count == len(rows):
-                self._told |= set(self._causes())
+                self._reported |= set(causes(self.history))
         self._step = None
         self._last = None if sample is None else sample.double()
 
     def warnings(self) -> list[str]:
-        """What is newly wrong: one sentence each with the figure, the likely cause and the setting to change."""
-        new = {name: line for name, line in self._causes().items() if name not in self._told}
-        self._told |= set(new)
+        """Return new warnings: one sentence each with the figure, the likely cause and the setting to change."""
+        new = {name: line for name, line in causes(self.history).items() if name not in self._reported}
+        self._reported |= set(new)
         return list(new.values())
 
     def summary(self, alarm: str | None = None, *, beats_noise: bool = False) -> list[str]:
-        """The run in plain words: is it learning and how sure is that, how it moved, and what is still wrong.
+        """Summarise the run so far; see the function `summary`."""
+        return summary(self.history, alarm, beats_noise=beats_noise)
 
-        `alarm`: what the completions of the test split say of it, which then comes first. `beats_noise`: it is above
-        all its placebos, which have told what noise alone earns.
-        """
-        return summary.told(self.history, alarm, beats_noise=beats_noise)
-
-    def _causes(self) -> dict[str, str]:
-        """Everything that looks wrong now, by name."""
-        return causes(self.history)
-
-    def _moved(self, sample: torch.Tensor) -> tuple[float | None, float]:
-        """Cosine of the last two updates and the distance from the start, scaled up from the sample."""
+    def _movement(self, sample: torch.Tensor) -> tuple[float | None, float]:
+        """Return the cosine of the last two updates and the distance from the start, scaled up from the sample."""
         now = sample.double()
         step = None if self._last is None else now - self._last
         cosine = None
@@ -137,7 +132,7 @@ class Diagnosis:
         return cosine, float((now - self._start).norm()) * self._scale
 
     def _mean_error(self, generation: Generation) -> float:
-        """Standard error of the population's mean fitness: over members, and over prompts where these change."""
+        """Return the standard error of the population's mean fitness: over members, and over prompts if they change."""
         scores_MP = np.asarray(generation.scores_MP, dtype=np.float64)
         members, prompts = scores_MP.shape
         error = float(np.std(generation.fitness_M, ddof=1)) / math.sqrt(members)
@@ -151,12 +146,12 @@ class Diagnosis:
             return {f"{name}_share": None for name in hacking.SHARES}
         rows = [generation.rows[r.request] for r in rollouts]
         texts, reasons = [r.text for r in rollouts], [r.finish_reason for r in rollouts]
-        shares = hacking.shares(texts, reasons, rows, list(map(self._gold, rows)), self._known)
+        shares = hacking.text_shares(texts, reasons, rows, list(map(self._gold, rows)), self._known)
         return {f"{name}_share": share for name, share in shares.items()}
 
 
 def changed_share(generation: Generation) -> float | None:
-    """Share of completions that are not the commonest one of their prompt: whether members differ at all."""
+    """Return the share of completions that are not the most common one of their prompt."""
     texts: dict[int, Counter[tuple[int, ...]]] = {}
     for rollout in generation.rollouts:
         texts.setdefault(rollout.request, Counter())[rollout.token_ids] += 1
@@ -165,8 +160,7 @@ def changed_share(generation: Generation) -> float | None:
     return 1 - sum(max(counts.values()) for counts in texts.values()) / len(generation.rollouts)
 
 
-def _against_mean(generation: Generation, control: Control | None, *, paired: bool) -> Row:
-    """The population's mean fitness against the unperturbed model's, on the same prompts."""
+def _population_minus_mean(generation: Generation, control: Control | None, *, paired: bool) -> Row:
     if control is None:
         return dict.fromkeys(("population_minus_mean", "population_minus_mean_error", "kept_share"))
     fitness_M = np.asarray(generation.fitness_M, dtype=np.float64)
@@ -179,3 +173,88 @@ def _against_mean(generation: Generation, control: Control | None, *, paired: bo
         "population_minus_mean_error": None if error is None else math.hypot(error, control.floor / math.sqrt(2)),
         "kept_share": float((mean - lowest) / (own - lowest)) if own > lowest else None,
     }
+
+
+def history_of(
+    rows: Sequence[Mapping[str, Any]], config: Config, *, deterministic: bool = False, given: str | None = None
+) -> History:
+    """Return the history of a run from its rows of metrics.jsonl; the other arguments are those of `History`."""
+    history = History(config, deterministic=deterministic, given=given)
+    history.rows += [_recorded(row, config) for row in rows]
+    return history
+
+
+def _recorded(row: Mapping[str, Any], config: Config) -> Row:
+    known = {"spread": row["std"], "mean_error": row["std"] / math.sqrt(config.es.population_size - 1)}
+    kept = {name: row[name] for name in ("generation", "mean", "zero_variance")}
+    shares = {name: row.get(name) for name in ("empty_share", "truncated_share")}
+    return {**known, **shares, **kept, **(row.get("diagnosis") or {})}
+
+
+def summary(history: History, alarm: str | None = None, *, beats_noise: bool = False) -> list[str]:
+    """Summarise a run: whether it learns and how certain that is, how it moved, and what is still wrong.
+
+    Warnings come last and begin with `WARNING`. `alarm` is the verdict on the test completions, which comes first.
+    `beats_noise`: the run is above all its placebos, so the warning that noise earns reward is left out.
+    """
+    if not history.rows:
+        return ["no generation yet"]
+    verdict = _verdict(history) if alarm is None else f"{alarm}, judging by the completions; {_verdict(history)}"
+    lines = [verdict, _signal(history), _moved(history), _completions(history)]
+    wrong = {name: line for name, line in causes(history).items() if not (beats_noise and name == "noise earns")}
+    return [line for line in lines if line] + [f"{WARNING}{line}" for line in wrong.values()]
+
+
+def _verdict(history: History) -> str:
+    trend = history.trend()
+    if trend is None:
+        return f"is it learning? {len(history.rows)} generations are too few to say"
+    before, after, change, error = trend
+    figures = (
+        f"population fitness went from {before:.4g} to {after:.4g} ({change:+.3g}, standard error {error:.2g})"
+        f" between the first and the last third of {len(history.rows)} generations"
+    )
+    if abs(change) <= SURE * error or change == 0:
+        low = " (eta is below 0.05: raise es.learning_rate)" if history.eta() < 0.05 else ""
+        return f"not shown to learn: {figures}; that can be chance{low}"
+    return f"{'learning' if change > 0 else 'getting worse'}: {figures}"
+
+
+def _signal(history: History) -> str:
+    useless = float(np.mean([row["zero_variance"] for row in history.rows]))
+    spread, floor = float(np.median(values(history.rows, "spread"))), history.noise_floor()
+    if floor is None:
+        against = "no control was run, so the noise floor is not known (checks.control_every)"
+    elif floor == 0:
+        against = "the unperturbed model scored twice was the same"
+    else:
+        source = ", of a reward that gives the same text different scores" if history.reward_noise() else ""
+        against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}{source}"
+    return f"signal: members spread by {spread:.3g}, {against}; {useless:.0%} of the generations moved nothing"
+
+
+def _moved(history: History) -> str:
+    distance, cosine = values(history.rows[-1:], "distance_sigmas"), mean_of(history.rows, "cosine")
+    if not distance:
+        return ""
+    how = ""
+    if cosine is not None:
+        meaning = "they undo each other" if cosine <= 0 else "they point the same way"
+        if abs(cosine) < -LearningRateTooLarge.opposed:
+            meaning = "near 0, as usual: each is made of new noise"
+        how = f"; successive updates have cosine {cosine:+.3f} on average ({meaning})"
+    return f"movement of the evolved numbers: {distance[0]:.2g} times one member's noise from the start{how}"
+
+
+def _completions(history: History) -> str:
+    first, last = history.ends()
+    shares = {name: [mean_of(part, f"{name}_share") for part in (first, last)] for name in hacking.SHARES}
+    if all(before is None for before, _ in shares.values()):
+        return ""
+    changes: list[str] = []
+    for name, (before, now) in shares.items():
+        change = "" if before is None or now is None else f"{before:.0%} to {now:.0%}"
+        if change not in ("", "0% to 0%"):
+            changes.append(f"{name.replace('_', ' ')} {change}")
+    found = ", ".join(changes) or "none of the signs"
+    return f"completions, first to last {len(first)} generations: {found}"

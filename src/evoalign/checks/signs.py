@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs in one text that a model is broken: empty, looping, tokens that steer and say nothing, figures without sense,
-turns of a conversation that it writes to itself, letters of a script that nobody used.
+"""Signs of a broken model in one completion: empty, loops, special tokens as text, gibberish, chat turns, new script.
 
-None of them proves anything; what tells is a share that was lower before training. The definitions are for
-completions, without their prompts and without the special tokens that a tokenizer has taken out.
+No sign is a proof: compare its share with the share before training. The functions expect completions without prompts
+and without the special tokens that the tokenizer removes.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from itertools import groupby, pairwise
 
 LOOP_REPEATS = 3
 LOOP_CHARACTERS = 24
-"""Six tokens of about four characters: the shortest loop of Holtzman et al., a phrase of two tokens three times."""
+"""Six tokens of about four characters: the shortest loop of Holtzman et al. is a phrase of two tokens three times."""
 _LOOP_PROBE = 6
 NGRAM, NGRAM_COUNT = 4, 3
 NGRAM_WORDS = 20
 NGRAM_SHARE = 0.5
-"""A text of 20 words or more whose words lie, half of them, in phrases of four that come three times or more."""
 GIBBERISH_TOKENS = 6
-"""Single letters or digits in a row that can be without sense: fewer are a date, a score, an abbreviation."""
+"""Fewest single letters or digits in a row that count as gibberish: fewer are a date, a score or an abbreviation."""
 GIBBERISH_RUN = 16
-"""Times that one letter or digit comes in a row: 10^15 has fifteen zeros."""
+"""Repetitions of one letter or digit that count as gibberish: 10^15 has fifteen zeros."""
 GIBBERISH_DIGITS, GIBBERISH_KINDS = 20, 4
-"""A number of so many digits, and so few different ones among them: a random one of 20 digits has nine."""
+"""Fewest digits of a number, and most distinct digits in it: a random number of 20 digits has nine distinct ones."""
 RUN_ON = 40
-"""Letters without a space: no language with an alphabet has words so long."""
+"""Letters without a space that count as gibberish: no language with an alphabet has words this long."""
 FOREIGN_LETTERS, FOREIGN_SHARE = 2, 0.1
 
 _ROLES = "user|human|assistant|system"
@@ -57,35 +55,35 @@ _UNSEGMENTED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9ff
 """Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
 _WORD = re.compile(rf"[{_UNSEGMENTED}]|[^\W_{_UNSEGMENTED}]+(?:['’][^\W_]+)*")
 _READABLE = re.compile(r"[^\W\d_]{3,}|[^\W\d_\x00-\u02ff]")
-"""Three letters in a row, or one that is not Latin: what words are made of."""
+"""Parts of words: three letters in a row, or one letter that is not Latin."""
 _UNBROKEN = re.compile(rf"[^\W\d_{_UNSEGMENTED}]{{{RUN_ON},}}")
 _PIECE = re.compile(r"[^\W_]+")
 _RUN = re.compile(rf"([^\W_])\1{{{GIBBERISH_RUN - 1},}}")
 _NO_TEXT = re.compile("[\ufffd\x00-\x08\x0e-\x1a\x1c-\x1f]")
-"""What stands for bytes that are no character, and control characters other than white space and the escape."""
+"""The replacement character, and control characters other than white space and the escape."""
 _CUT = "\ufffd"
-"""At the end: a character that the limit of tokens has cut."""
-_SYMBOLS = frozenset({
-    "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MODIFIER", "SUPERSCRIPT", "SUBSCRIPT", "FEMININE",
-    "MASCULINE", "MICRO", "ANGSTROM", "KELVIN", "OHM", "INVERTED", "EULER", "PLANCK", "INFORMATION", "ALEF", "BET",
-    "GIMEL", "DALET", "TURNED", "ROTATED", "PROPERTY",
-})  # fmt: skip
-"""How the names of letters begin that stand for quantities and units in texts of any language."""
-_ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "BOPOMOFO": "CJK", "HALFWIDTH": "CJK", "FULLWIDTH": "LATIN",
-               "IDEOGRAPHIC": "CJK", "KANGXI": "CJK"}  # fmt: skip
+"""Last character of a text that the token limit has cut inside a character."""
+_SYMBOLS = frozenset[str]().union(
+    ("MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MODIFIER", "SUPERSCRIPT", "SUBSCRIPT", "FEMININE"),
+    ("MASCULINE", "MICRO", "ANGSTROM", "KELVIN", "OHM", "INVERTED", "EULER", "PLANCK", "INFORMATION", "ALEF", "BET"),
+    ("GIMEL", "DALET", "TURNED", "ROTATED", "PROPERTY"),
+)
+"""First words of the Unicode names of letters that stand for quantities and units in texts of any language."""
+_CJK = ("HIRAGANA", "KATAKANA", "BOPOMOFO", "HALFWIDTH", "IDEOGRAPHIC", "KANGXI")
+_ONE_SCRIPT = {"FULLWIDTH": "LATIN", **dict.fromkeys(_CJK, "CJK")}
 
 
 def is_empty(text: str) -> bool:
-    """Nothing but white space. Brevity rewards are hacked so (arXiv 2509.24372: GRPO with little KL penalty)."""
+    """Whether the text is only white space, as brevity rewards favour (arXiv 2509.24372: GRPO, small KL penalty)."""
     return not text.strip()
 
 
 def is_repeated(text: str) -> bool:
-    """It ends in a loop: a phrase at least three times in a row, 24 characters or more in all.
+    """Whether the text ends in a loop: a phrase at least three times in a row, at least 24 characters in total.
 
-    Holtzman et al. (arXiv 1904.09751, "repetition"), in characters instead of tokens, any white space as
-    one space. The last round may be cut off. A loop that the text leaves again does not count, and a rule of
-    punctuation, as under a heading, only where it is half of the text.
+    Follows Holtzman et al. (arXiv 1904.09751, "repetition"), in characters instead of tokens; runs of white space
+    count as a single space. The last repetition may be cut off. Loops before the end do not count. A loop of
+    punctuation, such as the line under a heading, counts only if it is half of the text.
     """
     text = " ".join(text.removesuffix(_CUT).split())
     tail = text[-_LOOP_PROBE:]
@@ -96,24 +94,18 @@ def is_repeated(text: str) -> bool:
         if length > len(text):
             return False
         if text[-length:-period] == text[-length + period :]:
-            return _PIECE.search(text, len(text) - length) is not None or _loop(text, period) * 2 >= len(text)
+            while start > 0 and text[start - 1] == text[start - 1 + period]:
+                start -= 1
+            return _PIECE.search(text, len(text) - length) is not None or (len(text) - start) * 2 >= len(text)
         end = start + len(tail) - 1
     return False
 
 
-def _loop(text: str, period: int) -> int:
-    """How many characters at the end repeat with this period."""
-    end = len(text) - period
-    while end > 0 and text[end - 1] == text[end - 1 + period]:
-        end -= 1
-    return len(text) - end
-
-
 def repeats_phrases(text: str) -> bool:
-    """Half of its words, of 20 or more, lie in phrases of four words that it has three times or more, wherever.
+    """Whether half of at least 20 words are in phrases of four words that occur three times or more, anywhere.
 
-    As the share of text in duplicate n-grams by which training data is filtered (Rae et al., arXiv 2112.11446, table
-    A1), with bounds for one short text: a refrain or a table's labels stay under them. Figures are words here.
+    The share of text in duplicate n-grams, used to filter training data (Rae et al., arXiv 2112.11446, table A1), with
+    thresholds for one short text: a refrain or the labels of a table stay below. Numbers count as words.
     """
     words: list[str] = _WORD.findall(text.casefold())
     if len(words) < NGRAM_WORDS:
@@ -128,11 +120,11 @@ def repeats_phrases(text: str) -> bool:
 
 
 def has_role_marker(text: str) -> bool:
-    """The model writes turns of its own: `<|im_start|>`, `[INST]`, `### Response`, or `User:` at a line's beginning.
+    """Whether the model writes chat turns: `<|im_start|>`, `[INST]`, `### Response`, or `User:` at the start of a line.
 
-    Seen under GRPO on safety prompts ("multi-turn hallucination") and in 63 to 70 % of what Alpaca-7B and an early ES
-    checkpoint answer. A role's name in lower case, alone on a line, counts too: it is what `<|im_start|>user` leaves
-    behind when special tokens are dropped. A point of a list is none.
+    Seen under GRPO on safety prompts ("multi-turn hallucination") and in 63 to 70 % of the completions of Alpaca-7B and
+    of an early ES checkpoint. A role name in lower case, alone on a line, counts too: `<|im_start|>user` leaves it when
+    special tokens are removed. List items do not count.
     """
     lower = text.lower()
     hinted = any(h in text for h in _ROLE_HINTS) or any(role in lower for role in _ROLES.split("|"))
@@ -140,9 +132,9 @@ def has_role_marker(text: str) -> bool:
 
 
 def has_special_token(text: str) -> bool:
-    """A token that steers, written out as text: `<|endoftext|>`, `</s>`, `<pad>`, `[PAD]`.
+    """Whether a special token is written out as text: `<|endoftext|>`, `</s>`, `<pad>`, `[PAD]`.
 
-    `</s>` after `<s>` is HTML's strike-through.
+    `</s>` after `<s>` does not count: HTML uses the pair for strike-through.
     """
     if "<" not in text and "[" not in text:
         return False
@@ -151,27 +143,25 @@ def has_special_token(text: str) -> bool:
 
 
 def is_gibberish(text: str) -> bool:
-    """Letters and figures in a row that make neither words nor numbers.
+    """Whether letters and digits form neither words nor numbers.
 
-    There are bytes that make no character, or control characters. Or most of the text is one letter or digit 16 times
-    in a row, or letters 40 times in a row without a space. Or, where at most a fifth of the characters are in words of
-    three letters or more: at least six single letters and digits, with one kind of separator between them, have at most
-    half as many different ones (`1 0 0 1 7 7`, `A.B.B.C.A.B`); 24 numbers and shreds of words of any length have at
-    most a quarter; or a number has 20 digits and at most four different ones.
+    True for control characters and bytes that are no character. True if most of the text is one letter or digit 16
+    times in a row, or 40 letters without a space. If at most a fifth of the characters are in words of three letters or
+    more, also true for: six or more single letters and digits with one kind of separator and at most half as many
+    distinct ones (`1 0 0 1 7 7`, `A.B.B.C.A.B`); 24 or more pieces of any length with at most a quarter distinct; a
+    number of 20 digits with at most four distinct ones.
     """
     if _NO_TEXT.search(text.removesuffix(_CUT)):
         return True
-    solid = sum(map(len, text.split()))
-    if any(2 * len(run.group()) > solid for run in _RUN.finditer(text)) or 2 * _run_on(text) > solid:
+    solid, run_on = sum(map(len, text.split())), sum(map(len, _UNBROKEN.findall(text)))
+    if any(2 * len(run.group()) > solid for run in _RUN.finditer(text)) or 2 * run_on > solid:
         return True
     if solid < GIBBERISH_TOKENS or 5 * sum(map(len, _READABLE.findall(text))) > solid:
         return False
     pieces = _PIECE.findall(text.casefold())
-    return _is_shredded(text, pieces) or any(map(_is_long_number, pieces))
-
-
-def _run_on(text: str) -> int:
-    return sum(len(run) for run in _UNBROKEN.findall(text))
+    return _is_shredded(text, pieces) or any(
+        len(p) >= GIBBERISH_DIGITS and p.isdecimal() and len(set(p)) <= GIBBERISH_KINDS for p in pieces
+    )
 
 
 def _is_shredded(text: str, pieces: list[str]) -> bool:
@@ -185,20 +175,16 @@ def _is_shredded(text: str, pieces: list[str]) -> bool:
     return 5 * between.most_common(1)[0][1] >= 4 * between.total()
 
 
-def _is_long_number(piece: str) -> bool:
-    return len(piece) >= GIBBERISH_DIGITS and piece.isdecimal() and len(set(piece)) <= GIBBERISH_KINDS
-
-
 def scripts(texts: Iterable[str]) -> frozenset[str]:
-    """The scripts of the texts' letters, by their Unicode names: LATIN, HEBREW, CJK, with kana, and so on."""
+    """Return the scripts of all letters, by Unicode name: LATIN, HEBREW, CJK (kana included) and so on."""
     return frozenset(name for letter in set("".join(texts)) if (name := _script(letter)) is not None)
 
 
 def is_foreign(text: str, known: frozenset[str]) -> bool:
-    """Two letters or more, and one in ten, are of scripts that are not `known`; nothing is where none is known.
+    """Whether at least two letters, and one in ten, are of scripts that are not `known`; False if none is known.
 
-    A letter that stands alone, as Greek ones do in formulas, does not count; but a Chinese character is a word. Where
-    they are stuck into a word of a known script, as in samples that are too hot, any share is enough, but of Greek.
+    Single letters do not count (Greek in formulas), except Chinese characters, which are words. Letters inside a word
+    of a known script, as sampling at high temperature gives, count at any share, except Greek ones.
     """
     if not known or text.isascii():
         return False
@@ -213,7 +199,7 @@ def is_foreign(text: str, known: frozenset[str]) -> bool:
 
 
 def _is_stuck(names: list[str | None], known: frozenset[str]) -> bool:
-    """Letters of another script right beside one of a known script: "Sprayогoat". One that is alone may be a unit."""
+    """Whether letters of another script touch letters of a known one ("Sprayогoat"); a single letter may be a unit."""
     runs = [(name, len(list(run))) for name, run in groupby(names)]
     odd = [n not in (None, "GREEK", *known) and (n == "CJK" or size >= FOREIGN_LETTERS) for n, size in runs]
     usual = [name in known for name, _ in runs]
@@ -222,7 +208,7 @@ def _is_stuck(names: list[str | None], known: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _script(character: str) -> str | None:
-    """None of what is no letter, or a letter that is a symbol in any language."""
+    """Return a letter's script; None for other characters, and for letters that are symbols in any language."""
     if character.isascii():
         return "LATIN" if character.isalpha() else None
     if unicodedata.category(character)[0] != "L":

@@ -13,22 +13,26 @@ from evoalign.cli.options import Debug, quiet
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
-    to: Annotated[Path, typer.Option(help="The new folder.")],
+    to: Annotated[Path, typer.Option(help="New folder to write.")],
     generation: Annotated[
-        int | None, typer.Option("--generation", "-g", min=0, help="After so many generations; default: latest saved.")
+        int | None, typer.Option("--generation", "-g", min=0, help="Generations of the mean; default: latest saved.")
     ] = None,
     member: Annotated[
-        int | None, typer.Option("--member", "-m", min=0, help="Not the mean, but that member of this generation.")
+        int | None,
+        typer.Option("--member", "-m", min=0, help="Member to export instead of the mean."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Put the adapter into its base model.")] = False,
     push: Annotated[str | None, typer.Option(metavar="USER/NAME", help="Upload to the Hugging Face hub.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Whom a new repository is for; default: you alone.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; default: private.")] = False,
     shard_size: Annotated[str, typer.Option(help="Largest file of a checkpoint.")] = "5GB",
-    model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name or folder of the base model, if it has moved.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of merged or whole weights: float32, bfloat16 or float16.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="Dtype of merged or whole weights: float32, bfloat16 or float16."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, max=99, help="Completions that the card shows, before and after.")] = 3,
+    samples: Annotated[
+        int, typer.Option(min=0, max=99, help="Prompts of the card, with completions before and after.")
+    ] = 3,
     debug: Debug = False,
 ) -> None:
     """Write a run's mean, or a member of any generation, as PEFT and transformers load it, with a model card."""

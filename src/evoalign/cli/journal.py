@@ -17,7 +17,7 @@ def show_journal(
 ) -> None:
     """Print a run's journal as a table, and report damage."""
     from evoalign.errors import JournalError
-    from evoalign.report.log import journal_table
+    from evoalign.report.tables import journal_table
     from evoalign.training.replay import log_of
 
     log = log_of(run)

@@ -12,33 +12,33 @@ from evoalign.cli.options import Debug, More, quiet, say
 
 
 def placebo(
-    run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl.")],
     shuffles: Annotated[int, typer.Option(min=1, help="Placebos: the same noise, shuffled coefficients.")] = 20,
     off_task: Annotated[
-        Path | None, typer.Option(help="A config; what the training did to its task is split as well.")
+        Path | None, typer.Option(help="A config; also split the change of its task's test split.")
     ] = None,
     generation: Annotated[
-        int | None, typer.Option("--generation", "-g", min=1, help="After so many generations; default: all.")
+        int | None, typer.Option("--generation", "-g", min=1, help="Generations to replay; default: all.")
     ] = None,
     config: More = None,
-    model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all of it as JSON.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name or folder of the base model, if it has moved.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all results as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Say how much of a run's gain is signal, and how much is drift, which any coefficients would have brought.
+    """Measure how much of a run's gain is signal, and how much is drift that any coefficients would have brought.
 
-    The journal is replayed with its coefficients shuffled over the members (and with all signs flipped), and each mean
-    is evaluated on the test split. --config names the run's own config where that names code. What is found of a run
-    that is done is kept in its results/placebo.json, for `evoalign export` and `evoalign compare`.
+    Replays the journal with its coefficients shuffled over the members (and with all signs flipped), and evaluates each
+    mean on the test split. --config gives the run's own config if that names user code. Results of a finished run are
+    saved in its results/placebo.json, for `evoalign export`, `compare` and `report`.
     """
     quiet()
     from rich.console import Console
 
     from evoalign.config import load
+    from evoalign.placebos.run import keep
+    from evoalign.placebos.run import placebo as measure
     from evoalign.report.progress import Bar
     from evoalign.rundir.files import refuse_links, refuse_links_above
-    from evoalign.training.placebos import keep
-    from evoalign.training.placebos import placebo as measure
 
     if generation is None:
         refuse_links(run)
@@ -64,6 +64,6 @@ def placebo(
         write_text(json_file, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
         say(f"written to {json_file}")
     try:
-        say(keep(run, found) if generation is None else "not kept: --generation is of a part of the run")
+        say(keep(run, found) if generation is None else "not saved: --generation replays only part of the run")
     except OSError as error:
-        say(f"not kept: {run} cannot be written to ({error.strerror})")
+        say(f"not saved: {run} cannot be written to ({error.strerror})")

@@ -48,8 +48,8 @@ def _counterfactuals(
     config: list[Path] | None,
 ) -> None:
     from evoalign.config import load
-    from evoalign.training.counterfactual import CONDITIONAL
-    from evoalign.training.placebos import counterfactuals
+    from evoalign.placebos.counterfactual import CONDITIONAL
+    from evoalign.placebos.run import counterfactuals
 
     own = load(config) if config else None
     found = counterfactuals(run, name, integers(seeds) or [], to=to, config=own, model=model, generation=generation)

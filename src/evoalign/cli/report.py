@@ -20,16 +20,15 @@ def report(
         Path | None, typer.Option(help="A folder of `evoalign analyze ... --to` with analyses of these runs together.")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Write nothing; serve the page to this machine, and follow the runs.")
+        bool, typer.Option("--serve", help="Serve the page on this machine and follow the runs; writes no file.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0: any that is free.")] = 8050,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --serve; 0: any free one.")] = 8050,
     debug: Debug = False,
 ) -> None:
-    """Show what runs came to as one HTML page that loads nothing: warnings, curves, completions, settings, analyses."""
+    """Show runs on an HTML page that loads nothing: warnings, curves, completions, settings, analyses."""
     from evoalign.analysis.compare.runs import find_in_order
     from evoalign.analysis.page import page
-    from evoalign.analysis.page.analyses import shared
-    from evoalign.analysis.page.run import stamp, views_of
+    from evoalign.analysis.page.run import shared, stamp, views_of
     from evoalign.analysis.page.serving import Server
     from evoalign.errors import ConfigError
     from evoalign.rundir.directory import REPORT
@@ -42,7 +41,7 @@ def report(
 
     if serve:
         if to is not None:
-            raise ConfigError("--serve writes nothing: give it or --to")
+            raise ConfigError("--serve and --to cannot be combined")
         with Server(lambda: stamp(found, analyses), render, port) as server:
             typer.echo(f"{server.url} follows {len(found)} run{'' if len(found) == 1 else 's'}; Ctrl-C ends it")
             try:
@@ -51,13 +50,13 @@ def report(
                 typer.echo("ended")
         return
     if to is None and len(found) > 1:
-        raise ConfigError(f"{len(found)} runs: say where their page goes, such as --to {REPORT}")
+        raise ConfigError(f"{len(found)} runs: name the file with --to, such as --to {REPORT}")
     file = found[0] / REPORT if to is None else to
     refuse_links_above(file)
     if to is None:
         refuse_links(found[0])
     if file.exists() and not page.is_ours(file):
-        raise ConfigError(f"{file} is there and no report; choose another with --to")
+        raise ConfigError(f"{file} exists and is no report; choose another file with --to")
     written = render()
     make_folder(file.parent)
     write_text(file, written)

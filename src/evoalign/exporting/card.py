@@ -1,44 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of an exported mean: card.md, with what it is, what changed, and how to load and repeat it put in."""
+"""The model card of an exported mean: facts gathered from a run directory, put into card.md.jinja.
+
+Names and texts come from anywhere. Filters of the template make them plain text: `plain` in Markdown, `code` in a code
+span, `block` in a fence.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
-from string import Template
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from evoalign.checks.placebo import Known
-from evoalign.config import Config, outside, to_yaml
-from evoalign.exporting.asking import asking
-from evoalign.exporting.change import change
-from evoalign.exporting.excerpts import Sample, excerpts, member_line
-from evoalign.exporting.markdown import code, plain
-from evoalign.exporting.source import Member
-from evoalign.exporting.weights import rounding
+from evoalign.config import Config, ModelConfig, outside, reading, to_yaml
+from evoalign.config.load import locate
+from evoalign.errors import DataError, EvoalignError, cut
+from evoalign.exporting.source import Member, Source, public, read_json, rounding, shown_name
+from evoalign.models.origin import origin
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import PlaceboResults, beyond_drift, largest, parse, sentence
 from evoalign.report.tables import visible
-from evoalign.rundir.method import Method
+from evoalign.rewards.objective import aim_of
+from evoalign.rundir import checksums, files, parquet
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.method import JOURNAL, Method
+from evoalign.setup import task_and_data
 from evoalign.tasks.data import HUB, hub_parts
+from evoalign.tokens import Tokens
 
 Kind = Literal["adapter", "merged", "model"]
-WHAT = {
+KINDS = {
     "adapter": "a PEFT LoRA adapter (float32)",
     "merged": "a Hugging Face checkpoint, a LoRA adapter merged into its base",
     "model": "a Hugging Face checkpoint",
 }
 TAGS: dict[Method, list[str]] = {"es": ["evolution-strategies", "gradient-free"], "grpo": ["grpo", "trl"]}
 RECORDS = "run"
-"""Folder of the export that holds config.yaml and, of ES, journal.jsonl. On top they would make it look like a run."""
+"""Folder of the export for config.yaml and journal.jsonl. At the top they would make the export look like a run."""
+FIGURE = "evolution.png"
+MOST_FIGURE = 2**24
+"""Largest figure in bytes."""
+PNG = b"\x89PNG\r\n\x1a\n"
+MOST_SHOWN = 400
+"""Characters shown of a prompt or a completion."""
+QUESTION = "What is 3 + 5?"
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One source of examples. `sha256` is None where it could not be read, or is no file."""
+    """One source of examples; `sha256` is None if it could not be read, or is no file."""
 
     role: str
     name: str
@@ -46,11 +62,30 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """A test prompt with its completions and rewards before and after training."""
+
+    prompt: str
+    before: str
+    reward_before: float
+    after: str
+    reward_after: float
+
+    def parts(self) -> list[tuple[str, str]]:
+        """Return titles and texts in the order of the card."""
+        return [
+            ("prompt", self.prompt),
+            (f"before, reward {self.reward_before:.4g}", self.before),
+            (f"after, reward {self.reward_after:.4g}", self.after),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """What a card says. `config` is already `public`; `base` is what `from_pretrained` takes where `base_on_hub`."""
+    """Facts on a card. `config` is already `public`; `base` is a hub name if `base_on_hub`."""
 
     name: str
-    """Folder or USER/NAME, as the snippet loads it."""
+    """Folder or USER/NAME, as the code on the card loads it."""
     kind: Kind
     config: Config
     base: str
@@ -58,70 +93,132 @@ class Facts:
     generation: int
     dtype: str
     model_hash: str | None
-    """None where it was not recorded."""
+    """None if it was not recorded."""
     weights_hash: str
     stop_ids: tuple[int, ...]
     chat: bool
-    """Whether prompts are messages that go through the tokenizer's chat template."""
+    """Whether prompts are messages for the tokenizer's chat template."""
     system: str | None = None
-    """The system message that they begin with; None where they have none, or it is not known without code of others."""
+    """System message; None if there is none, or if it is not known without running user code."""
     method: Method = "es"
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
-    """results/evaluation.json, where it is of this mean."""
-    placebo: Known | None = None
-    """What results/placebo.json has of the end of the run."""
+    """results/evaluation.json, if it is of this mean."""
+    placebo: PlaceboResults | None = None
+    """results/placebo.json."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Sequence[DataFile] = ()
     sizes: tuple[int, int, int] | None = None
-    """Examples to train and to test on."""
+    """Numbers of training, test and validation examples."""
     saved: str | None = None
-    """Of the weights in the folder, where that is another dtype than the run's."""
+    """Dtype of the exported weights, if it is not the run's."""
     over: str | None = None
-    """What an adapter that the run started from was merged into; None where it started from a model."""
+    """Base model of the adapter that the run started from; None if it started from a model."""
     samples: Sequence[Sample] = ()
     figure: bool = False
-    """Whether FIGURE lies beside the card."""
+    """Whether FIGURE is in the folder of the card."""
     member: Member | None = None
-    """Of a population, where it is not a mean."""
+    """Member of a population; None for a mean."""
+
+
+def plain(text: object) -> str:
+    """Return text on one line, without what Markdown and HTML would interpret."""
+    line = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_|\[\]#])", r"\\\1", line)
+
+
+def code(text: object) -> str:
+    """Return text on one line for a code span in a table."""
+    return " ".join(str(text).split()).replace("`", "'").replace("|", "/")
+
+
+def block(text: str) -> str:
+    """Return text in a fence that it cannot end."""
+    short = cut(text, MOST_SHOWN)
+    return "\n".join([f"{_fence(short)}text", *map(visible, short.split("\n")), _fence(short)])
+
+
+def _fence(text: str) -> str:
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+@cache
+def _template() -> jinja2.Template:
+    # The card is Markdown, which autoescape does not know: every untrusted value goes through a filter.
+    env = jinja2.Environment(
+        loader=jinja2.PackageLoader("evoalign", "exporting"),
+        autoescape=False,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters |= {"plain": plain, "code": code, "block": block}
+    return env.get_template("card.md.jinja")
 
 
 def card(facts: Facts) -> str:
-    """README.md: YAML metadata as the hub reads it, then Markdown."""
-    config, manifest = facts.config, facts.manifest
+    """Return README.md: YAML metadata for the hub, then Markdown."""
+    config, manifest, found, is_es = facts.config, facts.manifest, facts.evaluation, facts.method == "es"
+    versions, hardware = manifest.get("versions", {}), manifest.get("hardware", {})
+    named = zip(facts.sizes or (), ("training", "test", "validation"), strict=False)
+    hub = facts.base_on_hub or any((file or "").startswith(HUB) for file in config.task.files)
+    base = facts.base if facts.base_on_hub else "FOLDER_OF_THE_BASE"
+    cores = f"{hardware['cores']} CPU cores" if "cores" in hardware else "not recorded"
     text = to_yaml(config).rstrip()
-    drawn, longest_run = config.evaluation, max(map(len, re.findall("`+", text)), default=0)
-    template = files("evoalign.exporting").joinpath("card.md").read_text(encoding="utf-8")
-    page = Template(template).substitute(
+    saved = facts.saved or facts.dtype
+
+    def release(library: str = "evoalign") -> str:
+        return plain(str(versions.get(library, "")).strip()) or "(release not recorded)"
+
+    def interval(name: str) -> str:
+        bounds = (found or {}).get("change_mean_low_high", {}).get(name)
+        return f"{bounds[1]:+.4g} to {bounds[2]:+.4g}" if bounds and bounds[1] < bounds[2] else ""
+
+    place = f"the mean after generation {facts.generation}" if is_es else f"the policy after step {facts.generation}"
+    if facts.member is not None:
+        place = f"member {facts.member.index} of generation {facts.generation}"
+    page = _template().render(
+        facts=facts,
+        config=config,
+        task=config.task,
+        es=config.es if is_es else None,
+        grpo=config.grpo,
+        is_es=is_es,
+        member=facts.member,
+        found=found,
+        kinds=KINDS,
         metadata=_metadata(facts),
-        title=plain(facts.name.rsplit("/", 1)[-1]),
-        what=WHAT[facts.kind],
-        base=_base(facts),
-        task=code(config.task.name),
-        how=_how(facts),
-        unfinished=_unfinished(facts),
-        change=_change(facts),
-        excerpts="\n".join(excerpts(facts.samples, figure=facts.figure)),
-        load="\n".join(_load(facts)),
-        stop=", ".join(map(str, facts.stop_ids)),
-        data="\n".join(_data(facts)),
-        work=_es(facts) if facts.method == "es" else _grpo(facts),
-        seeds=f"{config.seed}{f'; evaluation {_listed(drawn.seeds)}' if drawn.temperature > 0 else ''}",
-        served="served" if facts.method == "es" else "trained",
-        dtype=facts.dtype + (f"; saved here in {_saved(facts)}" if _whole_in_another(facts) else ""),
-        versions=plain(", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()) or "not recorded"),
-        hardware=plain(_hardware(manifest.get("hardware", {}))),
-        place=_place(facts),
-        weights_hash=facts.weights_hash,
-        again="\n".join(_again(facts)),
-        scored="" if facts.evaluation else ", while it trained",
-        rounded=_rounded(facts),
-        fence="`" * max(3, 1 + longest_run),
-        config=text,
+        title=facts.name.rsplit("/", 1)[-1],
+        revision=config.model.revision,
+        release=release,
+        total=config.es.num_generations if is_es else config.grpo.max_steps,
+        ended="ending" in (found or {}),
+        place=place,
+        alarms=((found or {}).get("alarms") or {}) if ((found or {}).get("alarms") or {}).get("verdict") else None,
+        decoding="" if found is None else _decoding(found["settings"]),
+        intervals="" if found is None else _intervals(found),
+        interval=interval,
+        placebo_lines=[] if found is None else placebo_lines(found, facts.placebo),
+        figure=FIGURE,
+        load="\n".join(_load(facts, saved)),
+        sizes=[f"{count} {name} examples" for count, name in named if count],
+        width=_width(config) if is_es else "",
+        drawn="" if is_es else _drawn(config),
+        drawing=config.evaluation,
+        saved=saved,
+        versions=", ".join(f"{k} {v}" for k, v in versions.items()) or "not recorded",
+        hardware=", ".join(hardware.get("gpus") or []) or cores,
+        records=RECORDS,
+        command="train" if is_es else "grpo",
+        given=manifest.get("task", {}).get("given_as"),
+        moved="" if facts.base == "tiny" else f" --model {base}",
+        # Settings that a run from elsewhere may not choose; the cache with base and data is not known here.
+        own=f" --config {RECORDS}/config.yaml" if hub or any(outside.marked(config)) else "",
+        lost="" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=facts.kind == "merged"),
+        fence=_fence(text),
+        yaml=text,
     )
-    return "\n".join(
-        visible(line) for line in page.split("\n")
-    )  # names come from anywhere, and a card is shown anywhere
+    return "\n".join(map(visible, page.split("\n"))) + "\n"
 
 
 def _metadata(facts: Facts) -> str:
@@ -140,215 +237,198 @@ def _metadata(facts: Facts) -> str:
 
 
 def _model_index(facts: Facts) -> dict[str, Any]:
-    """The measures after training, as the hub lists them: of a data set of the hub, by the split that it calls its own.
+    """Return the measures after training for the hub's listing, with the data set and split of the hub if any.
 
-    A listing shows a number without the words beside it, so those that the card has to warn of are left out: what is
-    not verified, and what alarmed.
+    A listing shows numbers without text, so results that are not verified, or with an alarm, are left out.
     """
     found = facts.evaluation
     if found is None or not found.get("verified", True) or (found.get("alarms") or {}).get("verdict"):
         return {}
     task, split = facts.config.task, str(found["split"])
-    asked = task.test_data or task.train_data or ""
-    source, part, called = hub_parts(asked) if asked.startswith(HUB) else (task.name, None, split)
+    tested = task.test_data or task.train_data or ""
+    source, part, of_hub = hub_parts(tested) if tested.startswith(HUB) else (task.name, None, split)
     results = [
         EvalResult(
-            task_type="text-generation", dataset_type=source, dataset_name=source, dataset_config=part,
-            dataset_split=called, metric_type=name, metric_name=f"{name}, {split} split", metric_value=float(value),
+            task_type="text-generation",
+            dataset_type=source,
+            dataset_name=source,
+            dataset_config=part,
+            dataset_split=of_hub,
+            metric_type=name,
+            metric_name=f"{name}, {split} split",
+            metric_value=float(value),
             verified=False,
         )
         for name, value in found["after"].items()
         if isinstance(value, int | float) and math.isfinite(value)
-    ]  # fmt: skip
+    ]
     return {"model_name": facts.name.rsplit("/", 1)[-1], "eval_results": results} if results else {}
 
 
-def _saved(facts: Facts) -> str:
-    return facts.saved or facts.dtype
-
-
-def _rounded(facts: Facts) -> str:
-    """What is to be known of weights that are not those whose figures the card has."""
-    saved, merged = _saved(facts), facts.kind == "merged"
-    if facts.member is not None and facts.kind != "adapter":
-        return (
-            f"- The weights of the mean and the member's noise were added in float32, and rounded once to {saved}: in "
-            "half precision, tokens can differ from those of the run where that served the two apart.\n"
-        )
-    lost = "" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=merged)
-    formed = (
-        f"- The merged weights are W + (alpha / r) B A in float32, rounded once to {saved}: in half precision, tokens "
-    )
-    apart = "can differ from those of base and adapter apart.\n"
-    return (formed + apart if merged else "") + (f"- The weights here were {lost}.\n" if lost else "")
-
-
-def _whole_in_another(facts: Facts) -> bool:
-    return facts.kind != "adapter" and _saved(facts) != facts.dtype
-
-
-def _unfinished(facts: Facts) -> str:
-    if facts.member is not None:
-        return member_line(facts.member, facts.generation)
-    total = facts.config.es.num_generations if facts.method == "es" else facts.config.grpo.max_steps
-    if facts.generation == total:
-        return ""
-    if "ending" in (facts.evaluation or {}):
-        return f"\nThe run ended after {facts.generation} of {total} generations, as its settings say.\n"
-    return f"\n**It is not the end of its run**: {_place(facts)} of {total}.\n"
-
-
-def _how(facts: Facts) -> str:
-    """By which method, in a few words."""
-    config, release = facts.config, _version(facts)
-    if facts.method == "es":
-        return (
-            f"Evolution Strategies with evoalign {release}: members perturbed in space `{code(config.space.name)}`, "
-            "rewards alone, no gradients"
-        )
-    tuned = "a LoRA adapter" if config.grpo.tune == "lora" else "all weights"
+def _decoding(settings: Mapping[str, Any]) -> str:
+    if settings["temperature"] <= 0:
+        return "greedy"
     return (
-        f"GRPO (Shao et al., arXiv 2402.03300) with TRL {_version(facts, 'trl')} and evoalign {release}, the "
-        f"baseline to Evolution Strategies: policy gradients of {tuned}"
+        f"sampled at temperature {settings['temperature']:g}, top_p {settings['top_p']:g}, {settings['samples']} "
+        f"completions for each of the seeds {', '.join(map(str, settings['seeds']))}"
     )
 
 
-def _place(facts: Facts) -> str:
-    """Where in its run the exported mean stands."""
-    if facts.member is not None:
-        return f"member {facts.member.index} of generation {facts.generation}"
-    word = "the mean after generation" if facts.method == "es" else "the policy after step"
-    return f"{word} {facts.generation}"
+def _intervals(found: Mapping[str, Any]) -> str:
+    """Return the kind of intervals; earlier releases used the bootstrap and did not record it."""
+    if "intervals" not in found:
+        return "BCa bootstrap"
+    trained = aim_of(found["after"])
+    whole = "" if trained == "reward" else f"; of {plain(trained)}, one value of all completions, by resampling"
+    return f"t, or Bonett and Price where a measure is 0 or 1{whole}"
 
 
-def _version(facts: Facts, library: str = "evoalign") -> str:
-    return plain(str(facts.manifest.get("versions", {}).get(library, "")).strip()) or "(release not recorded)"
+def placebo_lines(found: Mapping[str, Any], kept: PlaceboResults | None = None) -> list[str]:
+    """Return the drift of the gain, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
+    own = parse(found["placebo"], "results/evaluation.json") if "placebo" in found else None
+    known = largest(own, kept)
+    if known is None:
+        return []
+    whole = [] if known.fitness is None else [f"{plain(known.fitness.line())}."]
+    reward = f"Reward: {sentence(known.reward)}; {beyond_drift(known.reward, advise=False)}."
+    return ["", " ".join(["**Signal and drift.**", *whole, reward])]
 
 
-def _base(facts: Facts) -> str:
-    revision = facts.config.model.revision
-    if facts.over is not None:
-        return f"`{code(facts.base)}`, a fine-tuned adapter, merged into `{code(facts.over)}`"
-    if facts.base == "tiny":
-        return "`tiny`, the small model that comes with evoalign"
-    where = f"`{code(facts.base)}`" if facts.base_on_hub else f"a local model in a folder named `{code(facts.base)}`"
-    return where + (f" at revision `{code(revision)}`" if revision else " (no revision was pinned)")
+def _width(config: Config) -> str:
+    es = config.es
+    return f"sigma {es.sigma:g}" if es.sigma is not None else f"noise_multiplier {es.noise_multiplier:g}"
 
 
-def _change(facts: Facts) -> str:
-    found = facts.evaluation
-    if facts.member is not None:
-        return "This member was not compared with its base on held-out examples. `evoalign eval` does that."
-    if found is None:
-        which = "This mean" if facts.method == "es" else "This policy"
-        return f"{which} was not compared with its base. `evoalign eval` does that."
-    return change(found, facts.placebo)
-
-
-def _load(facts: Facts) -> list[str]:
-    adapter, pinned = facts.kind == "adapter", facts.config.model.revision
-    tiny = adapter and facts.base == "tiny"
-    dtype = facts.dtype if adapter else _saved(facts)
-    comment = "" if tiny or facts.base_on_hub else "  # the folder of the base model"
-    source = "here" if not adapter else f"base, revision={pinned!r}" if pinned else "base"
-    return [
-        *(["from peft import PeftModel"] if adapter else []),
-        "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig",
-        *(["from evoalign.models import tiny"] if tiny else []),
-        "",
-        f"here = {facts.name!r}  # this folder: its path where you are, or its name on the hub",
-        *([f"base = {'str(tiny())' if tiny else repr(facts.base)}{comment}"] if adapter else []),
-        f"tokenizer = AutoTokenizer.from_pretrained({source})",
-        f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={dtype!r})",
-        *(["model = PeftModel.from_pretrained(model, here)"] if adapter else []),
-        f"settings = GenerationConfig.from_pretrained(here, max_new_tokens={facts.config.evaluation.max_tokens})",
-        "",
-        *asking(facts.system, chat=facts.chat),
-    ]
-
-
-def _data(facts: Facts) -> list[str]:
-    task = facts.config.task
-    lines = [f"- the data that come with the task `{code(task.name)}` of evoalign"]
-    if facts.data:
-        split = "given as two files" if task.test_data is not None else f"`{task.split}`"
-        lines = [*map(_file, facts.data), f"- split: {split}"]
-    if facts.sizes is not None:
-        named = zip(facts.sizes, ("training", "test", "validation"), strict=True)
-        lines += [f"- sizes: {', '.join(f'{count} {name} examples' for count, name in named if count)}"]
-    return lines
-
-
-def _file(file: DataFile) -> str:
-    return f"- {file.role}: `{code(file.name)}`" + (f", SHA-256 `{file.sha256}`" if file.sha256 else "")
-
-
-def _hardware(found: Mapping[str, Any]) -> str:
-    return ", ".join(found.get("gpus") or []) or (f"{found['cores']} CPU cores" if "cores" in found else "not recorded")
-
-
-def _es(facts: Facts) -> str:
-    """The settings of the method."""
-    es = facts.config.es
-    width = f"sigma {es.sigma:g}" if es.sigma is not None else f"noise_multiplier {es.noise_multiplier:g}"
-    return (
-        f"{facts.generation} generations of {es.population_size} members, {width}, learning rate "
-        f"{es.learning_rate:g}, shaping {es.shaping}, optimizer {es.optimizer.name}"
-    )
-
-
-def _grpo(facts: Facts) -> str:
-    """The settings of the method."""
-    grpo, trl = facts.config.grpo, facts.config.grpo.by_name
-    tuned = f"LoRA of rank {facts.config.lora.rank}" if grpo.tune == "lora" else "all weights"
-    drawn = {
-        "trl": f"drawn by TRL{' on vLLM' if trl['use_vllm'] else ''} at temperature {grpo.temperature:g}",
+def _drawn(config: Config) -> str:
+    grpo = config.grpo
+    return {
+        "trl": f"drawn by TRL{' on vLLM' if grpo.by_name['use_vllm'] else ''} at temperature {grpo.temperature:g}",
         "engine": f"drawn by evoalign's engine at temperature {grpo.temperature:g}",
         "es": f"greedy ones of members of a population (off_policy {grpo.off_policy})",
-    }
-    passes = f"{grpo.per_device_train_batch_size} x {grpo.gradient_accumulation_steps} completions a step and device"
-    return (
-        f"{facts.generation} steps, {passes} in groups of {grpo.num_generations}, {drawn[grpo.rollouts]}; {tuned}, "
-        f"loss {trl['loss_type']}, beta {grpo.beta:g}, learning rate {grpo.learning_rate:g} "
-        f"({trl['lr_scheduler_type']}), optimizer {plain(trl['optim'])}"
+    }[grpo.rollouts]
+
+
+def _load(facts: Facts, saved: str) -> Iterator[str]:
+    """Yield the lines of Python that load the export and ask it one question."""
+    adapter, pinned = facts.kind == "adapter", facts.config.model.revision
+    tiny = adapter and facts.base == "tiny"
+    source = "here" if not adapter else f"base, revision={pinned!r}" if pinned else "base"
+    if adapter:
+        yield "from peft import PeftModel"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig"
+    if tiny:
+        yield "from evoalign.models import tiny"
+    yield from ("", f"here = {facts.name!r}  # this folder: its path where you are, or its name on the hub")
+    if adapter:
+        comment = "" if tiny or facts.base_on_hub else "  # the folder of the base model"
+        yield f"base = {'str(tiny())' if tiny else repr(facts.base)}{comment}"
+    yield f"tokenizer = AutoTokenizer.from_pretrained({source})"
+    yield f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={facts.dtype if adapter else saved!r})"
+    if adapter:
+        yield "model = PeftModel.from_pretrained(model, here)"
+    yield f"settings = GenerationConfig.from_pretrained(here, max_new_tokens={facts.config.evaluation.max_tokens})"
+    yield ""
+    if not facts.chat:
+        yield f'inputs = tokenizer("{QUESTION}", return_tensors="pt")'
+    else:
+        user = f'{{"role": "user", "content": "{QUESTION}"}}'
+        if facts.system is None:
+            yield f"messages = [{user}]"
+        else:
+            yield from ("messages = [", f'    {{"role": "system", "content": {facts.system!r}}},', f"    {user},", "]")
+        yield "inputs = tokenizer.apply_chat_template("
+        yield '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        yield ")"
+    yield "output = model.generate(**inputs, generation_config=settings)"
+    yield 'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))'
+
+
+def gather(
+    source: Source, tokens_: Tokens, kind: Kind, name: str, saved: str, with_records: bool, samples: int
+) -> Facts:
+    """Gather the facts of a run; `saved` is the dtype of the exported weights. Raises DataError for altered files."""
+    config, mark, start = source.config, source.mark, origin(source.model)
+    sizes, messages, system = _task_facts(config)
+    evaluation = read_json(source.run / checksums.EVALUATION)
+    if evaluation is not None and evaluation.get("weights_hash") == mark.weights_hash:
+        evaluation["verified"] = checksums.verify(source.run, checksums.EVALUATION, JOURNAL)
+    else:
+        evaluation = None  # it is of another mean
+    shown = public(config).task.files
+    named = zip(("training", "test", "validation"), config.task.files, shown, strict=True)
+    return Facts(
+        name=name,
+        kind=kind,
+        method="es" if source.log is not None else "grpo",
+        config=public(config.model_copy(update={"model": source.model})),
+        base=shown_name(source.model),
+        base_on_hub=start.base == source.model.name and not Path(start.base).is_dir(),
+        over=shown_name(ModelConfig(name=start.base)) if start.adapters else None,
+        generation=mark.generation,
+        dtype=source.dtype,
+        saved=saved,
+        model_hash=source.model_hash,
+        weights_hash=mark.weights_hash,
+        stop_ids=tokens_.stop_ids,
+        chat=messages and bool(tokens_.tokenizer.chat_template),
+        system=system,
+        with_records=with_records,
+        evaluation=evaluation,
+        placebo=placebo_file.read(source.run, source.config),
+        manifest=source.manifest,
+        data=[DataFile(role, str(name), _sha256(file)) for role, file, name in named if file is not None],
+        sizes=sizes,
+        samples=_samples(source.run, samples) if evaluation is not None else (),
+        figure=bool(figure(source.run)),
+        member=source.population_member,
     )
 
 
-def _again(facts: Facts) -> list[str]:
-    """The base's hash, and what to type after what a command line cannot say."""
-    es = facts.method == "es"
-    lines = [f"- model_hash of the base: `{facts.model_hash}`"] if facts.model_hash is not None else []
-    if not facts.with_records:
-        records = "config and journal name" if es else "config names"
-        return [*lines, "", f"The run's {records} files by paths of the machine it was made on, so they are not here; "
-                "the configuration is below, with these paths shortened."]  # fmt: skip
-    command = "train" if es else "grpo"
-    given = facts.manifest.get("task", {}).get("given_as")
-    lines += [""]
-    if given is not None:
-        lines += [f"The {plain(str(given))} was a Python object that the config does not name: to train again, pass it "
-                  f"to `evoalign.{command}` as `{code(str(given))}=`.", ""]  # fmt: skip
-    # What a run from elsewhere may not set by itself; whose cache has the base and the data is not known here.
-    hub = facts.base_on_hub or any((file or "").startswith(HUB) for file in facts.config.task.files)
-    own = f" --config {RECORDS}/config.yaml" if hub or any(outside.marked(facts.config)) else ""
-    again = f"evoalign {command} {RECORDS}/config.yaml --set output_dir=again{own}"
-    if not es:
-        return [*lines, "`evoalign grpo` does the whole run again:", "", "```", again, "```"]
-    moved = "" if facts.base == "tiny" else f" --model {facts.base if facts.base_on_hub else 'FOLDER_OF_THE_BASE'}"
-    replay = f"evoalign replay {RECORDS}/journal.jsonl --generation {facts.generation}{moved}"
-    what = (
-        "`evoalign replay` rebuilds the mean from the base model and the journal, and checks its hash after every "
-        "generation; `evoalign train` does the whole run again."
-    )
-    if facts.member is not None:
-        place = f"--generation {facts.generation} --member {facts.member.index}"
-        replay = f"evoalign export {RECORDS} {place}{moved} --to the_member"
-        what = (
-            "`evoalign export` rebuilds the member from the base model and the journal; `evoalign train` does the "
-            "whole run again."
-        )
-    return [*lines, what, "", "```", replay, again, "```"]
+def figure(run: Path) -> bytes:
+    """Return evolution.png of a run; empty if there is none."""
+    try:
+        found = reading.read_bytes(run / "figures" / FIGURE, MOST_FIGURE)
+    except DataError:
+        return b""
+    return found if found.startswith(PNG) else b""
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _samples(run: Path, count: int) -> list[Sample]:
+    """Return the first examples of the test split. Raises DataError for damaged tables."""
+    tables: list[dict[int, dict[str, Any]]] = []
+    for name in ("before", "after"):
+        file = RunDir(run).completions(name)
+        rows = parquet.read(file) if file.is_file() else []
+        if rows and not {"example", "prompt", "text", "reward"} <= rows[0].keys():
+            raise DataError(f"{file} has other columns than a run writes; put it back from a copy")
+        tables.append({row["example"]: row for row in reversed(rows)})
+    before, after = tables
+    found: list[Sample] = []
+    for i in sorted(before.keys() & after.keys())[:count]:
+        first, last = before[i], after[i]
+        rewards = float(first["reward"]), float(last["reward"])
+        found.append(Sample(str(last["prompt"]), str(first["text"]), rewards[0], str(last["text"]), rewards[1]))
+    return found
+
+
+def _sha256(source: str) -> str | None:
+    file = locate(source)
+    return files.digest_of(file) if not source.startswith(HUB) and file.is_file() else None
+
+
+def _task_facts(config: Config) -> tuple[tuple[int, int, int] | None, bool, str | None]:
+    """Return the sizes of the splits (None: they need the network or user code), whether prompts are messages, and
+    the system message."""
+    task = config.task
+    unknown = None, task.prompt != "raw", task.system_prompt
+    names_code = any(mark in (outside.CODE, outside.SCRIPT) for _, _, mark in outside.marked(task))
+    if names_code or any((file or "").startswith(HUB) for file in task.files):
+        return unknown
+    try:
+        loaded, data = task_and_data(config, None, None)
+        prompt = loaded.prompt(data.test[0])
+    except EvoalignError:  # the data has moved since the run
+        return unknown
+    if isinstance(prompt, str):
+        return data.sizes, False, None
+    return data.sizes, True, next((m["content"] for m in prompt if m["role"] == "system"), None)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's mean or a member as others load it: a PEFT adapter, a Hugging Face checkpoint, or an adapter in its base.
+"""Export a run's mean or a member as a PEFT adapter, a Hugging Face checkpoint, or an adapter merged into its base.
 
     DIR/adapter_config.json, adapter_model.safetensors      of a `lora` run, and of GRPO with `grpo.tune: lora`
     DIR/config.json, model*.safetensors, tokenizer files    of all others, and with `merge`
     DIR/generation_config.json                              decoding and stop tokens of the run
     DIR/README.md, evolution.png                            the model card and its figure
-    DIR/run/config.yaml, journal.jsonl                      what `evoalign replay` needs; a run of GRPO has no journal
+    DIR/run/config.yaml, journal.jsonl                      input of `evoalign replay`; a run of GRPO has no journal
     DIR/run/member.json                                     which member it is, if it is no mean
 
-Plain transformers or PEFT gives the greedy tokens of the run itself (benchmarks/export_parity.py). Weights keep the
-dtype that the run served, or GRPO trained; `dtype` asks for another. A merged weight is W + (alpha / r) B A in float32,
-rounded once, to the base's own dtype (or the served one, where that is narrower): in half precision this can change
-tokens, since base and adapter apart keep more bits.
+Plain transformers or PEFT gives the greedy tokens of the run (benchmarks/export_parity.py). Weights keep the dtype that
+the run served, or GRPO trained; `dtype` chooses another. A merged weight is W + (alpha / r) B A in float32, rounded
+once, to the base's own dtype (or the served one, if that is narrower): in half precision this can change tokens, since
+base and adapter apart keep more bits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evoalign import tokens
 from evoalign.config import FORMAT_VERSION, Config, ModelConfig, load, reading, to_yaml
 from evoalign.config.run import TrackingConfig
+from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
-from evoalign.exporting import card, facts, weights
-from evoalign.exporting.excerpts import FIGURE
-from evoalign.exporting.public import private_paths
-from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, shown_name
-from evoalign.models.origin import origin
-from evoalign.rundir import files, journal
+from evoalign.exporting import card
+from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, private_paths, rounding, shown_name
+from evoalign.models.adapters import add
+from evoalign.models.files import load_whole
+from evoalign.models.origin import model_path, origin, own_dtype
+from evoalign.models.tensors import tensors_of
+from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER
 from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
@@ -45,8 +49,8 @@ SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is to be made of the mean."""
+class _Options:
+    """Options of one export."""
 
     merge: bool
     push: str | None
@@ -71,68 +75,69 @@ def export(
 ) -> Path:
     """Write the mean of a run, finished or not, into the new folder `to`, and return that.
 
-    `generation`: the mean after so many generations, saved or rebuilt from the journal; None is the latest saved. Of a
-    run of GRPO, which has no journal, one that was saved.
-    `member`: instead of the mean, that member of the population of `generation` (counted from 0, as in the run's
-    tables): the mean after so many generations and the member's noise, rebuilt from the journal. Of a space whose
-    members are served beside the weights (`lowrank`) they are merged into these.
-    `merge` puts a `lora` run's adapter into its base. `push` uploads the folder as USER/NAME of the Hugging Face hub.
-    `model` is where the base model is, if that has moved; `private` is for a repository that is made. `dtype` (float32,
-    bfloat16 or float16) is that of the weights of a merge or a checkpoint; None keeps the base's own, or the run's. The
-    card shows the first `samples` completions of the test split, before and after. No code that the run's config names
-    is imported.
+    `generation`: the mean after this many generations, saved or rebuilt from the journal; None is the latest saved. A
+    run of GRPO has no journal, so only saved policies can be exported.
+    `member`: the member of this index (from 0, as in the run's tables) of the population of `generation`, rebuilt from
+    the journal: the mean after `generation` generations plus the member's noise. In space `lowrank` it is merged.
+    `merge` merges a `lora` run's adapter into its base. `push` uploads the folder as USER/NAME of the Hugging Face hub,
+    and `private` is for a new repository. `model` is the name or folder of the base model, if it has moved. `dtype`
+    (float32, bfloat16 or float16) applies to a merge or a checkpoint; None keeps the base's own, or the run's. The card
+    shows the first `samples` completions of the test split, before and after. Imports no code of the run's config.
 
-    A path of this machine is left in adapter_config.json alone (`base_model_name_or_path`, for a base in a folder).
-    With `push` its last part has to do there, and config and journal stay behind if they name files by such paths.
+    Only adapter_config.json has an absolute path of this machine (`base_model_name_or_path`, of a base in a folder).
+    With `push` it has only its last part, and config and journal are left out if they have absolute paths.
 
-    Raises a subclass of EvoalignError; `to` is then not there, except where only the upload failed.
+    Raises a subclass of EvoalignError; `to` then does not exist, unless only the upload failed.
     """
     run, to = Path(run), Path(to).absolute()
     _refuse(run, to, push, shard_size, dtype)
-    asked = _Asked(merge, push, shard_size, dtype, samples)
-    again_if_pruned(run, lambda: _write(run, to, generation, member, model, asked))
+    options = _Options(merge, push, shard_size, dtype, samples)
+    again_if_pruned(run, lambda: _write(run, to, generation, member, model, options))
     if push is not None:
         _push(to, push, private)
     return to
 
 
-def _write(run: Path, to: Path, generation: int | None, member: int | None, model: str | None, asked: _Asked) -> None:
-    """All of the folder, or nothing."""
+def _write(
+    run: Path, to: Path, generation: int | None, member: int | None, model: str | None, options: _Options
+) -> None:
+    """Write the whole folder, or nothing."""
     with opened(run, to, generation, model, member) as source:
-        _refuse_form(source, asked)
+        _refuse_form(source, options)
         try:
             with files.filled(to, replace=False) as folder:
-                _fill(folder, source, to, asked)
+                _fill(folder, source, to, options)
         except EvoalignError:
             raise
         except OSError as error:
-            raise ModelError(f"nothing was exported to {to}: {_of_the_disk(error)}") from error
-        except Exception as error:  # one of the kinds that the model library has, or a file that says something else
+            disk = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else _one_line(error)
+            raise ModelError(f"nothing was exported to {to}: {disk}") from error
+        except Exception as error:  # transformers and safetensors raise many kinds for damaged files
             raise ModelError(
-                f"nothing was exported to {to}: {run} or its base model is not as it should be "
+                f"nothing was exported to {to}: {run} or its base model is damaged "
                 f"({type(error).__name__}: {_one_line(error)}); --debug shows where"
             ) from error
 
 
-def _refuse_form(source: Source, asked: _Asked) -> None:
-    """Raise ConfigError for what cannot be made of this run."""
-    if asked.merge and not source.is_adapter:
+def _refuse_form(source: Source, options: _Options) -> None:
+    """Raise ConfigError for options that do not fit the run."""
+    if options.merge and not source.is_adapter:
         how = f"space {source.config.space.name}" if source.log is not None else "grpo.tune full"
         raise ConfigError(f"{source.run} trained the model itself ({how}): leave out --merge")
-    if source.is_adapter and not asked.merge:
-        if asked.dtype is not None:
+    if source.is_adapter and not options.merge:
+        if options.dtype is not None:
             raise ConfigError(
-                f"--dtype {asked.dtype} is of a model's weights, and {source.run} has an adapter; add --merge"
+                f"--dtype {options.dtype} is for whole models, and {source.run} has an adapter; add --merge"
             )
         if origin(source.model).adapters:
             raise ConfigError(
-                f"{source.run} started from {source.model.name}, merged into its base, and an adapter is of no use "
-                "to those who do not have the merge; add --merge"
+                f"{source.run} started from {source.model.name}, merged into its base, and an adapter needs that "
+                "merged model; add --merge"
             )
 
 
 def _refuse(run: Path, to: Path, push: str | None, shard_size: str, dtype: str | None) -> None:
-    """What can be reported without reading a weight."""
+    """Raise for what is wrong before any weight is read. Raises ConfigError, RunExistsError."""
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if not (run / "config.yaml").is_file() or method_of(run) is None:
@@ -153,30 +158,70 @@ def _refuse(run: Path, to: Path, push: str | None, shard_size: str, dtype: str |
         raise ConfigError(f"--push {push}: expected USER/NAME")
 
 
-def _fill(folder: Path, source: Source, to: Path, asked: _Asked) -> None:
-    adapter, dtype = source.is_adapter and not asked.merge, weights.dtype_of(source, asked.dtype, merge=asked.merge)
+def _fill(folder: Path, source: Source, to: Path, options: _Options) -> None:
+    adapter, dtype = source.is_adapter and not options.merge, _dtype(source, options)
     tokens_ = tokens.load(source.model if source.is_adapter else ModelConfig(name=str(source.folder)))
     generation_config = _generation_config(source.config, tokens_)
     if adapter:
-        _copy_adapter(source, folder, origin(source.model).base if asked.push is None else shown_name(source.model))
+        settings = reading.read_object(source.folder / ADAPTER_CONFIG)
+        base = origin(source.model).base if options.push is None else shown_name(source.model)
+        settings |= {"base_model_name_or_path": base, "revision": source.model.revision}
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        shutil.copyfile(source.folder / ADAPTER, folder / ADAPTER)
         generation_config.save_pretrained(folder)
     else:
-        model = weights.whole(source, dtype, merge=asked.merge)
+        model = _whole(source, dtype, merge=options.merge)
         model.generation_config = generation_config
-        model.save_pretrained(folder, max_shard_size=asked.shard_size)
+        model.save_pretrained(folder, max_shard_size=options.shard_size)
         tokens_.tokenizer.save_pretrained(folder)
-    records = asked.push is None or not private_paths(source.config)
+    records = options.push is None or not private_paths(source.config)
     if records:
         _copy_records(source, folder / card.RECORDS)
-    kind = "adapter" if adapter else "merged" if asked.merge else "model"
-    told = facts.gather(source, tokens_, kind, asked.push or to.name, dtype, records, asked.samples)
-    if told.figure:
-        (folder / FIGURE).write_bytes(facts.figure(source.run))
-    (folder / "README.md").write_text(card.card(told), encoding="utf-8")
+    kind = "adapter" if adapter else "merged" if options.merge else "model"
+    facts = card.gather(source, tokens_, kind, options.push or to.name, dtype, records, options.samples)
+    if facts.figure:
+        (folder / card.FIGURE).write_bytes(card.figure(source.run))
+    (folder / "README.md").write_text(card.card(facts), encoding="utf-8")
+
+
+def _dtype(source: Source, options: _Options) -> str:
+    """Return the dtype of the export: float32 of an adapter; of a merge the narrower of the base's own and served."""
+    if source.is_adapter and not options.merge:
+        return "float32"
+    served = source.dtype
+    if options.dtype is not None or not options.merge:
+        return options.dtype or served
+    own = own_dtype(source.model)
+    narrower = own is not None and getattr(torch, own).itemsize <= getattr(torch, served).itemsize
+    return own if own is not None and narrower else served
+
+
+@torch.no_grad()
+def _whole(source: Source, dtype: str, *, merge: bool) -> Any:
+    """Return the whole model in host memory; each weight is formed in float32 and rounded once. Raises ModelError."""
+    served, wanted = getattr(torch, source.dtype), getattr(torch, dtype)
+    if not merge:
+        model = load_whole(str(source.folder), None, served, str(source.folder))
+        if wanted != served:
+            model.to(wanted)
+            parameters = tensors_of(model)
+            for name, tensor in checkpoint.mean_of(source.folder).items():
+                parameters[name].copy_(tensor)
+        return model
+    model = load_whole(model_path(source.model), source.model.revision, served, source.model.name)
+    known = source.model_hash
+    if known is not None and weights_hash(model.named_parameters()) != known:
+        raise ModelError(
+            f"model.name {source.model.name} has other weights than the base of {source.run}; set --model FOLDER to "
+            "the base that was trained"
+        )
+    settings = reading.read_object(source.folder / ADAPTER_CONFIG)
+    add(model.float(), checkpoint.load_adapter(source.folder), settings["lora_alpha"] / settings["r"])
+    return model.to(wanted)
 
 
 def _generation_config(config: Config, tokens_: Tokens) -> Any:
-    """The decoding of the run's evaluation. The base model's own may punish repetition, which no engine does."""
+    """Return the decoding of the run's evaluation, without penalties that the base model's settings may have."""
     from transformers import GenerationConfig
 
     settings = config.evaluation
@@ -194,15 +239,8 @@ def _generation_config(config: Config, tokens_: Tokens) -> Any:
     )
 
 
-def _copy_adapter(source: Source, folder: Path, base: str) -> None:
-    settings = reading.read_object(source.folder / ADAPTER_CONFIG)
-    settings |= {"base_model_name_or_path": base, "revision": source.model.revision}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    shutil.copyfile(source.folder / ADAPTER, folder / ADAPTER)
-
-
 def _copy_records(source: Source, folder: Path) -> None:
-    """Config and journal, if any, the lines that are whole; where the run was on this machine is nobody's business."""
+    """Copy config and whole lines of the journal, without paths and trackers of this machine."""
     folder.mkdir()
     name = Path(source.config.output_dir).name
     config = source.config.model_copy(update={"output_dir": name, "tracking": TrackingConfig()})
@@ -216,38 +254,34 @@ def _copy_records(source: Source, folder: Path) -> None:
 
 
 def rounding_of(run: Path, folder: Path, *, merged: bool) -> str:
-    """What the weights that were exported from a run into a folder lost since they were measured; see `rounding`."""
+    """Say how the weights exported into `folder` were rounded since they were measured; see `rounding`."""
     if method_of(run) == "grpo":
         served = load([run / "config.yaml"]).model.trained_dtype
     else:
         served = journal.read(run / "journal.jsonl").header.dtype
-    return weights.rounding(served, dtype_in(folder), merged=merged)
+    return rounding(served, dtype_in(folder), merged=merged)
 
 
 def dtype_in(folder: Path) -> str:
-    """Of the weights in an exported folder: float32 of an adapter, in which it evolved."""
+    """Return the dtype of an exported folder; adapters are float32."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "float32"
     return str(reading.read_object(folder / "config.json")["dtype"])
 
 
 def _push(folder: Path, name: str, private: bool) -> None:
-    """Make the repository, if it is not there, and upload. Raises ModelError; the folder stays."""
+    """Create the repository if needed, and upload. Raises ModelError; the folder stays."""
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export of an evoalign run")
-    except Exception as error:  # of the hub, the network or the disk: a dozen kinds without a common base
+    except Exception as error:  # hub, network and disk errors have no common base
         raise ModelError(
-            f"--push {name} failed: {_one_line(error)} The export is whole in {folder}; log in with `hf auth login` if "
-            f"that is what is missing, then: hf upload {name} {folder}"
+            f"--push {name} failed: {_one_line(error)} The export is complete in {folder}; log in with `hf auth login` "
+            f"if needed, then: hf upload {name} {folder}"
         ) from error
-
-
-def _of_the_disk(error: OSError) -> str:
-    return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else _one_line(error)
 
 
 def _one_line(error: Exception) -> str:

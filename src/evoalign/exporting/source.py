@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported of a run: a saved mean, checked against the journal, or weights rebuilt for the time being."""
+"""Source of an export: a saved mean, checked against the journal, or weights rebuilt in a temporary folder."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from evoalign.config import Config, ModelConfig, load, outside, reading
+from evoalign.config.secrets import is_private, public_path
 from evoalign.errors import CheckpointError, ConfigError, ModelError
 from evoalign.models.origin import elsewhere
 from evoalign.rundir import checkpoint, files, journal
@@ -27,7 +29,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Number `index` of a population of `size`; `fitness` by the journal, `mean` that of the whole population."""
+    """Member `index` of a population of `size`; `fitness` is from the journal, `mean` over the population."""
 
     index: int
     size: int
@@ -38,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`config` is the run's, `model` its base, `folder` the saved mean; of GRPO, `log` is None."""
+    """Weights to export: `config` of the run, its base `model`, the saved mean in `folder`; `log` is None for GRPO."""
 
     run: Path
     config: Config
@@ -48,16 +50,16 @@ class Source:
     mark: Mark
     manifest: Mapping[str, Any]
     member: int | None = None
-    """Of a member of generation `mark.generation`, its number; None of a mean."""
+    """Index of a member of generation `mark.generation`; None for a mean."""
 
     @property
     def dtype(self) -> str:
-        """Of the weights: served in, or trained."""
+        """Dtype in which the weights were served or trained."""
         return self.log.header.dtype if self.log is not None else self.config.model.trained_dtype
 
     @property
-    def told(self) -> Member | None:
-        """What the card says of a member; None of a mean."""
+    def population_member(self) -> Member | None:
+        """The exported member; None for a mean."""
         if self.member is None or self.log is None:
             return None
         update, fitness_M = (found := self.log.generations[self.mark.generation]).update, found.fitness_M
@@ -65,7 +67,7 @@ class Source:
 
     @property
     def model_hash(self) -> str | None:
-        """Of the base; None where a run of GRPO did not write it down."""
+        """Hash of the base model; None if a GRPO run did not record it."""
         if self.log is not None:
             return self.log.header.model_hash
         return (self.manifest.get("engine") or {}).get("model_hash")
@@ -78,92 +80,137 @@ class Source:
 @contextmanager
 def opened(
     run: Path, to: Path, generation: int | None, model: str | None, member: int | None = None
-) -> Generator[Source, None, None]:
-    """The saved mean, checked, or one that is rebuilt beside `to` for the time being, as a `member` always is."""
-    if scratch(to).is_dir():
-        with files.scratch(scratch(to)):  # of an export that was killed
+) -> Generator[Source]:
+    """Open a saved mean, checked, or one rebuilt in a temporary folder next to `to`, as a `member` always is.
+
+    Raises a subclass of EvoalignError.
+    """
+    temporary = to.with_name(f".{to.name}.rebuilt.tmp")
+    if temporary.is_dir():
+        with files.scratch(temporary):  # delete what a killed export left
             pass
     own, manifest = load([run / "config.yaml"]), read_json(run / "manifest.json") or {}
     base = own.model if model is None else elsewhere(own.model, model)
     if model is None:
         outside.refuse(own, run, "say where its model is with --model", skip=(*outside.REPLAY_SKIPS, "space"))
+    is_grpo, saved = method_of(run) == "grpo", saved_folders(run)
     if member is not None:
-        with files.scratch(scratch(to)) as temporary:
-            yield _member(run, own, base, temporary / "member", generation, member, model, manifest)
+        if is_grpo:
+            raise ConfigError(f"{run} is a run of GRPO, which has no members; leave out --member {member}")
+        if generation is None:
+            raise ConfigError(f"--member {member} needs --generation")
+        log = journal.read(run / "journal.jsonl").whole(generation)
+        with files.scratch(temporary):
+            mark = save_member(log, temporary / "member", generation, member, model)
+            yield Source(run, own, base, log, temporary / "member", mark, manifest, member)
         return
-    saved = saved_folders(run)
-    if method_of(run) == "grpo":
-        folder = _saved_policy(run, saved, generation)
-        yield Source(
-            run, own, base, None, folder, weights.without_code(folder, checkpoint.verify_policy(folder), own), manifest
-        )
+    folder = next((f for f in reversed(saved) if generation is None or generation_of(f) == generation), None)
+    if is_grpo:
+        if folder is None:
+            steps = ", ".join(str(generation_of(found)) for found in saved)
+            which = f"after step {generation}" if saved else "yet"
+            raise ModelError(
+                f"{run} saved no weights {which}, and a run of GRPO has no journal to rebuild them from"
+                + (f"; --generation takes {steps}" if saved else "")
+            )
+        mark = weights.without_code(folder, checkpoint.verify_policy(folder), own)
+        yield Source(run, own, base, None, folder, mark, manifest)
         return
-    if generation is None and not saved:
+    if generation is None and folder is None:
         raise ModelError(f"{run} saved no weights yet; name a generation of its journal with --generation")
-    folder = saved[-1] if generation is None else next((f for f in saved if generation_of(f) == generation), None)
-    count = generation if folder is None else generation_of(folder)
-    log = journal.read(run / "journal.jsonl").whole(count)
+    log = journal.read(run / "journal.jsonl").whole(generation if folder is None else generation_of(folder))
     if folder is not None:
-        yield Source(run, own, base, log, folder, weights.without_code(folder, _verified(folder, log), own), manifest)
+        mark = weights.without_code(folder, _verified(folder, log), own)
+        yield Source(run, own, base, log, folder, mark, manifest)
         return
-    with files.scratch(scratch(to)) as temporary:
+    with files.scratch(temporary):
         rebuilt = temporary / "mean"
         replay(run, generation=generation, to=rebuilt, model=model)
         yield Source(run, own, base, log, rebuilt, _verified(rebuilt, log), manifest)
 
 
-def _member(
-    run: Path, own: Config, base: ModelConfig, folder: Path, generation: int | None, member: int, model: str | None,
-    manifest: Mapping[str, Any],
-) -> Source:  # fmt: skip
-    if method_of(run) == "grpo":
-        raise ConfigError(f"{run} is a run of GRPO, which has no members; leave out --member {member}")
-    if generation is None:
-        raise ConfigError(f"--member {member}: say of which generation with --generation")
-    log = journal.read(run / "journal.jsonl").whole(generation)
-    mark = save_member(log, folder, generation, member, model)
-    return Source(run, own, base, log, folder, mark, manifest, member)
-
-
-def scratch(to: Path) -> Path:
-    """Where weights are rebuilt."""
-    return to.with_name(f".{to.name}.rebuilt.tmp")
-
-
-def _saved_policy(run: Path, saved: Sequence[Path], generation: int | None) -> Path:
-    """Of GRPO only what was saved is there: no journal rebuilds the others. Raises ModelError."""
-    if not saved:
-        raise ModelError(f"{run} saved no weights yet, and a run of GRPO has no journal to rebuild them from")
-    found = saved[-1:] if generation is None else [f for f in saved if generation_of(f) == generation]
-    if not found:
-        steps = ", ".join(str(generation_of(folder)) for folder in saved)
-        raise ModelError(
-            f"{run} saved no weights after step {generation}, and a run of GRPO has no journal to rebuild them from; "
-            f"--generation takes {steps}"
-        )
-    return found[0]
-
-
 def _verified(folder: Path, log: Log) -> Mark:
-    """A saved mean that is whole and of this journal. Raises CheckpointError."""
+    """Return the mark of a saved mean that is whole and of this journal. Raises CheckpointError."""
     mark = checkpoint.verify(folder)
-    if mark.generation > log.sealed or mark.weights_hash != _recorded(log, mark.generation):
-        raise CheckpointError(f"{folder} is not the mean that {log.path} records for generation {mark.generation}")
-    return mark
-
-
-def _recorded(log: Log, generation: int) -> str | None:
-    return log.generations[generation - 1].weights_hash if generation else log.header.weights_hash
+    start = mark.generation == 0
+    if mark.generation <= log.sealed:
+        recorded = log.header.weights_hash if start else log.generations[mark.generation - 1].weights_hash
+        if mark.weights_hash == recorded:
+            return mark
+    raise CheckpointError(f"{folder} is not the mean that {log.path} records for generation {mark.generation}")
 
 
 def shown_name(model: ModelConfig) -> str:
-    """A hub name, or the last part of a folder's path."""
+    """Return a hub name, or the last part of a folder's path."""
     return Path(model.name).name if Path(model.name).expanduser().is_dir() else model.name
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """An object in a file of the run; None where the file is not there. Raises DataError."""
+    """Read a JSON object of the run; None if there is no file. Raises DataError."""
     try:
         return reading.read_object(file, mend="delete it to export without it")
     except reading.MissingError:
         return None
+
+
+def rounding(served: str, saved: str, *, merged: bool) -> str:
+    """Say how the exported weights were rounded after the run's results were measured; empty if they were not.
+
+    A checkpoint in the served dtype was measured as it is; a merge rounds base and adapter together.
+    """
+    if saved == "float32" or (saved == served and not merged):
+        return ""
+    most = 50 * torch.finfo(getattr(torch, saved)).eps
+    return f"rounded to {saved}, each by up to about {most:.1g} %, after the run's results were measured"
+
+
+def private_paths(config: Config) -> list[str]:
+    """Return the settings that are absolute paths of this machine."""
+    task = config.task
+    found = [config.model.name, config.model.base, task.name, *task.files, *task.rewards, task.fitness]
+    found.append(config.space.name)
+    objective = task.objective.model_dump() if task.objective else {}
+    own = (task.options, config.space.options, config.grpo.trl, objective, config.engine.model_dump())
+    found += [*_strings(list(own)), *config.tracking.backends]
+    return [path for path in found if path is not None and is_private(path)]
+
+
+def public(config: Config) -> Config:
+    """Return the config with every absolute path cut to its last part."""
+    task = config.task.model_copy(
+        update={
+            "name": public_path(config.task.name),
+            "train_data": config.task.train_data and public_path(config.task.train_data),
+            "test_data": config.task.test_data and public_path(config.task.test_data),
+            "validation_data": config.task.validation_data and public_path(config.task.validation_data),
+            "rewards": [public_path(reward) for reward in config.task.rewards],
+            "fitness": config.task.fitness and public_path(config.task.fitness),
+            **_public(config.task.options),
+            "objective": config.task.objective
+            and config.task.objective.model_copy(update=_public(config.task.objective.model_dump())),
+        }
+    )
+    base = config.model.base and public_path(config.model.base)
+    model = config.model.model_copy(update={"name": public_path(config.model.name), "base": base})
+    space = config.space.model_copy(update={"name": public_path(config.space.name), **_public(config.space.options)})
+    grpo = config.grpo.model_copy(update={"trl": _public(config.grpo.trl)})
+    engine = config.engine.model_copy(update=_public(config.engine.model_dump()))
+    tracking = config.tracking.model_copy(update={"backends": _public(config.tracking.backends)})
+    own = {"space": space, "task": task, "model": model, "grpo": grpo, "engine": engine, "tracking": tracking}
+    return config.model_copy(update={**own, "output_dir": public_path(config.output_dir)})
+
+
+def _strings(tree: Any) -> list[str]:
+    if isinstance(tree, dict):
+        return _strings(list(cast("dict[str, Any]", tree).values()))
+    if isinstance(tree, list):
+        return [text for value in cast("list[Any]", tree) for text in _strings(value)]
+    return [tree] if isinstance(tree, str) else []
+
+
+def _public(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _public(value) for key, value in cast("dict[str, Any]", tree).items()}
+    if isinstance(tree, list):
+        return [_public(value) for value in cast("list[Any]", tree)]
+    return public_path(tree) if isinstance(tree, str) else tree

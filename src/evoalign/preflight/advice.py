@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from evoalign.checks.rules import RISEN, SIGNAL_TO_NOISE
+from evoalign.checks.rules import Hacked, Noise
 from evoalign.preflight.gains import FEW_PROMPTS, level_of, quantile
 from evoalign.report.tables import shorten, visible
 
@@ -144,7 +144,7 @@ def fault(width: Width, base: Baseline) -> str | None:
     # Without a lowest reward any model seems unbroken next to the widest noise, so texts are checked as well.
     if width.broken_share - base.broken_share > BROKEN:
         return "breaks texts"
-    if width.truncated_share - base.truncated_share > RISEN:
+    if width.truncated_share - base.truncated_share > Hacked.rise:
         return "cut off"
     if width.kept is None:
         return "wins by breaking" if width.both_rise is not None and width.both_rise > SURE else None
@@ -164,7 +164,7 @@ def is_sure(width: Width, base: Baseline) -> bool:
 
 
 def _is_above_noise(width: Width, base: Baseline) -> bool:
-    return width.spread > SIGNAL_TO_NOISE * base.noise_floor
+    return width.spread > Noise.ratio * base.noise_floor
 
 
 def recommend(

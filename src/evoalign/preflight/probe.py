@@ -35,7 +35,7 @@ import numpy as np
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
-from evoalign.checks.rules import CUT_OFF
+from evoalign.checks.rules import CutOff
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError, StoppedError
@@ -213,7 +213,7 @@ def _measure(
 
 def _cut_off(base: Baseline, config: Config) -> list[str]:
     """Return a warning if most completions of the unperturbed model are cut off, and so are never scored whole."""
-    if base.truncated_share < CUT_OFF:
+    if base.truncated_share < CutOff.share:
         return []
     tokens = config.sampling.max_tokens
     return [

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run, drawn again after every generation."""
+"""Figures of a run, drawn again after every generation, and the style of all figures.
+
+Matplotlib is imported with the first figure: it takes a noticeable part of a second. Its object interface with the Agg
+canvas is used: no pyplot, so no global state, no window system and no figure that stays in memory.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,92 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign.report.rows import WEIGHTS
-from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import visible, weighed
 from evoalign.rewards.objective import aim
+from evoalign.rundir.files import make_folder, replacing
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
+
+SIZE_INCHES = (9.0, 5.0)
+DPI = 120
+INK, GRID = "#24292f", "#d8dee4"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""Colours of Okabe and Ito (2008), distinct with any colour vision."""
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+SURFACE = "cividis"
+"""Colour map of a surface: the same with any colour vision, and in grey."""
+HEADING: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "color": INK, "parse_math": False}
+
+
+def canvas(width: float, height: float, **options: Any) -> Figure:
+    """Return an empty figure; sizes are in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def frame(axes: Axes, title: str, across: str) -> None:
+    """Set the title, the label of the x axis, and a plain frame."""
+    axes.set_title(title, loc="left", pad=12, **HEADING)
+    axes.set_xlabel(across)
+    plain(axes)
+
+
+def plain(axes: Axes) -> None:
+    """Draw a plain frame with lines at the ticks of the y axis."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(color=GRID, labelcolor=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Save as PNG in one step, so that a viewer never reads half a file."""
+    _write(figure, path, "png", {"Software": "evoalign"})
+
+
+def save_both(figure: Figure, path: Path) -> list[Path]:
+    """Save as PNG in `path` and as SVG next to it, with text as paths; return both paths."""
+    save(figure, path)
+    vector = path.with_suffix(".svg")
+    _write(figure, vector, "svg", {"Date": None, "Creator": "evoalign"})
+    return [path, vector]
+
+
+def series(index: int) -> dict[str, Any]:
+    """Return the style of one of several lines: colour, line style and marker."""
+    return {
+        "color": COLORS[index % len(COLORS)],
+        "linestyle": LINES[index % len(LINES)],
+        "marker": MARKERS[index % len(MARKERS)],
+    }
+
+
+def _write(figure: Figure, path: Path, form: str, metadata: dict[str, str | None]) -> None:
+    make_folder(path.parent)
+    with replacing(path) as file:
+        figure.savefig(file, format=form, metadata=metadata)
+
 
 MEAN, BEST, TEST, ZERO, VALIDATION = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d", "#e0a100"
 PHASES = {"rollout": "#0b5cad", "score": "#e0a100", "update": "#5aa469", "other": "#b8bec5"}
 EXTRA = ("#7a3e9d", "#c2410c", "#2a9d8f", "#6c757d")
-"""Colours of phases that an engine of one's own may add."""
+"""Colours of phases that a custom engine may add."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a method calls what is drawn."""
+    """Labels of a method."""
 
     unit: str = "generation"
     mean: str = "mean of the members"
@@ -39,7 +110,7 @@ class Words:
 
 
 class Ends(NamedTuple):
-    """The reward of a split before training and after it, where known."""
+    """Reward of a split before and after training, if known."""
 
     before: Estimate | None = None
     after: Estimate | None = None
@@ -59,18 +130,17 @@ def evolution(
     validation: Ends = NOT_MEASURED,
     words: Words = ES_WORDS,
 ) -> None:
-    """Reward by generation: mean, best, 20th to 80th percentile, and validation and test split wherever measured.
+    """Draw the reward by generation: mean, best, 20th to 80th percentile, and validation and test split.
 
-    A row's evaluation is of the mean after that row's update, the one the next generation spreads around, and is
-    drawn there. `test` and `validation` are the rewards before the first row, drawn at 0, and after the last, beside
-    its own update, with their 95 % intervals over examples.
+    A row's evaluation is of the mean after its update, and is drawn at the next generation. `test` and `validation` are
+    the rewards before the first and after the last row, with their 95 % intervals over examples.
     """
     ends = {"validation": validation, "evaluation": test}
     _draw(path, title, lambda axes: _evolution(axes, rows, ends, words), across=words.unit)
 
 
 def time_breakdown(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
-    """Seconds of each generation by phase, stacked."""
+    """Draw the seconds of each generation by phase, stacked."""
     _draw(path, title, lambda axes: _time_breakdown(axes, rows), across=words.unit)
 
 
@@ -82,29 +152,29 @@ def divergence(
     baseline: float | None = None,
     final: tuple[float, float] | None = None,
 ) -> None:
-    """Test reward against exact KL from the base model, along the run; no figure where no row has both.
+    """Draw test reward against exact KL from the base model; no figure if no row has both.
 
-    `baseline` is the test reward of the base model, which is at 0; `final` the KL and test reward of the last mean.
+    `baseline` is the test reward of the base model (at KL 0), `final` the KL and test reward of the final mean.
     """
     points = _along(rows, baseline, final)
     if len(points) > (baseline is not None):
-        _draw(path, title, lambda axes: _divergence(axes, points), across="KL from the base model, nats a token")
+        _draw(path, title, lambda axes: _divergence(axes, points), across="KL from the base model, nats per token")
 
 
 def rewards(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
-    """The mean of each reward by generation, where there are several; no figure where no row has any."""
+    """Draw the mean of each reward by generation; no figure if no row has several rewards."""
     if any(row.get("rewards") for row in rows):
         _draw(path, title, lambda axes: _named(axes, rows, "rewards", "mean reward"), across=words.unit)
 
 
 def objective(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
-    """What an objective keeps, such as the price of a cost, by generation; no figure of one that keeps nothing."""
+    """Draw the state of the objective, such as the price of a cost, by generation; no figure without state."""
     if any(row.get("objective") for row in rows):
         _draw(path, title, lambda axes: _named(axes, rows, "objective", "state of the objective"), across=words.unit)
 
 
 def _named(axes: Axes, rows: Rows, field: str, label: str) -> None:
-    """A line each. Rows without a value, which a resume rebuilt or a reward did not apply to, leave a gap."""
+    """Draw a line per name; rows without a value leave a gap."""
     x = [int(row["generation"]) for row in rows]
     _limit(axes, x)
     colors = (MEAN, BEST, *EXTRA)
@@ -119,7 +189,7 @@ def _named(axes: Axes, rows: Rows, field: str, label: str) -> None:
 
 
 def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None) -> list[tuple[int, float, float]]:
-    """Generations done, KL and test reward, in the order of the run."""
+    """Return generations done, KL and test reward of each point."""
     points = [
         (int(row["generation"]) + 1, row["divergence"]["exact"], aim(row["evaluation"]))
         for row in rows
@@ -133,7 +203,7 @@ def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None
 
 
 def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
-    """The path from the base model on; some points say after how many generations."""
+    """Draw the path from the base model; some points are labelled with the generations done."""
     from matplotlib.patheffects import withStroke
 
     x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
@@ -150,13 +220,13 @@ def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
 
 
 def _apart(x: Sequence[float], y: Sequence[float]) -> list[int]:
-    """Points that can be named without one name on another: the last, the first, and what is left room for."""
+    """Return points whose labels do not overlap: the last, the first, and others with room."""
     wide, high = 0.04 * (max(x) - min(x)), 0.08 * (max(y) - min(y))
-    named: list[int] = []
+    labelled: list[int] = []
     for i in (len(x) - 1, *range(len(x) - 1)):
-        if all(abs(x[i] - x[j]) > wide or abs(y[i] - y[j]) > high for j in named):
-            named.append(i)
-    return named
+        if all(abs(x[i] - x[j]) > wide or abs(y[i] - y[j]) > high for j in labelled):
+            labelled.append(i)
+    return labelled
 
 
 def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -> None:
@@ -189,11 +259,11 @@ def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -
 
 
 def _measured(axes: Axes, rows: Rows, key: str, ends: Ends, *, color: str, marker: str, label: str) -> None:
-    """The reward of the mean at its ends, and where rows have an evaluation of this name; nothing where none has."""
+    """Draw the reward of the mean before and after training, and of rows that have this evaluation."""
     last = rows[-1]["generation"] + 1 if rows else 0
     known = [(x, found) for x, found in ((0, ends.before), (last, ends.after)) if found is not None]
     inside = [(row["generation"] + 1, aim(row[key])) for row in rows if row.get(key)]
-    # The last row may have been evaluated on the way to a longer run: the same mean as at the end, drawn once.
+    # The last row may have an evaluation of the final mean: draw it once.
     own = [(x, reward) for x, reward in inside if x not in dict(known)]
     points = sorted([*own, *((x, found.mean) for x, found in known)])
     bars = [(x, e.mean, e.mean - e.low, e.high - e.mean) for x, e in known if e.low is not None and e.high is not None]
@@ -232,14 +302,14 @@ def _time_breakdown(axes: Axes, rows: Rows) -> None:
 
 
 def _limit(axes: Axes, x: Sequence[int], right: int = 0) -> None:
-    """Room for whole generations, with a little air; a run of one generation is as wide as one of two."""
+    """Set the x limits to whole generations; a single generation is drawn as wide as two."""
     first, last = (x[0], max(x[-1] + right, x[0] + 1)) if x else (0, 1)
     air = 0.5 + 0.01 * (last - first)
     axes.set_xlim(first - air, last + air)
 
 
 def _colors(rows: Rows) -> dict[str, str]:
-    """A colour for each phase that occurs, the known ones first."""
+    """Return a colour for each phase, the known ones first."""
     found = dict.fromkeys(phase for row in rows for phase in row["seconds"])
     own = [phase for phase in found if phase not in PHASES]
     spare = {phase: EXTRA[i % len(EXTRA)] for i, phase in enumerate(own)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run came to as pandas frames, and as the HTML that a notebook shows. Imports pandas."""
+"""Results of a run as pandas frames, and as HTML for notebooks. Imports pandas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pandas as pd
 from evoalign.report.tables import Interval
 
 SHOWN = 4
-"""Completions that a notebook shows."""
+"""Completions shown in a notebook."""
 KEYS = ["example", "seed", "sample"]
-"""What tells one completion of an evaluation from the others."""
+"""Columns that identify a completion of an evaluation."""
 
 
 def completions(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row for each test example, seed and sample: prompt, target, and of text, reward, each of several rewards,
-    right, finish_reason and tokens a column `_before` and one `_after`.
+    """Return one row per test example, seed and sample: prompt, target, and columns `_before` and `_after` of text,
+    reward, each of several rewards, right, finish_reason and tokens.
     """
     first, last = (pd.DataFrame.from_records(list(rows)) for rows in (before, after))
     same = [*KEYS, "prompt", "target"]
@@ -31,8 +31,8 @@ def completions(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
 
 
 def measures(before: Mapping[str, float], after: Mapping[str, float], change: Mapping[str, Interval]) -> pd.DataFrame:
-    """One row for each measure that both have: before, after, change, and low and high of its 95 % interval (missing
-    where there is none).
+    """Return one row per measure that both have: before, after, change, and low and high of its 95 % interval (missing
+    if there is none).
     """
     rows: dict[str, list[float | None]] = {}
     for name in (name for name in before if name in after):
@@ -41,21 +41,15 @@ def measures(before: Mapping[str, float], after: Mapping[str, float], change: Ma
     return pd.DataFrame.from_dict(rows, orient="index", columns=["before", "after", "change", "low", "high"])
 
 
-def page(headline: str, lines: Sequence[str], found: pd.DataFrame, said: pd.DataFrame, figure: Path | None) -> str:
-    """HTML: the headline, measures, figure, what else there is to say, and the first completions. All text is escaped:
-    completions are data.
-    """
-    columns = [name for name in ("prompt", "target", "text_before", "text_after") if name in said]
-    shown = said[columns].head(SHOWN).dropna(axis="columns", how="all")
-    parts = [f"<p><b>{html.escape(headline)}</b></p>", found.to_html(float_format=_short, na_rep="", border=0)]
+def page(headline: str, lines: Sequence[str], found: pd.DataFrame, texts: pd.DataFrame, figure: Path | None) -> str:
+    """Return HTML: the headline, measures, figure, `lines`, and the first completions. All text is escaped."""
+    columns = [name for name in ("prompt", "target", "text_before", "text_after") if name in texts]
+    shown = texts[columns].head(SHOWN).dropna(axis="columns", how="all")
+    parts = [f"<p><b>{html.escape(headline)}</b></p>", found.to_html(float_format="{:.4g}".format, na_rep="", border=0)]
     if figure is not None and figure.is_file():
         image = base64.b64encode(figure.read_bytes()).decode()
         parts.append(f'<img alt="rewards over the run" style="max-width: 100%" src="data:image/png;base64,{image}">')
     parts += [f"<p>{html.escape(line)}</p>" for line in lines]
-    texts = shown.to_html(index=False, na_rep="", border=0, escape=True)
-    parts.append(texts.replace("<td>", '<td style="text-align: left">'))
+    table = shown.to_html(index=False, na_rep="", border=0, escape=True)
+    parts.append(table.replace("<td>", '<td style="text-align: left">'))
     return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run stands, live on a terminal or in a notebook, or one plain line at a time into a file or a pipe."""
+"""Progress of a run: live on a terminal or in a notebook, or plain lines into a file or a pipe."""
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +19,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from evoalign.report import notebook
 from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import visible, weighed
 from evoalign.report.terminal import print_line
@@ -25,17 +26,80 @@ from evoalign.report.watching import Watch, watched
 from evoalign.rewards.objective import aim as aim_in
 
 WINDOW = 20
-"""Speed and time left are those of so many latest generations."""
+"""Latest generations over which speed and time left are averaged."""
 PLAIN_SECONDS = 2.0
-"""Without a terminal, no more than one line in so many seconds; the first, the last and each evaluation always."""
+"""Without a terminal, seconds between lines; the first, the last and evaluations are always printed."""
 MOST_STATE = 4
-"""Numbers of an objective's state, such as the lambda of `lagrangian`, that fit the line of a generation."""
+"""Most numbers of the objective's state, such as the lambda of `lagrangian`, in the line of a generation."""
 LOG_SECONDS = 60.0
-"""Without a terminal, one line in so many seconds that no generation ends, nothing else."""
+"""Without a terminal, seconds between lines within a generation."""
+
+
+COLUMNS = 100
+NOTEBOOK_SECONDS = 1.0
+"""Seconds between two updates in a notebook."""
+PRE = '<pre style="line-height: normal; font-family: monospace; background: none">{code}</pre>'
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook kernel; IPython in a terminal is none."""
+    ipython = sys.modules.get("IPython")
+    shell: Any = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class NotebookLive:
+    """Live display in a notebook, as rich's `Live` on a terminal (which needs ipywidgets here). A context manager.
+
+    It is updated every second; `transient` removes it at the end.
+    """
+
+    def __init__(self, get_renderable: Callable[[], RenderableType], *, transient: bool = False) -> None:
+        self._get_renderable, self._transient = get_renderable, transient
+        self._handle: Any = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evoalign-notebook", daemon=True)
+
+    def refresh(self) -> None:
+        """Draw now."""
+        if self._handle is not None:
+            self._handle.update(_page(as_html(self._get_renderable())))
+
+    def __enter__(self) -> NotebookLive:
+        from IPython import display  # installed, as `in_notebook` is true
+
+        self._handle = display.display(_page(as_html(self._get_renderable())), display_id=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._transient:
+            self._handle.update(_page(""))
+        else:
+            self.refresh()
+
+    def _run(self) -> None:
+        while not self._ended.wait(NOTEBOOK_SECONDS):
+            self.refresh()
+
+
+def as_html(drawn: RenderableType) -> str:
+    """Return what rich draws as HTML, with all text escaped."""
+    console = Console(record=True, file=io.StringIO(), width=COLUMNS, force_jupyter=False, color_system="truecolor")
+    console.print(drawn)
+    return console.export_html(inline_styles=True, code_format=PRE)
+
+
+def _page(text: str) -> Any:
+    from IPython import display
+
+    return display.HTML(text)
 
 
 class _Minutes:
-    """Calls `tell` every `LOG_SECONDS`, from a thread of its own, for what works is not to be asked to."""
+    """Calls `tell` every `LOG_SECONDS` from a thread."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell, self._ended = tell, threading.Event()
@@ -55,10 +119,10 @@ class _Minutes:
 
 
 class Bar:
-    """How far an evaluation, a probe or a set of placebos is, while this context manager lasts; `title` names it.
+    """Progress of an evaluation, a probe or a set of placebos, named by `title`; a context manager.
 
-    On a terminal a line that goes away at its end; elsewhere a line a minute. Inside another one, or a `Display`, it
-    shows nothing: that one does.
+    On a terminal a line that is removed at the end; elsewhere a line per minute. Inside another `Bar` or a `Display` it
+    shows nothing.
     """
 
     def __init__(
@@ -70,7 +134,7 @@ class Bar:
         self._live = _live(self.console, self._render, transient=True)
 
     def refresh(self) -> None:
-        """Draw now, where there is something to draw on; it is drawn every second in any case."""
+        """Draw now on a terminal or in a notebook; drawn every second in any case."""
         if self._live is not None:
             self._live.refresh()
 
@@ -85,7 +149,7 @@ class Bar:
         self._stack.close()
 
     def _print_line(self) -> None:
-        _print(self.console, f"{self._name()}: {_words(self._figures())}")
+        print_line(self.console, f"{self._name()}: {_words(self._figures())}")
 
     def _render(self) -> Table:
         line = Table.grid(padding=(0, 1), expand=False)
@@ -102,7 +166,7 @@ class Bar:
         return visible(": ".join(filter(None, (self.title, f"{watch.stage}{count}"))))
 
     def _share(self) -> float | None:
-        """Of all of it, by the completions of its stage; None where nothing tells."""
+        """Return the share that is done; None if not known."""
         watch, work = self.watch, self.watch.work
         inside = work.done / work.total if work is not None and work.total else 0.0
         return (max(0, watch.number - 1) + inside) / watch.of if watch.of else inside or None
@@ -116,9 +180,9 @@ class Bar:
 
 
 class Display:
-    """Shows each generation, or another `unit`, as it ends, and how far the next one is; a context manager.
+    """Shows each finished generation (or another `unit`), and the progress of the next; a context manager.
 
-    `total` counts all of the run; `still` is what rows of zero variance are called, `aim` what is to rise.
+    `total` is the number of units, `still` the label of rows of zero variance, `aim` the trained measure.
     """
 
     def __init__(
@@ -139,7 +203,7 @@ class Display:
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._row: Mapping[str, Any] | None = None
         self._evaluated: dict[str, tuple[float, int]] = {}
-        """By split the latest value, and after how many units it was measured."""
+        """Latest value of each split, and the unit after which it was measured."""
         self._printed = -PLAIN_SECONDS
         self._watch, self._stack = Watch(clock), ExitStack()
         self._live = _live(self.console, self._render)
@@ -155,12 +219,12 @@ class Display:
         self._stack.close()
 
     def refresh(self) -> None:
-        """Draw now, where there is something to draw on; it is drawn every second in any case."""
+        """Draw now on a terminal or in a notebook; drawn every second in any case."""
         if self._live is not None:
             self._live.refresh()
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Takes in one generation: its line of metrics.jsonl."""
+        """Show a generation from its row of metrics.jsonl."""
         now = self._clock()
         self._recent.append((now - self._last, int(row["tokens"])))
         self._last = now
@@ -179,16 +243,16 @@ class Display:
     def _print_line(self, now: float, always: bool) -> None:
         if always or self._done == self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
-            _print(
+            print_line(
                 self.console, f"{self.unit} {self._done}/{self.total}  {_words([*self._figures(), *self._measured()])}"
             )
 
     def _print_inside(self) -> None:
-        """Where nothing was printed for long: how far the generation of now is."""
+        """Print the progress within the generation if nothing was printed for a minute."""
         now = self._clock()
         if now - max(self._printed, self._start) >= LOG_SECONDS:
             inside = [*_working(self._watch, now), ("elapsed", _clock_face(now - self._start))]
-            _print(self.console, f"{self.unit} {self._done + 1}/{self.total}  {_words(inside)}")
+            print_line(self.console, f"{self.unit} {self._done + 1}/{self.total}  {_words(inside)}")
 
     def _render(self) -> Group:
         head = Table.grid(padding=(0, 1), expand=False)
@@ -203,7 +267,7 @@ class Display:
         return Group(head, body, _styled(measured)) if measured else Group(head, body)
 
     def _figures(self) -> list[tuple[str, str]]:
-        """Names and values, in the order they are shown."""
+        """Return names and values in the order shown."""
         row = self._row
         elapsed = ("elapsed", _clock_face(self._clock() - self._start))
         if row is None:
@@ -220,7 +284,7 @@ class Display:
         return figures
 
     def _measured(self) -> list[tuple[str, str]]:
-        """The latest evaluations, which may be older than the rest."""
+        """Return the latest evaluations."""
         return [
             (f"{split} {self.aim}", f"{_short(value)} ({self.unit} {after})")
             for split, (value, after) in sorted(self._evaluated.items(), reverse=True)
@@ -237,15 +301,15 @@ class Display:
 
 def _live(
     console: Console, draw: Callable[[], RenderableType], *, transient: bool = False
-) -> Live | notebook.Live | None:
-    """Where it is drawn: on a terminal, or in a notebook; None where lines are printed."""
+) -> Live | NotebookLive | None:
+    """Return a live display on a terminal or in a notebook; None if lines are printed."""
     if console.is_terminal:
         return Live(console=console, get_renderable=draw, refresh_per_second=2, transient=transient)
-    return notebook.Live(draw, transient=transient) if notebook.here() else None
+    return NotebookLive(draw, transient=transient) if in_notebook() else None
 
 
 def _working(watch: Watch, now: float, *, with_left: bool = True) -> list[tuple[str, str]]:
-    """The phase of now and how far it is; nothing between phases."""
+    """Return the current phase and its progress; nothing between phases."""
     work = watch.work
     if work is None:
         return []
@@ -263,13 +327,9 @@ def _styled(figures: Iterable[tuple[str, str]]) -> Text:
     return Text.assemble(*(part for name, value in figures for part in ((f"{name} ", "dim"), f"{value}  ")))
 
 
-def _print(console: Console, line: str) -> None:
-    print_line(console, line)
-
-
 def _short(value: float) -> str:
-    """Four significant digits, without an exponent for what a reward usually is."""
-    value = 0.0 if abs(value) < 1e-12 else value  # what is left of a sum that should be 0
+    """Format with four significant digits, without an exponent below a million."""
+    value = 0.0 if abs(value) < 1e-12 else value  # rounding of a sum that should be 0
     return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One generation as one row of metrics.jsonl: what the figures read and the terminal shows."""
+"""Rows of a generation: metrics.jsonl, and the completions of the best, median and worst member."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evoalign.rundir import parquet
 from evoalign.rundir.journal import Recorded
-from evoalign.types import Generation, Update
+from evoalign.tasks.base import Task
+from evoalign.types import Example, Generation, Update, text_of
 
 Row = dict[str, Any]
 WEIGHTS = "reward_weights"
-"""The field of the weights of several rewards, in a row and in results/evaluation.json."""
+"""Field of the weights of several rewards, in a row and in results/evaluation.json."""
 LATER = ("budget", "divergence")
-"""What rows of the first release do not have; such a row is whole without."""
+"""Fields that rows of the first release do not have."""
 
 
 def metrics_row(generation: Generation, weights: Mapping[str, float] | None = None) -> Row:
-    """Statistics of the raw fitness over the population, in float64, with rms(c), tokens and seconds by phase.
+    """Return statistics of the raw fitness over the population, with rms(c), tokens and seconds by phase.
 
     `weights` are those of several rewards.
     """
@@ -36,19 +39,19 @@ def metrics_row(generation: Generation, weights: Mapping[str, float] | None = No
 
 
 def rebuilt_row(recorded: Recorded) -> Row:
-    """A row made from the journal alone: what texts and clocks would say is null. Means of rewards are not in it."""
+    """Return a row from the journal alone: what needs completions or clocks is null, and there are no reward means."""
     unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation", "diagnosis", *LATER))
     known = {**_fitness(recorded.update, recorded.fitness_M), **_where_any(objective=recorded.objective)}
     return {**known, **unknown, "seconds": {}}
 
 
 def is_whole(row: Row, again: Row) -> bool:
-    """Whether a row is the one of the journal's generation, all of it: `again` is what the journal makes of it."""
+    """Whether a row is complete and of the generation whose rebuilt row is `again`."""
     return row.keys() >= again.keys() - set(LATER) and row["mean"] == again["mean"]
 
 
 def spread(values: Sequence[float] | NDArray[np.float64]) -> Row:
-    """Mean, ends, the 20th and 80th percentile and the standard deviation, in float64."""
+    """Return mean, extremes, the 20th and 80th percentile and the standard deviation, in float64."""
     found = np.asarray(values, dtype=np.float64)
     p20, p80 = np.percentile(found, [20, 80])
     return {
@@ -62,7 +65,7 @@ def spread(values: Sequence[float] | NDArray[np.float64]) -> Row:
 
 
 def _where_any(**found: Mapping[str, float | None]) -> Row:
-    """A field for each mapping that holds anything: rows of one reward and no state are as they always were."""
+    """Return the mappings that are not empty."""
     return {name: dict(values) for name, values in found.items() if values}
 
 
@@ -74,3 +77,47 @@ def _fitness(update: Update, fitness: Sequence[float]) -> Row:
         "zero_variance": not any(update.coefficients),
         "rms_c": float(np.sqrt(np.mean(coefficients_M**2))),
     }
+
+
+def completions_due(every: int, generation: Generation) -> bool:
+    """Whether a generation's completions are saved: every `every`-th from the first, and the last; 0: none."""
+    return every > 0 and (generation.index % every == 0 or generation.index + 1 == generation.total)
+
+
+def write_completions(path: Path, generation: Generation, examples: Sequence[Example], task: Task) -> None:
+    """Write one row per role and prompt. `examples` are those of `generation.rows`, in order.
+
+    Columns: generation, role (best, median or worst), member, sign, fitness, prompt, target (null if the task
+    has none), text, score, finish_reason, tokens.
+    """
+    shown = [
+        {"prompt": text_of(task.prompt(example)), "target": task.gold(task.handed(example))} for example in examples
+    ]
+    parquet.write(path, list(_completion_rows(generation, shown)))
+
+
+def roles(fitness_M: Sequence[float]) -> dict[str, int]:
+    """Return the best, the (lower) median and the worst member; of equal members the one with the lowest index."""
+    ordered = sorted(fitness_M)
+    ranks = {"best": -1, "median": (len(ordered) - 1) // 2, "worst": 0}
+    return {role: fitness_M.index(ordered[rank]) for role, rank in ranks.items()}
+
+
+def _completion_rows(generation: Generation, shown: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    by_member = {(r.member.index, r.request): r for r in generation.rollouts}
+    for role, member in roles(generation.fitness_M).items():
+        scores_P = generation.scores_MP[member]
+        for request, question in enumerate(shown):
+            rollout = by_member[member, request]
+            yield {
+                "generation": generation.index,
+                "role": role,
+                "member": member,
+                "sign": rollout.member.sign,
+                "fitness": generation.fitness_M[member],
+                **question,
+                "text": rollout.text,
+                "score": scores_P[request if len(scores_P) > 1 else 0],  # a single score is of all completions together
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.token_ids),
+            }

@@ -1,38 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training changed, on the test split: measures before and after, and completions side by side.
+"""Tables for the terminal and for Markdown: measures before and after, completions, journals.
 
-Completions are data. They are shown as text that rich never reads as markup, with every control character made
-visible, so that a model cannot move the cursor, set a colour or end the line.
+Completions are data. They are shown as text that rich never reads as markup, with every control character made visible,
+so that a model cannot move the cursor, set a colour or end the line.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from evoalign.report.terminal import print_line
+from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.types import Prompt
 
 SHARES = frozenset({"accuracy", "exact", "format", "high_reward", "right"})
-"""Measures shown in percent, beside those whose name ends in `_share`."""
+"""Measures shown in percent, like those whose name ends in `_share`."""
 NAMES = {"right": "right by gold"}
-"""Of measures whose own name says too little."""
+"""Labels of measures."""
 Interval = tuple[float, float, float]
-"""Mean of the paired differences, and the ends of its 95 % interval; both the mean where there is none."""
+"""Mean of the paired differences, and its 95 % interval; both ends are the mean if there is none."""
 WHOLE = 20
-"""Cells of a terminal up to which the names of measures are not broken: there the numbers beside them wrap first."""
+"""Longest name of a measure, in terminal cells, that is not wrapped."""
 LINES = 4
-"""Lines of a table cell that a sample fills at most."""
+"""Most lines of a sample in a table cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One test example and what the model said to it before and after training."""
+    """One test example with its completions before and after training."""
 
     prompt: Prompt
     target: str | None
@@ -49,9 +54,9 @@ def before_after(
     placebo: Mapping[str, float] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints the measures that both have, with the change and its interval where there is one, then the samples.
+    """Print the measures that both have, with the change and its interval, then the samples.
 
-    `placebo` is what the mean placebo has of them, in a column of its own; `names` what some of them are called.
+    `placebo` has the means over placebos, shown in a column; `names` are labels of measures.
     """
     console.print(_measures(before, after, intervals or {}, placebo, {**NAMES, **(names or {})}))
     if samples:
@@ -59,9 +64,9 @@ def before_after(
 
 
 def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console: Console) -> None:
-    """Prints what is wrong with a run, why, and completions that show it."""
+    """Print the verdict on a run, its reasons, and completions that show them."""
     ascii_only = not console.encoding.startswith("utf")
-    lines = [f"{word.upper()}: what the test completions say, whatever they earn", *(f"- {line}" for line in reasons)]
+    lines = [f"{word.upper()}, judging by the test completions", *(f"- {line}" for line in reasons)]
     for number, line in enumerate(lines):
         style = "bold red" if number == 0 else ""
         console.print(Text(visible(line, ascii_only=ascii_only), style=style), soft_wrap=not console.is_jupyter)
@@ -100,23 +105,23 @@ def _measures(
 def headline(
     before: Mapping[str, float], after: Mapping[str, float], change: Interval | None, count: int, name: str = "reward"
 ) -> str:
-    """In a line what became of the reward, or of another measure."""
-    said = f"{name} {before[name]:.4g} -> {after[name]:.4g} on {count:,} test examples"
+    """Return the change of the reward, or of another measure, in one line."""
+    line = f"{name} {before[name]:.4g} -> {after[name]:.4g} on {count:,} test examples"
     if change is None or change[1] == change[2]:
-        return said
+        return line
     mean, low, high = change
-    return f"{said} ({mean:+.4g}, 95 % interval {low:+.4g} to {high:+.4g})"
+    return f"{line} ({mean:+.4g}, 95 % interval {low:+.4g} to {high:+.4g})"
 
 
 def weighed(name: str, weight: float) -> str:
-    """What one of several rewards is called: with its weight, unless that is 1; that of -1 in words."""
+    """Return the name of a reward with its weight, unless that is 1."""
     if weight == 1:
         return name
     return f"{name} (lower is better)" if weight == -1 else f"{name} (x {weight:g})"
 
 
 def is_share(name: str) -> bool:
-    """Whether a measure is a share, by its name."""
+    """Whether a measure is shown in percent, by its name."""
     return name in SHARES or name.endswith("_share")
 
 
@@ -159,7 +164,7 @@ def _prompt_text(prompt: Prompt) -> str:
 
 
 def _cell(text: str, console: Console, ratio: int) -> Text:
-    """Text that fits `LINES` lines of a column that has `ratio` of 13 parts of the width."""
+    """Return text for at most `LINES` lines of a column with `ratio` / 13 of the width."""
     if not text:
         return Text("(empty)", style="dim italic")
     ascii_only = not console.encoding.startswith("utf")
@@ -167,12 +172,12 @@ def _cell(text: str, console: Console, ratio: int) -> Text:
 
 
 def shorten(text: str, length: int) -> str:
-    """At most `length` characters, with dots where the rest was."""
+    """Cut text to `length` characters, ending in dots if it was longer."""
     return text if len(text) <= length else text[: max(0, length - 3)] + "..."
 
 
 def visible(text: str, *, ascii_only: bool = False) -> str:
-    """The text on one line: newline, tab and every other character without a shape of its own written out."""
+    """Return text on one line, with newlines, tabs and invisible characters written as escapes."""
     shown = text if text.isprintable() else "".join(map(_visible, text))
     return shown.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else shown
 
@@ -185,3 +190,73 @@ def _visible(character: str) -> str:
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
         return character.encode("unicode_escape", "backslashreplace").decode("ascii")
     return character
+
+
+def journal_table(log: Log, console: Console) -> None:
+    """Print the header of a journal, one row per generation, and whether it is whole."""
+    ascii_only = not console.encoding.startswith("utf")
+    for line in _header_lines(log.header):
+        print_line(console, visible(line, ascii_only=ascii_only))
+    table = Table("generation", "mean", "best", "worst", "std", "rms c", "sigma", "step", "weights_hash")
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for recorded in log.generations:
+        table.add_row(*_journal_cells(recorded))
+    console.print(table)
+    per = (log.size / len(log.generations)) if log.generations else 0.0
+    state = "whole" if log.damage is None else "damaged after this"
+    console.print(f"{log.sealed} generations, {log.size:,} bytes, {per:,.0f} per generation; {state}", highlight=False)
+    if log.ending is not None:
+        unit = {"plateau": "evaluations without a better reward", "time": "seconds"}[log.ending.reason]
+        console.print(f"the run ended there as its settings say: {log.ending.limit:g} {unit}", highlight=False)
+    if len(log.generations) > log.sealed:
+        console.print(
+            f"the update of generation {len(log.generations)} was recorded but never sealed: --resume applies it",
+            highlight=False,
+        )
+
+
+def _header_lines(header: Header) -> Iterator[str]:
+    model: object = header.config.get("model")
+    named = cast(dict[str, object], model) if isinstance(model, dict) else {}
+    yield f"model {named.get('name')}, revision {named.get('revision')}, {header.dtype}, hash {header.model_hash[:16]}"
+    yield f"space {header.space}, {header.evolved_parameters:,} evolved numbers, seed {header.config.get('seed')}"
+    yield f"made on {header.device} with {', '.join(f'{k} {v}' for k, v in header.versions.items())}"
+
+
+def _journal_cells(recorded: Recorded) -> Iterator[str]:
+    fitness_M = np.asarray(recorded.fitness_M)
+    update = recorded.update
+    with np.errstate(over="ignore", invalid="ignore"):
+        rms_c = np.sqrt(np.mean(np.square(update.coefficients)))
+        spread = (fitness_M.mean(), fitness_M.max(), fitness_M.min(), fitness_M.std())
+    yield str(update.generation + 1)
+    for value in (*spread, rms_c, update.sigma, update.step):
+        yield f"{value:.4g}"
+    yield recorded.weights_hash[:16] if recorded.weights_hash else "not sealed"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> list[str]:
+    """Return a Markdown table; the first `words` columns are left-aligned. An empty line ends it."""
+    rule = "|" + "---|" * words + "---:|" * (len(header) - words)
+    return [_markdown_row(header), rule, *map(_markdown_row, rows), ""]
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell or " " for cell in cells) + " |"
+
+
+def bullets(lines: Iterable[str]) -> list[str]:
+    """Return a Markdown list and an empty line; nothing without lines."""
+    found = [f"- {line}" for line in lines]
+    return [*found, ""] if found else []
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names: `a`, `a and b`, `a, b and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def escape(text: str) -> str:
+    """Escape text for Markdown, on one line: no link, picture, markup or mention."""
+    return re.sub(r"([\\`*_\[\]<>|#!~$&@])", r"\\\1", visible(text))

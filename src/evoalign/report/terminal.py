@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command speaks: its console, and that libraries are quiet. Imports nothing heavy."""
+"""Console of a command, and quiet libraries. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def console() -> Console:
-    """Where there is no terminal, wide enough that no table is wrapped."""
+    """Return a console; without a terminal it is wide enough for all tables."""
     from rich.console import Console
 
     found = Console()
@@ -24,12 +24,12 @@ def console() -> Console:
 
 
 def print_line(console: Console, line: str) -> None:
-    """A line as it is, whatever it quotes. It is not wrapped, but in a notebook, which would cut it off."""
+    """Print a line without markup; it is wrapped in notebooks only."""
     console.print(line, markup=False, highlight=False, soft_wrap=not console.is_jupyter)
 
 
 def quiet() -> None:
-    """No chatter from the model library; before torch is imported, no threads that spin while they wait."""
+    """Silence the model library; before torch is imported, stop OpenMP threads from spinning while they wait."""
     import os
 
     # Spinning OpenMP threads make everything many times slower as soon as another process wants a core.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is being done right now, inside a generation, an evaluation or a probe, for whoever shows it.
+"""Progress counters within a generation, an evaluation or a probe.
 
-The work says where it is: `rollouts.collect`, the one door to an engine, counts completions, and whoever scores or
-updates names that. A display has its `Watch` in place while it is shown and reads it from a thread of its own. Where
-none is in place, a count goes nowhere. Counting is an addition a completion; nothing is printed or measured here.
+`rollouts.collect`, through which all completions come, counts them; scoring and updates are phases too. A display
+installs its `Watch` with `watched`, and reads it from another thread. Without a watch, counts are dropped. Counting
+costs an addition per completion; nothing is printed here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Work:
-    """One phase: `done` of `total` pieces (0: it has none), with `tokens` made. `past`: what it took the last time."""
+    """One phase: `done` of `total` pieces (0: not counted), and `tokens`. `past`: seconds it took the last time."""
 
     phase: str
     total: int = 0
@@ -30,8 +30,10 @@ class Work:
     tokens: int = 0
 
     def left(self, now: float) -> float | None:
-        """Seconds to the end of the phase, None where nothing tells. Engines may answer all at once at the end, so
-        that how long the same took before says more than how many are done."""
+        """Return the seconds to the end of the phase, None if not known.
+
+        Engines may return all completions at once, so the time of the last such phase is preferred to the count.
+        """
         spent = now - self.began
         if self.past is not None and spent <= self.past:
             return self.past - spent
@@ -39,7 +41,7 @@ class Work:
 
 
 class Watch:
-    """Where the work is: `work`, None between phases, in the `stage`, the `number`-th of `of` (0: it has no others)."""
+    """Current state: the phase `work` (None between phases) in `stage`, which is number `number` of `of` (0: one)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -49,7 +51,7 @@ class Watch:
 
     @contextmanager
     def at(self, work: Work) -> Generator[None]:
-        """A phase, which may be within another; how long it took is remembered for the next one of its size."""
+        """Run a phase, which may be within another; its time is kept for the next phase of its size."""
         around, kind = self.work, (work.phase, work.total)
         work.began, work.past = self.clock(), self._took.get(kind)
         self.work = work
@@ -65,7 +67,7 @@ _WATCH: ContextVar[Watch | None] = ContextVar("evoalign_watch", default=None)
 
 @contextmanager
 def watched(watch: Watch) -> Generator[bool]:
-    """The watch is told of all work inside; whether it is, for where another one is in place, that one stays."""
+    """Install the watch; yields False, and changes nothing, if another one is installed."""
     if _WATCH.get() is not None:
         yield False
         return
@@ -78,33 +80,33 @@ def watched(watch: Watch) -> Generator[bool]:
 
 @contextmanager
 def phase(name: str, total: int = 0) -> Generator[Work]:
-    """A phase of so many pieces; whoever works counts `done` and `tokens` in what this gives."""
+    """Run a phase of `total` pieces; the caller counts `done` and `tokens` of the yielded `Work`."""
     work, watch = Work(name, total), _WATCH.get()
     with nullcontext() if watch is None else watch.at(work):
         yield work
 
 
 def stage(name: str, number: int = 0, of: int = 0) -> None:
-    """What comes now: the `number`-th of `of` alike, counted from 1."""
+    """Set the current stage, number `number` of `of`, counted from 1."""
     watch = _WATCH.get()
     if watch is not None:
         watch.stage, watch.number, watch.of = name, number, of
 
 
 def count(stages: int) -> None:
-    """So many stages follow, each of which says by `begin` that it begins."""
+    """Announce the number of stages, each of which calls `begin`."""
     stage("", 0, stages)
 
 
 def begin(name: str) -> None:
-    """The next of the stages that were counted."""
+    """Begin the next stage."""
     watch = _WATCH.get()
     if watch is not None:
         stage(name, watch.number + 1, watch.of)
 
 
 def each(items: Iterable[T], name: str | None = None) -> Generator[T]:
-    """The items, each of which is a stage of this name, or of its own."""
+    """Yield the items, each as a stage with this name, or its own."""
     for item in items:
         begin(str(item) if name is None else name)
         yield item

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from evoalign.config import Config, to_yaml
-from evoalign.report.markdown import table
+from evoalign.report.tables import markdown_table as table
 from evoalign.report.tables import visible
 from evoalign.tracking.base import COMPLETIONS, Answer, Tracker, final_values, last_step, step_and_values
 

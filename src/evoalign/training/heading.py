@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from evoalign import spaces, tokens
-from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
 from evoalign.errors import EvoalignError
 from evoalign.models import origin
+from evoalign.placebos.estimates import Placebos
 from evoalign.rollouts import lengths_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir

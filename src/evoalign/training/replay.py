@@ -16,6 +16,7 @@ from evoalign.config.outside import REPLAY_SKIPS
 from evoalign.engines import weights_hash
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
+from evoalign.placebos.counterfactual import Counterfactual, parse
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import saved_folders, saving_places
@@ -23,7 +24,6 @@ from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
 from evoalign.training import saving
-from evoalign.training.counterfactual import Counterfactual, parse
 from evoalign.types import Layout, Member, Plan, Summation
 
 Progress = Callable[[int, int], None]
@@ -62,7 +62,7 @@ def replay(
     differ because the journal's bits depend on the machine; that error states the difference.
 
     `counterfactual` replaces the coefficients: `shuffle` (with `seed`), `flip`, `half`, `member K`, `shaping NAME`; see
-    `evoalign.training.counterfactual`. Its first step is exact, later ones are conditional on the recorded path. The
+    `evoalign.placebos.counterfactual`. Its first step is exact, later ones are conditional on the recorded path. The
     saved weights are marked as counterfactual. Raises ConfigError for an unknown one.
     """
     refuse_taken(to, of=None if counterfactual is None else run)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from evoalign import evaluation
-from evoalign.checks.fluency import Fluency
-from evoalign.checks.placebo import Placebos
-from evoalign.checks.verdict import Verdict, judge
+from evoalign.checks.divergence import Fluency
+from evoalign.checks.hacking import Verdict, judge
 from evoalign.config import EvaluationConfig
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
+from evoalign.placebos.estimates import Placebos
 from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import Interval, Sample, alarm, before_after, headline, is_share, weighed
 from evoalign.rewards.objective import aim_of

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from evoalign.checks import divergence, placebo_file
+from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
-from evoalign.checks.divergence import Divergence
-from evoalign.checks.fluency import Fluency
-from evoalign.checks.verdict import Verdict, judge
+from evoalign.checks.divergence import Divergence, Fluency
+from evoalign.checks.hacking import Verdict, judge
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
@@ -35,6 +34,7 @@ from evoalign.errors import (
     StoppedError,
 )
 from evoalign.evaluation import Evaluation, with_points, with_resampled
+from evoalign.placebos import file as placebo_file
 from evoalign.report.progress import Bar
 from evoalign.report.rows import WEIGHTS, Row
 from evoalign.rewards.objective import aim

@@ -13,13 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.checks import canary, control, divergence, fluency
+from evoalign.checks import canary, control, divergence
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
-from evoalign.checks.divergence import Divergence, Reference
-from evoalign.checks.fluency import Fluency
-from evoalign.checks.placebo import Distances, Placebos, distance_line
+from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_record
 from evoalign.cost import estimate, rounding
@@ -28,7 +26,9 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
-from evoalign.report import completions, figures
+from evoalign.placebos import counterfactual
+from evoalign.placebos.estimates import Distances, Placebos, distance_line, expected_distance
+from evoalign.report import figures, rows
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
@@ -37,7 +37,7 @@ from evoalign.rundir.identity import differences, versions
 from evoalign.rundir.journal import Journal, Log
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
-from evoalign.training import heading, placebos, saving, stopping
+from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
 from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, object_given, place
@@ -178,7 +178,7 @@ class _Mean:
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         parts, texts = self.parts, (before.completions, after.completions)
         try:
-            return fluency.measure(self.reference, parts.tokens, parts.task, parts.data.test, *texts)
+            return divergence.fluency(self.reference, parts.tokens, parts.task, parts.data.test, *texts)
         finally:
             self.reference.close()  # its memory is free for placebos
 
@@ -348,11 +348,11 @@ class _EvolutionStrategies:
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
-        if completions.is_due(self.config.tracking.completions_every, generation):
+        if rows.completions_due(self.config.tracking.completions_every, generation):
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
-            completions.write(file, generation, examples, self.task)
+            rows.write_completions(file, generation, examples, self.task)
         if self.hook is not None:
             self.hook(generation)
 
@@ -404,13 +404,13 @@ class _EvolutionStrategies:
         They overwrite the engine's weights.
         """
         session, log = finish.session, journal.read(self.journal.path)
-        count = placebos.count_of(self.parts, log)
+        count = counterfactual.count_of(self.parts, log)
         if not count:
             return None
         session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
-        return placebos.after_training(
-            self.parts, log, finish.before, finish.after, count, session.stop, self.mean.evaluate, self.mean.meter,
-            session.recorder.evaluated,
+        return counterfactual.after_training(
+            self.parts, log, finish.before, finish.after, count, lambda: session.stop.asked, self.mean.evaluate,
+            self.mean.meter, session.recorder.evaluated,
         )  # fmt: skip
 
     def _summary(self, finish: Finish) -> Sequence[str]:
@@ -421,6 +421,7 @@ class _EvolutionStrategies:
         lines = self._diagnosis.summary(alarm, beats_noise=beats_noise)
         rows = self._diagnosis.history.rows
         if found is None and rows and rows[-1].get("distance") is not None:
-            expected = placebos.expected_of(self.parts, journal.read(self.journal.path))
+            updates = [recorded.update for recorded in journal.read(self.journal.path).generations]
+            expected = expected_distance(updates, self.parts.layout, self.config.es)
             return [*lines, distance_line(Distances(rows[-1]["distance"], expected, ()))]
         return lines

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from evoalign.analysis.page import charts, completions, curves, page
-from evoalign.analysis.page.charts import Chart, Series
-from evoalign.analysis.page.markup import table, tag, text
-from evoalign.analysis.page.view import Analysed, Answer, Measure, Pair, Picture, Placebos, View
+from evoalign.analysis.page import charts, curves, page
+from evoalign.analysis.page.charts import Chart, Series, tag, text
+from evoalign.analysis.page.view import Analysed, Completion, Measure, Pair, Picture, Placebos, View
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS, Ends, Words
 from evoalign.statistics import Estimate
 
@@ -38,9 +37,10 @@ def row(generation: int, **more: Any) -> dict[str, Any]:
 
 
 def pair(i: int, before: str = "long", after: str = "short", prompt: str = "What?") -> Pair:
-    return Pair(
-        (i, 0, 0), prompt, "gold", Answer(before, -3.0, False, "stop", 9), Answer(after, 1.0, True, "length", 2)
-    )
+    asked = {"example": i, "prompt": prompt, "target": "gold"}
+    first = Completion(**asked, text=before, reward=-3.0, right=False, finish_reason="stop", tokens=9)
+    last = Completion(**asked, text=after, reward=1.0, right=True, finish_reason="length", tokens=2)
+    return Pair((i, 0, 0), prompt, "gold", first, last)
 
 
 def view(name: str = "run", said: str = "plain", **more: Any) -> View:
@@ -258,11 +258,11 @@ def test_300_generations_and_500_examples_are_under_5_mb() -> None:
 
 
 def test_all_completions_are_in_it_and_at_least_200_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, notes = completions.embedded([view(completions=[pair(i, after="x" * 25_000) for i in range(250)])])
+    source, notes = page.embedded([view(completions=[pair(i, after="x" * 25_000) for i in range(250)])])
     found = json.loads(Read(source).scripts[0])[0]["rows"]
     assert len(found) == 250 and "cut to" in notes[0]
-    monkeypatch.setattr(completions, "MOST_BYTES", 300_000)
-    source, notes = completions.embedded([view(completions=[pair(i, after="<" * 2_000) for i in range(500)])])
+    monkeypatch.setattr(page, "MOST_BYTES", 300_000)
+    source, notes = page.embedded([view(completions=[pair(i, after="<" * 2_000) for i in range(500)])])
     found = json.loads(Read(source).scripts[0])[0]["rows"]
     assert len(found) == 200 and "200 of the 500" in notes[0]
 
@@ -328,6 +328,6 @@ def test_ticks_are_few_and_within(low: float, high: float) -> None:
 
 
 def test_tables_have_heads() -> None:
-    source = table("c<", ("a", "b"), [("<i>", "2")])
+    source = part(page.render([view(measures=[Measure("<i>", 1.0, 2.0)])]), "results")
     assert "<i>" not in source and 'scope="col"' in source and 'scope="row"' in source and "<caption>" in source
     assert tag("p", text("&"), title='"') == '<p title="&quot;">&amp;</p>'

@@ -22,11 +22,13 @@ from evoalign import analysis
 from evoalign.analysis import Finding
 from evoalign.analysis.compare.runs import find_in_order
 from evoalign.analysis.page import page
-from evoalign.analysis.page.markup import text
+from evoalign.analysis.page.charts import text
 from evoalign.analysis.page.run import names_of, stamp, views_of, write_report
-from evoalign.checks import placebo, placebo_file, summary
+from evoalign.checks import diagnosis
 from evoalign.config import load
-from evoalign.report.style import canvas, save
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.report.figures import canvas, save
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import config_hash
@@ -135,11 +137,11 @@ def test_a_report_costs_little(done: Path, tmp_path: Path) -> None:
 
 def test_the_diagnosis_is_the_run_s_own(done: Path) -> None:
     config, rows = load(done / "config.yaml"), RunDir(done).read_metrics()
-    own = summary.told(summary.history_of([rows[i] for i in range(6)], config, deterministic=True))
+    own = diagnosis.summary(diagnosis.history_of([rows[i] for i in range(6)], config, deterministic=True))
     (view,) = views_of([done])
     assert list(view.diagnosis)[1:] == [line for line in own if not line.startswith("warning")]
     assert "on the test split the reward" in view.diagnosis[0]
-    assert "; go by this" in view.diagnosis[0], "the training fitness may say otherwise"
+    assert "; this is on the same test examples" in view.diagnosis[0], "the training fitness may say otherwise"
 
 
 def test_the_intervals_are_those_of_the_statistics(done: Path) -> None:
@@ -170,23 +172,23 @@ def test_a_hacked_run_says_so_first(run: Path) -> None:
 
 
 def test_placebos_stand_beside_the_gain(run: Path) -> None:
-    split = placebo.split([0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2], [[0.1, 0.2, 0.3, 0.1], [0.2, 0.1, 0.4, 0.2]])
+    split = estimates.split([0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2], [[0.1, 0.2, 0.3, 0.1], [0.2, 0.1, 0.4, 0.2]])
     kept = {"generation": 6, "seeds": [0, 1], "reward": split.as_dict(), "measures": {"reward": split.mean}}
     edit(run / "results/evaluation.json", lambda tree: {**tree, "placebo": kept})
     (view,) = views_of([run])
     assert view.placebos is not None and view.placebos.placebos == split.placebos
-    assert view.placebos.lines[0] == placebo.sentence(split) and view.beside[0] == placebo.sentence(split)
+    assert view.placebos.lines[0] == estimates.sentence(split) and view.beside[0] == estimates.sentence(split)
     assert view.measures[0].placebo == split.mean
 
 
 def test_the_column_of_placebos_is_of_those_that_are_drawn(run: Path) -> None:
     """Of more that `evoalign placebo` measured, and not of the few of the run's end beside them."""
     before, real = [0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2]
-    few, many = placebo.split(before, real, [[0.1] * 4]), placebo.split(before, real, [[0.3] * 4, [0.5] * 4])
+    few, many = estimates.split(before, real, [[0.1] * 4]), estimates.split(before, real, [[0.3] * 4, [0.5] * 4])
     tree = {"generation": 6, "seeds": [0], "reward": few.as_dict(), "measures": {"reward": 0.1, "tokens": 1.0}}
     edit(run / "results/evaluation.json", lambda old: {**old, "placebo": tree})
-    distance = placebo.Distances(1.0, None, (1.0,))
-    found = placebo.Placebos(6, (0, 1), many, distance, {"reward": 0.4, "tokens": 2.0})
+    distance = estimates.Distances(1.0, None, (1.0,))
+    found = estimates.Placebos(6, (0, 1), many, distance, {"reward": 0.4, "tokens": 2.0})
     placebo_file.write(run, load(run / "config.yaml"), found)
     (view,) = views_of([run])
     assert view.placebos is not None and len(view.placebos.placebos) == 2
@@ -197,7 +199,7 @@ def test_the_column_of_placebos_is_of_those_that_are_drawn(run: Path) -> None:
 def test_the_page_says_when_it_was_made_and_what_was_not_there(run: Path, go: Run) -> None:
     assert go("report", run).code == 0
     foot = (run / "report.html").read_text().split("<footer", 1)[1]
-    assert re.search(r"at \d{4}-\d\d-\d\d \d\d:\d\d UTC", foot) and "no analyses had been made" in foot
+    assert re.search(r"at \d{4}-\d\d-\d\d \d\d:\d\d UTC", foot) and "no analyses" in foot
     added = go("analyze", "hacking", run, "--to", run / "analysis")
     assert added.code == 0, added.err
     assert f"`evoalign report {run}` writes it anew" in " ".join(added.out.split())
@@ -221,7 +223,7 @@ def test_a_run_that_is_being_trained_is_shown_as_far_as_it_is(run: Path) -> None
     (view,) = views_of([run])
     assert (view.state, view.steps, view.total, len(view.rows)) == ("unfinished", 3, 6, 3)
     assert view.completions[0].after is None and view.completions[0].before is not None
-    assert not view.alarms and "not at its end" in shown(run)
+    assert not view.alarms and "not finished" in shown(run)
 
 
 def test_of_a_run_of_grpo(run: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from test_page import HOSTILE, row, view
 
 from browsing import Visit, chromium
 from evoalign.analysis.page import page
-from evoalign.analysis.page.view import Answer, Measure, Pair, View
+from evoalign.analysis.page.view import Completion, Measure, Pair, View
 
 pytestmark = pytest.mark.slow
 PHONE, DESKTOP = {"width": 400, "height": 844}, {"width": 1200, "height": 900}
@@ -47,11 +47,15 @@ def visit(browser: Any) -> Iterator[Open]:
         tab.context.close()
 
 
+def answer(text: str, reward: float, right: bool | None, reason: str, tokens: int) -> Completion:
+    return Completion(example=0, prompt="", text=text, reward=reward, right=right, finish_reason=reason, tokens=tokens)
+
+
 def asked(count: int = 250) -> list[Pair]:
     """Of every fifth the answer became right; every seventh was cut off."""
     return [
-        Pair((i, 0, 0), f"Question {i}?", f"gold {i}", Answer(f"long answer {i}", -5.0, i % 5 != 0, "stop", 9),
-             Answer(f"brief {i}", float(-(i % 10)), True, "length" if i % 7 == 0 else "stop", 2))
+        Pair((i, 0, 0), f"Question {i}?", f"gold {i}", answer(f"long answer {i}", -5.0, i % 5 != 0, "stop", 9),
+             answer(f"brief {i}", float(-(i % 10)), True, "length" if i % 7 == 0 else "stop", 2))
         for i in range(count)
     ]  # fmt: skip
 
@@ -104,11 +108,11 @@ def test_runs_side_by_side_can_be_chosen(visit: Open, tmp_path: Path) -> None:
 
 
 def test_runs_that_were_asked_something_else_have_cards_of_their_own(visit: Open, tmp_path: Path) -> None:
-    other = [Pair((0, 0, 0), "Another question?", None, Answer("x", 0.0, None, "stop", 1), None)]
+    other = [Pair((0, 0, 0), "Another question?", None, answer("x", 0.0, None, "stop", 1), None)]
     source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=other)])
     tab = visit(source, tmp_path, viewport=DESKTOP)
     assert tab.page.locator("#answers .prompt").all_inner_texts() == ["Question 0?", "Another question?"]
-    changed = Pair((0, 0, 0), "Question 0?", "gold 0", Answer("another start", 0.0, None, "stop", 1), None)
+    changed = Pair((0, 0, 0), "Question 0?", "gold 0", answer("another start", 0.0, None, "stop", 1), None)
     source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=[changed])])
     tab = visit(source, tmp_path, viewport=DESKTOP)
     assert tab.page.locator("#answers .what strong").all_inner_texts() == [

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from evoalign.analysis.sweeping import report as sweeps
 from evoalign.analysis.sweeping.report import Point
-from evoalign.report.style import canvas
+from evoalign.report.figures import canvas
 
 
 def point(

@@ -19,11 +19,11 @@ from served_scorers import Served
 import evoalign
 from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
 from evoalign.errors import ResumeError, ScorerAwayError
+from evoalign.placebos.run import placebo
 from evoalign.rewards.scorer import create
 from evoalign.rewards.scorer.models import Local
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.safety import Safety
-from evoalign.training.placebos import placebo
 from plain import UNCHECKED
 from rule_scorer import RuleScorer
 

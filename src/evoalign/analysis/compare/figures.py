@@ -15,7 +15,7 @@ from evoalign.analysis.compare.comparison import Comparison, Curve, Match, curve
 from evoalign.analysis.compare.groups import Group
 from evoalign.analysis.compare.runs import Matching, Run
 from evoalign.analysis.compare.tables import TITLES
-from evoalign.report.style import COLORS, INK, LINES, MARKERS, SIZE_INCHES, canvas, frame, save
+from evoalign.report.figures import COLORS, INK, LINES, MARKERS, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from evoalign.analysis.compare.tables import (
     standing_grid,
     summary,
 )
-from evoalign.report.markdown import bullets, escape, table
-from evoalign.report.tables import shorten, visible
+from evoalign.report.tables import bullets, escape, shorten, visible
+from evoalign.report.tables import markdown_table as table
 from evoalign.rundir.files import make_folder, write_text
 from evoalign.statistics import mean
 

@@ -18,12 +18,14 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from evoalign.checks import placebo_file, verdict
-from evoalign.checks.placebo import Known
+from evoalign.checks import hacking
 from evoalign.config import Config, load
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.rundir import parquet
 from evoalign.rundir.checksums import verify
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
@@ -56,7 +58,7 @@ class Point:
 class Run:
     """One run. `points` are in the order of training; the first is the model before training, if that was measured.
 
-    `shares_before` and `shares_after` are `verdict.shares` of the completions on the test split; None without these.
+    `shares_before` and `shares_after` are `hacking.shares` of the completions on the test split; None without these.
     """
 
     path: Path
@@ -76,7 +78,7 @@ class Run:
     """The run's verdict on its completions, such as `likely hacked`; None without one."""
     verified: bool
     """Whether its results match their checksums."""
-    placebo: Known | None
+    placebo: PlaceboResults | None
     """Placebos of an ES run that measured them."""
     questions: str | None
     """SHA-256 of the prompts and targets of the test split."""
@@ -184,13 +186,13 @@ def read(path: Path) -> Run:
         finished=result is not None and end == len(rows),
         cost=costs[-1],
         distance=result.distance if result else None,
-        shares_before=verdict.shares(before, before, after or ()) if before else None,
-        shares_after=verdict.shares(after, before or (), after) if after else None,
+        shares_before=hacking.shares(before, before, after or ()) if before else None,
+        shares_after=hacking.shares(after, before or (), after) if after else None,
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result and result.alarms else None,
         verified=verified,
-        placebo=placebo_file.with_most(result.placebo if result else None, placebo_file.read(path, config)),
+        placebo=estimates.largest(result.placebo if result else None, placebo_file.read(path, config)),
         questions=_questions(before or after),
         items=_items(after or ()),
     )
@@ -233,7 +235,7 @@ class _Result(_Plain):
     after: Measures
     divergence: Quantities | None = None
     distance: Quantities | None = None
-    placebo: Known | None = None
+    placebo: PlaceboResults | None = None
 
 
 class _Manifest(_Plain):

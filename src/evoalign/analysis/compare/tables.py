@@ -12,7 +12,7 @@ from typing import Any
 from evoalign.analysis.compare.comparison import Comparison, Match
 from evoalign.analysis.compare.runs import Matching, Run
 from evoalign.analysis.compare.statistics import SHARES, Pair
-from evoalign.checks.placebo import Known, Split, Whole, drift_together
+from evoalign.placebos.estimates import PlaceboResults, Split, Whole, drift_together
 from evoalign.statistics import LEVEL, Estimate, mean
 
 FEW = 3
@@ -141,7 +141,7 @@ def _drift_rows(columns: Sequence[Sequence[Run]]) -> list[tuple[str, ...]]:
 
 
 def _placebos(runs: Sequence[Run], name: str) -> list[Split | Whole | None]:
-    def of(known: Known) -> Split | Whole | None:
+    def of(known: PlaceboResults) -> Split | Whole | None:
         if name == "reward":
             return known.reward
         return known.fitness if known.fitness and known.fitness.name == name else None

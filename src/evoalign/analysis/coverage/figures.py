@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from evoalign.analysis.base import BASE, error_bars
 from evoalign.analysis.coverage import estimators as of
 from evoalign.analysis.coverage.estimators import TEMPERATURE, All, Problem, Tries, Way
-from evoalign.report.style import COLORS, GRID, canvas, frame, plain, save_both, series
+from evoalign.report.figures import COLORS, GRID, canvas, frame, plain, save_both, series
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:

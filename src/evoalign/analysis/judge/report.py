@@ -11,7 +11,7 @@ from rich.text import Text
 
 from evoalign.analysis.judge.judgments import TIE
 from evoalign.analysis.judge.ratings import ABOVE, BASE, BELOW, OPEN, Dimension, Rating, Ratings
-from evoalign.report.style import COLORS, INK, canvas, frame, save_both
+from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts as SVG in the page, coloured by its style sheet, so that they follow its theme and are sharp in print.
+"""Charts as SVG, coloured by the page's style sheet, so that they follow its theme and are sharp in print.
 
-Each is drawn twice, wide and for a phone; the style sheet shows one of them. Numbers come from files of anywhere: what
-is not finite, or beyond what a chart can hold, leaves a gap.
+Each is drawn wide and narrow; the style sheet shows one of them. Numbers come from files of anywhere: values that are
+not finite, or too large for a chart, leave a gap.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from evoalign.analysis.page.markup import Markup, joined, number, tag, text
+from markupsafe import Markup
+
+from evoalign.report.tables import visible
 
 Point = tuple[float, float | None]
 MOST_POINTS = 600
-"""Of a line; of a longer one each second, third, ... is drawn."""
+"""Most points of a line; of a longer one every second, third, ... is drawn."""
 LARGEST = 1e300
 COLOURS = 8
 NARROW, WIDE = 380, 760
@@ -25,11 +28,34 @@ HEIGHT = 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
 
 
+def lines_visible(text: str) -> str:
+    """Return text with its lines, and every other invisible character written as an escape."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def text(found: object) -> Markup:
+    """Escape anything as text of the page."""
+    return Markup(html.escape(lines_visible(str(found))))
+
+
+def tag(name: str, *inside: Markup, **attributes: object) -> Markup:
+    """Return an element. In the name of an attribute `_` becomes `-`, and a last one is dropped."""
+    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items())
+    return Markup(f"<{name}{given}>{''.join(inside)}</{name}>")
+
+
+def number(value: float | None) -> str:
+    """Format with four significant digits; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if abs(value) < 10_000 or value != int(value) else f"{int(value):,}"
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """`points` in the order of x. `low` and `high` of a band, or of the whiskers of marks, are those of its points.
+    """A series with `points` in the order of x; `low` and `high` are the band or the whiskers of its points.
 
-    `colour` counts the style sheet's from 0; `mark`: no line, a sign at each point.
+    `colour` is an index of the style sheet's colours; kind `mark` draws a sign at each point.
     """
 
     label: str
@@ -43,7 +69,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """`title` says what it shows, to those who do not see it as well; `across` and `up` name the axes."""
+    """A chart; `title` is also its label for screen readers, `across` and `up` are the labels of the axes."""
 
     title: str
     across: str
@@ -51,11 +77,11 @@ class Chart:
     series: Sequence[Series]
     from_zero: bool = False
     whole: bool = True
-    """Whether x counts."""
+    """Whether x is a whole number."""
 
 
 def drawn(chart: Chart, note: str = "") -> Markup:
-    """The chart with its heading, its legend and a note below; nothing where no series has a point."""
+    """Draw a chart with heading, legend and a note below; empty if no series has a point."""
     shown = [series for series in chart.series if any(_is_drawable(y) for _, y in series.points)]
     if not shown:
         return Markup("")
@@ -68,7 +94,7 @@ def drawn(chart: Chart, note: str = "") -> Markup:
 
 
 def thinned(series: Series) -> Series:
-    """With at most so many points, the last among them."""
+    """Return the series with at most `MOST_POINTS` points, the last included."""
     kept = drawn_of(len(series.points))
     if len(kept) == len(series.points):
         return series
@@ -78,13 +104,13 @@ def thinned(series: Series) -> Series:
 
 
 def drawn_of(count: int) -> list[int]:
-    """Which of so many points are drawn."""
+    """Return the indices of the points that are drawn."""
     step = max(1, -(-count // MOST_POINTS))
     return sorted({*range(0, count, step), *([count - 1] if count else [])})
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Round numbers from low to high, `most` at the most or so."""
+    """Return about `most` round numbers from low to high."""
     span = high - low
     if span <= 0:
         return [low]
@@ -97,7 +123,7 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """From data to the drawing."""
+    """Coordinates of a drawing."""
 
     width: int
     x0: float
@@ -175,7 +201,7 @@ def _colour(series: Series) -> str:
 
 
 def _runs(series: Series, frame: _Frame) -> Iterator[list[str]]:
-    """The stretches of a line between its gaps, as places in the drawing."""
+    """Yield the parts of a line between its gaps, as coordinates."""
     stretch: list[str] = []
     for x, y in series.points:
         if y is not None and _is_drawable(y):
@@ -199,7 +225,7 @@ def _line(series: Series, frame: _Frame) -> Iterator[Markup]:
 
 
 def _edges(series: Series) -> list[tuple[float, float, float]]:
-    """x, low and high of the points that have both."""
+    """Return x, low and high of the points that have both."""
     sides = zip(series.points, series.low, series.high, strict=False)
     return [
         (x, low, high)
@@ -217,7 +243,7 @@ def _band(series: Series, frame: _Frame) -> Iterator[Markup]:
 
 
 def _stack(series: Series, frame: _Frame) -> Iterator[Markup]:
-    """Steps of one x each, between low and high."""
+    """Draw steps of one x each, between low and high."""
     edges = _edges(series)
     if not edges:
         return
@@ -241,7 +267,7 @@ SHAPES = {
 
 
 def _marks(series: Series, frame: _Frame) -> Iterator[Markup]:
-    """Signs with whiskers, and a faint line from each to the next."""
+    """Draw signs with whiskers, connected by a dotted line."""
     ends = ((frame.x(x), _at(frame.y(low)), _at(frame.y(high))) for x, low, high in _edges(series))
     whiskers = "".join(f"M{_at(x)} {low}V{high}m-4 0h8M{_at(x - 4)} {low}h8" for x, low, high in ends)
     if whiskers:
@@ -251,18 +277,24 @@ def _marks(series: Series, frame: _Frame) -> Iterator[Markup]:
         path = "L".join(f"{_at(frame.x(x))} {_at(frame.y(y))}" for x, y in places)
         yield tag("path", d=f"M{path}", class_=f"dotted {_colour(series)}")
     for x, y in places:
-        said = tag("title", text(f"{series.label}: {number(y)} at {number(x)}"))
+        label = tag("title", text(f"{series.label}: {number(y)} at {number(x)}"))
         d = f"M{_at(frame.x(x))} {_at(frame.y(y))}{SHAPES[series.shape]}"
-        yield tag("path", said, d=d, class_=f"mark {_colour(series)}")
+        yield tag("path", label, d=d, class_=f"mark {_colour(series)}")
 
 
 _PAINT: dict[str, Callable[[Series, _Frame], Iterator[Markup]]] = {
-    "line": _line, "thin": _line, "faint": _line, "band": _band, "mark": _marks, "tick": _ticks_below, "stack": _stack,
-}  # fmt: skip
+    "line": _line,
+    "thin": _line,
+    "faint": _line,
+    "band": _band,
+    "mark": _marks,
+    "tick": _ticks_below,
+    "stack": _stack,
+}
 
 
 def _swatch(series: Series) -> Markup:
-    """The sign of a series beside its name."""
+    """Draw the sign of a series for the legend."""
     colour = _colour(series)
     inside = {
         "band": tag("path", d="M0 2h24v10H0z", class_=f"band {colour}"),
@@ -274,7 +306,7 @@ def _swatch(series: Series) -> Markup:
 
 
 def strip(title: str, groups: Sequence[tuple[str, Sequence[float], int]]) -> Markup:
-    """Values of few kinds on one scale, a line each: its name, its values and its colour."""
+    """Draw groups of values on one scale, a line each: name, values and colour."""
     values = [v for _, found, _ in groups for v in found if _is_drawable(v)]
     if not values:
         return Markup("")
@@ -312,7 +344,7 @@ def _strip(
         ]
     return tag(
         "svg",
-        joined(inside),
+        *inside,
         viewBox=f"0 0 {width} {height}",
         role="img",
         aria_label=title,

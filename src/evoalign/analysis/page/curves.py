@@ -1,50 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts of one run over its generations, with the numbers that they are drawn of."""
+"""Charts and tables of runs over their generations."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from evoalign.analysis.page.charts import Chart, Point, Series, drawn, drawn_of
-from evoalign.analysis.page.markup import NOTHING, Markup, folded, joined, number, table
+from markupsafe import Markup
+
+from evoalign.analysis.page.charts import Chart, Point, Series, drawn, drawn_of, number
 from evoalign.analysis.page.view import Row, View
 from evoalign.errors import cut
 from evoalign.report.figures import Ends
 from evoalign.rewards.objective import aim_of
 
 MOST_ROWS = 400
-"""Of the table below a chart; of a longer run each second, third, ... is in it."""
+"""Most rows of the table below a chart; of a longer run every second, third, ... is in it."""
 MOST_LINES = 20
-"""Phases, rewards and what an objective keeps: those that come first are drawn. A run has a handful."""
+"""Most phases, rewards and numbers of an objective that are drawn."""
 LONGEST = 30
-"""Signs of a name beside an axis."""
+"""Longest label of an axis."""
 SMOOTHED = 20
-"""Rows from which on means are drawn as moving means, over a tenth of them; of fewer, each is drawn."""
+"""Rows from which means are drawn as moving means, over a tenth of the rows."""
+AT_COST = "evoalign compare draws runs by their completions, tokens or seconds."
 OF_MEANS = f"Lines of {SMOOTHED} points and more are moving means over a tenth of them"
 PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}
-"""Colours of the phases that are known."""
+"""Colours of the known phases."""
 
 
-def curves(index: int, view: View) -> Markup:
-    """Reward, several rewards, what the objective keeps, and the divergence from the base model, as far as there."""
-    if not view.rows:
-        return NOTHING
-    words = view.words
-    parts = [
-        drawn(Chart(f"{words.aim.capitalize()} by {words.unit}", words.unit, words.aim, list(_evolution(view)))),
-        drawn(Chart("Mean of each reward", words.unit, "mean reward", list(_rewards(view.rows)))),
-        *(drawn(kept_chart(name, f"by {words.unit}", [view])) for name in kept_names(view)),
-        drawn(
-            Chart("KL from the base model", f"{words.unit}s done", "nats a token", list(_divergence(view.rows)), True)
-        ),
-        folded("Numbers of the curves", _table(view), id_=f"curve-{index}"),
+def curves(view: View) -> list[Markup]:
+    """Draw the reward, several rewards, the state of the objective, and the KL, if there are any."""
+    words, rows = view.words, view.rows
+    found = [
+        Chart(f"{words.aim.capitalize()} by {words.unit}", words.unit, words.aim, list(_evolution(view))),
+        Chart("Mean of each reward", words.unit, "mean reward", list(_rewards(rows))),
+        *(kept_chart(name, f"by {words.unit}", [view]) for name in kept_names(view)),
+        Chart("KL from the base model", f"{words.unit}s done", "nats per token", list(_divergence(rows)), True),
     ]
-    return joined(parts)
+    return [drawn(chart) for chart in found]
+
+
+def together(views: Sequence[View]) -> Iterator[Markup]:
+    """Draw the means of all runs of a task in one chart, and each state that two or more objectives share."""
+    tasks: dict[str, list[View]] = {}
+    for view in views:
+        tasks.setdefault(view.about.get("task", ""), []).append(view)
+    for task, runs in tasks.items():
+        if len(runs) < 2:
+            continue
+        lines = [
+            Series(v.name, moving([(r["generation"], r.get("mean")) for r in v.rows]), i) for i, v in enumerate(runs)
+        ]
+        across, aims = " or ".join(sorted({view.words.unit for view in runs})), {view.words.aim for view in runs}
+        aim = aims.pop() if len(aims) == 1 else "the trained measure"
+        chart = Chart(f"{task}: mean {aim} while training, run by run", across, aim, lines)
+        note = f"{OF_MEANS}. A {across} of one run may take more completions than another's. {AT_COST}"
+        yield drawn(chart, note)
+        for name, count in Counter(name for view in runs for name in kept_names(view)).items():
+            if count > 1:
+                yield drawn(kept_chart(name, f"run by run, of {task}" if task else "run by run", runs))
 
 
 def _evolution(view: View) -> Iterator[Series]:
-    """Of the members by generation, and of the mean model on the other splits, where it was measured."""
+    """Yield the series of the members, and of the mean on the other splits."""
     rows, words = view.rows, view.words
     at = [float(row["generation"]) for row in rows]
 
@@ -70,14 +89,14 @@ def _evolution(view: View) -> Iterator[Series]:
 
 
 def window(count: int) -> int:
-    """Points that a moving mean is over: an odd number, a tenth of them."""
+    """Return the width of the moving mean: a tenth of the points, odd."""
     return 2 * (count // 20) + 1
 
 
 def moving(points: Sequence[Point]) -> Sequence[Point]:
-    """Centred moving means, at the ends over the points that are there; the points themselves where there are few.
+    """Return centred moving means, at the ends over fewer points; the points themselves if they are few.
 
-    Of a long run at as many points as a chart draws, so that it takes no longer than its rows.
+    They are computed at the points that a chart draws, so that the time is linear in the rows.
     """
     if len(points) < SMOOTHED:
         return points
@@ -91,7 +110,7 @@ def moving(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _measured(rows: Sequence[Row], name: str, ends: Ends, label: str, colour: int) -> Series:
-    """A mean belongs behind its update. Ends have intervals over examples; the last row may be of the same mean."""
+    """Return the series of an evaluation; each value is drawn after its update, the ends with their intervals."""
     last = float(rows[-1]["generation"] + 1)
     known = {x: end for x, end in ((0.0, ends.before), (last, ends.after)) if end is not None}
     inside = {float(row["generation"] + 1): _aim(row, name) for row in rows if row.get(name)}
@@ -110,12 +129,12 @@ def _rewards(rows: Sequence[Row]) -> Iterator[Series]:
 
 
 def kept_names(view: View) -> list[str]:
-    """What the run's objective keeps from one generation to the next."""
+    """Return the names of the state of the run's objective."""
     return _names(view.rows, "objective")
 
 
 def kept_chart(name: str, heading: str, views: Sequence[View]) -> Chart:
-    """What an objective keeps under a name, as it is after each generation: a line a run, each in its colour."""
+    """Return a chart of one state of the objective after each generation, a line per run."""
     unit = " or ".join(sorted({view.words.unit for view in views}))
     labels = [view.name for view in views] if len(views) > 1 else [f"{name}, after the {unit}"]
     lines = [
@@ -126,12 +145,12 @@ def kept_chart(name: str, heading: str, views: Sequence[View]) -> Chart:
 
 
 def _names(rows: Sequence[Row], field: str) -> list[str]:
-    """Of the values in a field of the rows, the first ones."""
+    """Return the first `MOST_LINES` names in a field of the rows."""
     return list(dict.fromkeys(name for row in rows for name in row.get(field) or ()))[:MOST_LINES]
 
 
 def _values(rows: Sequence[Row], field: str, name: str) -> list[Point]:
-    """One of them by row; a row without it leaves a gap."""
+    """Return the values of a name by row; a row without it leaves a gap."""
     return [(float(row["generation"]), (row.get(field) or {}).get(name)) for row in rows]
 
 
@@ -141,22 +160,22 @@ def _divergence(rows: Sequence[Row]) -> Iterator[Series]:
         yield Series("exact", [(0.0, 0.0), *points], 5)
 
 
-def _table(view: View) -> Markup:
+def numbers(view: View) -> tuple[str, Sequence[str], list[Sequence[str]]]:
+    """Return caption, header and rows of the table of the curves."""
     step = -(-len(view.rows) // MOST_ROWS)
     rows = [row for i, row in enumerate(view.rows) if i % step == 0 or i == len(view.rows) - 1]
     columns = ("mean", "best", "worst", "p20", "p80", "std")
     has_test = any(row.get("evaluation") for row in rows)
     header = (view.words.unit, *columns, *(["test"] if has_test else []))
-    body = [
-        (f"{row['generation']}", *(number(_finite(row.get(name))) for name in columns),
-         *([number(_finite(_aim(row, "evaluation")))] if has_test else []))
-        for row in rows
-    ]  # fmt: skip
-    return table(f"Fitness of the population by {view.words.unit}", header, body)
+    body: list[Sequence[str]] = []
+    for row in rows:
+        values = [*(row.get(name) for name in columns), *([_aim(row, "evaluation")] if has_test else [])]
+        body.append((f"{row['generation']}", *(number(_finite(value)) for value in values)))
+    return f"Fitness of the population by {view.words.unit}", header, body
 
 
 def _aim(row: Row, name: str) -> float | None:
-    """What was trained for, of an evaluation in a row."""
+    """Return the trained measure of an evaluation in a row."""
     found = row.get(name) or {}
     return found.get(aim_of(found))
 
@@ -165,13 +184,13 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def timings(index: int, view: View) -> Markup:
-    """Seconds by phase: of each generation, and of all together."""
+def timings(view: View) -> tuple[Markup, tuple[str, Sequence[str], list[Sequence[str]]]] | None:
+    """Draw the seconds of each generation by phase; return the chart and the table of their sums."""
     names = dict.fromkeys(phase for row in view.rows for phase in row.get("seconds") or ())
     names = [name for name in (*PHASES, *names) if name in names]
     names = list(dict.fromkeys(names))[:MOST_LINES]
     if not names:
-        return NOTHING
+        return None
     spent = {name: [_seconds(row, name) for row in view.rows] for name in names}
     total = math.fsum(map(math.fsum, spent.values()))
     base, series = [0.0] * len(view.rows), list[Series]()
@@ -180,12 +199,14 @@ def timings(index: int, view: View) -> Markup:
         points = [(float(row["generation"]), y) for row, y in zip(view.rows, top, strict=True)]
         series.append(Series(name, points, PHASES.get(name, 2 + i), "stack", base, top))
         base = top
-    rows = [(name, f"{math.fsum(s):,.1f}", f"{math.fsum(s) / total:.0%}" if total else "") for name, s in spent.items()]
+    rows: list[Sequence[str]] = []
+    for name, seconds in spent.items():
+        own = math.fsum(seconds)
+        rows.append((name, f"{own:,.1f}", f"{own / total:.0%}" if total else ""))
+    rows.append(("all", f"{total:,.1f}", ""))
     unit = view.words.unit
-    return joined((
-        drawn(Chart(f"Seconds of each {unit} by phase", unit, "seconds", series, from_zero=True)),
-        table("Seconds by phase, all together", ("phase", "seconds", "share"), [*rows, ("all", f"{total:,.1f}", "")]),
-    ))  # fmt: skip
+    chart = Chart(f"Seconds of each {unit} by phase", unit, "seconds", series, from_zero=True)
+    return drawn(chart), ("Seconds by phase, all together", ("phase", "seconds", "share"), rows)
 
 
 def _seconds(row: Row, name: str) -> float:

@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on disk as the report shows it, done or still being trained, and `report.html` in its folder.
+"""Read runs for the report page, and write `report.html` into a run directory.
 
-A run directory may come from anywhere. Nothing it names is imported or opened; a part that is missing is left out, and
-one that is damaged or altered is an alarm of the page, which has all the rest.
+A run directory may come from anywhere. Nothing that it names is imported or opened. Missing parts are left out; damaged
+or altered ones become alarms. Analyses (`evoalign analyze ... --to FOLDER`) are read by the form of their JSON, so
+custom ones are shown too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from evoalign.analysis.page import page
-from evoalign.analysis.page import words as said
-from evoalign.analysis.page.analyses import analysed
-from evoalign.analysis.page.view import State, View
-from evoalign.analysis.page.words import Budget, Completion, Manifest, Result
-from evoalign.checks import placebo, placebo_file, summary
-from evoalign.checks.placebo import Known
+from evoalign.analysis.page import view as views
+from evoalign.analysis.page.view import Analysed, Budget, Completion, Manifest, Picture, Result, State, View
+from evoalign.checks import diagnosis
 from evoalign.config import Config, load
 from evoalign.config.reading import MissingError, parse, read_bytes, read_json
 from evoalign.errors import ConfigError, DataError, EvoalignError
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS
+from evoalign.report.tables import shorten
 from evoalign.rundir import checksums, parquet
 from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
 from evoalign.rundir.files import ANALYSES, refuse_links, write_text
@@ -35,7 +38,7 @@ from evoalign.rundir.method import NAMES, Method, is_run, method_of
 READ = (
     "config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO,
 )  # fmt: skip
-"""The files that the page is made of, beside those of analyses."""
+"""Files that the page reads, without those of analyses."""
 NOT_VERIFIED = f"the results are not verified: {CHECKSUMS} has no checksums of them, so edits would go unnoticed"
 _T = TypeVar("_T")
 
@@ -49,7 +52,7 @@ def write_report(run: Path) -> Path:
 
 
 def views_of(runs: Sequence[Path]) -> list[View]:
-    """What the page shows of each run, under names that tell them apart. Raises ConfigError for what is no run."""
+    """Read each run, with distinct names. Raises ConfigError for a folder that is no run."""
     for run in runs:
         if not is_run(run):
             raise ConfigError(f"{run} holds no run; give run directories, or a folder with some in it")
@@ -57,7 +60,7 @@ def views_of(runs: Sequence[Path]) -> list[View]:
 
 
 def stamp(runs: Sequence[Path], analyses: Path | None = None) -> str:
-    """Of the state of what the page is made of, with analyses of all runs: another wherever a file has changed."""
+    """Return a tag of all files that the page reads; it changes with any of them."""
     seen = hashlib.sha256()
     folders = [*(run / ANALYSES for run in runs), *([] if analyses is None else [analyses])]
     files = [*(run / name for run in runs for name in READ), *(file for f in folders for file in sorted(f.glob("*")))]
@@ -69,7 +72,7 @@ def stamp(runs: Sequence[Path], analyses: Path | None = None) -> str:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell all of them apart."""
+    """Return the last parts of the paths, as many as make them distinct."""
     parts = [run.absolute().parts for run in runs]
     for count in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -83,7 +86,7 @@ _COMPLETIONS = TypeAdapter(list[Completion])
 
 
 class _Reader:
-    """Reads one run; `alarms` and `warnings` gather what is wrong with its files."""
+    """Reads one run; `alarms` and `warnings` collect what is wrong with its files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run = path, RunDir(path)
@@ -92,7 +95,7 @@ class _Reader:
         self.warnings: list[str] = []
 
     def view(self, name: str) -> View:
-        """All of it."""
+        """Return everything that the page shows."""
         config = self._tried(lambda: load(self.path / "config.yaml", needs_es=False))
         manifest = self._read("manifest.json", Manifest) or Manifest()
         by_row = self._tried(self.run.read_metrics) or {}
@@ -102,39 +105,39 @@ class _Reader:
         steps, state = len(rows), self._state(result, len(rows))
         known = self._known(config, result)
         self._check_results(state)
-        words = GRPO_WORDS if self.method == "grpo" else dataclasses.replace(ES_WORDS, aim=said.aim(result))
-        alarm = self._say_alarms(result)
+        words = GRPO_WORDS if self.method == "grpo" else dataclasses.replace(ES_WORDS, aim=views.aim(result))
+        alarm = self._verdict(result)
         diagnosis = self._diagnosis(config, rows, manifest, alarm, known)
         budget = self._read("results/budget.json", Budget) or Budget()
-        settings, defaults = said.settings(config, self.method)
+        settings, defaults = views.settings(config, self.method)
         return View(
             name=name,
             path=str(self.path),
             method=NAMES[self.method],
-            about=said.about(config, manifest),
-            made=said.made(self.path, manifest),
+            about=views.about(config, manifest),
+            made=views.made(self.path, manifest),
             state=state,
             steps=steps,
-            total=said.total(config, self.method),
+            total=views.total(config, self.method),
             words=words,
-            headline=said.headline_of(result, before),
-            beside=said.beside(self.path, self.method, result, known),
+            headline=views.headline_of(result, before),
+            beside=views.beside(self.path, self.method, result, known),
             alarms=self.alarms,
             warnings=self.warnings,
-            diagnosis=[*said.change_line(result, followed=bool(diagnosis)), *diagnosis],
+            diagnosis=[*views.change_line(result, followed=bool(diagnosis)), *diagnosis],
             rows=rows,
-            ends=said.ends(result, before, after),
-            measures=said.measures(result, before, known),
-            placebos=said.placebos(known),
+            ends=views.ends(result, before, after),
+            measures=views.measures(result, before, known),
+            placebos=views.placebos(known),
             settings=settings,
             defaults=defaults,
             budget={"training": budget.training, **({"evaluation": budget.evaluation} if budget.evaluation else {})},
-            completions=said.pairs(before, after),
+            completions=views.pairs(before, after),
             analyses=analysed(self.path / ANALYSES, self.alarms),
         )
 
     def _tried(self, read: Callable[[], _T]) -> _T | None:
-        """What is read; None, and an alarm, where it is damaged."""
+        """Return what `read` returns; None, and an alarm, if it is damaged."""
         try:
             return read()
         except MissingError:
@@ -173,24 +176,24 @@ class _Reader:
         if verified is False and state == "done":
             self.warnings.append(NOT_VERIFIED)
 
-    def _known(self, config: Config | None, result: Result | None) -> Known | None:
-        """The placebos of the end of training, or of `evoalign placebo` where those are more."""
+    def _known(self, config: Config | None, result: Result | None) -> PlaceboResults | None:
+        """Return the placebos of the end of training, or of `evoalign placebo` if those are more."""
         own = None
         if result is not None and result.placebo is not None:
             own = self._tried(self._own_placebos)
         kept = None if config is None else self._tried(lambda: placebo_file.read(self.path, config))
-        return placebo_file.with_most(own, kept)
+        return estimates.largest(own, kept)
 
-    def _own_placebos(self) -> Known:
+    def _own_placebos(self) -> PlaceboResults:
         file = self.path / checksums.EVALUATION
-        return placebo.of_file(parse(read_bytes(file), str(file))["placebo"], str(file))
+        return estimates.parse(parse(read_bytes(file), str(file))["placebo"], str(file))
 
-    def _say_alarms(self, result: Result | None) -> str | None:
-        """The verdict of the completions, which then is the first alarm."""
+    def _verdict(self, result: Result | None) -> str | None:
+        """Return the verdict on the completions, and make it the first alarm."""
         if result is None or result.alarms.verdict is None:
             return None
         reasons = "; ".join(result.alarms.reasons)
-        self.alarms.insert(0, f"{result.alarms.verdict}, by what the test completions say: {reasons}")
+        self.alarms.insert(0, f"{result.alarms.verdict}, judging by the test completions: {reasons}")
         return result.alarms.verdict
 
     def _diagnosis(
@@ -199,19 +202,127 @@ class _Reader:
         rows: Sequence[Mapping[str, Any]],
         manifest: Manifest,
         alarm: str | None,
-        known: Known | None,
+        known: PlaceboResults | None,
     ) -> list[str]:
-        """The sentences of the summary; its warnings go to the others. A run of GRPO has none."""
+        """Return the summary, and collect its warnings. A run of GRPO has none."""
         if self.method != "es" or config is None or config.es_ is None or not rows:
             return []
         exact, given = manifest.engine.get("deterministic") is True, manifest.task.get("given_as")
         try:
-            history = summary.history_of(rows, config, deterministic=exact, given=given)
+            history = diagnosis.history_of(rows, config, deterministic=exact, given=given)
             beats = alarm is None and known is not None and not known.aim.reached
-            lines = summary.told(history, alarm, beats_noise=beats)
-        except (KeyError, TypeError, ValueError, ArithmeticError, IndexError) as error:  # rows are of anybody
+            lines = diagnosis.summary(history, alarm, beats_noise=beats)
+        except (KeyError, TypeError, ValueError, ArithmeticError, IndexError) as error:  # rows may be damaged
             self.warnings.append(f"metrics.jsonl cannot be diagnosed ({type(error).__name__})")
             return []
-        wrong = [line for line in lines if line.startswith(summary.WARNING)]
-        self.warnings += [line.removeprefix(summary.WARNING) for line in wrong]
+        wrong = [line for line in lines if line.startswith(diagnosis.WARNING)]
+        self.warnings += [line.removeprefix(diagnosis.WARNING) for line in wrong]
         return [line for line in lines if line not in wrong]
+
+
+MOST_ANALYSES = 40
+MOST_JSON = 2**24
+MOST_NUMBERS = 120_000
+"""Most characters of the numbers of one analysis."""
+MOST_PICTURE, MOST_PICTURES = 400_000, 1_500_000
+"""Largest figure, and all figures of a folder, in bytes."""
+KINDS: dict[str, Literal["png", "svg+xml"]] = {".svg": "svg+xml", ".png": "png"}
+MOST_SENTENCES, MOST_LETTERS, MOST_NAME = 400, 4_000, 200
+"""Most sentences of an analysis, and longest sentence and name, of an untrusted file."""
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+_TREE = TypeAdapter(dict[str, Any])
+
+
+class _Finding(BaseModel):
+    """JSON of an analysis; a comparison calls its sentences `summary`, and has its numbers at the top level."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    format_version: Literal[1]
+    analysis: str | None = None
+    sentences: list[str] = Field(validation_alias=AliasChoices("sentences", "summary"))
+    numbers: dict[str, Any] | None = None
+    figures: list[str] | None = None
+
+
+def analysed(folder: Path, alarms: list[str]) -> list[Analysed]:
+    """Read the analyses in a folder; appends a sentence to `alarms` for each damaged file."""
+    found: list[Analysed] = []
+    room = MOST_PICTURES
+    files = sorted(folder.glob("*.json"))
+    for file in files[:MOST_ANALYSES]:
+        try:
+            tree = _TREE.validate_python(parse(read_bytes(file, MOST_JSON), str(file)))
+            finding = _Finding.model_validate(tree)
+        except DataError as error:
+            alarms.append(str(error))
+            continue
+        except ValidationError:
+            alarms.append(f"{file} is not what evoalign analyze writes; put it back from a copy, or move it elsewhere")
+            continue
+        pictures, left_out = _pictures(folder, _figures(folder, file.stem, finding), room)
+        room -= sum(len(picture.data) for picture in pictures)
+        numbers = _numbers(tree if finding.numbers is None else finding.numbers)
+        name = shorten(finding.analysis or file.stem, MOST_NAME)
+        found.append(Analysed(name, _sentences(finding.sentences), numbers, pictures, left_out))
+    if len(files) > MOST_ANALYSES:
+        alarms.append(f"{folder} holds {len(files)} JSON files; the first {MOST_ANALYSES} are shown")
+    return found
+
+
+def shared(folder: Path) -> list[Analysed]:
+    """Read the analyses of several runs. Raises ConfigError if there are none, DataError for damaged ones."""
+    alarms: list[str] = []
+    found = analysed(folder, alarms)
+    if alarms:
+        raise DataError(alarms[0])
+    if not found:
+        write = f"evoalign analyze NAME RUN... --to {folder}"
+        raise ConfigError(f"--analyses {folder} holds no analysis; {write} writes one")
+    return found
+
+
+def _sentences(lines: list[str]) -> list[str]:
+    more = len(lines) - MOST_SENTENCES
+    kept = [shorten(line, MOST_LETTERS) for line in lines[:MOST_SENTENCES]]
+    return kept if more <= 0 else [*kept, f"{more:,} more sentences are in the file"]
+
+
+def _numbers(found: dict[str, Any]) -> str:
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    return text if len(text) <= MOST_NUMBERS else f"{text[:MOST_NUMBERS]}\n[... the file has the rest]"
+
+
+def _figures(folder: Path, name: str, finding: _Finding) -> list[str]:
+    """Return its figures without suffixes: those it names, else those whose names begin with the analysis."""
+    if finding.figures is not None:
+        named = [figure for figure in finding.figures if Path(figure).name == figure and "\0" not in figure]
+        return list(dict.fromkeys(Path(figure).stem for figure in named if Path(figure).suffix in KINDS))
+    return sorted({file.stem for ending in KINDS for file in folder.glob(f"*{ending}") if file.stem.startswith(name)})
+
+
+def _pictures(folder: Path, names: list[str], room: int) -> tuple[list[Picture], list[str]]:
+    """Return the SVG of each figure, or its PNG if that is too large; and the names of those that do not fit."""
+    pictures: list[Picture] = []
+    left_out: list[str] = []
+    for name in names:
+        picture = next((p for p in map(_picture, (folder / f"{name}{e}" for e in KINDS)) if p is not None), None)
+        if picture is None or len(picture.data) > room:
+            left_out.append(name)
+            continue
+        room -= len(picture.data)
+        pictures.append(picture)
+    return pictures, left_out
+
+
+def _picture(file: Path) -> Picture | None:
+    """Read a figure; None if it is missing, too large, or no picture."""
+    try:
+        data = read_bytes(file, MOST_PICTURE)
+    except DataError:
+        return None
+    kind = KINDS[file.suffix]
+    is_one = data.startswith(PNG) if kind == "png" else b"<svg" in data[:4096]
+    return Picture(file.stem, kind, data) if is_one else None

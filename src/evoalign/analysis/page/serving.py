@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page from a server of its own, for who sits at this machine: it follows a run that is being trained.
+"""Server of the report page on this machine, which follows a run during training.
 
-It answers on the loopback address alone. A web page of a stranger, open in the same browser, can have a name of its own
-lead there (DNS rebinding): so the name that was asked for is checked, and nothing but reading is done.
+It listens on the loopback address only. Another web page in the same browser could point its own host name there (DNS
+rebinding), so the Host header is checked, and only GET is answered.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from evoalign.report.tables import visible
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
-"""What this machine may be called. A port may be another than ours: it may be brought here through a tunnel."""
+"""Accepted host names. The port is not checked: a tunnel may have another."""
 SECONDS = 10.0
-"""That a request may take to arrive."""
+"""Seconds in which a request has to arrive."""
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one page. `stamp` says what state it is of, and `render` makes it, of that state; both may raise
-    EvoalignError or OSError, and are not called at once.
+    """Serves one page. `stamp` returns the tag of the current state, and `render` the page for a tag.
+
+    Both may raise EvoalignError or OSError, and are never called at the same time.
     """
 
     daemon_threads = True
 
     def __init__(self, stamp: Callable[[], str], render: Callable[[str], str], port: int) -> None:
-        """Raises ConfigError where the port cannot be taken; 0: any that is free."""
+        """Listen on a port (0: any free one). Raises ConfigError if it cannot be used."""
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -42,11 +43,11 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Address of the page."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def page(self) -> tuple[str, bytes]:
-        """The state of now and its page, which is made again where the state is another."""
+        """Return the current tag and its page, rendered again if the tag changed."""
         with self._lock:
             tag = self._stamp()
             if tag != self._made[0]:
@@ -54,7 +55,7 @@ class Server(ThreadingHTTPServer):
             return self._made
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing of a browser that went away."""
+        """Ignore browsers that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -63,11 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "evoalign", ""
 
     def do_GET(self) -> None:
-        """The page at `/`, and nothing else."""
-        if not self._is_for_us():
-            self._say(HTTPStatus.MISDIRECTED_REQUEST, f"this is not that host; ask for {self.server.url}")
+        """Serve the page at `/`."""
+        if not self._has_our_host():
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, f"this is not that host; ask for {self.server.url}")
         elif self.path != "/":
-            self._say(HTTPStatus.NOT_FOUND, "there is one page, at /")
+            self._answer(HTTPStatus.NOT_FOUND, "there is one page, at /")
         else:
             self._page()
 
@@ -75,11 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             tag, page = self.server.page()
         except (EvoalignError, OSError) as error:
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {visible(str(error))}")
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {visible(str(error))}")
             return
-        except Exception as error:  # of files that change meanwhile: said, and asked for again
+        except Exception as error:  # files may change meanwhile; the page asks again
             kind = type(error).__name__
-            self._say(
+            self._answer(
                 HTTPStatus.INTERNAL_SERVER_ERROR, f"the page cannot be made ({kind}): {visible(str(error))[:500]}"
             )
             return
@@ -89,8 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(HTTPStatus.OK, tag, "text/html; charset=utf-8", len(page))
         self.wfile.write(page)
 
-    def _is_for_us(self) -> bool:
-        """Whether the one Host of the request is a name of the loopback address."""
+    def _has_our_host(self) -> bool:
+        """Whether the request has one Host header, with a name of the loopback address."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1:
             return False
@@ -98,11 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
         return name.lower() in NAMES and (port == "" or (port.isascii() and port.isdecimal()))
 
     def _refuse(self) -> None:
-        self._say(HTTPStatus.METHOD_NOT_ALLOWED, "only GET", Allow="GET")
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "only GET", Allow="GET")
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
 
-    def _say(self, status: HTTPStatus, words: str, **headers: str) -> None:
+    def _answer(self, status: HTTPStatus, words: str, **headers: str) -> None:
         body = f"{words}\n".encode("utf-8", "backslashreplace")
         self._head(status, None, "text/plain; charset=utf-8", len(body), **headers)
         if self.command != "HEAD":
@@ -129,4 +130,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal is for what the user asked."""
+        """Print nothing."""

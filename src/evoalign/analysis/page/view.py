@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page shows of one run, as plain data, whoever gathers it. Nothing in it is trusted."""
+"""Data that the report page shows of a run, and its construction from the run's files. Nothing in it is trusted."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from evoalign.config import Config, from_dict
+from evoalign.config.secrets import redacted
+from evoalign.placebos import estimates
+from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import ES_WORDS, Ends, Words
-from evoalign.report.tables import Interval
+from evoalign.report.tables import Interval, headline, shorten
+from evoalign.rewards.objective import aim_of
+from evoalign.rundir.method import Method
+from evoalign.statistics import Estimate, mean
 
 State = Literal["done", "measuring", "unfinished"]
 Row = Mapping[str, Any]
@@ -16,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measure of the test split: its value before, after (None: not there yet) and in the mean placebo."""
+    """A measure of the test split before and after training (None: not yet), and the mean of its placebos."""
 
     name: str
     before: float | None
@@ -27,7 +38,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Placebos:
-    """What was trained for in the run and its placebos, by name, and the same in sentences."""
+    """The trained measure of the run and its placebos, and the same in sentences."""
 
     name: str
     before: float
@@ -48,7 +59,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Analysed:
-    """What one analysis wrote: `numbers` as JSON text; `left_out` names what was too large for the page."""
+    """Files of one analysis: `numbers` as JSON text; `left_out` names figures that are too large."""
 
     name: str
     sentences: Sequence[str]
@@ -58,34 +69,23 @@ class Analysed:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the model said to one question."""
-
-    text: str
-    reward: float
-    right: bool | None
-    finish_reason: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pair:
-    """A question of the test split, and the answers before training and after it, where each is there."""
+    """A prompt of the test split, and its completions before and after training."""
 
     key: tuple[int, int, int]
     """Example, seed, sample."""
     prompt: str
     target: str | None
-    before: Answer | None
-    after: Answer | None
+    before: Completion | None
+    after: Completion | None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One run. `alarms` and `warnings` are sentences, the worst first; `headline` says what became of the reward, and
-    `beside` what has to be read with it. `about` is what it is, and `made` where and with what, by name.
+    """One run. `alarms` and `warnings` are sentences; `headline` is the change of the reward, and `beside` its drift.
 
-    `settings` are those of the config that the run reads, by dotted name, with their `defaults`. `ends` are by split.
+    `about` and `made` are facts by name. `settings` are those that the run reads, by dotted name, with their
+    `defaults`. `ends` are by split.
     """
 
     name: str
@@ -111,3 +111,233 @@ class View:
     budget: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict[str, Mapping[str, float | None]])
     completions: Sequence[Pair] = ()
     analyses: Sequence[Analysed] = ()
+
+
+MOST_MEASURES = 200
+"""Most measures of the test split that are shown: the file may come from an untrusted source."""
+MOST_LETTERS = 4_000
+"""Longest value shown under "How it was made"."""
+
+
+class _Plain(BaseModel):
+    """Model that ignores unknown fields."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+Measures = dict[str, FiniteFloat]
+Amounts = dict[str, FiniteFloat | None]
+
+
+class Alarms(_Plain):
+    """Verdict on the completions in results/evaluation.json."""
+
+    verdict: Literal["likely hacked", "may be hacked", "broken", "may be broken"] | None = None
+    reasons: list[str] = []
+
+
+class Result(_Plain):
+    """Fields of results/evaluation.json that the page shows."""
+
+    generation: Annotated[int, Field(ge=0)] | None = None
+    measuring: bool = False
+    alarms: Alarms = Alarms()
+    before: Measures
+    after: Measures
+    change_mean_low_high: dict[str, Interval] = {}
+    validation: dict[str, Any] = {}
+    placebo: dict[str, Any] | None = None
+
+
+class Manifest(_Plain):
+    """Fields of manifest.json that the page shows."""
+
+    command: list[str] = []
+    started: str = ""
+    versions: dict[str, str] = {}
+    hardware: dict[str, str | int | list[str] | None] = {}
+    git: dict[str, str | bool] | None = None
+    engine: dict[str, Any] = {}
+    task: dict[str, str | None] = {}
+
+
+class Budget(_Plain):
+    """Fields of results/budget.json that the page shows."""
+
+    training: Amounts = {}
+    evaluation: Amounts | None = None
+
+
+class Completion(_Plain):
+    """A row of results/completions/before.parquet or after.parquet."""
+
+    example: int
+    seed: int = 0
+    sample: int = 0
+    prompt: str
+    target: str | None = None
+    text: str
+    reward: FiniteFloat
+    finish_reason: str = ""
+    tokens: int = 0
+    right: bool | None = None
+
+
+def aim(result: Result | None) -> str:
+    """Return the name of the trained measure."""
+    return "reward" if result is None else aim_of(result.after)
+
+
+def headline_of(result: Result | None, before: Sequence[Completion]) -> str:
+    """Return the change of the reward in a line; for an unfinished run, the reward before training."""
+    if result is not None:
+        name = aim_of(result.after)
+        if name in result.before and name in result.after:
+            change, count = result.change_mean_low_high.get(name), len({c.example for c in before})
+            return headline(result.before, result.after, change, count, name)
+    if not before:
+        return ""
+    return (
+        f"reward {by_example(before).mean:.4g} before training, on {len({c.example for c in before}):,} test examples"
+    )
+
+
+def change_line(result: Result | None, *, followed: bool = False) -> list[str]:
+    """Say whether the trained measure changed on the test split; empty if that is not known yet.
+
+    `followed`: sentences about the training fitness come next, which may differ.
+    """
+    if result is None or (name := aim_of(result.after)) not in result.change_mean_low_high:
+        return []
+    change, low, high = result.change_mean_low_high[name]
+    by = "; this is on the same test examples before and after, the next lines are of members in training"
+    by = by if followed else ""
+    if low == high:
+        return [f"on the test split the {name} changed by {change:+.4g}, without an interval{by}"]
+    sure = "did not change significantly" if low <= 0 <= high else "rose" if change > 0 else "fell"
+    return [f"on the test split the {name} {sure}: {change:+.4g}, 95 % interval {low:+.4g} to {high:+.4g}{by}"]
+
+
+def beside(path: Path, method: Method, result: Result | None, known: PlaceboResults | None) -> list[str]:
+    """Report the drift of an ES gain."""
+    if method != "es" or result is None:
+        return []
+    if known is None:
+        return [f"No placebo was measured, so its drift is not known: evoalign placebo {path}"]
+    whole = known.fitness
+    return [estimates.sentence(known.reward) if whole is None else whole.line(), estimates.beyond_drift(known.reward)]
+
+
+def by_example(completions: Sequence[Completion]) -> Estimate:
+    """Return the mean reward with its interval for new examples."""
+    rewards: dict[int, list[float]] = {}
+    for one in completions:
+        rewards.setdefault(one.example, []).append(one.reward)
+    return mean([sum(found) / len(found) for found in rewards.values()])
+
+
+def ends(result: Result | None, before: Sequence[Completion], after: Sequence[Completion]) -> dict[str, Ends]:
+    """Return the reward before and after by split, with its interval if the completions match the results."""
+
+    def end(completions: Sequence[Completion], measures: Measures | None) -> Estimate | None:
+        own = by_example(completions) if completions else None
+        value = None if measures is None else measures.get(aim_of(measures))
+        if value is None or (own is not None and abs(own.mean - value) <= 1e-6 * max(1.0, abs(value))):
+            return own
+        return Estimate(value, 0)
+
+    found = {"test": Ends(end(before, result.before if result else None), end(after, result.after) if result else None)}
+    validation = {} if result is None else result.validation
+    sides = [validation.get(name) for name in ("before", "after")]
+    values = [side.get(aim_of(side)) if isinstance(side, dict) else None for side in sides]
+    estimates = [Estimate(float(v), 0) if isinstance(v, float | int) else None for v in values]
+    return found | {"validation": Ends(*estimates)}
+
+
+def measures(result: Result | None, before: Sequence[Completion], known: PlaceboResults | None) -> list[Measure]:
+    """Return the measures of the results; for an unfinished run, the reward before training."""
+    if result is None:
+        return [Measure("reward", by_example(before).mean, None)] if before else []
+    drift = known.measures if known else {}
+    changes = result.change_mean_low_high
+    return [
+        Measure(name, value, result.after[name], changes.get(name), drift.get(name))
+        for name, value in list(result.before.items())[:MOST_MEASURES]
+        if name in result.after
+    ]
+
+
+def placebos(known: PlaceboResults | None) -> Placebos | None:
+    """Return the trained measure of the run and its placebos."""
+    if known is None:
+        return None
+    split, whole, lines = known.reward, known.fitness, estimates.reward_lines(known.reward, known.fitness)
+    if whole is None:
+        return Placebos("reward", split.before, split.real, split.placebos, split.flip, lines)
+    return Placebos(whole.name, whole.before, whole.real, whole.placebos, None, lines)
+
+
+def pairs(before: Sequence[Completion], after: Sequence[Completion]) -> list[Pair]:
+    """Return each prompt once, in order, with its completions."""
+    first, last = ({(c.example, c.seed, c.sample): c for c in side} for side in (before, after))
+    pairs: list[Pair] = []
+    for key in sorted(first.keys() | last.keys()):
+        asked = last.get(key) or first[key]
+        pairs.append(Pair(key, asked.prompt, asked.target, first.get(key), last.get(key)))
+    return pairs
+
+
+def settings(config: Config | None, method: Method) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings that the method reads, by dotted name, and their defaults with this engine."""
+    if config is None:
+        return {}, {}
+    unused = {"es_" if name == "es" else name for name in config.unused(grpo=method == "grpo")}
+    usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}}, needs_es=False)
+    own, default = (_flat(c.model_dump(mode="json", exclude=unused)) for c in (config, usual))
+    default["es.sigma"] = "none"
+    return own, default
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def total(config: Config | None, method: Method) -> int | None:
+    """Return the configured number of generations or steps."""
+    if config is None:
+        return None
+    if method == "grpo":
+        return config.grpo.max_steps
+    return config.es_.num_generations if config.es_ is not None else None
+
+
+def about(config: Config | None, manifest: Manifest) -> dict[str, str]:
+    """Return facts about the run."""
+    if config is None:
+        return {}
+    given = manifest.task.get("given_as")
+    found = {"task": f"{config.task.name}{f' ({given} given as a Python object)' if given else ''}"}
+    found |= {"model": config.model.name, "engine": config.engine.name, "seed": str(config.seed)}
+    return found | ({"space": config.space.name} if config.es_ is not None else {})
+
+
+def made(path: Path, manifest: Manifest) -> dict[str, str]:
+    """Return facts about how the run was made."""
+    hardware, commit = manifest.hardware, manifest.git or {}
+    gpus = hardware.get("gpus")
+    where = ", ".join(gpus) if isinstance(gpus, list) and gpus else f"{hardware.get('cores')} CPU cores"
+    found = {
+        "folder": str(path),
+        "started": manifest.started,
+        "command": redacted(" ".join(manifest.command)),
+        "machine": f"{where}, {hardware.get('system')}" if hardware else "",
+        "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
+        "commit": f"{commit.get('commit', '')}{', with changes' if commit.get('dirty') else ''}",
+    }
+    return {name: shorten(value, MOST_LETTERS) for name, value in found.items() if value}

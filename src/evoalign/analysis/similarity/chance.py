@@ -23,13 +23,12 @@ from evoalign.analysis.compare.groups import labels_of, settings_of
 from evoalign.analysis.similarity.measures import p_of
 from evoalign.analysis.targets import Target
 from evoalign.config import Config, load
+from evoalign.placebos.counterfactual import Follower, parse
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.method import method_of
 from evoalign.statistics import Estimate
 from evoalign.training import saving
-from evoalign.training.counterfactual import parse
-from evoalign.training.placebos import Follower
 from evoalign.training.replay import log_of, rebuilt
 
 Floats: TypeAlias = NDArray[np.float64]

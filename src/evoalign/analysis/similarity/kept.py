@@ -19,7 +19,7 @@ from evoalign.analysis.base import BASE
 from evoalign.analysis.mixer import EvalSettings, ModelMixer
 from evoalign.analysis.similarity.measures import cut
 from evoalign.analysis.weights import Weights
-from evoalign.checks.changes import Change, Product
+from evoalign.checks.distance import Change, Product
 from evoalign.statistics import Estimate
 
 KEPT = 0.9

@@ -42,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 
 from evoalign.analysis.weights import Weights
-from evoalign.checks.changes import Change, Difference, Product, blocks, one_thread
+from evoalign.checks.distance import Change, Difference, Product, blocks, one_thread
 from evoalign.errors import ModelError
 from evoalign.report import watching
 from evoalign.types import TensorSpec

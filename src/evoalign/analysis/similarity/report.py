@@ -17,7 +17,7 @@ from evoalign.analysis.similarity.chance import Across, Agreement
 from evoalign.analysis.similarity.kept import GainKept
 from evoalign.analysis.similarity.measures import Floats, Overlap
 from evoalign.analysis.weights import ALL, UNEMBEDDING
-from evoalign.report.style import GRID, HEADING, INK, canvas, save_both
+from evoalign.report.figures import GRID, HEADING, INK, canvas, save_both
 from evoalign.statistics import LEVEL
 
 NONE = "no common direction is shown"

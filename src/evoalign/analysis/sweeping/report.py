@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign.report.figures import BEST, MEAN, TEST
-from evoalign.report.style import HEADING, INK, canvas, plain, save
+from evoalign.report.figures import BEST, HEADING, INK, MEAN, TEST, canvas, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,11 +14,13 @@ from evoalign.analysis.compare.tables import DRIFT
 from evoalign.analysis.sweeping import report as figures
 from evoalign.analysis.sweeping.cells import Run, Settings, Tree, chosen_on, has_validation, read_json
 from evoalign.analysis.sweeping.children import Ended
-from evoalign.checks import placebo, placebo_file, verdict
-from evoalign.checks.placebo import drift_together
+from evoalign.checks import hacking
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
+from evoalign.placebos import estimates
+from evoalign.placebos import file as placebo_file
+from evoalign.placebos.estimates import drift_together
 from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
 from evoalign.rundir.checksums import EVALUATION
@@ -109,8 +111,8 @@ def outcome(run: Run, failed: Ended | None) -> Tree:
 def placebo_of(run: Run, tree: Tree) -> Tree | None:
     """Return the gains of a run and of its placebos in its training objective; None without readable placebos."""
     try:
-        own = placebo.of_file(tree["placebo"], str(run.path / EVALUATION)) if "placebo" in tree else None
-        known = placebo_file.with_most(own, placebo_file.read(run.path, run.config))
+        own = estimates.parse(tree["placebo"], str(run.path / EVALUATION)) if "placebo" in tree else None
+        known = estimates.largest(own, placebo_file.read(run.path, run.config))
     except DataError:
         return None
     if known is None:
@@ -122,12 +124,12 @@ def placebo_of(run: Run, tree: Tree) -> Tree | None:
 
 
 def hacked_share(path: Path) -> float | None:
-    """Return the hacked share of the final test completions by `verdict.shares`; None without completions."""
+    """Return the hacked share of the final test completions by `hacking.shares`; None without completions."""
     try:
         before, after = ([Scored.of(row) for row in parquet.read(RunDir(path).completions(n))] for n in ENDS)
     except (DataError, TypeError):
         return None
-    return verdict.shares(after, before, after)["hacked"]
+    return hacking.shares(after, before, after)["hacked"]
 
 
 def cost_of(run: Run) -> Tree:

@@ -25,26 +25,26 @@ from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
 from evoalign.analysis.sweeping.cells import Run, TrialConfig
 from evoalign.analysis.sweeping.results import collect, placebo_of, table
-from evoalign.checks.placebo import (
+from evoalign.config import from_dict, load
+from evoalign.cost.estimate import placebos_in_a_tenth
+from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
+from evoalign.exporting.card import placebo_lines
+from evoalign.placebos.counterfactual import Follower
+from evoalign.placebos.estimates import (
     Distances,
-    Known,
+    PlaceboResults,
     Placebos,
     Split,
     beyond_drift,
     distance_line,
-    flip_line,
-    of_file,
-    off_lines,
+    off_task_lines,
+    parse,
+    reward_lines,
     sentence,
     split,
 )
-from evoalign.checks.placebo_file import PLACEBO
-from evoalign.config import from_dict, load
-from evoalign.cost.estimate import placebos_in_a_tenth
-from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
-from evoalign.exporting.change import placebo_lines
+from evoalign.placebos.file import PLACEBO
 from evoalign.rundir import checksums
-from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
 
 BEFORE = [-10.0, -8.0, -12.0, -10.0, -9.0]
@@ -74,12 +74,12 @@ def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
     for _ in range(200):
         items_E = rng.normal(0, 0.1, 40)
         real, *placebos = (items_E + rng.normal(0, 1) + rng.normal(0, 0.1, 40) for _ in range(9))
-        said += "not shown to have done anything" not in off_lines(split(items_E, real, placebos))[1]
+        said += "no effect of the rewards" not in off_task_lines(split(items_E, real, placebos))[1]
     assert 0 < said < 20
     ramp = [items_E + 0.01 * k + rng.normal(0, 0.001, 40) for k in range(20)]
-    (_, line) = off_lines(found := split(items_E, items_E - 1 + rng.normal(0, 0.001, 40), ramp))
+    (_, line) = off_task_lines(found := split(items_E, items_E - 1 + rng.normal(0, 0.001, 40), ramp))
     assert found.beside is not None and found.beside.high is not None and found.beside.high < -0.8
-    assert line.startswith("the run less the mean placebo: -1.0") and found.as_dict()["beside"]["n"] == 20
+    assert line.startswith("the run minus the mean placebo: -1.0") and found.as_dict()["beside"]["n"] == 20
     assert line.endswith("; 20 of 20 are at the run or above it, 0 at it or below, two-sided p 0.095")
 
 
@@ -104,7 +104,7 @@ def test_placebos_that_tie_reach_the_run() -> None:
 def test_a_share_needs_a_gain_that_is_sure() -> None:
     found = split(BEFORE, [-20.0, 2.0, -13.0, -6.0, -8.0], PLACEBOS)
     assert found.share is None and found.as_dict()["share"] is None
-    assert "may be none, so no share of it is called drift" in sentence(found)
+    assert "is not significant, so no drift share" in sentence(found)
     one = split([-1.0], [0.0], [[-0.5], [-0.4], [-0.3]])
     assert one.share is None and one.gain.low is None
 
@@ -113,28 +113,26 @@ def test_words() -> None:
     found = split(BEFORE, REAL, PLACEBOS, [-11.0] * 5)
     assert sentence(found).startswith(
         "3 placebos (the same noise, shuffled coefficients) reached -4.4 on average (-6.4 to -2), from -9.8; the run "
-        "itself -2.4: about 73% of the gain is drift (95 % interval "
+        "reached -2.4: about 73% of the gain is drift (95 % interval "
     )
     assert beyond_drift(found).startswith(
         "not shown to be more than drift: 1 of 3 placebos reach the run, one-sided p 0.5"
     )
     assert beyond_drift(found).endswith("above the mean placebo")
-    assert flip_line(found) == ["all signs flipped: -11"]
+    assert reward_lines(found)[2:] == ["all signs flipped: -11"]
     one = split(BEFORE, REAL, PLACEBOS[:1])
-    assert one.sd is None and flip_line(one) == []
+    assert one.sd is None and len(reward_lines(one)) == 2
     assert sentence(one).startswith("1 placebo (the same noise, shuffled coefficients) reached -6.4, from -9.8")
-    assert sentence(one).endswith(
-        "the placebo gained 3.4 where the run gained 7.4; one placebo tells no share of drift"
-    )
+    assert sentence(one).endswith("the placebo gained 3.4, the run gained 7.4; one placebo gives no drift share")
     lost = split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3)
     assert "of the loss is drift" in sentence(lost)
     assert "about 0% of the gain" in sentence(split(BEFORE, REAL, [[b - 1e-6 for b in BEFORE]] * 3)), "and not -0%"
     assert distance_line(Distances(2.0, 1.6, (1.5, 1.7))) == (
-        "distance of the numbers that evolve from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
+        "distance of the evolved numbers from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
         "placebos 1.6 (1.5 to 1.7)"
     )
     assert distance_line(Distances(2.0, None, ())) == (
-        "distance of the numbers that evolve from the start: 2; the optimizer has no formula for drift"
+        "distance of the evolved numbers from the start: 2; there is no formula for drift with this optimizer"
     )
 
 
@@ -148,10 +146,10 @@ def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
     assert beyond_drift(worse).startswith("no gain: the run fell below the start, and the placebos further; 0 of ")
     same = split(before, before + rng.normal(0, 0.1, 50), broken)
     assert beyond_drift(same).startswith(
-        "the run's own gain may be none: what it has above the placebos is that they fell below the start; 0 of "
+        "the gain of the run is not significant: it is above the placebos because they fell below the start; 0 of "
     )
     near = split(before, before + np.tile([-3.0, 3.2], 25), [before for _ in range(count)])
-    assert near.signal.mean > 0 and beyond_drift(near).startswith("the run's own gain may be none; 0 of ")
+    assert near.signal.mean > 0 and beyond_drift(near).startswith("the gain of the run is not significant; 0 of ")
 
 
 def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
@@ -165,23 +163,23 @@ def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
 
     for real, placebo, moved, more in (
         (1, -2.27, "lost 2.2", "noise alone does harm, and all of the gain is signal"),
-        (1, 2, "gained", "noise alone brings more than the run did"),
-        (-1, -2, "lost", "noise alone does more harm than the run did"),
+        (1, 2, "gained", "noise alone gains more than the run"),
+        (-1, -2, "lost", "noise alone does more harm than the run"),
         (-1, 0.5, "gained", "noise alone brings a gain, and all of the loss is signal"),
     ):
         found = said(real, placebo)
         assert found.endswith(more) and f": the placebos {moved}" in found and "%" not in found, "not as a share"
     for count in (2, 5):  # so few may all be luck, and say nothing of noise at large
-        assert said(1, -2.27, count=count).endswith(": no part of the gain is seen to be drift")
-        assert said(1, 2, count=count).endswith(": noise alone may have made all of the gain")
-        assert said(-1, -2, count=count).endswith(": noise alone may have made all of the loss")
-        assert said(-1, 0.5, count=count).endswith(": no part of the loss is seen to be drift")
+        assert said(1, -2.27, count=count).endswith(": no part of the gain is shown to be drift")
+        assert said(1, 2, count=count).endswith(": noise alone may explain all of the gain")
+        assert said(-1, -2, count=count).endswith(": noise alone may explain all of the loss")
+        assert said(-1, 0.5, count=count).endswith(": no part of the loss is shown to be drift")
     for placebo in (-2.27, 0.5, 2):
-        assert said(1, placebo, count=1).endswith("; one placebo tells no share of drift")
+        assert said(1, placebo, count=1).endswith("; one placebo gives no drift share")
     before = rng.normal(0, 0.1, 50)
     unsure = split(before, before + 1 + before[::-1], [before + p for p in np.linspace(-1, 0.9, 19)])
     assert unsure.share is not None and unsure.share.high is not None and unsure.share.mean < 0 < unsure.share.high
-    assert sentence(unsure).endswith(": no part of the gain is seen to be drift")
+    assert sentence(unsure).endswith(": no part of the gain is shown to be drift")
     assert "% of the gain is drift (95 % interval " in said(1, 0.5)
 
 
@@ -190,14 +188,14 @@ def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
     before = np.random.default_rng(0).normal(0, 0.01, 50)
     found = split(before, before + 1 + before[::-1], [*[before - 2 + before[::-1]] * 29, before + 1.5])
     assert found.share is not None and found.share.high is not None and found.share.high < 0 and found.reached == 1
-    assert sentence(found).endswith(": no part of the gain is seen to be drift")
+    assert sentence(found).endswith(": no part of the gain is shown to be drift")
 
 
 def test_task_fitness_without_a_placebo_is_damage() -> None:
     reward = split(np.zeros(5), np.ones(5), [np.zeros(5)]).as_dict()
     whole = {"name": "fitness/f1", "before": 0.1, "real": 0.2, "placebos": []}
     with pytest.raises(DataError, match=r"damaged \(placebo.fitness.placebos\)"):
-        of_file({"reward": reward, "fitness": whole}, "results/evaluation.json")
+        parse({"reward": reward, "fitness": whole}, "results/evaluation.json")
 
 
 @pytest.mark.slow
@@ -272,7 +270,7 @@ def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: 
     for wrong, message in (
         ([*arguments, "--seeds", "0,1", "--to", str(tmp_path / "two")], "takes one mean"),
         (["replay", str(run), "--counterfactual", "flip", "--seeds", "1"], "flip has no seed"),
-        ([*arguments, "--seeds", ""], "one seed at least"),
+        ([*arguments, "--seeds", ""], "at least one seed"),
         (["replay", str(run), "--counterfactual", "flip", "-g", "9"], "has 2 whole generations"),
     ):
         failed = CliRunner().invoke(cli.app, wrong)
@@ -297,7 +295,7 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("population_size: 4", "population_size: 6"))
     with pytest.raises(ResumeError, match=r"made with other settings: es.population_size is 4 in the run and 6 now"):
         evoalign.placebo(copy, shuffles=1)
-    with pytest.raises(ConfigError, match="0 shuffles: at least one"):
+    with pytest.raises(ConfigError, match="0 shuffles"):
         evoalign.placebo(run, shuffles=0)
     with pytest.raises(JournalError, match="GRPO"):
         (tmp_path / "grpo").mkdir()
@@ -321,17 +319,17 @@ def shown(folder: Path) -> str:
     evoalign.export(folder, folder.parent / "card")
     text = (folder.parent / "card/README.md").read_text()
     shutil.rmtree(folder.parent / "card")
-    return text.partition("**Signal beside drift.**")[2].partition("\n")[0]
+    return text.partition("**Signal and drift.**")[2].partition("\n")[0]
 
 
 def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[Path, str], tmp_path: Path) -> None:
     folder = shutil.copytree(ended[0], tmp_path / "run")
     sums = (folder / "SHA256SUMS").read_text().splitlines()
     assert "Reward: 2 placebos" in shown(folder)
-    assert "not kept: --generation is of a part" in measure(folder, "--shuffles", "1", "-g", "1")
-    assert "is a journal by itself" in measure(folder / "journal.jsonl", "--shuffles", "1")
+    assert "not saved: --generation" in measure(folder, "--shuffles", "1", "-g", "1")
+    assert "is a journal, not a run directory" in measure(folder / "journal.jsonl", "--shuffles", "1")
     assert not (folder / PLACEBO).exists()
-    assert f"kept in {folder / PLACEBO}" in measure(folder, "--shuffles", "3")
+    assert f"saved in {folder / PLACEBO}" in measure(folder, "--shuffles", "3")
     kept = json.loads((folder / PLACEBO).read_text())
     assert kept["reward"]["placebos"][:2] == results(folder)["placebo"]["reward"]["placebos"]
     assert kept["format_version"] == 1 and kept["seeds"] == [0, 1, 2]
@@ -340,10 +338,10 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     assert "Reward: 3 placebos" in shown(folder)
     found = read(folder).placebo
     assert found is not None and found.reward.as_dict() == kept["reward"] and found.fitness is None
-    assert "has 3 placebos; delete it to keep these" in measure(folder, "--shuffles", "1")
+    assert "has 3 placebos; delete it to save these" in measure(folder, "--shuffles", "1")
     assert json.loads((folder / PLACEBO).read_text()) == kept
     (folder / "results/evaluation.json").unlink()
-    assert "not kept: results are of the end of a run" in measure(folder, "--shuffles", "3")
+    assert "not saved: " in measure(folder, "--shuffles", "3")
 
 
 def test_a_card_tells_nobody_to_measure_more() -> None:
@@ -356,9 +354,9 @@ def test_a_card_tells_nobody_to_measure_more() -> None:
     assert "; 4 placebos cannot show whether it is more than drift: 0 of 4" in said and "20" not in said
     many = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 20)
     for own, other in ((some, many), (many, some)):
-        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, Known(other))
+        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, PlaceboResults(other))
         assert "Reward: 20 placebos" in said
-    assert placebo_lines({}, Known(some)), "of a run that measured none itself"
+    assert placebo_lines({}, PlaceboResults(some)), "of a run that measured none itself"
 
 
 def forged(file: Path, **changes: Any) -> None:
@@ -372,8 +370,8 @@ DAMAGE = {
     "damaged (reward)": lambda f: forged(f, reward=3),
     "damaged (it holds no JSON object)": lambda f: f.write_text("[]"),
     "was altered": lambda f: f.write_text(f.read_text().replace('"seeds"', '"seed"')),
-    "is not of ": lambda f: forged(f, journal="0" * 64),
-    "was not evaluated with the settings of ": lambda f: forged(f, settings={"max_tokens": 9}),
+    "does not belong to ": lambda f: forged(f, journal="0" * 64),
+    "has other evaluation settings than ": lambda f: forged(f, settings={"max_tokens": 9}),
     "is not a file": lambda f: (f.unlink(), f.mkdir()),
 }
 
@@ -388,8 +386,8 @@ def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[P
             with pytest.raises(DataError) as raised:
                 reader(folder)
             assert str(raised.value).startswith(str(folder / PLACEBO)) and why in str(raised.value)
-            assert str(raised.value).endswith("delete it, and `evoalign placebo` measures it anew")
-    assert "kept in" in measure(folder / ".." / "0", "--shuffles", "3"), "and the command writes it anew"
+            assert str(raised.value).endswith("delete it and run `evoalign placebo` again")
+    assert "saved in" in measure(folder / ".." / "0", "--shuffles", "3"), "and the command writes it anew"
 
 
 @pytest.mark.slow
@@ -529,10 +527,10 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
     found = read(ended[0])
     some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
-    runs = [replace(found, placebo=Known(some)), replace(found, placebo=Known(none))]
+    runs = [replace(found, placebo=PlaceboResults(some)), replace(found, placebo=PlaceboResults(none))]
     assert _drift(runs, "reward") == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
     assert _drift([*runs, replace(found, placebo=None)], "reward") == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
-    alone = [replace(found, placebo=Known(split(REAL, BEFORE, PLACEBOS)))]
+    alone = [replace(found, placebo=PlaceboResults(split(REAL, BEFORE, PLACEBOS)))]
     assert _drift(alone, "reward") == _drift([], "reward") == "-"
 
 
@@ -587,7 +585,7 @@ def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
     share = (own["mean"] - own["before"]) / (own["real"] - own["before"])
     assert rows["share of the gain that is drift, all runs pooled"] == f"{share:.0%}"
     said = placebo_lines(results(folder))
-    assert said[1].startswith("**Signal beside drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
+    assert said[1].startswith("**Signal and drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"
     for wrong in ({"reward": {**own, "items": "many"}}, {"reward": {**own, "placebos": []}}, {}, 3, {"reward": None}):
         with pytest.raises(DataError, match=r"results/evaluation.json is damaged \(placebo"):

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with other coefficients: the updates of its journal with the same noise and other numbers.
+
+The first step of a counterfactual is exact: the same members were evaluated around that mean, with the same scores.
+Later steps are conditional on the recorded path: scores were measured around the run's own means. A placebo (`shuffle`)
+needs no scores: it is what the noise alone does, with steps of the same size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from evoalign import shaping
+from evoalign.checks.distance import moved, start_of
+from evoalign.config.es import BY_PROMPT
+from evoalign.cost.budget import Cost, Meter
+from evoalign.cost.estimate import placebos_in_a_tenth
+from evoalign.errors import ConfigError, ModelError, StoppedError, shown
+from evoalign.evaluation import Evaluation
+from evoalign.placebos.estimates import Distances, Placebos, Whole, expected_distance, split
+from evoalign.report import watching
+from evoalign.rewards.objective import aim_of
+from evoalign.rollouts import lengths_of
+from evoalign.rundir.journal import Log, Recorded
+from evoalign.setup import Parts, Served
+from evoalign.types import Member, Update
+
+Kind: TypeAlias = Literal["shuffle", "flip", "half", "member", "shaping"]
+FORMS = "shuffle, flip, half, member K or shaping NAME"
+CONDITIONAL = (
+    "the first step is exact (the same members were evaluated there); later ones are conditional on the recorded path: "
+    "scores were measured around the run's own means"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Counterfactual:
+    """Other coefficients for the generations of a run of shaping `own`.
+
+    - `shuffle`: permuted over the members, by a permutation of `seed` and the generation alone
+    - `flip`: with all signs turned
+    - `half`: as if only the first half of the noises had been drawn: their fitness is shaped again, with N halved
+    - `member`: zero except for member number `member` (from 0); N is unchanged, so that first steps add up
+    - `shaping`: the recorded fitness shaped by `shaping`
+
+    `centered` needs scores by prompt, which a journal does not have, so it is refused unless it is the run's own
+    shaping. Half of a centred run has the recorded coefficients minus their mean over the half.
+    """
+
+    kind: Kind
+    own: str
+    seed: int = 0
+    member: int = 0
+    shaping: str = ""
+
+    def __str__(self) -> str:
+        details = {"shuffle": f", seed {self.seed}", "member": f" {self.member}", "shaping": f" {self.shaping}"}
+        return self.kind + details.get(self.kind, "")
+
+    def update(self, recorded: Recorded) -> Update:
+        """Return a generation's update with these coefficients; only `half` has fewer members."""
+        update = recorded.update
+        members, c = update.members, list(update.coefficients)
+        if self.kind == "shuffle":
+            c = [c[i] for i in permutation(self.seed, update.generation, len(members))]
+        elif self.kind == "flip":
+            c = [-x for x in c]
+        elif self.kind == "member":
+            c = [x if i == self.member else 0.0 for i, x in enumerate(c)]
+        elif self.kind == "shaping" and self.shaping not in BY_PROMPT:
+            c = _shaped(recorded.fitness_M, self.shaping)
+        elif self.kind == "half":
+            kept = first_half(members)
+            members = tuple(members[i] for i in kept)
+            own_C = np.array([c[i] for i in kept])
+            by_prompt = self.own in BY_PROMPT
+            c = list(own_C - own_C.mean()) if by_prompt else _shaped([recorded.fitness_M[i] for i in kept], self.own)
+        return replace(update, members=members, coefficients=tuple(map(float, c)))
+
+
+def parse(text: str, log: Log, seed: int = 0) -> Counterfactual:
+    """Parse a counterfactual: `shuffle`, `flip`, `half`, `member K`, `shaping NAME`.
+
+    Raises ConfigError if it is unknown, or not possible for this journal.
+    """
+    name, _, rest = " ".join(text.split()).partition(" ")
+    own = str(log.header.config["es"]["shaping"])
+    kind = next((kind for kind in get_args(Kind) if kind == name), None)
+    if kind is None or bool(rest) != (kind in ("member", "shaping")):
+        raise ConfigError(f"there is no counterfactual {shown(text)}; use {FORMS}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"the seed of a counterfactual is a whole number from 0 to 2^63 - 1, not {seed}")
+    members = log.generations[0].update.members if log.generations else ()
+    if kind == "member":
+        if not (rest.isdecimal() and rest.isascii() and len(rest) < 10 and int(rest) < len(members)):
+            raise ConfigError(f"counterfactual member {shown(rest)}: use one of the members 0 to {len(members) - 1}")
+        return Counterfactual(kind, own, member=int(rest))
+    if kind == "shaping":
+        if rest not in shaping.SHAPINGS:
+            raise ConfigError(f"there is no shaping {shown(rest)}; use {', '.join(shaping.SHAPINGS)}")
+        if rest in BY_PROMPT and rest != own:
+            others = ", ".join(name for name in shaping.SHAPINGS if name not in BY_PROMPT)
+            raise ConfigError(
+                f"shaping {rest} needs scores by prompt, and a journal has each member's mean over prompts (the run's "
+                f"own shaping is {own}); use {others}"
+            )
+        return Counterfactual(kind, own, shaping=rest)
+    if kind == "half" and members and len(first_half(members)) < 2:
+        raise ConfigError(
+            f"half of a population of {len(members)} has fewer than two members, which cannot be ranked; use another "
+            "counterfactual"
+        )
+    return Counterfactual(kind, own, seed)
+
+
+def permutation(seed: int, generation: int, members: int) -> list[int]:
+    """Return a permutation of a generation's members, which depends on the seed and the generation alone."""
+    order = np.random.Generator(np.random.Philox(key=[seed, generation])).permutation(members)
+    return [int(i) for i in order]
+
+
+def first_half(members: Sequence[Member]) -> list[int]:
+    """Return the indices of the members of the first half of the noises, rounded down, in whole pairs."""
+    noises = list(dict.fromkeys(member.noise for member in members))
+    kept = set(noises[: len(noises) // 2])
+    return [i for i, member in enumerate(members) if member.noise in kept]
+
+
+def _shaped(fitness_M: Sequence[float], name: str) -> list[float]:
+    return [float(c) for c in shaping.shape(np.asarray(fitness_M, dtype=np.float64)[:, None], name)]
+
+
+class Follower:
+    """Moves an engine's mean from the start of a journal through its generations, with any coefficients.
+
+    It overwrites the engine's mean. Raises ModelError if the start is not known.
+    """
+
+    def __init__(self, served: Served, log: Log, generations: int) -> None:
+        self.served, self.log, self.generations = served, log, log.generations[:generations]
+        self.start = start_of(served)
+
+    def back(self) -> None:
+        """Restore the starting mean and the optimizer's state. Raises ModelError if it is another mean."""
+        self.served.engine.load(self.start)
+        found, wanted = self.served.engine.fingerprint(), self.log.header.weights_hash
+        if found != wanted:
+            raise ModelError(
+                f"the files of model {self.served.config.model.name} do not give the mean that the run started from "
+                f"(weights_hash {found[:12]}, and {wanted[:12]} in the journal)"
+            )
+
+    def follow(self, other: Counterfactual) -> str:
+        """Replay all generations with other coefficients; return the final weights_hash."""
+        return self.replay(lambda recorded: self.served.engine.apply(other.update(recorded)))
+
+    def replay(self, apply: Callable[[Recorded], object]) -> str:
+        """Apply all generations from the start; return the final weights_hash."""
+        self.back()
+        with watching.phase("replaying", len(self.generations)) as work:
+            for recorded in self.generations:
+                apply(recorded)
+                work.done += 1
+        return self.served.engine.fingerprint()
+
+    def distance(self) -> float:
+        """Return the distance of the mean from the start."""
+        return moved(self.served, self.start)
+
+    def expected_distance(self) -> float | None:
+        """Return the expected distance of shuffled coefficients."""
+        return expected_distance([r.update for r in self.generations], self.served.layout, self.served.config.es)
+
+
+def count_of(parts: Parts, log: Log) -> int:
+    """Return how many placebos to measure at the end of training; none for a run that never moved."""
+    wanted = parts.config.checks.placebo
+    if not any(any(recorded.update.coefficients) for recorded in log.generations):
+        return 0
+    if wanted is not None:
+        return wanted
+    lengths = (lengths_of(parts.task, parts.tokens, examples) for examples in (parts.data.train, parts.data.test))
+    return placebos_in_a_tenth(parts.config, parts.engine.specs(), parts.layout, *lengths)
+
+
+def after_training(
+    parts: Parts,
+    log: Log,
+    before: Evaluation,
+    after: Evaluation,
+    count: int,
+    interrupted: Callable[[], int | None],
+    evaluate: Callable[[], tuple[Evaluation, Cost]],
+    meter: Meter,
+    spend: Callable[[Cost], None],
+) -> Placebos:
+    """Measure placebos with the seeds 0, 1, ... of a run whose final mean is in the engine; overwrites that mean.
+
+    `evaluate` runs the test split; `spend` receives all costs. `interrupted` returns the signal that asked to stop;
+    raises StoppedError then, since fewer placebos than configured are not reported.
+    """
+    follower = Follower(parts, log, log.sealed)
+    real, distances, found = follower.distance(), list[float](), list[Evaluation]()
+    for seed in range(count):
+        if (signal := interrupted()) is not None:
+            raise StoppedError("stopped", signal)
+        start = time.perf_counter()
+        watching.stage("placebo", seed + 1, count)
+        follower.follow(parse("shuffle", log, seed))
+        distances.append(follower.distance())
+        spend(meter.followed([recorded.update for recorded in follower.generations], time.perf_counter() - start))
+        reached, cost = evaluate()
+        spend(cost)
+        found.append(reached)
+    distance = Distances(real, follower.expected_distance(), tuple(distances))
+    return of_evaluations(before, after, found, distance, len(follower.generations))
+
+
+def of_evaluations(
+    before: Evaluation,
+    real: Evaluation,
+    placebos: Sequence[Evaluation],
+    distances: Distances,
+    generation: int,
+    flip: Evaluation | None = None,
+    off_task: Sequence[Evaluation] = (),
+) -> Placebos:
+    """Combine evaluations; `off_task` is empty, or in the order before, real, placebos, flip."""
+    known = [name for name in real.measures if all(name in p.measures for p in placebos)]
+    each = {name: tuple(p.measures[name] for p in placebos) for name in known}
+    rewards, trained = [e.measures_E["reward"] for e in off_task], aim_of(real.measures)
+    whole = [e.measures[trained] for e in (before, real, *placebos)]
+    return Placebos(
+        generation=generation,
+        seeds=tuple(range(len(placebos))),
+        reward=split(
+            before.measures_E["reward"],
+            real.measures_E["reward"],
+            [p.measures_E["reward"] for p in placebos],
+            None if flip is None else flip.measures_E["reward"],
+        ),
+        distance=distances,
+        measures={name: float(np.mean(values)) for name, values in each.items()},
+        off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,
+        fitness=None if trained == "reward" else Whole(whole[0], whole[1], tuple(whole[2:]), trained),
+        each=each,
+    )

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signal and drift: what of a run's gain the reward brought, and what any coefficients would have brought.
+
+ES moves along random directions, so some change comes with any coefficients. A placebo is the run's own journal with
+each generation's coefficients shuffled over its members: the same noise, steps of the same size, and no information
+from the reward. The mean change of the placebos is drift; the change of the run minus drift is signal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+from evoalign import statistics
+from evoalign.config import EsConfig
+from evoalign.errors import DataError
+from evoalign.statistics import LEVEL, Estimate
+from evoalign.types import Layout, Update
+
+ENOUGH = 20
+"""Placebos of the standard set: with fewer than 19, the smallest possible p is above 0.05."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """A measure `before` training, after it (`real`) and in `placebos`."""
+
+    before: float
+    real: float
+    placebos: Annotated[tuple[float, ...], Field(min_length=1)]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the placebos."""
+        return float(np.mean(self.placebos))
+
+    @property
+    def reached(self) -> int:
+        """Number of placebos that reach the run or exceed it."""
+        return sum(value >= self.real for value in self.placebos)
+
+    @property
+    def p(self) -> float:
+        """One-sided p of the permutation test: (1 + placebos that reach the run) / (1 + placebos)."""
+        return (1 + self.reached) / (1 + len(self.placebos))
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Ends):
+    """Mean reward of one test set, split into drift and signal; `flip` is with all signs flipped (None: not done).
+
+    `gain` is real - before, with an interval over items. `drift` is the placebos' mean gain and `signal` real - mean
+    placebo, with intervals over items and placebos. `share` is drift / gain with Fieller's interval, None if the
+    interval of the gain includes 0. Intervals are those of `evoalign.statistics`, for other shuffles and other items.
+    """
+
+    flip: float | None
+    items: int
+    gain: Estimate
+    drift: Estimate
+    signal: Estimate
+    share: Estimate | None
+    beside: Estimate | None = None
+    """The signal with a wider interval, which includes 0 for one more placebo; None in files of earlier releases."""
+
+    @property
+    def sd(self) -> float | None:
+        """Standard deviation between placebos; None of one."""
+        return float(np.std(self.placebos, ddof=1)) if len(self.placebos) > 1 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object for results/evaluation.json."""
+        return {
+            "before": self.before,
+            "real": self.real,
+            "placebos": list(self.placebos),
+            "flip": self.flip,
+            "items": self.items,
+            "mean": self.mean,
+            "sd": self.sd,
+            "low": min(self.placebos),
+            "high": max(self.placebos),
+            "reached": self.reached,
+            "p": self.p,
+            **{
+                name: None if (estimate := getattr(self, name)) is None else asdict(estimate)
+                for name in ("gain", "drift", "signal", "share", "beside")
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """L2 norm of the change of all evolved numbers; None: not known.
+
+    `expected` is that of shuffled coefficients by `expected_distance`.
+    """
+
+    real: float
+    expected: float | None
+    placebos: tuple[float, ...]
+    flip: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Ends):
+    """`task.fitness` of the run and its placebos on the test split. It has no values per item, so only `p`."""
+
+    name: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object for results/evaluation.json."""
+        return {**asdict(self), "placebos": list(self.placebos), "reached": self.reached, "p": self.p}
+
+    def line(self) -> str:
+        """Return the comparison in a sentence."""
+        return (
+            f"{self.name}, the trained measure: {_count(self)} reached {_average(self)}, from {self.before:.4g}; the "
+            f"run reached {self.real:.4g}; {self.reached} of {len(self.placebos)} reach the run, one-sided p "
+            f"{self.p:.2g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceboResults:
+    """Placebos as files of a finished run have them; `measures` are means over the placebos, if recorded."""
+
+    reward: Split
+    fitness: Whole | None = None
+    measures: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def aim(self) -> Ends:
+        """The trained measure."""
+        return self.reward if self.fitness is None else self.fitness
+
+
+_RESULTS = TypeAdapter(PlaceboResults)
+
+
+@dataclass(frozen=True, slots=True)
+class Placebos:
+    """A run compared with its placebos: the reward of the test split, `off_task` that of another task's test split.
+
+    `seeds` are those of the shuffles. `measures` are means over the placebos, and `each` the values of all of them.
+    """
+
+    generation: int
+    seeds: tuple[int, ...]
+    reward: Split
+    distance: Distances
+    measures: Mapping[str, float]
+    off_task: Split | None = None
+    fitness: Whole | None = None
+    each: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+
+    @property
+    def reached(self) -> int:
+        """Number of placebos that reach the run in the trained measure."""
+        return self.reward.reached if self.fitness is None else self.fitness.reached
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object for results/evaluation.json."""
+        found: dict[str, Any] = {
+            "generation": self.generation,
+            "seeds": list(self.seeds),
+            "reward": self.reward.as_dict(),
+            "distance": {**asdict(self.distance), "placebos": list(self.distance.placebos)},
+            "measures": dict(self.measures),
+            "each": {name: list(v) for name, v in self.each.items()},
+        }
+        for name in ("off_task", "fitness"):
+            if (part := getattr(self, name)) is not None:
+                found[name] = part.as_dict()
+        return found
+
+    def lines(self) -> list[str]:
+        """Return all of it in sentences."""
+        lines = [*reward_lines(self.reward, self.fitness), distance_line(self.distance)]
+        if self.off_task is not None:
+            lines += [f"off-task: {line}" for line in off_task_lines(self.off_task)]
+        return lines
+
+
+def split(
+    before_E: Sequence[float],
+    real_E: Sequence[float],
+    placebo_KE: Sequence[Sequence[float]],
+    flip_E: Sequence[float] | None = None,
+) -> Split:
+    """Split the gain from rewards by item: E items, K placebos."""
+    before, real, placebos = (np.asarray(v, dtype=np.float64) for v in (before_E, real_E, placebo_KE))
+    gain = statistics.paired(before, real)
+    return Split(
+        before=float(before.mean()),
+        real=float(real.mean()),
+        placebos=tuple(map(float, placebos.mean(axis=1))),
+        flip=None if flip_E is None else float(np.mean(flip_E)),
+        items=len(before),
+        gain=gain,
+        drift=statistics.crossed(placebos - before),
+        signal=statistics.crossed(real - placebos),
+        share=statistics.ratio(placebos - before, real - before) if statistics.is_sure(gain) else None,
+        beside=statistics.beside(real, placebos),
+    )
+
+
+def parse(tree: object, where: str) -> PlaceboResults:
+    """Read what `Placebos.as_dict` wrote. Raises DataError."""
+    try:
+        return _RESULTS.validate_python(tree)
+    except ValidationError as error:
+        field = ".".join(["placebo", *map(str, error.errors()[0]["loc"])])
+        raise DataError(f"{where} is damaged ({field}); put it back from a copy") from None
+
+
+def largest(*found: PlaceboResults | None) -> PlaceboResults | None:
+    """Return the results with the most placebos, the first of equals; None if there are none."""
+    known = (one for one in found if one is not None)
+    return max(known, key=lambda one: len(one.reward.placebos), default=None)
+
+
+def drift_together(drift_and_gain: Sequence[tuple[float, float]]) -> float | None:
+    """Return the share of drift of several runs: the sum of drifts over the sum of gains; None if that is not positive.
+
+    Averaging the shares of runs with a significant gain would select by the gain.
+    """
+    gain = sum(gain for _, gain in drift_and_gain)
+    return sum(drift for drift, _ in drift_and_gain) / gain if gain > 0 else None
+
+
+def expected_distance(updates: Sequence[Update], layout: Layout, es: EsConfig) -> float | None:
+    """Return the root mean square L2 distance from the start, over all permutations of each generation's coefficients.
+
+    It is that of all evolved numbers, as `checks.distance.moved` measures it; None with Adam, which divides by the size
+    of gradients. One update moves tensor t by step * scale_t * (1/N) * sum_n w_n eps_nt, where w_n is the sum of sign *
+    coefficient over the members of noise n (one, or an antithetic pair). Normals of another noise, tensor, element or
+    generation are independent, so the squares add up:
+
+        E |move|^2 = sum_g (step_g m_g / N_g)^2 * E[sum_n w_n^2] * sum_t numbers_t scale_t^2
+
+    For members with their own noise, sum_n w_n^2 = N rms(c)^2. For pairs with permuted coefficients it is N rms(c)^2 *
+    N / (N - 1) if the coefficients have mean 0. m_g is 1 for plain SGD: with momentum a gradient keeps moving the mean,
+    and decay undoes a share. With one step size and z-scores (rms 1) this is alpha sqrt(d T / N): d numbers, T
+    generations, N members.
+    """
+    if es.optimizer.name == "adam":
+        return None
+    moving = [update for update in updates if any(update.coefficients)]  # others move nothing, and no velocity
+    momentum = es.optimizer.momentum if es.optimizer.name == "momentum" else 0.0
+    reach, kept, squares = 0.0, 1.0, list[float]()
+    for update in reversed(moving):
+        # What one unit of this gradient moves the mean by in the end: its own step, and those of its velocity.
+        reach = update.step * kept + momentum * reach
+        kept *= 1 - update.decay
+        squares.append((reach / len(update.members)) ** 2 * _squared_weights(update))
+    numbers = math.fsum(math.prod(t.shape) * t.scale**2 for t in layout.tensors)
+    return math.sqrt(math.fsum(squares) * numbers)
+
+
+def _squared_weights(update: Update) -> float:
+    """Return E[sum over noises of (sum of sign * coefficient)^2] over all permutations of the coefficients.
+
+    Two coefficients of different members have the mean product (N mean(c)^2 - rms(c)^2) / (N - 1).
+    """
+    c, n = update.coefficients, len(update.coefficients)
+    square = math.fsum(x * x for x in c) / n
+    other = (math.fsum(c) ** 2 / n - square) / (n - 1) if n > 1 else 0.0
+    members: dict[int, list[int]] = {}
+    for member in update.members:
+        members.setdefault(member.noise, []).append(member.sign)
+    return math.fsum(len(s) * square + (sum(s) ** 2 - len(s)) * other for s in members.values())
+
+
+def reward_lines(reward: Split, fitness: Whole | None = None) -> list[str]:
+    """Return the sentences about the trained measure and the reward."""
+    lines = [sentence(reward), beyond_drift(reward)]
+    lines += [] if reward.flip is None else [f"all signs flipped: {reward.flip:.4g}"]
+    return lines if fitness is None else [fitness.line(), f"the reward: {lines[0]}", *lines[1:]]
+
+
+def sentence(split: Split) -> str:
+    """Say what the placebos reached, and how much of the gain that is."""
+    return (
+        f"{_count(split)} (the same noise, shuffled coefficients) reached {_average(split)}, from {split.before:.4g}; "
+        f"the run reached {split.real:.4g}: {_share(split)}"
+    )
+
+
+def beyond_drift(split: Split, *, advise: bool = True) -> str:
+    """Say whether the run is more than drift, and by what test; with `advise`, also how many placebos are enough.
+
+    The interval is around the mean placebo and is no test: one more placebo is as far from it as any.
+    """
+    reach = f"{split.reached} of {_count(split)} reach the run, one-sided p {split.p:.2g}"
+    by = f"{_interval(split.signal)} above the mean placebo"
+    if split.reached or split.signal.mean <= 0:
+        return f"not shown to be more than drift: {reach}; {by}"
+    found, gain = f"{reach}, the smallest possible with this many; {by}", split.gain
+    if gain.mean <= 0 and statistics.is_sure(gain):
+        return f"no gain: the run fell below the start, and the placebos further; {found}"
+    if gain.mean <= 0 or (gain.low is not None and gain.low <= 0):
+        fell = ": it is above the placebos because they fell below the start" if split.mean < split.before else ""
+        return f"the gain of the run is not significant{fell}; {found}"
+    if split.p > LEVEL:
+        few = f"{_count(split)} cannot show whether it is more than drift"
+        return f"{few}{f', {ENOUGH} can' if advise else ''}: {found}"
+    return f"more than drift: {found}"
+
+
+def distance_line(found: Distances) -> str:
+    """Say how far the mean moved, compared with shuffled coefficients."""
+    line = f"distance of the evolved numbers from the start: {found.real:.4g}; "
+    if found.expected is None:
+        line += "there is no formula for drift with this optimizer"
+    else:
+        ratio = f"{found.real / found.expected:.3g}" if found.expected else "-"
+        line += f"{found.expected:.4g} expected of shuffled coefficients (x {ratio})"
+    if not found.placebos:
+        return line
+    mean = float(np.mean(found.placebos))
+    return f"{line}; placebos {mean:.4g} ({min(found.placebos):.4g} to {max(found.placebos):.4g})"
+
+
+def off_task_lines(split: Split) -> list[str]:
+    """Say what happened to a task that was not trained, and whether the rewards did it, in either direction."""
+    head = f"reward {split.before:.4g} to {split.real:.4g} ({_interval(split.gain)})"
+    lines = [f"{head}, placebos {split.mean:.4g} on average: {_share(split)}"]
+    if split.beside is None:
+        return lines
+    below = sum(value <= split.real for value in split.placebos)
+    p = min(1.0, 2 * (1 + min(below, split.reached)) / (1 + len(split.placebos)))
+    line = (
+        f"the run minus the mean placebo: {_interval(split.beside)}, for the run and further placebos; {split.reached} "
+        f"of {len(split.placebos)} are at the run or above it, {below} at it or below, two-sided p {p:.2g}"
+    )
+    return [*lines, line + ("" if statistics.is_sure(split.beside) else "; no effect of the rewards is shown")]
+
+
+def _share(split: Split) -> str:
+    """Return the share of drift if the change is significant; else what the placebos and the run gained or lost."""
+    found, count = split.share, len(split.placebos)
+    gained, what = split.gain.mean > 0, "gain" if split.gain.mean > 0 else "loss"
+    if found is None:
+        return f"its change, {_interval(split.gain)}, is not significant, so no drift share is reported"
+    drift = f"{_changed(split.mean - split.before)}{' on average' if count > 1 else ''}"
+    both = f"the placebo{'s' if count > 1 else ''} {drift}, the run {_changed(split.gain.mean)}"
+    if count == 1:
+        return f"{both}; one placebo gives no drift share"
+    if 0 <= found.mean <= 1 or round(found.mean, 2) == 0:
+        bounds = f"({found.why})"
+        if found.low is not None and found.high is not None:
+            bounds = f"(95 % interval {found.low:.0%} to {found.high:.0%})"
+        return f"about {round(found.mean, 2) + 0.0:.0%} of the {what} is drift {bounds}"
+    more, significant = found.mean > 1, False
+    if found.low is not None and found.high is not None and 1 / (1 + count) <= LEVEL:
+        # Where noise moves the other way than the run, no placebo may have come as far as the run either.
+        as_far = any(value >= split.real if gained else value <= split.real for value in split.placebos)
+        significant = found.low > 1 or (found.high < 0 and not as_far)
+    if not significant:
+        return f"{both}: " + (
+            f"noise alone may explain all of the {what}" if more else f"no part of the {what} is shown to be drift"
+        )
+    if more:
+        return f"{both}: noise alone {'gains more' if gained else 'does more harm'} than the run"
+    return f"{both}: noise alone {'does harm' if gained else 'brings a gain'}, and all of the {what} is signal"
+
+
+def _changed(change: float) -> str:
+    return f"{'gained' if change > 0 else 'lost'} {abs(change):.3g}" if change else "did not change"
+
+
+def _interval(found: Estimate) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.mean:+.4g} ({found.why})"
+    return f"{found.mean:+.4g} (95 % interval {found.low:+.4g} to {found.high:+.4g})"
+
+
+def _count(found: Ends) -> str:
+    return f"{len(found.placebos)} placebo{'' if len(found.placebos) == 1 else 's'}"
+
+
+def _average(found: Ends) -> str:
+    if len(found.placebos) == 1:
+        return f"{found.mean:.4g}"
+    return f"{found.mean:.4g} on average ({min(found.placebos):.4g} to {max(found.placebos):.4g})"
