@@ -127,12 +127,12 @@ def test_a_config_evaluates_a_run_with_its_settings(real: Path) -> None:
     (found,) = Hacking().run([str(real)], Settings(examples=4), config).numbers["targets"]
     assert (found["stored"], found["examples"]) == (False, 4)
     with ModelMixer([str(real)], config, EvalSettings(examples=4)) as mixer:
-        shares = shares(
+        found_here = shares(
             mixer.evaluate({str(real): 1.0}).completions,
             mixer.evaluate({BASE: 1.0}).completions,
             mixer.evaluate({str(real): 1.0}).completions,
         )
-    assert found["rates"]["truncated"]["after"]["mean"] == shares["truncated"]
+    assert found["rates"]["truncated"]["after"]["mean"] == found_here["truncated"]
     (kept,) = Hacking().run([str(real)], Settings(), None).numbers["targets"]
     assert (kept["stored"], kept["examples"]) == (True, 8)
 
