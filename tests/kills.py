@@ -38,7 +38,7 @@ PHASES = {  # by module and function; the innermost frame that is here says what
     "rundir.directory.lock": "directory", "rundir.directory.create": "directory", "sweeping.cells.add": "directory",
     "rundir.journal.__init__": "directory", "rundir.directory.release": "lock", "rundir.journal.append": "update",
     "rundir.journal.seal": "seal", "rundir.checkpoint.save": "checkpoint", "baselines.policy.save": "checkpoint",
-    "baselines.policy.mark_state": "checkpoint", "training.saving.retain": "checkpoint",
+    "baselines.trainer_state.mark": "checkpoint", "training.saving.retain": "checkpoint",
     "training.recorder._draw": "report", "training.recorder._write_budget": "report",
     "training.result.write_completions": "report", "training.result._write_evaluation": "report",
     "rundir.directory.resume": "resuming", "rundir.directory.replace_metrics": "resuming",

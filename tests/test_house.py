@@ -40,7 +40,7 @@ OWN_NAMES = (
 )  # fmt: skip
 """Where the name of a shipped part may stand in the code: where it is defined, and where a config's defaults are."""
 OTHERS = {
-    "baselines/assembling.py": "grpo.tune", "baselines/planning.py": "grpo.tune, and the space of its adapter",
+    "baselines/train.py": "grpo.tune", "baselines/planning.py": "grpo.tune, and the space of its adapter",
     "cli/__init__.py": "a command", "exporting/card.py": "grpo.tune, a library's name and a tag of the hub",
     "preflight/doctor.py": "a library's name", "rundir/identity.py": "sections, grpo.tune, libraries' names",
     "analysis/sweeping/search.py": "the default of task.name",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other methods on the same tasks, in the same run directories. TRL is imported in `trainer` alone."""
+"""GRPO on the same tasks and in the same run directories as ES. Only `trainer` imports TRL."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of GRPO will do and need, told before it starts. Imports no TRL, loads no weights."""
+"""Estimate the steps, completions and memory of a GRPO run for `--dry-run`. Imports no TRL and loads no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from evoalign import tracking
 from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, refuse_differences
-from evoalign.baselines.steps import save_every
 from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
 from evoalign.cost.estimate import gib, second_copy_lines
@@ -31,18 +30,21 @@ from evoalign.types import TensorSpec
 from evoalign.version import install
 
 SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
-"""Numbers that an optimizer keeps of each that is trained; others are not counted."""
+"""Values that an optimizer keeps per trained parameter; other optimizers are not counted."""
 FEW = 4
-"""A group of fewer completions says little of which one is better than the others."""
+"""Smallest group size without a warning."""
 USUAL = (1e-6, 1e-5)
-"""Learning rates that full models usually take (TRL's default is 1e-6); information only, beyond ten times that."""
+"""Usual learning rates of full models (TRL's default is 1e-6); a note is printed for ten times less or more."""
 LARGE = 100e6
-"""Parameters of a model for which that holds."""
+"""Parameters of a model from which the usual learning rates apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes a process holds through training; activations come on top. `moments` None: of an optimizer not counted."""
+    """Bytes that a process holds throughout training, without activations.
+
+    `moments` is None for an optimizer that is not counted.
+    """
 
     weights: int
     adapter: int
@@ -52,19 +54,20 @@ class Memory:
 
     @property
     def kept(self) -> int:
-        """All of it that is known."""
+        """Sum of all known parts."""
         return self.weights + self.adapter + self.gradients + (self.moments or 0) + self.reference
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
-    """What a config would do: steps, completions, tokens, memory. Loads no weights, writes nothing.
+    """Return lines on what a run would do: steps, completions, tokens, memory. Loads no weights, writes no files.
 
-    Raises a subclass of EvoalignError for what cannot be; what a run would refuse as things stand is a line.
+    Raises a subclass of EvoalignError for an invalid config. Other reasons to refuse a run, such as an existing
+    output_dir, are lines.
     """
     config = as_config(config)
     settings.check_stopping(config)
     run = RunDir(Path(config.output_dir))
-    standing = _standing(config, run, overwrite=overwrite, resume=resume)
+    starting = _start_lines(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
     refusals = _refusals(config, len(data.train), task)
@@ -74,18 +77,18 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*standing, *refusals, *lines, "memory: not estimated", f"would be refused: {error}"]
+        return [*starting, *refusals, *lines, "memory: not estimated", f"would be refused: {error}"]
     head = heading.subject(config, task, data, specs)
-    return [*standing, *refusals, head, *lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
+    return [*starting, *refusals, head, *lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
 
 
 def parameters(specs: Sequence[TensorSpec]) -> int:
-    """Of the whole model."""
+    """Return the number of parameters of the whole model."""
     return sum(math.prod(s.shape) for s in specs)
 
 
 def trained(config: Config, specs: Sequence[TensorSpec]) -> int:
-    """Numbers that are trained: all, or an adapter's factors. Raises ConfigError for targets that are not there."""
+    """Return the number of trained parameters. Raises ConfigError for adapter targets that the model does not have."""
     if config.grpo.tune == "full":
         return parameters(specs)
     lora = config.lora.model_copy(update={"evolve": "ab"})
@@ -94,7 +97,7 @@ def trained(config: Config, specs: Sequence[TensorSpec]) -> int:
 
 
 def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
-    """What a process holds; an adapter is float32, and needs no copy of the base as its reference."""
+    """Estimate the memory of a process. An adapter is float32, and needs no copy of the base model as reference."""
     size = getattr(torch, config.model.trained_dtype).itemsize
     is_adapter = config.grpo.tune == "lora"
     each = 4 if is_adapter else size
@@ -110,42 +113,43 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
 
 
 def checkpoint_bytes(config: Config, specs: Sequence[TensorSpec]) -> tuple[int, int]:
-    """Of a saved policy, and of the trainer's state; 0 where none is saved on the way."""
+    """Return the bytes of a saved policy and of a trainer state; 0 if none is saved during training."""
     need = memory(config, specs)
     policy = need.adapter or need.weights
-    return policy, policy + (need.moments or 0) if save_every(config.checkpoint.every) else 0
+    return policy, policy + (need.moments or 0) if settings.save_every(config.checkpoint.every) else 0
 
 
 def default_lines(config: Config) -> list[str]:
-    """A note where the config has no section `grpo`: steps that suit large models change a small one not at all."""
+    """Return a note if the config has no section `grpo`: TRL's defaults hardly change a small model."""
     if "grpo" in config.model_fields_set:
         return []
     grpo = config.grpo
     return [
-        f"note: the config has no section grpo, so TRL's defaults hold: learning rate {grpo.learning_rate:g}, "
-        f"{grpo.max_steps} steps, groups of {grpo.num_generations}; they suit large models, and move small ones hardly"
+        f"note: the config has no section grpo, so TRL's defaults apply: learning rate {grpo.learning_rate:g}, "
+        f"{grpo.max_steps} steps, groups of {grpo.num_generations}; they suit large models and hardly change small ones"
     ]
 
 
 def step_lines(config: Config) -> list[str]:
-    """How the policy moves; a warning where groups are small."""
+    """Return a line on optimizer, loss and completions, and a warning if groups are small."""
     grpo = config.grpo
     tuned = f"LoRA of rank {config.lora.rank}" if grpo.tune == "lora" else "all weights"
     trl = grpo.by_name
     lines = [
         f"{grpo.max_steps} steps of {trl['optim']} on {tuned}, learning rate {grpo.learning_rate:g} "
-        f"({trl['lr_scheduler_type']}), loss {trl['loss_type']}, beta {grpo.beta:g}, completions by {_source(config)}"
+        f"({trl['lr_scheduler_type']}), loss {trl['loss_type']}, beta {grpo.beta:g}, "
+        f"completions by {_generator(config)}"
     ]
     if grpo.num_generations < FEW:
         lines.append(
-            f"warning: grpo.num_generations {grpo.num_generations}: a group of so few says little of which completion "
-            "is better, and where its rewards are equal nothing is learnt; usual are 8 to 64"
+            f"warning: grpo.num_generations {grpo.num_generations} is small: advantages are noisy, and a group with "
+            "equal rewards has no gradient; usual are 8 to 64"
         )
     return lines
 
 
-def _source(config: Config) -> str:
-    """Who answers the training prompts."""
+def _generator(config: Config) -> str:
+    """Return the text on what generates the training completions."""
     if config.grpo.rollouts != "es" or config.es_ is None:
         return config.grpo.rollouts
     es, group = config.es, config.grpo.num_generations
@@ -154,12 +158,12 @@ def _source(config: Config) -> str:
     pairs = "antithetic pairs" if es.antithetic else "no antithetic pairs"
     return (
         f"es: {group} greedy members ({pairs}) of space {config.space.name}, {width} {es.width:g} "
-        f"({es.sigma_schedule.name}), {prompts} prompts each"
+        f"({es.sigma_schedule.name}), {prompts} prompts per step"
     )
 
 
 def rate_lines(config: Config, count: int) -> list[str]:
-    """A note where a large model, all of it trained, gets a learning rate far from the usual ones."""
+    """Return a note if all weights of a large model train with an unusual learning rate."""
     rate, (low, high) = config.grpo.learning_rate, USUAL
     if config.grpo.tune == "lora" or count < LARGE or low / 10 <= rate <= high * 10:
         return []
@@ -167,25 +171,25 @@ def rate_lines(config: Config, count: int) -> list[str]:
 
 
 def work_lines(config: Config) -> list[str]:
-    """Completions and tokens of one process, in words."""
+    """Return lines on the completions and tokens of one process."""
     grpo = config.grpo
     size, lasts = settings.round_size(grpo), settings.cycle(grpo)
     size *= settings.rounds(grpo)
     times = -(-grpo.max_steps // lasts)
     tokens = size * settings.longest(config)
-    each = "a step" if lasts == 1 else f"each {lasts} steps"
+    each = "per step" if lasts == 1 else f"per {lasts} steps"
     return [
         f"completions {size:,} {each} ({size // grpo.num_generations} prompts x {grpo.num_generations}), "
-        f"{size * times:,} in all; as many again for each further process",
-        f"tokens at most {tokens:,} {each}, {tokens * times:,} in all",
+        f"{size * times:,} in total; each further process adds as many",
+        f"tokens at most {tokens:,} {each}, {tokens * times:,} in total",
     ]
 
 
 def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
-    """Bytes in words."""
+    """Return lines on parameters and memory."""
     count = trained(config, specs)
     return [
-        f"model {parameters(specs) / 1e6:,.1f} M parameters, {count / 1e6:,.3f} M are trained",
+        f"model {parameters(specs) / 1e6:,.1f} M parameters, {count / 1e6:,.3f} M trained",
         f"memory {memory_words(config, memory(config, specs))}",
         *(
             []
@@ -196,7 +200,7 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
 
 
 def memory_words(config: Config, need: Memory) -> str:
-    """Bytes by what they hold."""
+    """Return the text on the memory of a process, by part."""
     dtype, optim = config.model.trained_dtype, config.grpo.by_name["optim"]
     parts = [f"{dtype} weights {gib(need.weights)}"]
     parts += [f"adapter {gib(need.adapter)}"] if need.adapter else []
@@ -205,27 +209,29 @@ def memory_words(config: Config, need: Memory) -> str:
         parts += [f"state of {optim} not counted"]
     elif need.moments:
         parts += [f"AdamW's two moments {gib(need.moments)}"]
-    parts += [f"copies of the base model {gib(need.reference)} ({_copies(config)})"] if need.reference else []
-    return f"{gib(need.kept)} a process: {', '.join(parts)}; activations and completions come on top"
+    causes = [
+        *(["grpo.beta"] if config.grpo.beta > 0 and config.grpo.tune == "full" else []),
+        *(["checks.kl_every"] if config.checks.kl_every else []),
+    ]
+    parts += [f"copies of the base model {gib(need.reference)} ({' and '.join(causes)})"] if need.reference else []
+    return f"{gib(need.kept)} per process: {', '.join(parts)}; without activations and completions"
 
 
-def _copies(config: Config) -> str:
-    causes = ["grpo.beta"] if config.grpo.beta > 0 and config.grpo.tune == "full" else []
-    return " and ".join([*causes, *(["checks.kl_every"] if config.checks.kl_every else [])])
-
-
-def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> list[str]:
-    """From where it would go on, or why it would not begin. Raises ResumeError."""
+def _start_lines(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> list[str]:
+    """Return a line on the step to resume from, or on why the run would not start. Raises ResumeError."""
     if resume:
         refuse_other(run.path, "grpo")
         if finished(run, config) is not None:
-            return [f"{run.path} is done: all {config.grpo.max_steps} steps, nothing is left to do"]
+            return [f"{run.path} is done: it has all {config.grpo.max_steps} steps"]
         state = last_state(run)
         if state is not None:
             refuse_differences(run, config)
             return [f"resumes after step {state[1]} of {config.grpo.max_steps}"]
         if died_early(run, config):
-            return [f"{run.path} ended before a state was saved: it begins again, and what is there is moved aside"]
+            return [
+                f"{run.path} ended before its first trainer state was saved: it begins again, and the old folder is "
+                "moved aside"
+            ]
     try:
         run.refuse(overwrite=overwrite)
     except RunExistsError as error:
@@ -234,7 +240,7 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
 
 
 def _refusals(config: Config, examples: int, task: Task) -> list[str]:
-    """What a run would refuse before it loads a weight."""
+    """Return a line for each reason to refuse the run that is known without loading weights."""
     found: list[str] = []
     if not tracking.is_installed("trl"):
         found.append(f"would be refused: GRPO needs the extra grpo: {install('grpo')}")

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that GRPO trains: how it answers, what it costs, how it is saved."""
+"""The model that GRPO trains: its completions, their cost, and its checkpoints.
+
+Completions come from TRL or from evoalign's own engine. The engine samples from the policy, or decodes greedily from ES
+members around it. With members' completions GRPO explores as ES does and updates by backpropagation.
+
+A member's completions are not drawn from the policy. Greedy decoding is a point mass, so no probability ratio exists;
+the member's distribution before the argmax is used instead. `old` in PPO's clipped ratio (Schulman et al.,
+arXiv 1707.06347, eq. 7) is the probability that the member gave each token. A token of positive advantage gets no
+gradient where the policy rates it more than 1 + epsilon times as likely as the member did, and one of negative
+advantage where it is less than 1 - epsilon times as likely. The clip bounds the step; it does not make the gradient
+unbiased.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +23,8 @@ from typing import Any
 
 import torch
 
-from evoalign import evaluation
-from evoalign.baselines import settings, trainer_state
-from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
+from evoalign import evaluation, evolve
+from evoalign.baselines import settings
 from evoalign.baselines.trainer_state import last_state
 from evoalign.checks import divergence
 from evoalign.checks.distance import Distance, distance_of
@@ -24,29 +34,112 @@ from evoalign.config.reading import read_object
 from evoalign.cost import budget, flops
 from evoalign.cost.budget import Cost, answers_cost, time_cost
 from evoalign.cost.flops import Adapted, ModelShape
-from evoalign.engines import weights_hash
+from evoalign.engines import Engine, weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.errors import CheckpointError, DataError, ModelError, ResumeError
+from evoalign.errors import CheckpointError, ConfigError, DataError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
-from evoalign.rollouts import Encoded
+from evoalign.rollouts import Encoded, collect, derive_seed
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.files import filled
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import method_of
+from evoalign.setup import layout_of
+from evoalign.spaces import Space
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
-from evoalign.types import Example, text_of
+from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Rollout, Sampling, population, text_of
 
-SAVE_EVERY = 50
-"""Steps between checkpoints where `checkpoint.every` leaves it open: no journal rebuilds a policy."""
+Source = Callable[[Sequence[Any], Any], dict[str, Any]]
+"""A function that TRL calls as `rollout_func`: prompts and the trainer to token ids and log-probabilities."""
+
+
+@contextmanager
+def generating(model: Any, *, mixed: bool) -> Generator[None]:
+    """Put a model in evaluation mode to generate, with a KV cache, and restore its mode.
+
+    With `mixed`, autocast float32 weights to bfloat16, as in training. Otherwise compute in the dtype of the weights,
+    unless the model's `forward` is wrapped in autocast.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
+            yield
+    finally:
+        model.train(training)
+
+
+class EngineRollouts:
+    """Groups of completions sampled from the policy at `grpo.temperature`.
+
+    Each completion of a step has its own seed. A step may request several rounds, whose seeds continue the numbering.
+    """
+
+    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool) -> None:
+        self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
+        self.sampling = Sampling(longest, config.grpo.temperature, config.grpo.top_p)
+        self._step, self._requested = -1, 0
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Return the output of TRL's `rollout_func`; `prompts` has a prompt once for each completion."""
+        step, process = int(trainer.state.global_step), int(trainer.accelerator.process_index)
+        first = self._requested if step == self._step else 0
+        self._step, self._requested = step, first + len(prompts)
+        encoded = [self.tokens.encode(prompt) for prompt in prompts]
+        seeds = [derive_seed(self.config.seed, "grpo", step, process, first + i) for i in range(len(prompts))]
+        requests = [Request(i, ids, self.sampling, seeds[i]) for i, ids in enumerate(encoded)]
+        with generating(self.model, mixed=self.mixed):
+            found = collect(self.engine, MEAN_PLAN, requests)
+        return _output(encoded, found)
+
+
+class MemberRollouts:
+    """Groups with one greedy completion of each member; all prompts of a step use the same members."""
+
+    def __init__(
+        self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool, space: Space
+    ) -> None:
+        if space.carrier != "adapter":
+            raise ConfigError(
+                f"grpo.rollouts es needs space lora or lowrank, whose members share a batch, not {space.name}"
+            )
+        self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
+        self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)
+        self.sampling = Sampling(longest)
+        with torch.no_grad():
+            self.layout: Layout = layout_of(space, engine.specs(), engine.dtype)
+            engine.start(space, self.layout, None, False)
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Return the output of TRL's `rollout_func`, with each token's log-probability under its member."""
+        group, step = self.config.grpo.num_generations, int(trainer.state.global_step)
+        encoded = [self.tokens.encode(prompt) for prompt in prompts]
+        requests = [Request(i, ids, self.sampling, logprobs=True) for i, ids in enumerate(encoded[::group])]
+        plan = Plan(step, self.sigma(step), self.members)
+        with generating(self.model, mixed=self.mixed):
+            found = sorted(collect(self.engine, plan, requests), key=lambda r: (r.request, r.member.index))
+        return _output(encoded, found)
+
+    def sigma(self, step: int) -> float:
+        """Return sigma at a step; its schedule spans `es.num_generations` steps and then stays at its last value."""
+        return evolve.sigma_at(self.config, min(step, self.config.es.num_generations - 1))
+
+
+def _output(encoded: Sequence[tuple[int, ...]], found: Sequence[Rollout]) -> dict[str, Any]:
+    logprobs = None if any(r.logprobs is None for r in found) else [list(r.logprobs or ()) for r in found]
+    return {
+        "prompt_ids": [list(ids) for ids in encoded],
+        "completion_ids": [list(r.token_ids) for r in found],
+        "logprobs": logprobs,
+    }
 
 
 class Policy:
-    """Made around a trainer's model, where that lies; `model` is a PEFT model with `grpo.tune: lora`."""
+    """The trainer's model, on the trainer's device; a PEFT model with `grpo.tune: lora`."""
 
     def __init__(self, config: Config, tokens: Tokens, task: Task, data: Data, model: Any, processes: int = 1) -> None:
         self.config, self.tokens, self.task, self.data, self.model = config, tokens, task, data, model
@@ -55,10 +148,12 @@ class Policy:
         self.dtype: torch.dtype = model.dtype
         self.on_cpu = self.device.type == "cpu"
         self.mixed = settings.mixed(config, on_cpu=self.on_cpu)
-        """Whether it trains, and answers in training, in bfloat16 on float32 weights."""
+        """Whether training and its completions compute in bfloat16 on float32 weights."""
         self._forward = model.forward
-        """That of before the first step, at which a trainer in mixed precision puts its own in its place."""
-        self.tuned = _tuned(model)
+        """The model's own `forward`; a trainer in mixed precision replaces it at the first step."""
+        prefix, modules = "base_model.model.", model.named_modules()
+        self.tuned = frozenset(f"{n.removeprefix(prefix)}.weight" for n, m in modules if hasattr(m, "lora_A"))
+        """Names of the weights with a trained adapter; empty if all weights are trained."""
         self.engine = self._engine()
         self.longest = settings.longest(config)
         self.lengths = Encoded(task, tokens, data.train)
@@ -69,19 +164,23 @@ class Policy:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether an adapter is trained, and not the model."""
+        """Whether an adapter is trained instead of all weights."""
         return bool(self.tuned)
 
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
-        """The policy on a split, by the engine that answers for members of a population; what it took."""
+        """Evaluate the policy on a split with evoalign's own engine, and return the result with its cost."""
         start = time.perf_counter()
         with self._as_served():
             examples = self.data.of(split)
             found = evaluation.evaluate(self.engine, self.tokens, self.task, examples, self.config.evaluation)
-        return found, self._cost_of_evaluation(found, examples, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
+        prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
+        cost = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
+        return found, cost + time_cost(seconds, 1, budget.peak_memory(str(self.device)))
 
     def divergence(self) -> Divergence:
-        """KL of the policy from the base model, a copy of which is loaded the first time."""
+        """Return the KL of the policy from the base model; the first call loads a copy of the base model."""
         with self._as_served():
             samples = divergence.draw(self.engine, self.tokens, self.task, self.data.test, self.config)
             return self._reference.divergence(self.model, samples)
@@ -91,16 +190,16 @@ class Policy:
         return distance_of(self.model, self.config)
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        """How likely the base model finds both evaluations; the same copy."""
-        said = (before.completions, after.completions)
-        return divergence.fluency(self._reference, self.tokens, self.task, self.data.test, *said)
+        """Return the likelihood of both evaluations' completions under the base model."""
+        both = (before.completions, after.completions)
+        return divergence.fluency(self._reference, self.tokens, self.task, self.data.test, *both)
 
     def close(self) -> None:
-        """Let go of the copy of the base model."""
+        """Free the copy of the base model."""
         self._reference.close()
 
     def cost_of_round(self, answers: Sequence[tuple[int, int]]) -> Cost:
-        """Of generating completions: (row of the training split, tokens) each."""
+        """Return the cost of generating `answers`, each (row of the training split, number of tokens)."""
         prompts = [self.lengths[row] for row, _ in answers]
         generated = [tokens for _, tokens in answers]
         return budget.grpo_generation(
@@ -116,9 +215,9 @@ class Policy:
         )
 
     def cost_of_update(self, answers: Sequence[tuple[int, int]], passes: int) -> Cost:
-        """Of one optimizer step of so many passes over `answers`.
+        """Return the cost of one optimizer step of `passes` micro-batches over the completions of a round, `answers`.
 
-        They are a share of all where several steps share a round, and more than all where a step takes each twice.
+        The step may use a part of them, where several steps share a round, or use each of them more than once.
         """
         grpo = self.config.grpo
         whole = budget.grpo_update(
@@ -143,15 +242,15 @@ class Policy:
 
     @property
     def adapted(self) -> Adapted | None:
-        """The factors that are trained; None: all weights."""
+        """Rank and weights of the trained adapter; None if all weights are trained."""
         return Adapted(self.config.lora.rank, self.tuned) if self.tuned else None
 
     def shown(self, row: int) -> str:
-        """A training prompt as text."""
+        """Return a training prompt as text."""
         return text_of(self.task.prompt(self.data.train[row]))
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """As a PEFT adapter or a Hugging Face checkpoint, unless that is there already."""
+        """Save a PEFT adapter or a Hugging Face checkpoint, unless the same one is there, and return its folder."""
         folder = run.saved(done, adapter=self.is_adapter)
         mark = Mark(done, self.fingerprint(), NO_JOURNAL, validation=reward)
         if checkpoint.holds(folder, mark):
@@ -164,20 +263,16 @@ class Policy:
         return folder
 
     def fingerprint(self) -> str:
-        """`weights_hash` of what is trained."""
+        """Return the `weights_hash` of the trained parameters."""
         return weights_hash((name, p.data) for name, p in self.model.named_parameters() if p.requires_grad)
-
-    def mark_state(self, run: RunDir, done: int) -> None:
-        """The trainer's state after so many steps is whole on disk. Only now may the others go."""
-        trainer_state.mark(run, done)
 
     @contextmanager
     def _as_served(self) -> Generator[None]:
-        """It answers in the arithmetic of its weights, as what is saved of it does, and goes on training as before."""
+        """Compute in the dtype of the weights, as the saved model will, and restore the trainer's `forward` after."""
         trained = vars(self.model).get("forward")
         self.model.forward = self._forward
         try:
-            with answering(self.model, mixed=False):
+            with generating(self.model, mixed=False):
                 yield
         finally:
             if trained is None:
@@ -186,18 +281,18 @@ class Policy:
                 self.model.forward = trained
 
     def _engine(self) -> TransformersEngine:
-        """It answers with the model as it is at the time."""
+        """Return an engine on this very model, so that it uses the current weights."""
         config = self.config.model_copy(update={"engine": self.config.engine.in_process()})
         return TransformersEngine(config, self.tokens, self.model)
 
     def _source(self) -> Source | None:
-        """Whoever draws completions; None: TRL itself."""
+        """Return the function that generates completions; None if TRL does."""
         if self.config.grpo.rollouts == "trl":
             return None
         own = (self.config, self.engine, self.tokens, self.model, self.longest, self.mixed)
         if self.config.grpo.rollouts == "engine":
             return EngineRollouts(*own)
-        # An engine of its own: the members' hooks stay out of evaluation.
+        # A second engine, so that the members' hooks do not affect evaluation.
         return MemberRollouts(self.config, self._engine(), *own[2:], create_space(self.config))
 
     def _shape(self) -> ModelShape | None:
@@ -211,7 +306,7 @@ class Policy:
             return None
 
     def _generation_flops(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int]) -> int | None:
-        """Of completions by our own engine; None: by TRL, or not known."""
+        """Return the FLOPs of completions by evoalign's engine; None if TRL generates or the model is unknown."""
         if self.shape is None or self.source is None:
             return None
         room = max(map(len, prompts)) + self.longest
@@ -224,17 +319,12 @@ class Policy:
         members = [(prompts[i::group], generated[i::group]) for i in range(group)]
         return noise + sum(flops.rollout_flops(self.shape, p, n, factors, room) for p, n in members)
 
-    def _cost_of_evaluation(self, found: Evaluation, examples: Sequence[Example], seconds: float) -> Cost:
-        encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
-        prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
-        answers = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
-        return answers + time_cost(seconds, 1, budget.peak_memory(str(self.device)))
-
 
 def finished(run: RunDir, config: Config) -> Path | None:
-    """The saved policy of a run of GRPO that is done: after all steps that the config asks for, evaluated and whole.
+    """Return the final checkpoint of a finished GRPO run, or None if the run is not finished.
 
-    Raises ResumeError where it was made with other settings.
+    A finished run has `grpo.max_steps` steps, the final evaluation, and an intact checkpoint of the last step. Raises
+    ResumeError if the run has other settings.
     """
     steps, state = config.grpo.max_steps, last_state(run)
     if method_of(run.path) != "grpo" or (state is not None and state[1] > steps):
@@ -255,37 +345,25 @@ def finished(run: RunDir, config: Config) -> Path | None:
 
 
 def died_early(run: RunDir, config: Config) -> bool:
-    """Whether a run of GRPO that ended before it had a state to resume from is here: it can only begin again.
+    """Return whether the folder has a GRPO run that ended before its first trainer state, and must start over.
 
-    Raises ResumeError where that would be another run, or where it had come to its end.
+    Raises ResumeError if the run has other settings, or is finished.
     """
     if method_of(run.path) != "grpo" or run.is_unstarted() or last_state(run) is not None:
         return False
     if (run.results / "evaluation.json").is_file():
+        every = load([run.config]).checkpoint.every
+        saved = f"{every}" if every is not None else f"unset, which means {settings.SAVE_EVERY}"
         raise ResumeError(
-            f"{run.path} is done, and kept no state to train on from ({_why_stateless(load([run.config]))}); "
-            "--overwrite moves it aside and begins again"
+            f"{run.path} is done and has no trainer state to continue from (its checkpoint.every is {saved}, "
+            "and 0 saves none); --overwrite moves it aside and begins again"
         )
     refuse_differences(run, config)
     return True
 
 
-def _why_stateless(made: Config) -> str:
-    every = made.checkpoint.every
-    if every == 0:
-        return "checkpoint.every 0 keeps none"
-    says = f"checkpoint.every unset means {SAVE_EVERY}" if every is None else f"checkpoint.every {every}"
-    return f"{says}, and it ended before the first one"
-
-
 def refuse_differences(run: RunDir, config: Config) -> None:
-    """Raise ResumeError where the run was made with other settings."""
+    """Raise ResumeError naming the settings that differ from those of the run."""
     odd, _ = differences(config, load([run.config]), "grpo")
     if odd:
         raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
-
-
-def _tuned(model: Any) -> frozenset[str]:
-    """The weights that have trained factors beside them; none where all weights are trained."""
-    prefix = "base_model.model."
-    return frozenset(f"{n.removeprefix(prefix)}.weight" for n, m in model.named_modules() if hasattr(m, "lora_A"))

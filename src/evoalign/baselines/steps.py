@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each optimizer step of GRPO as a row of metrics.jsonl, with its cost and completions."""
+"""Record each optimizer step of GRPO: a row of metrics.jsonl, its cost, its completions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from evoalign.baselines.policy import SAVE_EVERY, Policy
-from evoalign.baselines.settings import cycle
-from evoalign.baselines.trainer_state import keep_objective
+from evoalign.baselines import trainer_state
+from evoalign.baselines.policy import Policy
+from evoalign.baselines.settings import cycle, save_every
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.report import watching
@@ -35,12 +35,12 @@ LOGGED = {
     "frac_reward_zero_std": "zero_std_share",
     "clip_ratio/region_mean": "clipped_share",
 }
-"""What TRL logs at each step, and its name in a row."""
+"""Names of TRL's logged values in a row of metrics.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One completion of a round: `row` of the training split, rewarded."""
+class Completion:
+    """A scored completion of the prompt in `row` of the training split."""
 
     row: int
     text: str
@@ -48,31 +48,26 @@ class Answer:
     tokens: int
     truncated: bool
     rewards: Mapping[str, float | None]
-    """By column."""
-
-
-def save_every(every: int | None) -> int:
-    """Steps between checkpoints; 0 is never."""
-    return SAVE_EVERY if every is None else every
+    """Rewards by column."""
 
 
 class Steps(TrainerCallback):
-    """Told by the trainer of each step, and by the reward of each round of completions.
+    """Callback of the trainer at each step, and the reward function of each round of completions.
 
-    On several GPUs each process has one; that of the first process has a session, which writes.
+    On several GPUs each process has an instance. Only the first process has a session, which writes files.
     """
 
     def __init__(self, policy: Policy, trainer: Any, stop: Stop) -> None:
         self.policy, self.config, self.trainer, self.stop = policy, policy.config, trainer, stop
         self.objective = policy.task.objective()
         self.session: Session | None = None
-        self._pending: list[Answer] = []
-        self._round: list[Answer] = []
+        self._pending: list[Completion] = []
+        self._round: list[Completion] = []
         self._score_seconds = self._began = self._spent = 0.0
         self._working = ExitStack()
 
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """The one reward function that TRL is given: what the objective makes of the texts that ES would score."""
+        """Score completions as ES does and return the objective's rewards: TRL's only reward function."""
         start = time.perf_counter()
         policy, ids_of = self.policy, columns["completion_ids"]
         texts = [policy.tokens.decode(ids) for ids in ids_of]
@@ -82,40 +77,40 @@ class Steps(TrainerCallback):
         for i, (row, text, ids) in enumerate(zip(columns["row"], texts, ids_of, strict=True)):
             ended = bool(len(ids)) and int(ids[-1]) in policy.tokens.stop_ids
             own = {name: values[i] for name, values in found.items()}
-            self._pending.append(Answer(int(row), text, rewards[i], len(ids), not ended, own))
+            self._pending.append(Completion(int(row), text, rewards[i], len(ids), not ended, own))
         self._score_seconds += time.perf_counter() - start
         return rewards
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step has begun: all of a state that is resumed is read by then."""
+        """Whether a step has begun, which is after a resumed state was read completely."""
         return self._began > 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock of training starts; it stands still between steps."""
+        """Start the clock of the step; time between steps is not counted."""
         self.trainer.rollout_seconds = self._score_seconds = 0.0
         self._began = time.perf_counter()
         self._working.enter_context(watching.phase("updating"))  # within it: answering and scoring
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The weights have moved."""
+        """Stop the clock after the weights were updated, and decide whether to save and stop."""
         self._working.close()
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize(self.policy.device)
         self._spent = time.perf_counter() - self._began
         done, every = int(state.global_step), save_every(self.config.checkpoint.every)
-        whole = done % cycle(self.config.grpo) == 0  # else a round of completions would be lost
+        whole = done % cycle(self.config.grpo) == 0  # stopping inside a round would lose its completions
         asked = self.stop.asked is not None
         control.should_save = whole and (asked or (every > 0 and done % every == 0))
         control.should_training_stop = control.should_training_stop or (asked and whole)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Record the step. TRL logs each once, after it."""
+        """Record the step; TRL logs each step once, after it."""
         if not logs or "loss" not in logs:
             return
         start = time.perf_counter()
         fresh = self._gather()
-        self._move(int(state.global_step) - 1, fresh)
+        self._update_objective(int(state.global_step) - 1, fresh)
         row = self._row(int(state.global_step) - 1, logs, fresh)
         session = self.session
         if session is not None:
@@ -125,46 +120,45 @@ class Steps(TrainerCallback):
             row["divergence"] = session.divergence_if_due()
             row["seconds"]["other"] = time.perf_counter() - start
             session.record(row)
-            self._keep(session, fresh)
+            self._write_completions(session, fresh)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The trainer's own state is on disk: save the policy as others load it, and only then say so.
+        """Save the policy after the trainer saved its own state, then mark that state as complete.
 
         A run that dies in between resumes from the state before, and saves this policy again.
         """
         self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.session is not None:
             self.session.save()
-            keep_objective(self.session.run, int(state.global_step), self.objective.state)
-            self.policy.mark_state(self.session.run, int(state.global_step))
+            trainer_state.keep_objective(self.session.run, int(state.global_step), self.objective.state)
+            trainer_state.mark(self.session.run, int(state.global_step))
             self.session.resumable = int(state.global_step)
 
     def _is_evaluated(self, session: Session) -> bool:
-        """Whether the policy is evaluated after this step; after the last one the session does."""
+        """Return whether to evaluate after this step; the session itself evaluates after the last one."""
         every = self.config.evaluation.every
         return every > 0 and session.done % every == 0 and session.done < session.total
 
-    def _gather(self) -> list[Answer]:
-        """A new round of completions, those of all processes; empty where the step trained on older ones."""
+    def _gather(self) -> list[Completion]:
+        """Return a new round's completions of all processes; empty if the step trained on an earlier round."""
         from accelerate.utils import gather_object
 
-        fresh: list[Answer] = list(gather_object(self._pending))
+        fresh: list[Completion] = list(gather_object(self._pending))
         self._pending = []
         if fresh:
             self._round = fresh
         return fresh
 
-    def _move(self, step: int, fresh: Sequence[Answer]) -> None:
-        """The objective's state moves on after the scores of a step, by all that was newly said in it.
+    def _update_objective(self, step: int, fresh: Sequence[Completion]) -> None:
+        """Update the objective's state from the new completions of a step; without any, leave it unchanged.
 
-        It stays in a step that trains on older completions. Every process has the same ones in the same order, and so
-        comes to the same state.
+        All processes have the same completions in the same order, and so reach the same state.
         """
         if fresh:
             examples = [self.policy.data.train[a.row] for a in fresh]
             move(self.objective, alone(self.objective, _columns(fresh), [a.text for a in fresh], examples, step))
 
-    def _row(self, step: int, logs: Mapping[str, Any], fresh: Sequence[Answer]) -> Row:
+    def _row(self, step: int, logs: Mapping[str, Any], fresh: Sequence[Completion]) -> Row:
         answers, group = self._round, self.config.grpo.num_generations
         rewards = np.asarray([a.reward for a in answers], dtype=np.float64)
         groups = rewards.reshape(-1, group)
@@ -190,7 +184,7 @@ class Steps(TrainerCallback):
             **({"objective": kept} if kept else {}),
         }
 
-    def _cost(self, fresh: Sequence[Answer]) -> Cost:
+    def _cost(self, fresh: Sequence[Completion]) -> Cost:
         passes = int(self.trainer.current_gradient_accumulation_steps)  # an epoch's last step may have fewer
         cost = self.policy.cost_of_update([(a.row, a.tokens) for a in self._round], passes)
         if fresh:
@@ -202,8 +196,8 @@ class Steps(TrainerCallback):
             peak_memory_bytes=budget.peak_memory(str(self.policy.device)),
         )
 
-    def _keep(self, session: Session, answers: Sequence[Answer]) -> None:
-        """The completions of a step, one row each, where they are due."""
+    def _write_completions(self, session: Session, answers: Sequence[Completion]) -> None:
+        """Write the completions of a step, one row each, if tracking.completions_every selects the step."""
         every, step = self.config.tracking.completions_every, session.done - 1
         if not every or not answers or (step % every and session.done < session.total):
             return
@@ -223,7 +217,7 @@ class Steps(TrainerCallback):
         parquet.write(session.run.completions(f"generation_{step:04d}"), rows)
 
 
-def _columns(answers: Sequence[Answer]) -> Columns:
+def _columns(answers: Sequence[Completion]) -> Columns:
     return {name: [a.rewards[name] for a in answers] for name in answers[0].rewards}
 
 

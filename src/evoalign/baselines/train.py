@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grpo`: the GRPO baseline from a config to a run directory like that of ES, and resumed from where it was left."""
+"""`grpo`: train a config by GRPO, with TRL, into a run directory like that of ES, and resume such a run."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 
 from evoalign import tokens, tracking
 from evoalign.baselines import planning, settings
-from evoalign.baselines.assembling import make_trainer
 from evoalign.baselines.policy import Policy, died_early, finished, refuse_differences
 from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
-from evoalign.config import Config
+from evoalign.config import Config, LoraConfig
 from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
+from evoalign.engines.transformers.engine import load_model
 from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
 from evoalign.models import origin
 from evoalign.report.figures import GRPO_WORDS
@@ -31,6 +32,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
 from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
@@ -50,8 +52,8 @@ def grpo(
 ) -> Result:
     """Fine-tune by GRPO (Shao et al., arXiv 2402.03300) with TRL's GRPOTrainer; needs the extra `grpo`.
 
-    Takes the same config as `train`, with the same task, prompts, longest completion, rewards and evaluation, and
-    leaves the same run directory, but for a journal. `task`, `reward`, `overwrite` and `resume` are as in `train`.
+    Takes the same config as `train`, with the same task, prompts, longest completion, rewards and evaluation. The run
+    directory is the same except that it has no journal. `task`, `reward`, `overwrite` and `resume` are as in `train`.
     Raises a subclass of EvoalignError.
     """
     config = as_config(config)
@@ -60,54 +62,47 @@ def grpo(
     tracking.check(config)
     settings.check_stopping(config)
     given = object_given(task, reward)
-    run, writes = place(config, "grpo", resume=resume), _is_first()
+    run = place(config, "grpo", resume=resume)
+    writes = int(os.environ.get("RANK", "0")) == 0  # of the processes that `accelerate launch` started
     with locked(run, overwrite=overwrite, resume=resume) if writes else nullcontext():
-        if writes and resume and not _is_resumable(run, config):
+        if writes and resume and not (finished(run, config) or last_state(run) or died_early(run, config)):
             run.refuse(overwrite=overwrite)
         with Stop() as stop, _without_deprecations():
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
                 settings.check_objective(config, chosen.objective())
                 console = console or Console(quiet=not writes)
-                past = _Past(run, config, chosen, data, given)
-                done = past.result(console) if resume else None
+                earlier = _EarlierRun(run, config, chosen, data, given)
+                done = earlier.result(console) if resume else None
                 if done is not None:
                     return done
-                algorithm = _Grpo(config, chosen, data, past.state(console) if resume else None, stop, given)
+                state = earlier.state(console) if resume else None
+                algorithm = _Grpo(config, chosen, data, state, stop, given)
                 if not writes:
                     return algorithm.follow()
                 session = Session(algorithm, run, stop, console, given, algorithm.resumed_at)
                 again = resume and session.is_new and died_early(run, config)
                 if again:
-                    session.tell(f"{shown(run.path)} ended before a state was saved: it begins again")
+                    session.tell(f"{shown(run.path)} ended before its first trainer state was saved: it begins again")
                 return session.live(overwrite=overwrite or again)
-
-
-def _is_first() -> bool:
-    """Of the processes that `accelerate launch` started, the one that writes."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def _is_resumable(run: RunDir, config: Config) -> bool:
-    return finished(run, config) is not None or last_state(run) is not None or died_early(run, config)
 
 
 @contextmanager
 def _without_deprecations() -> Generator[None]:
-    """TRL and transformers use a name that transformers 6 will drop."""
+    """Silence the warnings about a name that TRL and transformers use and transformers 6 removes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
         yield
 
 
-class _Past:
-    """What a run directory says of the run to resume, held against what is here."""
+class _EarlierRun:
+    """The run to resume, compared with the config, the data and the objects that were passed."""
 
     def __init__(self, run: RunDir, config: Config, task: Task, data: Data, given: str | None) -> None:
         self.run, self.config, self.task, self.data, self.given = run, config, task, data, given
 
     def result(self, console: Console) -> Result | None:
-        """What a run that is at its end came to, shown again; None where it is not, or a part of that is lost."""
+        """Print and return the result of a finished run; None if it is unfinished or its completions are lost."""
         run = self.run
         saved = finished(run, self.config)
         if saved is None:
@@ -116,14 +111,17 @@ class _Past:
         before, after = (read_completions(run, name, self.task, self.data) for name in ("before", "after"))
         if before is None or after is None:
             return None
-        tell(console, f"{shown(run.path)} is done: all {self.config.grpo.max_steps} steps, nothing is left to do")
+        tell(console, f"{shown(run.path)} is done: it has all {self.config.grpo.max_steps} steps")
         verdict = judged_again(run, before, after)
         show(before, after, verdict, console, lambda line: tell(console, line))
         tell(console, "\n".join(heading.last_lines(run, saved, self.config, self.task, self.given)))
         return Result(run.path, saved, before, after, verdict)
 
     def state(self, console: Console) -> tuple[Path, int] | None:
-        """The trainer's state to resume, and its step. Raises ResumeError for another run, or where none is whole."""
+        """Return the latest intact trainer state and its step; None without a state.
+
+        Raises ResumeError if the run has other settings, data or objects, or if every state is damaged.
+        """
         if last_state(self.run) is None:
             return None
         refuse_differences(self.run, self.config)
@@ -133,22 +131,22 @@ class _Past:
             return None
         if state[1] > self.config.grpo.max_steps:
             raise ResumeError(
-                f"{self.run.path} has {state[1]} steps already, grpo.max_steps is {self.config.grpo.max_steps}"
+                f"{self.run.path} already has {state[1]} steps, more than grpo.max_steps {self.config.grpo.max_steps}"
             )
         return state
 
     def _refuse_other(self) -> None:
-        """Raise ResumeError where the run had other data, or was given other objects."""
+        """Raise ResumeError if the run had other data, or another `task` or `reward` object."""
         made = _manifest(self.run)
         saving.check_data(self.run, self.task, self.data, made.get("data_hash"))
         if made.get("given_as") != self.given:
             raise ResumeError(
-                f"{self.run.path} was begun with {made.get('given_as') or 'no'} object: give the same again"
+                f"{self.run.path} was started with {made.get('given_as') or 'no'} object; resume it with the same one"
             )
 
 
 class _Grpo:
-    """What a session asks of GRPO. `state`: the trainer's, to resume."""
+    """GRPO as a `Session` runs it; `state` is the trainer state to resume from, and its step."""
 
     def __init__(
         self, config: Config, task: Task, data: Data, state: tuple[Path, int] | None, stop: Stop, given: str | None
@@ -168,8 +166,8 @@ class _Grpo:
         self.labels = Labels(
             "grpo",
             grpo.max_steps,
-            f"{task.name}, GRPO ({grpo.tune}), {grpo.num_generations} completions a prompt",
-            # Not "no update": what float32 leaves of a mean is an advantage of up to 1e-4, which Adam scales up.
+            f"{task.name}, GRPO ({grpo.tune}), {grpo.num_generations} completions per prompt",
+            # Not "no update": rounding leaves advantages of up to 1e-4, which Adam scales up.
             still="steps with equal rewards",
             words=GRPO_WORDS,
             devices=processes,
@@ -178,10 +176,10 @@ class _Grpo:
         )
 
     def follow(self) -> Result:
-        """In a process that trains beside the first one, which alone has a session."""
+        """Train in a process other than the first; only the first has a session and writes files."""
         before, _ = self.policy.evaluate()
         if self.state is None and self.steps.stop.asked is not None:
-            raise StoppedError("stopped before the first step; nothing was written", self.steps.stop.asked)
+            raise StoppedError("stopped before the first step; no files were written", self.steps.stop.asked)
         self._train()
         done = int(self.trainer.state.global_step)
         if self.steps.stop.asked is not None and done < self.config.grpo.max_steps:
@@ -202,7 +200,7 @@ class _Grpo:
         if not session.is_new:
             self._check_resume(session.run, session.done)
         dtype = str(self.policy.dtype).removeprefix("torch.")
-        return {  # the data too: there is no journal that records it
+        return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
@@ -212,36 +210,36 @@ class _Grpo:
         }
 
     def begin(self, session: Session) -> None:
-        """Remove what an earlier run may have left of its trainer."""
+        """Remove trainer states that an earlier run may have left."""
         shutil.rmtree(states(session.run), ignore_errors=True)
 
     def _check_resume(self, run: RunDir, done: int) -> None:
-        """Raise ResumeError if rows or the evaluation of the start are lost, or if other models score."""
+        """Raise ResumeError if rows or the first evaluation are lost, or if the scorer's models changed."""
         saving.check_scorer(run, self.task, _manifest(run).get("scorer_digest"))
         if not run.read_metrics().keys() >= set(range(done)):
-            raise ResumeError(f"{run.metrics} lacks rows before step {done}: put it back, or begin another run")
+            raise ResumeError(f"{run.metrics} lacks rows before step {done}; restore the file, or start another run")
         if read_completions(run, "before", self.task, self.data) is None:
-            raise ResumeError(f"{run.completions('before')} is missing or damaged: put it back, or begin another run")
+            raise ResumeError(f"{run.completions('before')} is missing or damaged; restore it, or start another run")
 
     def resume(self, session: Session) -> list[Row]:
-        """The rows; the weights are brought back by the trainer, as it begins to train."""
+        """Cut the rows to the resumed step; the trainer itself restores the weights when it starts."""
         rows = session.run.read_metrics()
         session.run.replace_metrics([rows[step] for step in range(session.done)])
         return []
 
     def advance(self, session: Session) -> None:
-        """The steps that are left; `Steps` is called at each."""
+        """Train the remaining steps; TRL calls `Steps` at each."""
         self.steps.session = session
         self._train()
 
     def close(self) -> None:
-        """The copy of the base model."""
+        """Free the copy of the base model."""
         self.policy.close()
 
     def _train(self) -> None:
         folder = Path(self.trainer.args.output_dir)
         try:
-            with as_os_errors(folder):  # which a disk that is full is not, in what saves the trainer's state
+            with as_os_errors(folder):  # saving the trainer's state raises other errors on a full disk
                 self.trainer.train(resume_from_checkpoint=None if self.state is None else str(self.state))
         except (EvoalignError, torch.OutOfMemoryError):
             raise
@@ -259,9 +257,9 @@ class _Grpo:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What torch's readers say goes on with advice to read files as code, which nobody should take."""
-    said = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """Return the error without torch's advice to set weights_only=False, which would run code from the file."""
+    sentence = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def _manifest(run: RunDir) -> Mapping[str, Any]:
@@ -269,3 +267,98 @@ def _manifest(run: RunDir) -> Mapping[str, Any]:
         return read_object(run.manifest)
     except DataError:
         return {}
+
+
+def make_trainer(
+    config: Config,
+    tokens: Tokens,
+    task: Task,
+    data: Data,
+    reward: Callable[..., list[float]],
+    rollouts: Callable[..., dict[str, Any]],
+) -> Any:
+    """Return TRL's trainer with the model loaded. `rollouts` generates unless TRL does. Raises ConfigError."""
+    from datasets import Dataset
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.trainer_callback import PrinterCallback
+
+    from evoalign.baselines.trainer import Trainer
+
+    folder = RunDir(Path(config.output_dir)).path / "trainer"
+    arguments = _arguments(config, folder)
+    settings.check_prompts(config, len(data.train), arguments.world_size)
+    model = load_model(config.model, getattr(torch, config.model.trained_dtype)).requires_grad_(True).train()
+    try:
+        with warnings.catch_warnings(), _reference_of(config, model):
+            warnings.simplefilter("ignore")  # about experimental features and deprecated names
+            trainer = Trainer(
+                tokens,
+                corrected=config.grpo.rollouts == "es" and config.grpo.off_policy == "clip",
+                model=model,
+                reward_funcs=[reward],
+                args=arguments,
+                train_dataset=Dataset.from_dict({"row": range(len(data.train))}),
+                processing_class=tokens.tokenizer,
+                peft_config=_peft(config.lora) if config.grpo.tune == "lora" else None,
+                rollout_func=rollouts if config.grpo.rollouts != "trl" else None,
+            )
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"grpo: TRL rejects these settings: {' '.join(str(error).split())}") from error
+    finally:
+        with suppress(OSError):  # the trainer makes its folder at once; a refused run leaves no folder
+            folder.rmdir()
+    if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # by the launcher
+        raise ConfigError(settings.SPLIT)
+    trainer.remove_callback(PrinterCallback)
+    trainer.data_collator = cast(Any, partial(_collate, task, data))  # TRL's own returns the list, too
+    return trainer
+
+
+def _collate(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """Return a batch for TRL. Prompts are made here, as those of a large split would fill the memory."""
+    return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
+
+
+def _arguments(config: Config, folder: Path) -> Any:
+    from evoalign.baselines.trainer import GRPOConfig, keep_one_gpu
+
+    on_cpu, known = settings.trains_on_cpu(config), settings.fields_of(GRPOConfig)
+    try:
+        arguments = GRPOConfig(**settings.arguments(config, folder, on_cpu=on_cpu, known=known))
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"grpo: {' '.join(str(error).split())}") from error
+    keep_one_gpu(arguments)
+    return arguments
+
+
+def _peft(lora: LoraConfig) -> Any:
+    from peft import LoraConfig as Peft
+
+    return Peft(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # PEFT accepts a float
+        target_modules=lora.target_modules or "all-linear",
+        layers_to_transform=lora.target_layers,
+    )
+
+
+@contextmanager
+def _reference_of(config: Config, model: Any) -> Generator[None]:
+    """Point the model's name at its local files while TRL loads the reference model for `grpo.beta`.
+
+    TRL loads it by name without the revision.
+    """
+    if config.grpo.beta == 0 or config.grpo.tune == "lora":
+        yield
+        return
+    from transformers.utils.hub import cached_file
+
+    name = model.config._name_or_path
+    file = cached_file(name, "config.json", revision=config.model.revision, local_files_only=True)
+    if file is not None:
+        model.config._name_or_path = str(Path(file).parent)
+    try:
+        yield
+    finally:
+        model.config._name_or_path = name

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer where it has to fit in: the same prompt tokens as every engine, a clock, whose probabilities count.
+"""Subclass of TRL's GRPOTrainer: evoalign's prompt tokens, resumable prompt order, timing, and old log-probabilities.
 
-Nothing of the algorithm is changed. The only module that imports TRL.
+The algorithm is TRL's. This is the only module that imports TRL.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -24,34 +24,39 @@ from evoalign.version import install
 __all__ = ["GRPOConfig", "Trainer"]
 
 OVERRIDDEN = ("_tokenize_prompts", "_generate", "_generate_and_score_completions", "_get_train_sampler")
-"""Methods of TRL's trainer that `Trainer` stands in for. They are private: another release may not call them, and a run
-would then be another without a word."""
+"""Private methods of TRL's trainer that `Trainer` overrides.
+
+A release without them would silently ignore the overrides, so `check_release` refuses it.
+"""
 
 
 def check_release(trainer: type = GRPOTrainer) -> None:
-    """Raise ConfigError naming the methods of TRL that evoalign builds on and this release does not have."""
+    """Raise ConfigError naming the overridden methods that the installed release of TRL does not have."""
     missing = [f"{trainer.__name__}.{name}" for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
     if missing:
         raise ConfigError(
-            f"TRL {version('trl')} has no {', '.join(missing)}, which GRPO here builds on: "
-            f"{install('grpo')} gets a release that it was tested with"
+            f"TRL {version('trl')} has no {', '.join(missing)}, which evoalign overrides; "
+            f"{install('grpo')} installs a tested release"
         )
 
 
 class EpochSampler(RepeatSampler):
-    """Each epoch's order follows from the seed and its number, so that a run that goes on asks what it would have.
+    """Sampler whose order in an epoch follows from seed and epoch, so that a resumed run has the same prompts.
 
-    Hashed together: seed 0's second order has nothing to do with seed 1's first.
+    The two are hashed together, so that orders of neighbouring seeds are unrelated.
     """
 
     def set_epoch(self, epoch: int) -> None:
-        """Called before each epoch."""
+        """Seed the order of an epoch; called before each epoch."""
         if self.shuffle:
             self.generator.manual_seed(derive_seed("order", self.seed, epoch))
 
 
 class Trainer(GRPOTrainer):
-    """`corrected`: completions come from others than the policy, whose probabilities are the old ones of the ratio."""
+    """TRL's trainer with evoalign's prompts and clock.
+
+    With `corrected`, completions come from ES members, whose log-probabilities are the old ones of PPO's ratio.
+    """
 
     def __init__(self, tokens: Tokens, *, corrected: bool, **arguments: Any) -> None:
         check_release()
@@ -61,7 +66,7 @@ class Trainer(GRPOTrainer):
         super().__init__(**arguments)
 
     def _tokenize_prompts(self, prompts: Sequence[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """TRL's own would differ for messages without a chat template, or for a last message that is a beginning."""
+        """Encode prompts as evoalign's engines do; TRL differs without a chat template or with a prefilled answer."""
         return [list(self.evoalign_tokens.encode(prompt)) for prompt in prompts], None, {}
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -78,20 +83,17 @@ class Trainer(GRPOTrainer):
         return found
 
     def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
-        """As TRL's, but for the order."""
+        """Return TRL's sampler with another order."""
         own: Any = super()._get_train_sampler(dataset)
         return EpochSampler(
             own.data_source, own.mini_repeat_count, own.batch_size, own.repeat_count, own.shuffle, own.seed
         )
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
-        """None: an export has the card of the run."""
+        """Write no card; `evoalign export` writes one."""
 
 
 def keep_one_gpu(arguments: GRPOConfig) -> None:
-    """One process drives one GPU; several are for `accelerate launch`, never for torch's DataParallel."""
+    """Use one GPU per process; `accelerate launch` starts several processes. Disables torch's DataParallel."""
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # pyright: ignore[reportPrivateUsage]  # there is no public way
-
-
-Rollouts = Callable[[list[Any], Trainer], dict[str, Any]]
+        arguments._n_gpu = 1  # pyright: ignore[reportPrivateUsage]  # no public setter

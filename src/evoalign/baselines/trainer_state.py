@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GRPO's trainer needs to resume: folders of the model library, each with a marker of what is in it.
+"""Find, mark and verify the states that GRPO's trainer resumes from: checkpoint folders of transformers with a marker.
 
-Nothing in such a state says whether it is right: without its random state, optimizer or schedule the trainer goes on,
-to other weights. So the marker, written last, has the SHA-256 of each file.
+The trainer would also resume without its random state, optimizer or schedule, and reach other weights. So the marker,
+which is written last, has the SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import digest_of, write_text
 
 STATE = "whole.json"
-"""In a folder of the trainer's state: it was written to its end."""
+"""Marker in the folder of a trainer state that was written completely."""
 OBJECTIVE = "objective.json"
-"""Beside it, where the objective has a state: finite numbers by name, as they are after the step."""
-MEND = "put it back from a copy, or begin anew with --overwrite, which moves the run aside"
+"""File with the objective's state after the step, if it has one: finite numbers by name."""
+MEND = "restore it from a copy, or start over with --overwrite, which moves the run aside"
 
 _NUMBERS = TypeAdapter(dict[str, Finite], config=ConfigDict(strict=True))
 
 
 class _Marker(BaseModel):
-    """What whole.json may hold. `files` is None in one of an earlier release."""
+    """Content of whole.json; `files` is None in that of an earlier release."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -40,18 +40,18 @@ class _Marker(BaseModel):
 
 
 def states(run: RunDir) -> Path:
-    """Where the trainer keeps what it needs to resume."""
+    """Return the folder of the trainer's states."""
     return run.path / "trainer"
 
 
 def keep_objective(run: RunDir, done: int, state: Mapping[str, float]) -> None:
-    """What the objective goes on from after so many steps, beside what the trainer does. Without a state, nothing."""
+    """Write the objective's state after `done` steps into the trainer's state, unless it has none."""
     if state:
         write_text(states(run) / f"checkpoint-{done}" / OBJECTIVE, json.dumps(dict(state), indent=2) + "\n")
 
 
 def objective_of(folder: Path) -> dict[str, float]:
-    """The objective's state in a trainer's, bit for bit; empty where there is none. Raises ResumeError."""
+    """Read the objective's state from a trainer state, bit for bit; empty without one. Raises ResumeError."""
     file = folder / OBJECTIVE
     try:
         return _NUMBERS.validate_python(read_json(file))
@@ -62,7 +62,7 @@ def objective_of(folder: Path) -> dict[str, float]:
 
 
 def mark(run: RunDir, done: int) -> None:
-    """The trainer's state after so many steps is whole on disk. Only now may the others go."""
+    """Mark the trainer's state after `done` steps as complete, and only then remove the older ones."""
     whole = states(run) / f"checkpoint-{done}"
     files = {name: digest_of(file) for name, file in _files(whole).items()}
     write_text(whole / STATE, json.dumps({"step": done, "files": files}, indent=2) + "\n")
@@ -72,15 +72,15 @@ def mark(run: RunDir, done: int) -> None:
 
 
 def last_state(run: RunDir) -> tuple[Path, int] | None:
-    """The latest state that was written to its end, and after how many steps; not looked into."""
+    """Return the latest complete state and its step, without verifying its files."""
     found = _marked(run)
     return found[0] if found else None
 
 
 def sound_state(run: RunDir, tell: Callable[[str], None]) -> tuple[Path, int] | None:
-    """The latest state whose files are all as they were written; None where there is no state.
+    """Return the latest state whose files are all unchanged, and its step; None without a state.
 
-    Raises ResumeError, which names the file, where each is damaged.
+    Raises ResumeError naming a damaged file if every state is damaged.
     """
     first: DataError | None = None
     for folder, step in _marked(run):
@@ -88,18 +88,18 @@ def sound_state(run: RunDir, tell: Callable[[str], None]) -> tuple[Path, int] | 
             checked = _check(folder, step)
         except DataError as error:
             first = first or error
-            tell(f"warning: {error}: an older state is looked for")
+            tell(f"warning: {error}; an older state is used if one is intact")
             continue
         if not checked:
-            tell(f"{folder} was not checked: an earlier release saved it, without a digest of each file")
+            tell(f"{folder} was not verified: an earlier release saved it without file digests")
         return folder, step
     if first is not None:
-        raise ResumeError(f"{first}; no older state is whole: {MEND}") from first
+        raise ResumeError(f"{first}; no older state is intact: {MEND}") from first
     return None
 
 
 def _marked(run: RunDir) -> list[tuple[Path, int]]:
-    """The states with a marker, the latest first."""
+    """Return the states with a marker, latest first."""
     found: list[tuple[int, Path]] = []
     for file in states(run).glob(f"checkpoint-*/{STATE}"):
         number = file.parent.name.removeprefix("checkpoint-")
@@ -109,7 +109,7 @@ def _marked(run: RunDir) -> list[tuple[Path, int]]:
 
 
 def _check(folder: Path, step: int) -> bool:
-    """Whether there was something to check by. Raises DataError naming the first file that is not as it was written."""
+    """Verify a state; return False if its marker has no digests. Raises DataError naming the first changed file."""
     try:
         marker = _Marker.model_validate(read_json(folder / STATE))
     except ValidationError:
@@ -130,7 +130,7 @@ def _check(folder: Path, step: int) -> bool:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All that is in a state but its marker, by name from there."""
+    """Return the files of a state by relative path, without its marker."""
     entries = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     found = {path.relative_to(folder).as_posix(): path for path in sorted(entries)}
     return {name: path for name, path in found.items() if name not in (STATE, f".{STATE}.tmp")}

@@ -23,7 +23,6 @@ from evoalign.errors import shown
 if TYPE_CHECKING:
     import torch
 
-    from evoalign.config.run import Config
     from evoalign.types import Layout, TensorSpec
 
 DEFAULT = "transformers"
@@ -54,7 +53,7 @@ class MemoryUse:
 
 
 class EngineSettings(Section):
-    """Base of the sections of all engines."""
+    """Base of the sections of all engines. Methods that need other sections take the whole `Config` as `config`."""
 
     name: Annotated[str, CODE]
     path: ClassVar[str] = ""
@@ -96,13 +95,13 @@ class EngineSettings(Section):
         return 1
 
     def held(
-        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+        self, config: Any, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
     ) -> MemoryUse:
         """Return its memory besides the weights and a mean of `mean` bytes, which includes the copy of the start."""
         return MemoryUse()
 
     def batch_bytes(
-        self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
+        self, config: Any, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
         """Return the bytes of a batch of `rows` prompts of at most `prompt` tokens; 0 where `held` includes them."""
         return 0.0
@@ -115,7 +114,7 @@ class EngineSettings(Section):
         """Return the setting that limits the tokens of prompt plus completion, and its value; None without one."""
         return None
 
-    def smaller(self, config: Config) -> str:
+    def smaller(self, config: Any) -> str:
         """Return advice on memory: the settings to lower after running out of it."""
         return "end other programs that use the memory"
 

@@ -172,8 +172,8 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
         return Origin(path, revision, (path, revision))
     if any(folder.glob("model*.safetensors")):
         raise ModelError(
-            f"model {name} holds a model and an adapter, {ADAPTER_CONFIG}; put them into folders of their own, and "
-            "name the model's in that file, or with model.base"
+            f"model {name} has both a model and an adapter ({ADAPTER_CONFIG}); put them into separate folders, and "
+            "name the model's folder in that file or as model.base"
         )
     own = (path, None) if (folder / "tokenizer_config.json").is_file() else None
     return _over(name, folder, own, base, depth)

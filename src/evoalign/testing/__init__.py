@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract tests for spaces, engines and tasks of one's own: plain functions that raise AssertionError.
+"""Contract tests for custom spaces, engines and tasks: plain functions that raise AssertionError.
 
     from evoalign.testing import engines, spaces, tasks
 
@@ -12,6 +12,6 @@
     def test_my_task():
         tasks.check_task(MyTask(TaskConfig(name="my_package.task:MyTask", train_data="rows.jsonl")))
 
-Each module also lists its checks in `CHECKS`, for pytest to report one by one. They need no network beyond what the
-model or data of the config needs.
+Each module also lists its checks in `CHECKS`, for pytest to report one by one. They use the network only to load
+the model or data of the config.
 """

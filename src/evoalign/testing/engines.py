@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine promises: each member answers with its own weights, and the mean moves by the formula.
+"""Contract tests of engines: each member generates with its own weights, and updates follow the documented formula.
 
-Texts are held against transformers on the CPU with a member's weights written in, position by position: a token has to
-be the likeliest one, or within `TIE` of it. So the model of the config should be a small one.
+Completions are compared token by token with transformers on the CPU with the member's weights: each token must be the
+likeliest one, or its logit within `answers.TIE` of it. So the config should name a small model.
 """
 
 from __future__ import annotations
@@ -23,35 +23,27 @@ from evoalign.engines import Engine, weights_hash
 from evoalign.engines.base import pairs_of, sampled_places
 from evoalign.errors import CanaryError
 from evoalign.models.tensors import tensors_of
-from evoalign.spaces import Factors, Space
-from evoalign.testing.answers import check_fields, check_greedy, plain_model, same_up_to_ties, written
+from evoalign.spaces import Factors
+from evoalign.testing.answers import StartedEngine, check_fields, check_greedy, plain_model, same_up_to_ties, written
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN, MEAN_PLAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, Update, population
+from evoalign.types import MEAN, MEAN_PLAN, Member, Plan, Request, Rollout, Sampling, Update, population
 
 PROMPTS = ("Solve: 3 + 5 =", "Name a colour of the sky, in one word.", "Solve: 3 + 5 = 8. Solve: 9 - 2 =")
 TOKENS = 8
 MANY = 145
-"""Requests of one rollout that no engine answers in one piece: `ray` hands out at most 64 of the mean at once."""
+"""Requests of a rollout that needs several batches; engine `ray` sends at most 64 of the mean at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """A started engine and all that it was started with."""
-
-    config: Config
-    tokens: Tokens
-    engine: Engine
-    space: Space
-    layout: Layout
-    facts: Facts
-    requests: tuple[Request, ...]
+class Bench(StartedEngine):
+    """A started engine and everything that it was started with."""
 
     def plan(self, members: Sequence[Member], generation: int = 1, wider: float = 1.0) -> Plan:
-        """The members with the config's width, or one that is wider."""
+        """Return a plan for members with the config's sigma, multiplied by `wider`."""
         return Plan(generation, wider * self.config.es.width, tuple(members))
 
     def update(self) -> Update:
-        """One that moves the mean."""
+        """Return an update that changes the mean."""
         es = self.config.es
         return Update(0, 1, population(4), (1.2, -0.3, 0.4, -1.3), es.width, es.eta * es.width)
 
@@ -61,7 +53,7 @@ Check: TypeAlias = Callable[[Bench], None]
 
 
 def check_engine(create: Create, config: Config) -> None:
-    """All of `CHECKS`, each on an engine of its own. Raises AssertionError."""
+    """Run all of `CHECKS`, each on a new engine. Raises AssertionError."""
     for check in CHECKS:
         with started(create, config) as bench:
             check(bench)
@@ -69,7 +61,7 @@ def check_engine(create: Create, config: Config) -> None:
 
 @contextmanager
 def started(create: Create, config: Config) -> Generator[Bench, None, None]:
-    """An engine, started with the config's space and closed at the end."""
+    """Start an engine with the config's space, and close it at the end."""
     tokens_ = tokens.load(config.model)
     engine = create(config, tokens_)
     try:
@@ -85,45 +77,45 @@ def started(create: Create, config: Config) -> Generator[Bench, None, None]:
 
 
 def check_specs(bench: Bench) -> None:
-    """Tensors go by their Hugging Face names and shapes, tied ones once."""
+    """Require the Hugging Face names and shapes of all tensors, tied ones once."""
     specs = bench.engine.specs()
     names = [s.name for s in specs]
     assert len(set(names)) == len(names), "a tensor is listed twice"
     tensors = tensors_of(plain_model(bench))
     want = {n: tuple(p.shape) for n, p in tensors.items()}
     odd = sorted(set(want) ^ set(names))
-    assert not odd, f"{odd[0]} is {'not listed' if odd[0] in want else 'no tensor of the Hugging Face model'}"
+    assert not odd, f"{odd[0]} is {'not listed' if odd[0] in want else 'not a tensor of the Hugging Face model'}"
     for spec in specs:
-        assert spec.shape == want[spec.name], f"{spec.name} is listed as {spec.shape}, and is {want[spec.name]}"
+        assert spec.shape == want[spec.name], f"{spec.name} is listed as {spec.shape}, but is {want[spec.name]}"
         mean = float(tensors[spec.name].double().abs().mean())
         assert math.isclose(spec.mean_abs, mean, rel_tol=1e-4, abs_tol=1e-9), (
-            f"mean |W| of {spec.name} is {spec.mean_abs}, and should be {mean}"
+            f"mean_abs of {spec.name} is {spec.mean_abs}, but its mean |W| is {mean}"
         )
 
 
 def check_facts(bench: Bench) -> None:
-    """The engine says what it is."""
+    """Require the facts that an engine reports about itself."""
     facts = bench.facts
-    assert facts.engine and facts.device, "the engine does not name itself and its device"
-    assert facts.dtype == bench.layout.dtype, f"facts say {facts.dtype}, the layout {bench.layout.dtype}"
-    assert facts.master_bytes >= 0, f"master_bytes is {facts.master_bytes}"
+    assert facts.engine and facts.device, "facts.engine or facts.device is empty"
+    assert facts.dtype == bench.layout.dtype, f"facts.dtype is {facts.dtype}, the layout's is {bench.layout.dtype}"
+    assert facts.master_bytes >= 0, f"facts.master_bytes is negative: {facts.master_bytes}"
 
 
 def check_rollouts(bench: Bench) -> None:
-    """Every (member, request) once, whatever the order; all fields fit each other."""
+    """Require every (member, request) pair once, in any order, with consistent fields."""
     members = (*population(3), MEAN)
     same = dataclasses.replace(bench.requests[0], index=len(bench.requests), logprobs=False)
     requests = (*bench.requests, same)
     rollouts = list(bench.engine.rollout(bench.plan(members), requests))
     got = sorted((r.member.index, r.request) for r in rollouts)
     want = sorted((m.index, r.index) for m in members for r in requests)
-    assert got == want, f"asked for (member, request) {want}, got {got}"
+    assert got == want, f"requested (member, request) {want}, got {got}"
     for rollout in rollouts:
         check_fields(bench, requests[rollout.request], rollout)
 
 
 def check_request_indices(bench: Bench) -> None:
-    """A rollout carries the index of its own request: indices begin anywhere, in any order, over several batches.
+    """Require that a rollout has its request's index, over several batches and for indices of any start and order.
 
     Requests that name different members may have the same index.
     """
@@ -131,12 +123,12 @@ def check_request_indices(bench: Bench) -> None:
     prompts = [dataclasses.replace(r, sampling=Sampling(2)) for r in bench.requests]
     plan = bench.plan(members)
 
-    def renumbered(count: int, asked: Sequence[Member | None]) -> list[Request]:
-        """For each of `asked` the indices from 1000 on in another order: 7 shares no factor with `count`."""
+    def renumbered(count: int, named: Sequence[Member | None]) -> list[Request]:
+        """Return requests to each of `named` with shuffled indices from 1000 on; 7 is coprime to `count`."""
         return [
             dataclasses.replace(prompts[(i + k) % len(prompts)], index=1000 + (7 * i) % count, member=member)
             for i in range(count)
-            for k, member in enumerate(asked)
+            for k, member in enumerate(named)
         ]
 
     for where, requests in (
@@ -148,7 +140,7 @@ def check_request_indices(bench: Bench) -> None:
         pairs = {(m.index, r.index): r for m, r in pairs_of(where.members, requests)}
         got = list(bench.engine.rollout(where, requests))
         keys = sorted((r.member.index, r.request) for r in got)
-        assert keys == sorted(pairs), f"{len(requests)} requests: asked for (member, index) {sorted(pairs)}, got {keys}"
+        assert keys == sorted(pairs), f"{len(requests)} requests: requested (member, index) {sorted(pairs)}, got {keys}"
         for rollout in got:
             request = pairs[rollout.member.index, rollout.request]
             same = next(p for p in prompts if p.prompt_ids == request.prompt_ids)
@@ -156,7 +148,7 @@ def check_request_indices(bench: Bench) -> None:
 
 
 def check_requests_of_one_member(bench: Bench) -> None:
-    """A request that names its member is answered by that one alone, as where everybody is asked: draws are common."""
+    """Require that a request naming a member gets that member's completion only, with the same draws as for all."""
     members = (*population(3), MEAN)
     warm = Sampling(TOKENS, temperature=0.5)
     everyone = [dataclasses.replace(r, sampling=warm if r.index == 0 else r.sampling) for r in bench.requests]
@@ -166,7 +158,7 @@ def check_requests_of_one_member(bench: Bench) -> None:
     plan = bench.plan(members)
     wanted, got = _answers(bench, plan, everyone), _answers(bench, plan, [*named, common])
     keys = {(r.member.index, r.index) for r in named if r.member} | {(m.index, common.index) for m in members}
-    assert set(got) == keys, f"asked for (member, request) {sorted(keys)}, got {sorted(got)}"
+    assert set(got) == keys, f"requested (member, request) {sorted(keys)}, got {sorted(got)}"
     again = [((m.index, i), (m.index, r.index)) for i, (m, r) in enumerate(apart)]
     again += [((m.index, common.index), (m.index, 0)) for m in members]
     for here, there in again:
@@ -174,7 +166,7 @@ def check_requests_of_one_member(bench: Bench) -> None:
 
 
 def check_stop_strings(bench: Bench) -> None:
-    """A completion ends where one of the texts to stop at comes up, and leaves it out unless that is to be kept."""
+    """Require that a completion ends before the first stop string that it generates."""
     long = [dataclasses.replace(r, sampling=Sampling(4 * TOKENS)) for r in bench.requests]
     answers = _answers(bench, MEAN_PLAN, long)
     for request in long:
@@ -182,19 +174,21 @@ def check_stop_strings(bench: Bench) -> None:
         if len(rollout.text) < 6:
             continue
         stop = rollout.text[3:5]
-        asked = dataclasses.replace(request, sampling=Sampling(4 * TOKENS, stop=("never said", stop)))
-        found = _answers(bench, MEAN_PLAN, [asked])[MEAN.index, request.index]
+        stopping = dataclasses.replace(request, sampling=Sampling(4 * TOKENS, stop=("never said", stop)))
+        found = _answers(bench, MEAN_PLAN, [stopping])[MEAN.index, request.index]
         want = rollout.text[: rollout.text.index(stop)]
-        assert found.text == want, f"stopped at {stop!r}, the text is {found.text!r}, not {want!r}"
-        assert found.finish_reason == "stop", f"stopped at {stop!r}, it ended for its {found.finish_reason}"
-        assert found.token_ids == rollout.token_ids[: len(found.token_ids)], "a text to stop at changes the tokens"
-        kept = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, keep_stop=True))
+        assert found.text == want, f"with stop string {stop!r} the text is {found.text!r}, not {want!r}"
+        assert found.finish_reason == "stop", (
+            f"with stop string {stop!r} finish_reason is {found.finish_reason}, not stop"
+        )
+        assert found.token_ids == rollout.token_ids[: len(found.token_ids)], "a stop string changes the tokens"
+        kept = dataclasses.replace(stopping, sampling=dataclasses.replace(stopping.sampling, keep_stop=True))
         text = _answers(bench, MEAN_PLAN, [kept])[MEAN.index, request.index].text
-        assert text == want + stop, f"stopped at {stop!r}, which is to be kept, the text is {text!r}"
+        assert text == want + stop, f"with stop string {stop!r} and keep_stop the text is {text!r}, not {want + stop!r}"
 
 
 def check_mean_is_plain(bench: Bench) -> None:
-    """The unperturbed model answers as plain transformers does, before and after an update."""
+    """Require that the mean generates as plain transformers does, before and after an update."""
     before = _greedy(bench, MEAN_PLAN)
     check_greedy(bench, plain_model(bench), before.values())
     bench.engine.apply(bench.update())
@@ -203,7 +197,7 @@ def check_mean_is_plain(bench: Bench) -> None:
 
 
 def check_members_are_their_own(bench: Bench) -> None:
-    """Each member answers as plain transformers does with that member's weights written in."""
+    """Require that each member generates as plain transformers does with that member's weights."""
     bench.engine.apply(bench.update())
     plan = bench.plan((*population(4, antithetic=True), MEAN))
     rollouts = _greedy(bench, plan)
@@ -213,21 +207,23 @@ def check_members_are_their_own(bench: Bench) -> None:
 
 
 def check_members_differ(bench: Bench) -> None:
-    """A member with much noise is never the mean, nor another member: no adapter is silently ignored."""
+    """Require that members with large noise differ from the mean and each other: no adapter is silently ignored."""
     factors = len(bench.layout.tensors) > len({t.module for t in bench.layout.tensors})
-    members = (*population(4, antithetic=not factors), MEAN)  # from zero, (-B) (-A) is B A
+    members = (*population(4, antithetic=not factors), MEAN)  # a pair is equal if factors start at 0: (-B) (-A) is B A
     rollouts = _greedy(bench, bench.plan(members, wider=10.0))
     for request in bench.requests:
         seen: dict[object, int] = {}
         for member in members:
             rollout = rollouts[member.index, request.index]
             answer = (rollout.token_ids, rollout.logprobs)
-            assert answer not in seen, f"members {seen[answer]} and {member.index} answer alike (-1 is the mean)"
+            assert answer not in seen, (
+                f"members {seen[answer]} and {member.index} have equal completions (-1 is the mean)"
+            )
             seen[answer] = member.index
 
 
 def check_rollouts_leave_the_mean(bench: Bench) -> None:
-    """Neither a whole rollout nor one that is left half-way changes the mean or what it answers."""
+    """Require that neither a complete nor an abandoned rollout changes the mean or its completions."""
     fingerprint, answers = bench.engine.fingerprint(), _greedy(bench, MEAN_PLAN)
     plan = bench.plan(population(4), wider=10.0)
     list(bench.engine.rollout(plan, bench.requests))
@@ -236,36 +232,39 @@ def check_rollouts_leave_the_mean(bench: Bench) -> None:
     close = getattr(left, "close", None)
     if close is not None:
         close()
-    assert bench.engine.fingerprint() == fingerprint, "a rollout changes the fingerprint"
-    _same_answers(answers, _greedy(bench, MEAN_PLAN), "the mean answers otherwise after a rollout")
+    assert bench.engine.fingerprint() == fingerprint, "a rollout changes the fingerprint of the mean"
+    _same_answers(answers, _greedy(bench, MEAN_PLAN), "the mean's completions change after a rollout")
 
 
 def check_repeats(bench: Bench) -> None:
-    """A deterministic engine answers the same twice, greedy and sampled."""
+    """Require that a deterministic engine repeats its completions, greedy and sampled."""
     if not bench.facts.deterministic:
         return
     plan = bench.plan(population(3))
     sampled = [dataclasses.replace(r, sampling=Sampling(TOKENS, temperature=1.0)) for r in bench.requests]
     for requests in (list(bench.requests), sampled):
         first, second = (_answers(bench, plan, requests) for _ in range(2))
-        _same_answers(first, second, "the same plan and requests are answered otherwise")
+        _same_answers(first, second, "the same plan and requests give other completions the second time")
 
 
 def check_common_random_numbers(bench: Bench) -> None:
-    """Members share the draws of a (prompt, sample): with no noise they all answer the same; seeds differ."""
+    """Require that members share the random draws of a request, so that equal weights give equal completions.
+
+    Requests of different seeds have different draws.
+    """
     plan = Plan(1, 0.0, population(3))
     warm = Sampling(TOKENS, temperature=1.5)
     requests = [dataclasses.replace(bench.requests[0], index=i, seed=100 + i, sampling=warm) for i in range(12)]
     rollouts = _answers(bench, plan, requests)
     for request in requests:
         answers = {rollouts[m.index, request.index].token_ids for m in plan.members}
-        assert len(answers) == 1, f"members of the same weights draw different tokens for seed {request.seed}"
+        assert len(answers) == 1, f"members with equal weights draw different tokens for seed {request.seed}"
     drawn = {rollouts[0, r.index].token_ids for r in requests}
-    assert len(drawn) > 1, "twelve seeds draw the same tokens"
+    assert len(drawn) > 1, "12 seeds draw the same tokens"
 
 
 def check_apply(bench: Bench) -> None:
-    """An update moves each tensor of the mean by step * scale * (1/N) sum_i c_i sign_i eps_i, and no other."""
+    """Require that an update changes evolved tensors by step * scale * (1/N) sum_i c_i sign_i eps_i, and no others."""
     before, update = dict(bench.engine.state()), bench.update()
     fingerprint = bench.engine.fingerprint()
     bench.engine.apply(update)
@@ -275,7 +274,7 @@ def check_apply(bench: Bench) -> None:
     for name, after in bench.engine.state():
         moved = after.double() - before[name].double()
         if name not in moving:
-            assert not moved.any(), f"{name} is frozen and moves"
+            assert not moved.any(), f"{name} is frozen, but an update changes it"
             continue
         streams = [m.noise for m in update.members]
         eps = bench.space.noise(bench.layout, name, update.generation, streams)
@@ -287,58 +286,71 @@ def check_apply(bench: Bench) -> None:
         rounding = 2**-23 * float(after.double().norm())
         distance = float((moved - want).norm())
         allowed = tolerance * float(want.norm()) + rounding
-        assert distance <= allowed, f"{name} does not move by the formula: {distance:.2g} away, {allowed:.2g} allowed"
+        assert distance <= allowed, (
+            f"the update of {name} differs from the formula by {distance:.2g}, more than the allowed {allowed:.2g}"
+        )
 
 
 def check_zero_coefficients(bench: Bench) -> None:
-    """All coefficients zero move nothing."""
+    """Require that an update with all coefficients zero changes nothing."""
     fingerprint = bench.engine.fingerprint()
     bench.engine.apply(dataclasses.replace(bench.update(), coefficients=(0.0,) * 4))
-    assert bench.engine.fingerprint() == fingerprint, "the mean moves though all coefficients are zero"
+    assert bench.engine.fingerprint() == fingerprint, "an update with all coefficients zero changes the mean"
 
 
 def check_state(bench: Bench) -> None:
-    """The state is the mean in float32 on the CPU, all of it; load puts it back, weights and answers."""
+    """Require that the state is the whole mean in float32 on the CPU, and that load restores it."""
     state, fingerprint = dict(bench.engine.state()), bench.engine.fingerprint()
     names = {t.name for t in (*bench.layout.tensors, *bench.layout.frozen)}
-    assert set(state) == names, f"the state has not the layout's tensors: {sorted(set(state) ^ names)[:3]}"
+    assert set(state) == names, f"the state and the layout have different tensors: {sorted(set(state) ^ names)[:3]}"
     for name, tensor in state.items():
         assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (
             f"{name} is {tensor.dtype} on {tensor.device}, not float32 on the CPU"
         )
-        assert tuple(tensor.shape) == bench.layout[name].shape, f"{name} is {tuple(tensor.shape)}"
+        assert tuple(tensor.shape) == bench.layout[name].shape, (
+            f"{name} is {tuple(tensor.shape)}, not {bench.layout[name].shape}"
+        )
     assert weights_hash(state.items()) == fingerprint, "the fingerprint is not the weights_hash of the state"
     copies = {n: t.clone() for n, t in state.items()}
     answers = _greedy(bench, MEAN_PLAN)
     bench.engine.apply(bench.update())
     for name, tensor in state.items():
-        assert torch.equal(tensor, copies[name]), f"an update changes the {name} that state() gave before"
+        assert torch.equal(tensor, copies[name]), f"an update changes the {name} that state() returned before"
     bench.engine.load(state)
-    assert bench.engine.fingerprint() == fingerprint, "load does not bring the fingerprint back"
-    _same_answers(answers, _greedy(bench, MEAN_PLAN), "load does not bring the answers back")
+    assert bench.engine.fingerprint() == fingerprint, "load does not restore the fingerprint"
+    _same_answers(answers, _greedy(bench, MEAN_PLAN), "load does not restore the completions")
 
 
 def check_sample(bench: Bench) -> None:
-    """A sample holds the evolved numbers of the mean at `sampled_places`, and all of them where they are few."""
+    """Require that `probe_weights` returns the mean at `sampled_places`, or all of it if it is small."""
     bench.engine.apply(bench.update())
     state, total = dict(bench.engine.state()), bench.layout.parameters
     for count in (total // 3, total + 1):
         want = torch.cat([state[name].flatten()[places] for name, places in sampled_places(bench.layout, count)])
         got = bench.engine.probe_weights(count)
-        assert got.dtype == torch.float32 and got.device.type == "cpu", f"a sample is {got.dtype} on {got.device}"
-        assert torch.equal(got, want), f"a sample of {count} of {total} numbers is not the mean at sampled_places"
+        assert got.dtype == torch.float32 and got.device.type == "cpu", (
+            f"probe_weights returns {got.dtype} on {got.device}, not float32 on the CPU"
+        )
+        assert torch.equal(got, want), f"probe_weights({count}) of {total} values is not the mean at sampled_places"
     bench.engine.apply(dataclasses.replace(bench.update(), index=1))
-    assert not torch.equal(bench.engine.probe_weights(total), want), "an update does not change the sample"
-    assert torch.equal(got, want), "an update changes a sample that was taken before"
+    assert not torch.equal(bench.engine.probe_weights(total), want), "an update does not change probe_weights"
+    assert torch.equal(got, want), "an update changes the tensor that probe_weights returned before"
 
 
 def check_canary(bench: Bench) -> None:
-    """The canary of a training sings: members differ, the mean is restored, what does not exist is refused."""
+    """Require that the canary check of a training passes: members differ, and the mean is restored."""
     prompt, exact = bench.requests[0].prompt_ids, bench.facts.deterministic
     for generation in range(2):
         try:
-            canary.check(bench.engine, bench.space, bench.layout, prompt,
-                         generation=generation, width=bench.config.es.width, exact=exact)  # fmt: skip
+            canary.check(
+                bench.engine,
+                bench.space,
+                bench.layout,
+                prompt,
+                generation=generation,
+                width=bench.config.es.width,
+                exact=exact,
+            )
         except CanaryError as error:
             raise AssertionError(str(error)) from error
         bench.engine.apply(bench.update())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every space promises: noise that is a pure function, members made of it, a mean that moves by the formula.
+"""Contract tests of spaces: noise is a pure function, members are made of it, and updates follow the formula.
 
-A check takes the space, a layout it made and the specs it made that from. Expectations are computed in float64 from
-`Space.noise` alone, never by `Space.accumulate`.
+A check takes the space, one of its layouts and the specs of that layout. Expected values are computed in float64 from
+`Space.noise`, independently of `Space.accumulate`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SPECS: tuple[TensorSpec, ...] = (
     *_layer(1),
     TensorSpec("model.norm.weight", (16,), "norm", None, 1.0),
 )
-"""The tensors of a model in small: two layers with the names of Qwen2 and Llama."""
+"""Tensors of a small model: two layers with the names of Qwen2 and Llama."""
 
 
 def check_space(space: Space, specs: Sequence[TensorSpec] = SPECS) -> None:
-    """All of `CHECKS`, served in float32 and in bfloat16. Raises AssertionError."""
+    """Run all of `CHECKS` with layouts in float32 and in bfloat16. Raises AssertionError."""
     for dtype in (torch.float32, torch.bfloat16):
         layout = space.layout(specs, dtype)
         for check in CHECKS:
@@ -54,39 +54,48 @@ def check_space(space: Space, specs: Sequence[TensorSpec] = SPECS) -> None:
 
 
 def check_layout(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Names are unique and those of the model; shapes fit; scales are positive; making it again gives the same."""
-    assert layout.tensors, "the layout has no tensor that evolves"
+    """Require a repeatable layout with unique names, tensors of the model, matching shapes and positive scales."""
+    assert layout.tensors, "the layout has no evolved tensor"
     names = [t.name for t in (*layout.tensors, *layout.frozen)]
     assert len(set(names)) == len(names), f"names repeat in the layout: {_repeated(names)}"
     of_model = {s.name: s for s in specs}
     for tensor in (*layout.tensors, *layout.frozen):
         assert tensor.module in of_model, f"{tensor.name} belongs to {tensor.module}, which the model does not have"
-        assert math.isfinite(tensor.scale) and tensor.scale > 0, f"{tensor.name} has scale {tensor.scale}"
+        assert math.isfinite(tensor.scale) and tensor.scale > 0, (
+            f"{tensor.name} has scale {tensor.scale}, which is not a positive number"
+        )
         if space.evolves_model:
-            assert tensor.name == tensor.module, f"{tensor.name} is no tensor of the model"
+            assert tensor.name == tensor.module, f"{tensor.name} is not a tensor of the model"
             shape = of_model[tensor.name].shape
-            assert tensor.shape == shape, f"{tensor.name} is {tensor.shape}, {shape} in the model"
+            assert tensor.shape == shape, f"{tensor.name} has shape {tensor.shape}, but {shape} in the model"
         if space.carrier == "adapter":
             kind = of_model[tensor.module].kind
-            assert kind in ("linear", "expert"), f"{tensor.module} is a {kind}: only linear weights take an adapter"
-    assert space.layout(specs, layout.torch_dtype) == layout, "the same model gives another layout"
+            assert kind in ("linear", "expert"), f"{tensor.module} is a {kind}; only linear weights can have an adapter"
+    assert space.layout(specs, layout.torch_dtype) == layout, "layout() returns another layout for the same model"
 
 
 def check_start(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Tensors beside the model start in float32, of the layout's shape, always the same; the model is unchanged."""
+    """Require that added tensors start repeatably in float32 with the layout's shape, leaving the model unchanged."""
     if space.evolves_model:
         return
     for tensor in (*layout.tensors, *layout.frozen):
         start = space.start(layout, tensor.name, "cpu")
         assert start.dtype == torch.float32, f"{tensor.name} starts in {start.dtype}, not float32"
-        assert tuple(start.shape) == tensor.shape, f"{tensor.name} starts as {tuple(start.shape)}, not {tensor.shape}"
-        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), f"{tensor.name} starts anew each time"
+        assert tuple(start.shape) == tensor.shape, (
+            f"{tensor.name} starts with shape {tuple(start.shape)}, not {tensor.shape}"
+        )
+        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), (
+            f"start() of {tensor.name} changes from call to call"
+        )
     for module, added in _added(space, layout, _masters(space, layout), _plan((MEAN,))).items():
-        assert not added.any(), f"the model does not start unchanged: {module} is not what was loaded"
+        assert not added.any(), f"the tensors at the start change {module} of the model"
 
 
 def check_noise_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """The same bits each time, in any order and grouping; others for another member, generation or tensor."""
+    """Require noise with the same bits in any order and grouping of members.
+
+    Another member, generation or tensor has other noise.
+    """
     again, seen = space.layout(specs, layout.torch_dtype), list[bytes]()
     for tensor in layout.tensors:
         first = _parts(space, layout, tensor.name, 1, range(_MEMBERS))
@@ -97,29 +106,29 @@ def check_noise_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec
             assert torch.equal(part[order], other), f"the noise of {tensor.name} depends on the order of members"
         for member in range(_MEMBERS):
             for part, other in zip(first, _parts(space, layout, tensor.name, 1, [member]), strict=True):
-                assert torch.equal(part[member], other[0]), f"the noise of {tensor.name} depends on who is asked with"
+                assert torch.equal(part[member], other[0]), f"the noise of {tensor.name} depends on the other members"
         seen += [p[m].numpy().tobytes() for p in first for m in range(_MEMBERS)]
         seen += [p[0].numpy().tobytes() for p in _parts(space, layout, tensor.name, 2, [0])]
     assert len(set(seen)) == len(seen), "two tensors, members or generations have the same noise"
 
 
 def check_noise_slices(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """A slice of the noise is that part of the whole, bit for bit: engines shard and fuse tensors."""
+    """Require that the noise of a slice equals that slice of the whole, bit for bit: engines shard and fuse tensors."""
     for tensor in layout.tensors:
         whole = space.noise(layout, tensor.name, 3, [0, 5])
         for slices in _slices(tensor.shape):
             part = space.noise(layout, tensor.name, 3, [0, 5], slices)
             if isinstance(whole, Factors):
-                assert isinstance(part, Factors), f"{tensor.name} has factors as a whole and none as a part"
+                assert isinstance(part, Factors), f"the noise of {tensor.name} is Factors, but not in a slice"
                 same = torch.equal(part.b, whole.b[:, slices[0]]) and torch.equal(part.a, whole.a[:, :, slices[1]])
             else:
-                assert isinstance(part, torch.Tensor), f"{tensor.name} has no factors as a whole and some as a part"
+                assert isinstance(part, torch.Tensor), f"the noise of {tensor.name} is Factors in a slice only"
                 same = torch.equal(part, whole[(slice(None), *slices)])
-            assert same, f"the noise of {tensor.name} in {slices} is not that part of the whole"
+            assert same, f"the noise of {tensor.name} in {slices} differs from the slice of the whole"
 
 
 def check_noise_is_standard(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Mean 0 and variance 1, over many members and all tensors together (products of factors over sqrt(rank))."""
+    """Require mean 0 and variance 1 over 256 members and all tensors; of factors, the product over sqrt(rank)."""
     drawn = torch.cat([_eps(space, layout, t, 0, range(256)).reshape(-1) for t in layout.tensors])
     mean, variance = float(drawn.mean()), float(drawn.var())
     assert abs(mean) < 0.02, f"the noise has mean {mean:.3f}, not 0"
@@ -127,63 +136,69 @@ def check_noise_is_standard(space: Space, layout: Layout, specs: Sequence[Tensor
 
 
 def check_members(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Members are the mean and their own noise, sign * sigma * scale wide; who is asked with changes nothing."""
+    """Require that a member is mean + sign * sigma * scale * noise, and does not depend on the other members."""
     masters = _masters(space, layout)
-    members = population(_MEMBERS, antithetic=_is_linear(layout))  # from zero, (-B) (-A) is B A
+    members = population(
+        _MEMBERS, antithetic=_is_linear(layout)
+    )  # a pair is equal if factors start at 0: (-B) (-A) is B A
     mean = _added(space, layout, masters, _plan((MEAN,)))
     served = _added(space, layout, masters, _plan(members))
     alone = [_added(space, layout, masters, _plan((m,))) for m in members]
     for module, added in served.items():
         away = added - mean[module]
         for i in range(_MEMBERS):
-            assert away[i].any(), f"member {i} is the mean in {module}"
-            assert torch.equal(added[i], alone[i][module][0]), f"member {i} alone is another in {module}"
+            assert away[i].any(), f"member {i} equals the mean in {module}"
+            assert torch.equal(added[i], alone[i][module][0]), f"member {i} depends on the other members in {module}"
             for j in range(i):
-                assert not torch.equal(away[i], away[j]), f"members {j} and {i} are the same in {module}"
+                assert not torch.equal(away[i], away[j]), f"members {j} and {i} are equal in {module}"
     for i, member in enumerate(members):
         want = _intended(space, layout, masters, member)
         for module, added in served.items():
             away = added[i] - mean[module][0]
-            _close(away, want[module], _tolerance(layout), f"member {i} is not mean + sign * sigma * scale * noise in "
-                   f"{module}")  # fmt: skip
+            formula = f"member {i} is not mean + sign * sigma * scale * noise in {module}"
+            _close(away, want[module], _tolerance(layout), formula)
 
 
 def check_update(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """The mean moves by step * scale * (1/N) sum_i c_i sign_i eps_i, whatever sigma's schedule."""
+    """Require that an update changes the mean by step * scale * (1/N) sum_i c_i sign_i eps_i."""
     for antithetic in (False, True):
         update = _update(antithetic=antithetic)
         for tensor in layout.tensors:
             move = _moved(space, layout, tensor, update)
             want = _move(space, layout, tensor, update)
-            _close(move, want, _tolerance(layout), f"{tensor.name} does not move by the documented formula")
+            _close(
+                move, want, _tolerance(layout), f"the update of {tensor.name} does not follow the documented formula"
+            )
 
 
 def check_update_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """The same update from the same mean gives the same bits; its parts make the whole."""
+    """Require that an update repeats to the bit, and that updating slices updates the whole."""
     update = _update()
     for tensor in layout.tensors:
         whole = _moved(space, layout, tensor, update)
-        assert torch.equal(whole, _moved(space, layout, tensor, update)), f"{tensor.name} moves otherwise each time"
+        assert torch.equal(whole, _moved(space, layout, tensor, update)), (
+            f"the update of {tensor.name} changes from call to call"
+        )
         parts = torch.zeros(tensor.shape)
         half = tensor.shape[0] // 2
         for rows in (slice(0, half), slice(half, tensor.shape[0])):
             part = (rows, *(slice(0, n) for n in tensor.shape[1:]))
             space.accumulate(layout, parts[part], tensor.name, part, update)
-        _close(parts, whole, 1e-5, f"the parts of the update of {tensor.name} do not make the whole")
+        _close(parts, whole, 1e-5, f"updating {tensor.name} by slices differs from updating the whole")
 
 
 def check_zero_coefficients(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """All coefficients zero move nothing, decay or not."""
+    """Require that an update with all coefficients zero changes nothing, even with decay."""
     update = Update(0, 0, population(_MEMBERS), (0.0,) * _MEMBERS, _SIGMA, _STEP, decay=0.5)
     for tensor in layout.tensors:
         master = _random(tensor.shape)
         before = master.clone()
         space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update, torch.zeros(tensor.shape))
-        assert torch.equal(master, before), f"{tensor.name} moves though all coefficients are zero"
+        assert torch.equal(master, before), f"an update with all coefficients zero changes {tensor.name}"
 
 
 def check_decay(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Decay takes back its share of the distance to the start."""
+    """Require that decay removes its share of the distance from the start."""
     update = _update(decay=0.25)
     for tensor in layout.tensors:
         master = _random(tensor.shape)
@@ -191,37 +206,44 @@ def check_decay(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
         before = master.double()
         space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update, start)
         want = start.double() + 0.75 * (before - start.double()) + _move(space, layout, tensor, update)
-        _close(master - start, want - start.double(), 1e-4, f"the decay of {tensor.name} is not the documented one")
+        _close(
+            master - start,
+            want - start.double(),
+            1e-4,
+            f"the decay of {tensor.name} does not follow the documented formula",
+        )
 
 
 def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Members and updates of a slice are that part of the whole, written rounded where an engine serves them."""
+    """Require that members and updates of a slice equal that slice of the whole, rounded to the served dtype."""
     masters, plan, update = _masters(space, layout), _plan(population(_MEMBERS)), _update()
     for tensor in layout.tensors:
         for part in _slices(tensor.shape):
             master = _random(tensor.shape)[part].clone()
             served = torch.zeros(master.shape, dtype=layout.torch_dtype)
             space.accumulate(layout, master, tensor.name, part, update, served=served)
-            assert torch.equal(served, master.to(served.dtype)), f"{tensor.name} is not served as the rounded mean"
+            assert torch.equal(served, master.to(served.dtype)), f"the served {tensor.name} is not the rounded mean"
             if space.carrier == "dense":
                 member, mean = plan.members[2], _random(tensor.shape)
                 want = space.perturbed(layout, tensor.name, mean, plan, member)[part].to(served.dtype)
                 space.perturbed(layout, tensor.name, mean[part], plan, member, part, served)
-                assert torch.equal(served, want), f"member 2 in {part} of {tensor.name} is not that part of the whole"
+                assert torch.equal(served, want), (
+                    f"member 2 in {part} of {tensor.name} differs from the slice of the whole"
+                )
     shapes = {s.name: s.shape for s in specs}
     for module in dict.fromkeys(t.module for t in layout.tensors) if space.carrier == "adapter" else ():
         for rows, columns in _slices(shapes[module]):
             whole = space.adapter(layout, module, masters.__getitem__, plan, plan.members)
-            assert whole is not None, f"no member has an adapter in {module}"
+            assert whole is not None, f"adapter() returns None for {module}"
             want = whole.a[..., columns].expand(_MEMBERS, -1, -1), whole.b[:, rows]
             padded = [torch.ones(n, i + 3, j + 5, dtype=layout.torch_dtype) for n, i, j in (w.shape for w in want)]
             a, b = (p[:, : w.shape[1], : w.shape[2]] for p, w in zip(padded, want, strict=True))
             space.adapter(layout, module, masters.__getitem__, plan, plan.members, (rows, columns), (a, b))
             same = torch.equal(a, want[0]) and torch.equal(b, want[1])
-            assert same, f"the factors of {module} in {rows}, {columns} are not those parts of the whole"
+            assert same, f"the factors of {module} in {rows}, {columns} differ from the slices of the whole"
             a.fill_(1)
             b.fill_(1)
-            assert all(bool((p == 1).all()) for p in padded), f"the factors of {module} are written beyond their place"
+            assert all(bool((p == 1).all()) for p in padded), f"adapter() writes outside the given buffers for {module}"
 
 
 CHECKS: tuple[Check, ...] = (
@@ -248,7 +270,7 @@ def _whole(shape: Sequence[int]) -> Slices:
 
 
 def _slices(shape: Sequence[int]) -> list[Slices]:
-    """Rows, columns, both, a single element."""
+    """Return slices of rows, of columns, of both, and of a single element."""
     rows = [(slice(n // 3, max(n // 3 + 1, n - 1)),) for n in shape[:1]]
     parts = [(*rows[0], *(slice(0, n) for n in shape[1:])), tuple(slice(n // 2, n) for n in shape)]
     parts.append((slice(0, shape[0]), *(slice(n // 2, n // 2 + 1) for n in shape[1:])))
@@ -261,7 +283,7 @@ def _random(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _masters(space: Space, layout: Layout) -> dict[str, torch.Tensor]:
-    """A mean: zeros where the model's own weights evolve, so that what members add is seen without rounding."""
+    """Return a mean; zeros if the model's weights evolve, so that members' noise is not rounded."""
     tensors = (*layout.tensors, *layout.frozen)
     if space.evolves_model:
         return {t.name: torch.zeros(t.shape) for t in tensors}
@@ -273,10 +295,12 @@ def _plan(members: tuple[Member, ...], sigma: float = _SIGMA) -> Plan:
 
 
 def _added(space: Space, layout: Layout, masters: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    """What each member adds to each weight of the model, float64 [M, *shape]."""
+    """Return what each member adds to each weight of the model, float64 [M, *shape]."""
     if space.carrier == "dense":
-        each = {t.name: [space.perturbed(layout, t.name, masters[t.name], plan, m) for m in plan.members]
-                for t in layout.tensors}  # fmt: skip
+        each = {
+            t.name: [space.perturbed(layout, t.name, masters[t.name], plan, m) for m in plan.members]
+            for t in layout.tensors
+        }
         return {name: torch.stack(values).double() for name, values in each.items()}
     added: dict[str, torch.Tensor] = {}
     for module in dict.fromkeys(t.module for t in layout.tensors):
@@ -288,9 +312,10 @@ def _added(space: Space, layout: Layout, masters: dict[str, torch.Tensor], plan:
 def _intended(
     space: Space, layout: Layout, masters: dict[str, torch.Tensor], member: Member
 ) -> dict[str, torch.Tensor]:
-    """What a member's noise alone adds to each weight of the model."""
-    noise = {t.name: _eps(space, layout, t, 2, [member.noise])[0] * (member.sign * _SIGMA * t.scale)
-             for t in layout.tensors}  # fmt: skip
+    """Return what a member's noise adds to each weight of the model."""
+    noise = {
+        t.name: _eps(space, layout, t, 2, [member.noise])[0] * (member.sign * _SIGMA * t.scale) for t in layout.tensors
+    }
     if space.evolves_model:
         return noise
     moved = {name: (m + noise[name] if name in noise else m).float() for name, m in masters.items()}
@@ -300,7 +325,7 @@ def _intended(
 
 def _product(layout: Layout, adapter: Adapter) -> torch.Tensor:
     for factor in (adapter.a, adapter.b):
-        assert factor.dtype == layout.torch_dtype, f"a factor is {factor.dtype} and served in {layout.torch_dtype}"
+        assert factor.dtype == layout.torch_dtype, f"an adapter has dtype {factor.dtype}, not {layout.torch_dtype}"
     return adapter.scaling * (adapter.b.double() @ adapter.a.double())
 
 
@@ -310,7 +335,7 @@ def _parts(space: Space, layout: Layout, name: str, generation: int, members: Se
 
 
 def _eps(space: Space, layout: Layout, tensor: EvolvedTensor, generation: int, members: Sequence[int]) -> torch.Tensor:
-    """Noise of variance 1, float64 [M, *shape]."""
+    """Return noise of variance 1, float64 [M, *shape]."""
     drawn = space.noise(layout, tensor.name, generation, members)
     if isinstance(drawn, Factors):
         return drawn.b.double() @ drawn.a.double() / math.sqrt(drawn.a.shape[1])
@@ -336,13 +361,13 @@ def _moved(space: Space, layout: Layout, tensor: EvolvedTensor, update: Update) 
 
 
 def _is_linear(layout: Layout) -> bool:
-    """Whether what a member adds is linear in its noise: one evolved tensor a weight, at most."""
+    """Return whether members are linear in their noise: at most one evolved tensor per weight."""
     modules = [t.module for t in layout.tensors]
     return len(set(modules)) == len(modules)
 
 
 def _tolerance(layout: Layout) -> float:
-    """Factors that are served in bfloat16 are rounded to 8 bits."""
+    """Return the relative tolerance; factors in bfloat16 are rounded to 8 bits."""
     return 1e-5 if layout.torch_dtype == torch.float32 else 2e-2
 
 
