@@ -29,7 +29,7 @@ import evoalign
 from evoalign import engines, tokens
 from evoalign.analysis.divergence import divergence_of
 from evoalign.analysis.targets import locate
-from evoalign.baselines import planning
+from evoalign.baselines import planning, trainer_state
 from evoalign.baselines.policy import Policy
 from evoalign.baselines.train import _Grpo
 from evoalign.checks.divergence import ESTIMATORS
@@ -239,7 +239,7 @@ def test_a_step_that_trains_on_each_completion_twice_costs_twice(tmp_path: Path,
     assert (len(completions(path, 0)), sum(trained.passes)) == (8, 16)
     assert rows(path)[0]["budget"]["backward_flops"] == backward(path, 0, 2, trained.policies[0])
     told = "\n".join(planning.work_lines(from_dict(config(path, grpo={**grpo, "max_steps": 5}))))
-    assert "completions 8 a step (2 prompts x 4), 40 in all" in told
+    assert "completions 8 per step (2 prompts x 4), 40 in total" in told
 
 
 def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkey
     assert len(seeds) == len(set(seeds)) == 32
     for step, row in enumerate(rows(path)):
         assert row["budget"]["backward_flops"] == backward(path, step, 1, trained.policies[0])
-    assert "completions 24 a step (6 prompts x 4), 48 in all" in planning.work_lines(from_dict(tree))[0]
+    assert "completions 24 per step (6 prompts x 4), 48 in total" in planning.work_lines(from_dict(tree))[0]
 
 
 @pytest.mark.slow
@@ -500,7 +500,7 @@ def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path
     aside = list(tmp_path.glob("run.2*"))
     assert len(aside) == (not every)
     if not every:
-        assert "ended before a state was saved: it begins again" in told.getvalue()
+        assert "ended before its first trainer state was saved" in told.getvalue()
         assert f"the run that was there is now {aside[0]}" in told.getvalue()
         assert len(rows(aside[0])) >= 1
 
@@ -537,7 +537,7 @@ def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
     kept = {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()}
     told = io.StringIO()
     again = evoalign.grpo(config(first.path, **sections), resume=True, console=Console(file=told, width=300))
-    assert "run is done: all 3 steps, nothing is left to do" in told.getvalue()
+    assert "run is done: it has all 3 steps" in told.getvalue()
     assert (again.path, again.saved) == (first.path, first.saved)
     assert (again.before.measures, again.after.measures) == (first.before.measures, first.after.measures)
     assert "is done" in planning.dry_run(config(first.path, **sections), resume=True)[0]
@@ -545,13 +545,13 @@ def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("run.2*"))
 
 
-@pytest.mark.parametrize(("every", "why"), [(0, "checkpoint.every 0 keeps none"), (None, "unset means 50, and it end")])
-def test_without_a_state_no_run_is_trained_longer(every: int | None, why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "saved"), [(0, "0"), (None, "unset, which means 50")])
+def test_grpo_raises_when_a_finished_run_has_no_state(every: int | None, saved: str, tmp_path: Path) -> None:
     path = run(tmp_path / "run", checkpoint={"every": every}, grpo={"max_steps": 1}).path
-    with pytest.raises(ResumeError, match=f"is done, and kept no state to train on from .*{why}"):
+    with pytest.raises(ResumeError, match=rf"checkpoint\.every is {saved},"):
         run(path, resume=True, checkpoint={"every": every}, grpo={"max_steps": 2})
     (next(path.glob("checkpoints/*/model.safetensors"))).write_bytes(b"")
-    with pytest.raises(ResumeError, match="kept no state"):
+    with pytest.raises(ResumeError, match=r"checkpoint\.every"):
         run(path, resume=True, checkpoint={"every": every}, grpo={"max_steps": 1})
     assert not list(tmp_path.glob("run.2*"))
 
@@ -561,14 +561,14 @@ def test_the_state_before_stays_until_the_new_one_is_whole(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [p.name for p in (straight / "trainer").iterdir()] == ["checkpoint-4"]
-    mark = Policy.mark_state
+    mark = trainer_state.mark
 
-    def die(policy: Policy, directory: RunDir, done: int) -> None:
+    def die(directory: RunDir, done: int) -> None:
         if done == 2:
             raise OSError("the machine died")
-        mark(policy, directory, done)
+        mark(directory, done)
 
-    monkeypatch.setattr(Policy, "mark_state", die)
+    monkeypatch.setattr(trainer_state, "mark", die)
     with pytest.raises(EvoalignError, match="the machine died; it resumes after step 1"):
         run(tmp_path / "run")
     monkeypatch.undo()
@@ -597,14 +597,14 @@ def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, stra
     torch.save(Touches(tmp_path / "it_ran"), file)
     for damage in (file.read_bytes(), whole[: len(whole) // 2], b""):
         file.write_bytes(damage)
-        with pytest.raises(ResumeError, match=r"checkpoint-2 cannot be read .* or begin anew with --overwrite") as told:
+        with pytest.raises(ResumeError, match=r"checkpoint-2 cannot be read .*--overwrite") as told:
             run(tmp_path / "run", resume=True)
         assert not {"\n", "\x1b"} & set(str(told.value))  # torch's own advice is in colour
     assert not (tmp_path / "it_ran").exists()
     file.write_bytes(whole)
     told = io.StringIO()
     evoalign.grpo(config(tmp_path / "run"), resume=True, console=Console(file=told, width=300))
-    assert "checkpoint-2 was not checked: an earlier release saved it" in told.getvalue()
+    assert "checkpoint-2 was not verified" in told.getvalue()
     assert marker != (tmp_path / "run/trainer/checkpoint-4/whole.json").read_text()
     assert_equal(tmp_path / "run", straight, but=("evaluation", "validation"))
 
@@ -679,9 +679,8 @@ def test_a_resume_reads_the_rows_once_however_many_they_are(straight: Path, monk
     task, data = task_and_data(settings, None, None)
     algorithm: Any = SimpleNamespace(task=task, data=data)
     for done, whole in ((4, True), (5, False)):
-        session: Any = SimpleNamespace(run=RunDir(straight), done=done)
         with nullcontext() if whole else pytest.raises(ResumeError, match="lacks rows before step 5"):
-            _Grpo.check_resume(algorithm, session)
+            _Grpo._check_resume(algorithm, RunDir(straight), done)
     assert len(calls) == 2
 
 
@@ -726,21 +725,18 @@ def _moved(model: Any) -> float:
     ("sections", "message"),
     [
         ({"grpo": {"num_generations": 3}}, "8 x 1 passes is not a multiple of grpo.num_generations 3"),
-        ({"grpo": {"per_device_train_batch_size": 16}}, "takes 4 prompts, and the training split has 2"),
-        (
-            {"grpo": {"trl": {"bta": 0.1}}},
-            r"grpo.trl.bta: TRL has no such field, or none that a run takes; did you mean beta\?",
-        ),
-        ({"grpo": {"trl": {"beta": 0.1}}}, "grpo.trl.beta has a place of its own: grpo.beta"),
-        ({"grpo": {"trl": {"output_dir": "/"}}}, "grpo.trl.output_dir is set elsewhere here: by output_dir"),
+        ({"grpo": {"per_device_train_batch_size": 16}}, "needs 4 prompts, and the training split has 2"),
+        ({"grpo": {"trl": {"bta": 0.1}}}, r"grpo\.trl\.bta: .*did you mean beta\?"),
+        ({"grpo": {"trl": {"beta": 0.1}}}, r"grpo\.trl\.beta .*set grpo\.beta"),
+        ({"grpo": {"trl": {"output_dir": "/"}}}, r"grpo\.trl\.output_dir .*\(output_dir\)"),
         ({"grpo": {"rollouts": "es"}}, "missing setting es"),
         ({"grpo": {"num_generations": 1}}, r"grpo.num_generations: a group is compared within itself.*given: 1"),
-        ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "takes space lora or lowrank"),
+        ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "space lora or lowrank"),
         ({"grpo": {"rollouts": "es", "tune": "lora"}}, "needs grpo.tune full"),
         ({"grpo": {"use_vllm": True}}, "needs grpo.rollouts trl, not engine"),
         ({"grpo": {"use_vllm": True, "rollouts": "trl"}}, "vLLM is not available"),
-        ({"grpo": {"trl": {"save_only_model": True}}}, "grpo.trl.save_only_model is set elsewhere here.*take it out"),
-        ({"grpo": {"trl": {"generation_batch_size": 8}}}, "by grpo.steps_per_generation; take it out"),
+        ({"grpo": {"trl": {"save_only_model": True}}}, r"grpo\.trl\.save_only_model .*remove it"),
+        ({"grpo": {"trl": {"generation_batch_size": 8}}}, r"\(grpo\.steps_per_generation\); remove it"),
         ({"grpo": {"trl": {"fsdp": "full_shard"}}}, "use ZeRO stage 1 or 2"),
         ({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 3}}}}}, "use ZeRO stage 1 or 2"),
         ({"grpo": {"top_k": 5}}, "grpo.trl.top_k is only .*set grpo.rollouts trl"),
@@ -757,11 +753,11 @@ def _moved(model: Any) -> float:
             },
             "es.antithetic needs an even grpo.num_generations, not 3",
         ),
-        ({"engine": {"device": "banana"}}, "'banana' is none of auto, cpu and cuda"),
-        ({"engine": {"device": "cuda:3"}}, "TRL trains on the first GPU.*CUDA_VISIBLE_DEVICES=3"),
+        ({"engine": {"device": "banana"}}, "'banana'.*auto, cpu or cuda"),
+        ({"engine": {"device": "cuda:3"}}, "CUDA_VISIBLE_DEVICES=3"),
         pytest.param(
             {"engine": {"device": "cuda"}},
-            "engine.device: cuda is not there",
+            r"engine\.device: cuda",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

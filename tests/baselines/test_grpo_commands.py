@@ -331,7 +331,7 @@ def test_the_doctor_finds_what_grpo_would_refuse(tmp_path: Path, monkeypatch: py
     found = {f.name: f for f in doctor.doctor(from_dict(tree))}
     assert found["config"].status == "warning" and "num_generations 2" in found["config"].fix
     assert found["trl"].status == "failed" and "loss_type" in found["trl"].detail
-    assert found["round"].status == "failed" and "takes 32 prompts" in found["round"].detail
+    assert found["round"].status == "failed" and "needs 32 prompts" in found["round"].detail
     assert found["targets"].status == "failed" and "99" in found["targets"].detail
     assert found["engine"].status == found["disk"].status == "skipped"
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
@@ -363,11 +363,11 @@ def test_a_dry_run_tells_all_and_writes_nothing(run: Run, tmp_path: Path) -> Non
     assert done.code == 0, done.err
     shown = done.out.split("\n\n")[1]
     assert yaml.safe_load(done.out.split("\n\n")[0])["evaluation"]["every"] == 3
-    assert "completions 4 a step (2 prompts x 2), 40 in all" in shown
-    assert "tokens at most 32 a step, 320 in all" in shown
+    assert "completions 4 per step (2 prompts x 2), 40 in total" in shown
+    assert "tokens at most 32 per step, 320 in total" in shown
     assert "warning: grpo.num_generations 2" in shown and "note:" not in shown and "refused" not in shown
     weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny()).parameters())
-    assert f"{weights / 1e6:.3f} M are trained" in shown
+    assert f"{weights / 1e6:.3f} M trained" in shown
     of = {"float32 weights": 4, "gradients": 4, "AdamW's two moments": 8, "copies of the base model": 4}
     for name, each in of.items():
         assert f"{name} {each * weights / 2**20:.1f} MiB" in shown
@@ -379,14 +379,14 @@ def test_a_config_without_a_section_grpo_is_told_its_defaults(tmp_path: Path) ->
     assert not planning.default_lines(from_dict(tree))
     del tree["grpo"]
     (line,) = [told for told in planning.dry_run(tree) if told.startswith("note: the config has no section grpo")]
-    assert "learning rate 1e-06, 100 steps, groups of 8; they suit large models" in line
+    assert "learning rate 1e-06, 100 steps, groups of 8" in line
 
 
 def test_with_rollouts_of_es_a_dry_run_says_which_members(tmp_path: Path) -> None:
     own = {"rollouts": "es", "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4}
     tree = config(tmp_path / "new", grpo=own, es={**ES, "antithetic": True}, space="lowrank")
     told = "\n".join(planning.dry_run(tree))
-    wanted = "by es: 4 greedy members (antithetic pairs) of space lowrank, sigma 0.05 (constant), 3 prompts each"
+    wanted = "by es: 4 greedy members (antithetic pairs) of space lowrank, sigma 0.05 (constant), 3 prompts per step"
     assert wanted in told
     assert "(no antithetic pairs)" in planning.step_lines(from_dict({**tree, "es": {**ES, "antithetic": False}}))[0]
 
@@ -394,7 +394,7 @@ def test_with_rollouts_of_es_a_dry_run_says_which_members(tmp_path: Path) -> Non
 def test_a_dry_run_counts_rounds_and_not_steps(tmp_path: Path) -> None:
     tree = config(tmp_path / "new", grpo={"max_steps": 5, "num_iterations": 2})
     told = "\n".join(planning.dry_run(tree))
-    assert "completions 4 each 2 steps (2 prompts x 2), 12 in all" in told
+    assert "completions 4 per 2 steps (2 prompts x 2), 12 in total" in told
 
 
 def test_the_memory_of_an_adapter_is_that_of_its_factors(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_learning_rate_is_remarked_on_for_large_models_alone(tmp_path: Path) -
 def test_a_dry_run_says_what_stands_in_the_way(runs: dict[str, Path], tmp_path: Path) -> None:
     told = planning.dry_run(config(runs["full"], grpo={"per_device_train_batch_size": 64}))
     assert told[0].startswith("would be refused: output_dir") and f"evoalign grpo {runs['full']}" in told[0]
-    assert "takes 32 prompts" in told[1]
+    assert "needs 32 prompts" in told[1]
     told = planning.dry_run(config(tmp_path / "x", grpo={"rollouts": "es"}))
     assert told[0].startswith("would be refused: missing setting es")
 

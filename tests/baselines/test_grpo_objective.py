@@ -162,14 +162,14 @@ def test_killed_in_mid_run_lambda_goes_on_to_the_bit(straight: Path, tmp_path: P
 
 UNCHECKED_MARKER = '{"step": 4}'
 DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
-    "missing": (Path.unlink, True, r"objective.json is missing; no older state is whole"),
+    "missing": (Path.unlink, True, r"objective.json is missing; no older state"),
     "altered": (lambda f: f.write_text(f.read_text().replace("0.", "0.1")), True, r"objective.json was altered"),
     "a pipe": (lambda f: (f.unlink(), os.mkfifo(f)), True, r"objective.json is not a file"),
     "missing and unchecked": (Path.unlink, False, r"keeps lambda, cost_average and the run recorded no state"),
     "of another": (lambda f: f.write_text('{"price": 1.0}'), False, r"and the run recorded price"),
-    "cut off": (lambda f: f.write_text(f.read_text()[:9]), False, r"objective.json is damaged: put it back"),
-    "no number": (lambda f: f.write_text('{"lambda": "1"}'), False, r"objective.json is damaged: put it back"),
-    "not finite": (lambda f: f.write_text('{"lambda": 1e999}'), False, r"objective.json is damaged: put it back"),
+    "cut off": (lambda f: f.write_text(f.read_text()[:9]), False, r"objective.json is damaged"),
+    "no number": (lambda f: f.write_text('{"lambda": "1"}'), False, r"objective.json is damaged"),
+    "not finite": (lambda f: f.write_text('{"lambda": 1e999}'), False, r"objective.json is damaged"),
 }
 """What befalls the file, whether its digest is known, and what is told."""
 
@@ -222,11 +222,10 @@ def test_members_do_not_tell_what_the_policy_says(tmp_path: Path) -> None:
     tree = config(tmp_path, rollouts="es")
     tree |= {"es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 4, "population_size": 4}}
     tree |= {"space": {"name": "lora"}}
-    told = "objective lagrangian follows what the policy itself says, and with grpo.rollouts: es only members"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=r"objective lagrangian .*grpo\.rollouts") as raised:
         run(tree)
     assert not (tmp_path / "run").exists()
-    assert any(line.startswith(f"would be refused: {told}") for line in planning.dry_run(tree))
+    assert any(line == f"would be refused: {raised.value}" for line in planning.dry_run(tree))
     tree["task"]["objective"]["rate"] = 0.0
     assert not [line for line in planning.dry_run(tree) if "refused" in line]
 

@@ -127,7 +127,7 @@ def test_code_of_a_model_is_never_run_and_old_configs_that_say_so_load() -> None
     ],
 )  # fmt: skip
 def test_what_does_not_say_how_it_trains_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^grpo\.trl\.{name}(:| is set elsewhere here)"):
+    with pytest.raises(ConfigError, match=rf"^grpo\.trl\.{name}\b"):
         check(from_dict({"grpo": {"trl": {name: "x"}}}))
 
 
@@ -175,7 +175,7 @@ def test_a_release_of_trl_without_what_is_built_on_is_named() -> None:
     trainer = pytest.importorskip("evoalign.baselines.trainer")
     trainer.check_release()
     methods = {name: lambda self: None for name in trainer.OVERRIDDEN if name != "_tokenize_prompts"}
-    with pytest.raises(ConfigError, match=r"has no OtherTrainer\._tokenize_prompts, which GRPO here builds on"):
+    with pytest.raises(ConfigError, match=r"has no OtherTrainer\._tokenize_prompts,"):
         trainer.check_release(type("OtherTrainer", (), methods))
     own = {name for name in vars(trainer.Trainer) if name.startswith("_") and not name.startswith("__")}
     assert own == set(trainer.OVERRIDDEN), "each private method that is overridden is looked for"

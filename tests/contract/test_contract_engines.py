@@ -166,23 +166,23 @@ class Tempered(TransformersEngine):
 
 
 WRONG = [
-    (IgnoresAdapters, "lowrank", "check_members_differ", "answer alike"),
-    (IgnoresAdapters, "lowrank", "check_members_are_their_own", "plain transformers with those weights|away"),
-    (LosesOne, "lora", "check_rollouts", "asked for"),
-    (CrossesMembers, "lowrank", "check_members_are_their_own", "plain transformers with those weights|away"),
-    (Subtracts, "full", "check_rollouts_leave_the_mean", "a rollout changes the fingerprint"),
-    (ForgetsToServe, "full", "check_mean_is_plain", "plain transformers with those weights|away"),
-    (TwiceTheStep, "lowrank", "check_apply", "does not move by the formula"),
+    (IgnoresAdapters, "lowrank", "check_members_differ", "have equal completions"),
+    (IgnoresAdapters, "lowrank", "check_members_are_their_own", "plain transformers"),
+    (LosesOne, "lora", "check_rollouts", "requested"),
+    (CrossesMembers, "lowrank", "check_members_are_their_own", "plain transformers"),
+    (Subtracts, "full", "check_rollouts_leave_the_mean", "changes the fingerprint"),
+    (ForgetsToServe, "full", "check_mean_is_plain", "plain transformers"),
+    (TwiceTheStep, "lowrank", "check_apply", "differs from the formula"),
     (ConstantFingerprint, "lora", "check_apply", "does not change the fingerprint"),
     (ConstantFingerprint, "lora", "check_state", "not the weights_hash"),
-    (MovesOnZero, "full", "check_zero_coefficients", "moves though all coefficients are zero"),
+    (MovesOnZero, "full", "check_zero_coefficients", "all coefficients zero"),
     (SharesItsState, "lora", "check_state", "an update changes"),
-    (ForgetsToLoad, "full", "check_state", "does not bring the fingerprint back"),
-    (OddNames, "full", "check_specs", "is no tensor of the Hugging Face model|is not listed"),
-    (TextOfItsOwn, "lora", "check_rollouts", "its tokens say"),
+    (ForgetsToLoad, "full", "check_state", "does not restore the fingerprint"),
+    (OddNames, "full", "check_specs", "is not a tensor of the Hugging Face model|is not listed"),
+    (TextOfItsOwn, "lora", "check_rollouts", "its tokens decode to"),
     (DrawsApart, "lora", "check_common_random_numbers", "draw different tokens"),
     (NoLogprobs, "lora", "check_rollouts", "no log-probabilities"),
-    (Tempered, "lora", "check_mean_is_plain", "log-probabilities are"),
+    (Tempered, "lora", "check_mean_is_plain", "log-probabilities differ"),
 ]
 
 

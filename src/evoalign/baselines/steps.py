@@ -108,14 +108,22 @@ class Steps(TrainerCallback):
         """Record the step; TRL logs each step once, after it."""
         if not logs or "loss" not in logs:
             return
-        start = time.perf_counter()
-        fresh = self._gather()
-        self._update_objective(int(state.global_step) - 1, fresh)
-        row = self._row(int(state.global_step) - 1, logs, fresh)
-        session = self.session
+        from accelerate.utils import gather_object
+
+        start, step = time.perf_counter(), int(state.global_step) - 1
+        fresh: list[Completion] = list(gather_object(self._pending))  # empty if the step trained on an earlier round
+        self._pending = []
+        if fresh:
+            # All processes have the same completions in the same order, and so reach the same state.
+            self._round = fresh
+            examples = [self.policy.data.train[c.row] for c in fresh]
+            texts = [c.text for c in fresh]
+            move(self.objective, alone(self.objective, _columns(fresh), texts, examples, step))
+        row = self._row(step, logs, fresh)
+        session, every = self.session, self.config.evaluation.every
         if session is not None:
-            session.done = int(state.global_step)
-            if self._is_evaluated(session):
+            session.done = step + 1
+            if every > 0 and session.done % every == 0 and session.done < session.total:  # the session evaluates the end
                 row |= {"evaluation": session.evaluate().measures, **session.validation()}
             row["divergence"] = session.divergence_if_due()
             row["seconds"]["other"] = time.perf_counter() - start
@@ -133,30 +141,6 @@ class Steps(TrainerCallback):
             trainer_state.keep_objective(self.session.run, int(state.global_step), self.objective.state)
             trainer_state.mark(self.session.run, int(state.global_step))
             self.session.resumable = int(state.global_step)
-
-    def _is_evaluated(self, session: Session) -> bool:
-        """Return whether to evaluate after this step; the session itself evaluates after the last one."""
-        every = self.config.evaluation.every
-        return every > 0 and session.done % every == 0 and session.done < session.total
-
-    def _gather(self) -> list[Completion]:
-        """Return a new round's completions of all processes; empty if the step trained on an earlier round."""
-        from accelerate.utils import gather_object
-
-        fresh: list[Completion] = list(gather_object(self._pending))
-        self._pending = []
-        if fresh:
-            self._round = fresh
-        return fresh
-
-    def _update_objective(self, step: int, fresh: Sequence[Completion]) -> None:
-        """Update the objective's state from the new completions of a step; without any, leave it unchanged.
-
-        All processes have the same completions in the same order, and so reach the same state.
-        """
-        if fresh:
-            examples = [self.policy.data.train[a.row] for a in fresh]
-            move(self.objective, alone(self.objective, _columns(fresh), [a.text for a in fresh], examples, step))
 
     def _row(self, step: int, logs: Mapping[str, Any], fresh: Sequence[Completion]) -> Row:
         answers, group = self._round, self.config.grpo.num_generations
