@@ -95,15 +95,14 @@ class Engine(Answering, EngineDefaults, Protocol):
 
 def with_defaults(engine: Engine) -> Engine:
     """Add the optional methods that a user-defined engine lacks. Raises ConfigError if it cannot take attributes."""
-    for name in ("metrics", "parts"):
-        if not hasattr(engine, name):
-            try:
-                setattr(engine, name, getattr(EngineDefaults, name).__get__(engine))
-            except AttributeError as error:
-                raise ConfigError(
-                    f"engine.name: {type(engine).__name__} has no method {name} and takes no attributes; derive it "
-                    "from evoalign.engines.Engine"
-                ) from error
+    for name in {"metrics", "parts"}.difference(dir(engine)):
+        try:
+            setattr(engine, name, vars(EngineDefaults)[name].__get__(engine))
+        except AttributeError as error:
+            raise ConfigError(
+                f"engine.name: {type(engine).__name__} has no method {name} and takes no attributes; derive it "
+                "from evoalign.engines.Engine"
+            ) from error
     return engine
 
 
