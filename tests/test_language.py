@@ -32,11 +32,8 @@ def sentences(source: str) -> Iterator[tuple[int, str, bool]]:
     docstrings: set[int] = set()
     for node in ast.walk(tree):
         for part in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
-            if (
-                isinstance(part, ast.Expr)
-                and isinstance(part.value, ast.Constant)
-                and isinstance(part.value.value, str)
-            ):
+            value = part.value if isinstance(part, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 docstrings.add(id(value))
                 yield part.lineno, " ".join(value.value.split()), True
     for node in ast.walk(tree):
