@@ -50,21 +50,21 @@ def test_collect_has_an_order_of_its_own() -> None:
     ("cells", "message", "who"),
     [
         ([(MEAN, 0)], r"no completion for \(member, request\) \(-1, 1\); nothing was scored", -1),
-        ([(MEAN, 0), (MEAN, 1), (MEAN, 1)], r"\(-1, 1\) \(member, request\), which nobody asked for", -1),
-        ([(MEAN, 0), (MEAN, 1), (population(1)[0], 0)], r"\(0, 0\) \(member, request\), which nobody asked for", 0),
+        ([(MEAN, 0), (MEAN, 1), (MEAN, 1)], r"\(-1, 1\)", -1),
+        ([(MEAN, 0), (MEAN, 1), (population(1)[0], 0)], r"\(0, 0\)", 0),
     ],
 )
-def test_what_is_lost_or_was_not_asked_for_is_an_error(cells: Any, message: str, who: int) -> None:
+def test_collect_raises_lost_error_for_missing_or_unrequested_completions(cells: Any, message: str, who: int) -> None:
     engine: Any = Saying(cells)
     with pytest.raises(LostError, match=message) as caught:
         collect(engine, MEAN_PLAN, [Request(i, (1,), Sampling(1)) for i in range(2)])
     assert caught.value.member.index == who
 
 
-def test_a_request_of_a_member_that_the_plan_lacks_is_refused(folder: Path) -> None:
+def test_collect_refuses_a_request_of_a_member_outside_the_plan(folder: Path) -> None:
     with Bench(make_config(folder)) as bench:
         asked = dataclasses.replace(requests(PROMPTS["apart"][:1], Sampling(2))[0], member=population(40)[39])
-        with pytest.raises(EvoalignError, match="request 0 is of member 39, whom the plan lacks"):
+        with pytest.raises(EvoalignError, match="request 0 .*member 39"):
             collect(bench.engine, bench.plan(), [asked])
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from evoalign.config import Config, SamplingConfig
 from evoalign.engines import Engine
-from evoalign.engines.base import Answering, pairs_of, with_defaults
+from evoalign.engines.base import Answering, pairs_of
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
@@ -52,7 +52,6 @@ class Run:
     plateaus: Callable[[], int] = no_plateaus
 
     def __post_init__(self) -> None:
-        with_defaults(self.engine)
         if self.plateaus is no_plateaus and self.config.es.sigma_schedule.name == "plateau":
             raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
 

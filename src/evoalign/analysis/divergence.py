@@ -42,7 +42,7 @@ class DivergenceAnalysis(Analysis[Settings]):
     """KL(target || reference) of each target, on the test split at temperature 1, with intervals over prompts."""
 
     name = "divergence"
-    help = "How much the text differs from the base model's, or another's: KL in nats a token and a completion."
+    help = "KL divergence from the base model, or from another, in nats per token and per completion."
     settings = Settings
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:

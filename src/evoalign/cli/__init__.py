@@ -36,7 +36,7 @@ from evoalign.errors import EvoalignError, MachineError, StoppedError, cut
 OTHER_MACHINE = 3
 """Exit code where a journal's weights come out otherwise on this machine, as it could not promise they would not."""
 
-START, RUN, RUNS, MORE = "To begin", "A run, and what it came to", "Several runs", "More"
+START, RUN, RUNS, MORE = "To begin", "A run and its results", "Several runs", "More"
 """Headings of `--help`, in the order in which people need what is below them."""
 
 app = typer.Typer(

@@ -43,10 +43,13 @@ def read(config: Config) -> Config:
 
 def create(config: Config, tokens: Tokens) -> Engine:
     """Return the configured engine. Raises ModelError if the model does not load or the engine is not installed."""
-    from evoalign.engines.base import with_defaults
 
     config = read(config)
     name = (
         config.engine.name
     )  # before the path: settings of a user-defined engine may derive from those of a shipped one
-    return with_defaults(load_object(name if ":" in name else config.engine.path, "engine.name")(config, tokens))
+    engine = load_object(name if ":" in name else config.engine.path, "engine.name")(config, tokens)
+    missing = [method for method in ("metrics", "parts") if method not in dir(engine)]
+    if missing:
+        raise ConfigError(f"engine.name {name}: no method {', '.join(missing)}; derive it from evoalign.engines.Engine")
+    return engine

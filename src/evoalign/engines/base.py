@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import torch
 
-from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.errors import EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
@@ -42,7 +42,7 @@ class Answering(Protocol):
 
 
 class EngineDefaults(Protocol):
-    """Optional methods of an engine, with their defaults. `with_defaults` adds them to an engine without this base."""
+    """Optional methods of an engine, with their defaults."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return measures of the engine's load, for the generation's row in metrics.jsonl."""
@@ -91,20 +91,6 @@ class Engine(Answering, EngineDefaults, Protocol):
     def close(self) -> None:
         """Free the model."""
         ...
-
-
-def with_defaults(engine: Engine) -> Engine:
-    """Add the optional methods that a user-defined engine lacks. Raises ConfigError if it cannot take attributes."""
-    for name in ("metrics", "parts"):
-        if not hasattr(engine, name):
-            try:
-                setattr(engine, name, getattr(EngineDefaults, name).__get__(engine))
-            except AttributeError as error:
-                raise ConfigError(
-                    f"engine.name: {type(engine).__name__} has no method {name} and takes no attributes; derive it "
-                    "from evoalign.engines.Engine"
-                ) from error
-    return engine
 
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:
