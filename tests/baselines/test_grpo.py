@@ -114,7 +114,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("straight") / "run").path
 
 
-def test_it_asks_what_the_task_asks_one_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_prompts_are_those_of_the_task_and_made_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system prompt too; the prompts of rows that no batch has are not made."""
     from evoalign.baselines.trainer import Trainer
 
@@ -138,7 +138,7 @@ def test_it_asks_what_the_task_asks_one_batch_at_a_time(tmp_path: Path, monkeypa
 # --- what it leaves --------------------------------------------------------------------------------------------------
 
 
-def test_it_leaves_the_files_of_a_run_of_es(straight: Path, tmp_path: Path) -> None:
+def test_grpo_writes_the_files_of_an_es_run(straight: Path, tmp_path: Path) -> None:
     tree = config(tmp_path / "es", es={"sigma": 0.01, "num_generations": 2, "population_size": 4})
     evoalign.train(tree, console=Console(file=io.StringIO()))
     ours, theirs = rows(straight)[0], rows(tmp_path / "es")[0]
@@ -154,7 +154,7 @@ def test_it_leaves_the_files_of_a_run_of_es(straight: Path, tmp_path: Path) -> N
     assert results[0]["distance"]["l2"] > 0
 
 
-def test_rows_hold_the_rewards_of_the_completions_that_are_kept(straight: Path) -> None:
+def test_rows_have_the_rewards_of_the_saved_completions(straight: Path) -> None:
     for step, row in enumerate(rows(straight)):
         scores = [c["score"] for c in completions(straight, step)]
         assert len(scores) == 8
@@ -172,7 +172,7 @@ def test_rows_hold_the_rewards_of_the_completions_that_are_kept(straight: Path) 
     ]
 
 
-def test_a_step_may_reuse_completions(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_steps_per_generation_reuses_completions(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     path = run(tmp_path / "run", grpo={"num_iterations": 2, "max_steps": 2}).path
     assert not [str(w.message) for w in recwarn if "gradient_checkpointing" in str(w.message)]
     first, second = rows(path)
@@ -181,7 +181,7 @@ def test_a_step_may_reuse_completions(tmp_path: Path, recwarn: pytest.WarningsRe
     assert second["budget"]["backward_flops"] == first["budget"]["backward_flops"]
 
 
-def test_the_divergence_is_measured_and_disturbs_nothing(straight: Path, tmp_path: Path) -> None:
+def test_divergence_leaves_training_unchanged(straight: Path, tmp_path: Path) -> None:
     path = run(tmp_path / "run", checks={"kl_every": 2, "kl_prompts": 4, "kl_tokens": 1}).path
     found = [row["divergence"] for row in rows(path)]
     assert [f is not None for f in found] == [False, True, False, True]
@@ -230,7 +230,7 @@ def backward(path: Path, step: int, times: int, policy: Policy) -> float | None:
     ).backward_flops
 
 
-def test_a_step_that_trains_on_each_completion_twice_costs_twice(tmp_path: Path, trained: Trained) -> None:
+def test_cost_doubles_when_a_step_uses_completions_twice(tmp_path: Path, trained: Trained) -> None:
     grpo = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
         "num_iterations": 2, "max_steps": 1,
@@ -242,7 +242,7 @@ def test_a_step_that_trains_on_each_completion_twice_costs_twice(tmp_path: Path,
     assert "completions 8 per step (2 prompts x 4), 40 in total" in told
 
 
-def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uses_several_rounds(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight prompts, two a round, three rounds a step: the second step is the epoch's last, of one round."""
     seeds: list[int] = []
     rollout = TransformersEngine.rollout
@@ -266,7 +266,7 @@ def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["full", "lora"])
-def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_path: Path) -> None:
+def test_mixed_precision_keeps_the_model_at_learning_rate_zero(tune: str, tmp_path: Path) -> None:
     """Before the first step, after it, and of the base model beside it: always the same arithmetic."""
     told = io.StringIO()
     grpo = {"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1}
@@ -288,7 +288,7 @@ MIXED = {"bf16": True, "max_steps": 2}
 
 @pytest.mark.first("full")
 @pytest.mark.parametrize("tune", ["full", "lora"])
-def test_trained_in_mixed_precision_it_is_measured_as_it_is_served(tune: str, tmp_path: Path) -> None:
+def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_path: Path) -> None:
     """Before its first step, between steps and at the end: as ES, `evaluate` and `analyze divergence` have it.
 
     At temperature 2 the arithmetic decides about most answers.
@@ -314,7 +314,7 @@ def test_trained_in_mixed_precision_it_is_measured_as_it_is_served(tune: str, tm
 
 
 @pytest.mark.slow
-def test_evaluations_leave_training_in_mixed_precision(tmp_path: Path) -> None:
+def test_evaluation_leaves_mixed_precision_training_unchanged(tmp_path: Path) -> None:
     """What is asked between steps changes none of them: TRL answers and trains as ever, not as in float32."""
     made: list[list[Any]] = []
     for name, mixed, every in (("asked", True, 1), ("unasked", True, 0), ("plain", False, 0)):
@@ -329,7 +329,7 @@ def test_evaluations_leave_training_in_mixed_precision(tmp_path: Path) -> None:
 # --- where completions come from -------------------------------------------------------------------------------------
 
 
-def test_trl_is_asked_with_our_tokens_and_answers_as_our_engine(tmp_path: Path) -> None:
+def test_trl_has_evoaligns_tokens_and_completions(tmp_path: Path) -> None:
     """With top_k 1 TRL's own generation is greedy: at step 0 it gives what the engine's greedy decoding gives."""
     data = tmp_path / "prompts.jsonl"
     opened = [{"role": "user", "content": "What is 3 + 5?"}, {"role": "assistant", "content": "The answer is"}]
@@ -353,7 +353,7 @@ def _length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
 
 
 @pytest.mark.slow
-def test_members_answer_as_those_of_es_and_leave_the_model_alone(tmp_path: Path) -> None:
+def test_member_rollouts_equal_those_of_es_and_leave_the_model_unchanged(tmp_path: Path) -> None:
     es = {"sigma": 0.05, "learning_rate": 0.01}
     tree = config(tmp_path / "run", es=es, space="lowrank", grpo={"rollouts": "es", "max_steps": 2})
     path = evoalign.grpo(tree, console=Console(file=io.StringIO())).path
@@ -393,7 +393,7 @@ def _order_of(seed: int, epoch: int, count: int) -> list[int]:
     return list(dict.fromkeys(sampler))
 
 
-def test_no_seed_repeats_the_orders_of_another() -> None:
+def test_prompt_orders_differ_between_seeds() -> None:
     orders = [tuple(_order_of(seed, epoch, 20)) for seed in range(6) for epoch in range(6)]
     assert len(set(orders)) == 36
     assert all(sorted(order) == list(range(20)) for order in orders)
@@ -448,7 +448,7 @@ async def digits(completions, **kwargs):
 
 
 @pytest.mark.slow
-def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_path: Path) -> None:
+def test_reward_file_scores_equally_in_es_and_grpo(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     questions = [{"prompt": f"Solve: {i} + 5 =", "answer": str(i + 5)} for i in range(32)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
@@ -475,7 +475,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
 @pytest.mark.slow
 @pytest.mark.last("trl", "engine")
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
-def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
+def test_longer_run_starts_with_the_steps_of_a_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
     run(tmp_path / "straight", grpo={"rollouts": rollouts}, **more)
     run(tmp_path / "run", grpo={"rollouts": rollouts, "max_steps": 2}, **more)
@@ -487,7 +487,7 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.last("[0]")
 @pytest.mark.parametrize("every", [1, 0])
-def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
     """With `every` 0 there is no state to resume from: it begins again, and what was there is kept."""
     killed_after(tmp_path / "run", 2 if every else 1, checkpoint={"every": every})
     if not every:
@@ -530,7 +530,7 @@ def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
 @pytest.mark.slow
 @pytest.mark.last("[0]", "[1]")
 @pytest.mark.parametrize("every", [0, 1, 2, None])
-def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_changes_no_file(every: int | None, tmp_path: Path) -> None:
     """Whether it kept a state of its end (1), of an earlier step (2), or none."""
     sections: dict[str, Any] = {"checkpoint": {"every": every}, "grpo": {"max_steps": 3}}
     first = run(tmp_path / "run", **sections)
@@ -557,7 +557,7 @@ def test_grpo_raises_when_a_finished_run_has_no_state(every: int | None, saved: 
 
 
 @pytest.mark.slow
-def test_the_state_before_stays_until_the_new_one_is_whole(
+def test_older_state_is_kept_until_the_new_one_is_complete(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [p.name for p in (straight / "trainer").iterdir()] == ["checkpoint-4"]
@@ -609,7 +609,7 @@ def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, stra
     assert_equal(tmp_path / "run", straight, but=("evaluation", "validation"))
 
 
-def test_a_signal_stops_it_after_a_whole_step(straight: Path, tmp_path: Path) -> None:
+def test_signal_stops_grpo_after_a_complete_step(straight: Path, tmp_path: Path) -> None:
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         if len(completions) == 8 and (tmp_path / "run" / "metrics.jsonl").is_file():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -634,7 +634,7 @@ def _prompts(folder: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
-def test_two_processes_share_a_step_and_go_on_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
+def test_two_processes_share_a_step_and_resume_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     """Data parallel over gloo: each takes one of the two prompts, one of them writes, and both resume."""
     grpo = {"rollouts": rollouts, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
     launched(tmp_path / "straight", grpo={**grpo, "max_steps": 3})
@@ -667,12 +667,12 @@ def launched(output: Path, **sections: Any) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_run_of_other_settings_is_not_gone_on_with(straight: Path) -> None:
+def test_resume_raises_when_settings_differ(straight: Path) -> None:
     with pytest.raises(ResumeError, match=r"grpo.learning_rate is 0.001 in the run and 0.002 now"):
         run(straight, resume=True, grpo={"learning_rate": 2e-3})
 
 
-def test_a_resume_reads_the_rows_once_however_many_they_are(straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_reads_the_rows_once(straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, calls = RunDir.read_metrics, list[RunDir]()
     monkeypatch.setattr(RunDir, "read_metrics", lambda run: calls.append(run) or read(run))
     settings = from_dict(config(straight))
@@ -688,7 +688,7 @@ def test_a_resume_reads_the_rows_once_however_many_they_are(straight: Path, monk
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> None:
+def test_adapter_is_saved_so_that_peft_loads_it(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -762,14 +762,16 @@ def _moved(model: Any) -> float:
         ),
     ],
 )
-def test_what_cannot_be_is_told_and_leaves_nothing(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_grpo_raises_on_invalid_settings_and_writes_no_files(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         run(tmp_path / "run", **sections)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_fails_is_no_reward(tmp_path: Path) -> None:
+def test_grpo_raises_when_a_reward_is_not_finite(tmp_path: Path) -> None:
     def broken(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return [float("nan")] * len(completions)
 
@@ -781,7 +783,7 @@ def test_a_reward_that_fails_is_no_reward(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_no_setting_that_differs_is_lost_in_telling_it(tmp_path: Path) -> None:
+def test_differences_name_every_setting(tmp_path: Path) -> None:
     own = {"max_steps": 4, "lr_scheduler_type": "constant"}
     with_members = config(tmp_path, grpo={**own, "rollouts": "es"}, es={"sigma": 0.01, "learning_rate": 0.01})
     without = config(tmp_path, grpo=own)
@@ -792,7 +794,7 @@ def test_no_setting_that_differs_is_lost_in_telling_it(tmp_path: Path) -> None:
     assert "grpo.max_steps is 4 in the run and 3 now" in named and "lr_scheduler_type is 'constant'" in named
 
 
-def test_the_figure_of_divergence_ends_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_figure_ends_with_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
     found = run(tmp_path / "run", checks={"kl_every": 1, "kl_prompts": 2, "kl_tokens": 1}, grpo={"max_steps": 1})

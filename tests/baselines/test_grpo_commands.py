@@ -109,7 +109,7 @@ def test_eval_repeats_the_runs_own_evaluation(tune: str, runs: dict[str, Path], 
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
-def test_eval_answers_as_the_run_did(tune: str, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_eval_completions_equal_those_of_the_run(tune: str, runs: dict[str, Path], tmp_path: Path) -> None:
     here = shutil.copytree(runs[tune], tmp_path / "run")
     (here / "config.yaml").write_text(yaml.safe_dump({**config(here, grpo={"tune": tune}), "engine": "vllm"}))
     found, adapter = targets.resolve_target(here, None)
@@ -125,7 +125,7 @@ def test_a_model_is_served_with_a_config_for_grpo_alone(tmp_path: Path) -> None:
     served.close()
 
 
-def test_eval_takes_samples_and_further_settings(runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
+def test_eval_accepts_samples_and_settings(runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
     words = ("--samples", 3, "--temperature", 1, "--split", "train", "-s", "evaluation.max_tokens=4")
     done = run("eval", runs["lora"], *words, "--output", tmp_path / "found.json")
     assert done.code == 0, done.err
@@ -141,9 +141,7 @@ def test_eval_a_model_with_a_config_for_grpo_alone(run: Run, tmp_path: Path, run
     assert [(c["text"], c["reward"]) for c in found["completions"]] == texts(runs["full"], "before")
 
 
-def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
-    runs: dict[str, Path], es_run: Path, tmp_path: Path
-) -> None:
+def test_eval_refuses_an_altered_policy_or_one_of_es(runs: dict[str, Path], es_run: Path, tmp_path: Path) -> None:
     here = shutil.copytree(runs["lora"], tmp_path / "run")
     (last := saved_folders(here)[-1] / "adapter_config.json").write_text(last.read_text().replace("4", "8"))
     for what in (lambda: targets.evaluate(here), lambda: evoalign.export(here, tmp_path / "out")):
@@ -182,7 +180,7 @@ def first_text(model: Any, folder: Path, path: Path) -> str:
 
 
 @pytest.mark.parametrize("form", ["full", "adapter", "merged"])
-def test_an_export_says_what_the_run_says(form: str, runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
+def test_export_has_the_results_of_the_run(form: str, runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
     path, out = runs["full" if form == "full" else "lora"], tmp_path / "out"
     done = run("export", path, "--to", out, *(["--merge", "--dtype", "float32"] if form == "merged" else []))
     assert done.code == 0 and "weights in float32" in done.out, done.err
@@ -200,7 +198,7 @@ def test_an_export_says_what_the_run_says(form: str, runs: dict[str, Path], run:
     assert load([out / "run/config.yaml"]).grpo == load([path / "config.yaml"]).grpo
 
 
-def test_the_card_says_that_it_is_grpo(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_card_names_grpo(runs: dict[str, Path], tmp_path: Path) -> None:
     import trl
 
     text = (evoalign.export(runs["lora"], tmp_path / "out") / "README.md").read_text()
@@ -230,7 +228,7 @@ def test_an_earlier_step_is_exported_where_it_was_saved(runs: dict[str, Path], r
     assert not (tmp_path / "none").exists()
 
 
-def test_exports_that_cannot_be(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_export_raises_when_impossible(runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"grpo.tune full.*leave out --merge"):
         evoalign.export(runs["full"], tmp_path / "out", merge=True)
     here = shutil.copytree(runs["full"], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
@@ -269,7 +267,9 @@ def test_a_run_of_grpo_has_no_journal(runs: dict[str, Path], run: Run) -> None:
         evoalign.replay(runs["lora"])
 
 
-def test_each_method_goes_on_with_its_own_runs(runs: dict[str, Path], es_run: Path, run: Run, tmp_path: Path) -> None:
+def test_resume_raises_on_a_run_of_the_other_method(
+    runs: dict[str, Path], es_run: Path, run: Run, tmp_path: Path
+) -> None:
     file = written(tmp_path, config(tmp_path / "x", es=ES))
     for command, other, right in (("train", runs["full"], "grpo"), ("grpo", es_run, "train")):
         before = {p: p.read_bytes() for p in other.rglob("*") if p.is_file()}
@@ -297,7 +297,7 @@ def test_overwrite_moves_a_run_of_the_other_method_aside(runs: dict[str, Path], 
     assert not (here / "journal.jsonl").exists() and (here / "checkpoints/generation_0002").is_dir()
 
 
-def test_train_needs_the_section_es_and_says_so_first(run: Run, tmp_path: Path) -> None:
+def test_train_requires_the_section_es(run: Run, tmp_path: Path) -> None:
     file = written(tmp_path, config(tmp_path / "new", model={"name": str(tmp_path / "none")}))
     for words in ([], ["--dry-run"], ["--resume"]):
         done = run("train", file, *words)
@@ -313,7 +313,7 @@ def statuses(found: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.status for finding in found}
 
 
-def test_the_doctor_takes_a_config_for_grpo_alone(tmp_path: Path) -> None:
+def test_doctor_accepts_a_config_for_grpo_only(tmp_path: Path) -> None:
     found = doctor.doctor(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
     assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED_FOR_GRPO]
     assert {s for name, s in statuses(found[3:]).items() if name != "canary"} == {"ok"}
@@ -346,7 +346,7 @@ def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -
     assert code == 0 and "ready (grpo needs --resume or --overwrite)" in line
 
 
-def test_a_config_of_both_is_examined_as_train_takes_it(tmp_path: Path) -> None:
+def test_doctor_examines_a_config_of_both_methods_as_es(tmp_path: Path) -> None:
     found = doctor.doctor(from_dict(config(tmp_path / "new", es=ES)))
     assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED]
     assert doctor.verdict(found)[1] == 0
@@ -355,7 +355,7 @@ def test_a_config_of_both_is_examined_as_train_takes_it(tmp_path: Path) -> None:
 # --- dry run --------------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_tells_all_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+def test_dry_run_prints_steps_and_memory_and_writes_no_files(run: Run, tmp_path: Path) -> None:
     file = written(tmp_path, config(tmp_path / "new"))
     words = ("-s", "grpo.max_steps=10", "-s", "grpo.gradient_accumulation_steps=2", "-s", "grpo.beta=0.1",
              "-s", "grpo.per_device_train_batch_size=2")  # fmt: skip
@@ -374,7 +374,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(run: Run, tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml"]
 
 
-def test_a_config_without_a_section_grpo_is_told_its_defaults(tmp_path: Path) -> None:
+def test_dry_run_prints_defaults_without_a_section_grpo(tmp_path: Path) -> None:
     tree = config(tmp_path / "new", es=ES)
     assert not planning.default_lines(from_dict(tree))
     del tree["grpo"]
@@ -382,7 +382,7 @@ def test_a_config_without_a_section_grpo_is_told_its_defaults(tmp_path: Path) ->
     assert "learning rate 1e-06, 100 steps, groups of 8" in line
 
 
-def test_with_rollouts_of_es_a_dry_run_says_which_members(tmp_path: Path) -> None:
+def test_dry_run_describes_the_members_with_rollouts_es(tmp_path: Path) -> None:
     own = {"rollouts": "es", "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4}
     tree = config(tmp_path / "new", grpo=own, es={**ES, "antithetic": True}, space="lowrank")
     told = "\n".join(planning.dry_run(tree))
@@ -413,7 +413,7 @@ def test_the_memory_of_an_adapter_is_that_of_its_factors(runs: dict[str, Path], 
     assert "state of adamw_8bit not counted" in planning.memory_lines(other, specs)[1]
 
 
-def test_a_learning_rate_is_remarked_on_for_large_models_alone(tmp_path: Path) -> None:
+def test_rate_lines_note_unusual_rates_of_large_models(tmp_path: Path) -> None:
     def lines(rate: float, count: float, tune: str = "full") -> list[str]:
         tree = config(tmp_path / "x", grpo={"learning_rate": rate, "tune": tune})
         return planning.rate_lines(from_dict(tree), int(count))
@@ -422,7 +422,7 @@ def test_a_learning_rate_is_remarked_on_for_large_models_alone(tmp_path: Path) -
     assert not lines(1e-3, 5e5) and not lines(1e-3, 5e8, "lora")
 
 
-def test_a_dry_run_says_what_stands_in_the_way(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_dry_run_lists_reasons_to_refuse(runs: dict[str, Path], tmp_path: Path) -> None:
     told = planning.dry_run(config(runs["full"], grpo={"per_device_train_batch_size": 64}))
     assert told[0].startswith("would be refused: output_dir") and f"evoalign grpo {runs['full']}" in told[0]
     assert "needs 32 prompts" in told[1]
@@ -453,7 +453,7 @@ def test_the_manifest_of_grpo_has_the_release_of_trl(runs: dict[str, Path], es_r
     assert "trl" not in json.loads((es_run / "manifest.json").read_text())["versions"]
 
 
-def test_the_page_on_files_names_what_a_run_of_grpo_writes(runs: dict[str, Path]) -> None:
+def test_files_page_names_the_fields_of_grpo(runs: dict[str, Path]) -> None:
     text = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
     part = text.split("### grpo\n")[1].split("### ")[0]
     rows = [json.loads(line) for line in (runs["full"] / "metrics.jsonl").read_text().splitlines()]
@@ -476,7 +476,7 @@ def test_trackers_end_where_the_run_ends(runs: dict[str, Path], es_run: Path, tm
     assert (last_step(both, runs["full"]), last_step(both, es_run)) == (2, 30)
 
 
-def test_evaluate_every_is_taken(run: Run, tmp_path: Path) -> None:
+def test_evaluate_every_sets_the_interval(run: Run, tmp_path: Path) -> None:
     file = written(tmp_path, config(tmp_path / "new", evaluation={"every": 0}, tracking={"backends": ["tensorboard"]}))
     done = run("grpo", file, "--evaluate-every", 1)
     assert done.code == 0, done.err

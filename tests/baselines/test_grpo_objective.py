@@ -133,7 +133,7 @@ def test_the_evaluation_stays_the_weighted_sum_whatever_lambda_is(straight: Path
 
 
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
-def test_trained_on_from_its_state_it_goes_on_to_the_bit(rollouts: str, straight: Path, tmp_path: Path) -> None:
+def test_lambda_resumes_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     shorter, longer = (config(tmp_path, max_steps=steps, rollouts=rollouts) for steps in (2, 4))
     run(shorter)
     path = run(longer, resume=True).path
@@ -145,7 +145,7 @@ def test_trained_on_from_its_state_it_goes_on_to_the_bit(rollouts: str, straight
 
 
 @pytest.mark.slow
-def test_killed_in_mid_run_lambda_goes_on_to_the_bit(straight: Path, tmp_path: Path) -> None:
+def test_lambda_of_a_killed_run_resumes_to_the_same_bits(straight: Path, tmp_path: Path) -> None:
     tree = config(tmp_path)
     (tmp_path / "run.yaml").write_text(to_yaml(from_dict(tree)))
     child = subprocess.Popen([*COMMAND, tmp_path / "run.yaml"], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
@@ -175,7 +175,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_state_of_the_objective_that_is_lost_is_told(name: str, straight: Path, tmp_path: Path) -> None:
+def test_resume_raises_when_the_objective_state_is_damaged(name: str, straight: Path, tmp_path: Path) -> None:
     damage, is_checked, told = DAMAGES[name]
     path = Path(shutil.copytree(straight, tmp_path / "run"))
     damage(state_file(path))
@@ -198,7 +198,7 @@ def test_without_a_state_of_the_objective_no_file_is_left(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("reuse", ["steps_per_generation", "num_iterations"])
-def test_it_stays_in_a_step_that_trains_on_older_completions(reuse: str, tmp_path: Path) -> None:
+def test_lambda_is_unchanged_when_a_step_reuses_completions(reuse: str, tmp_path: Path) -> None:
     several: dict[str, Any] = {reuse: 2}
     path = run(config(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=4, **several)).path
     found = [state["lambda"] for state in states(path)]
@@ -208,7 +208,7 @@ def test_it_stays_in_a_step_that_trains_on_older_completions(reuse: str, tmp_pat
     assert not (path / "results/completions/generation_0001.parquet").exists()
 
 
-def test_it_moves_once_in_a_step_of_several_rounds(tmp_path: Path) -> None:
+def test_lambda_is_updated_once_in_a_step_of_several_rounds(tmp_path: Path) -> None:
     """By the completions of both rounds, which are scored with the same lambda."""
     several: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
@@ -218,7 +218,7 @@ def test_it_moves_once_in_a_step_of_several_rounds(tmp_path: Path) -> None:
     assert_follows(run(config(tmp_path, max_steps=2, **several)).path, steps=2)
 
 
-def test_members_do_not_tell_what_the_policy_says(tmp_path: Path) -> None:
+def test_objective_of_the_mean_is_refused_with_rollouts_es(tmp_path: Path) -> None:
     tree = config(tmp_path, rollouts="es")
     tree |= {"es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 4, "population_size": 4}}
     tree |= {"space": {"name": "lora"}}
@@ -230,7 +230,7 @@ def test_members_do_not_tell_what_the_policy_says(tmp_path: Path) -> None:
     assert not [line for line in planning.dry_run(tree) if "refused" in line]
 
 
-def test_dry_run_and_doctor_take_a_moving_price(tmp_path: Path) -> None:
+def test_dry_run_and_doctor_accept_a_lagrangian(tmp_path: Path) -> None:
     assert not [line for line in planning.dry_run(config(tmp_path)) if "refused" in line]
     tree = config(tmp_path)
     assert {f.name: f.status for f in doctor.doctor(from_dict(tree))}["round"] == "ok"
@@ -240,7 +240,7 @@ def test_dry_run_and_doctor_take_a_moving_price(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_come_to_the_same_lambda_and_resume_with_it(tmp_path: Path) -> None:
+def test_two_processes_reach_the_same_lambda_and_resume_with_it(tmp_path: Path) -> None:
     """Each scores one of the two prompts with a lambda of its own, which has to be that of the other."""
     for name, steps in (("straight", 3), ("run", 2), ("run", 3)):
         launched(tmp_path, config(tmp_path, name, per_device_train_batch_size=4, max_steps=steps))

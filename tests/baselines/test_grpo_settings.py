@@ -47,7 +47,7 @@ def test_every_old_config_of_grpo_is_frozen() -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("read", [as_it_is, as_it_was], ids=["config", "run"])
-def test_trl_gets_what_it_always_got_and_a_run_is_what_it_was(name: str, read: Any) -> None:
+def test_arguments_and_hashes_equal_the_frozen_ones(name: str, read: Any) -> None:
     trl = pytest.importorskip("trl")
     config, known = read(name), fields_of(trl.GRPOConfig)
     for device, expected in FROZEN[name]["arguments"].items():
@@ -72,7 +72,7 @@ def test_fields_of_trl_are_still_attributes() -> None:
     assert not hasattr(grpo, "los_type")
 
 
-def test_the_later_place_wins_whichever_it_is(tmp_path: Path) -> None:
+def test_later_file_overrides_either_place_of_a_field(tmp_path: Path) -> None:
     files = [tmp_path / "old.yaml", tmp_path / "new.yaml"]
     files[0].write_text("grpo: {loss_type: grpo, trl: {top_k: 3}}\n")
     files[1].write_text("grpo: {trl: {loss_type: bnpo}}\n")
@@ -95,7 +95,7 @@ def test_the_later_place_wins_whichever_it_is(tmp_path: Path) -> None:
         ({"los_type": "grpo"}, r"unknown setting grpo.los_type; did you mean grpo.trl.loss_type\?"),
     ],
 )
-def test_a_value_that_trl_would_refuse_late_is_refused_at_once(grpo: dict[str, Any], message: str) -> None:
+def test_config_refuses_values_that_trl_would_refuse_later(grpo: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         from_dict({"grpo": grpo})
     assert "\n" not in str(error.value)
@@ -106,7 +106,7 @@ def test_a_sweep_reads_a_field_by_its_old_name() -> None:
     assert (cell.name, cell.settings) == ("epsilon=0.1", {"grpo.epsilon": 0.1})
 
 
-def test_code_of_a_model_is_never_run_and_old_configs_that_say_so_load() -> None:
+def test_trust_remote_code_can_only_be_false() -> None:
     said = from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": False}})
     assert said == from_dict({"es": {"sigma": 1}}) and "trust_remote_code" not in to_yaml(said)
     es = from_dict({"es": {"sigma": 0.01, "learning_rate": 0.005}})
@@ -126,12 +126,12 @@ def test_code_of_a_model_is_never_run_and_old_configs_that_say_so_load() -> None
         "restore_callback_states_from_checkpoint", "trust_remote_code", "model_init_kwargs", "loss_typ",
     ],
 )  # fmt: skip
-def test_what_does_not_say_how_it_trains_is_refused(name: str) -> None:
+def test_check_refuses_fields_unrelated_to_training(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^grpo\.trl\.{name}\b"):
         check(from_dict({"grpo": {"trl": {name: "x"}}}))
 
 
-def test_every_field_that_is_taken_is_one_of_trl_or_was() -> None:
+def test_allowed_fields_are_fields_of_trl() -> None:
     trl = pytest.importorskip("trl")
     gone = {"adafactor", "group_by_length", "max_prompt_length", "vllm_guided_decoding_regex"}
     assert (ALLOWED | ASKED) - fields_of(trl.GRPOConfig).keys() <= gone
@@ -153,7 +153,7 @@ REACHING = {
 
 
 @pytest.mark.parametrize("name", REACHING)
-def test_a_run_from_elsewhere_does_not_reach_out(
+def test_resume_asks_for_a_config_when_the_runs_own_reaches_out(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The user's own word for it is taken: the next thing in the way is what such a config asks for."""
@@ -170,7 +170,7 @@ def test_a_run_from_elsewhere_does_not_reach_out(
     load_own(tmp_path, skip=EVALUATION_SKIPS)  # an evaluation does not read the section
 
 
-def test_a_release_of_trl_without_what_is_built_on_is_named() -> None:
+def test_check_release_raises_when_a_method_is_missing() -> None:
     """A method that TRL no longer has would be overridden without effect: the run would be another, and not say so."""
     trainer = pytest.importorskip("evoalign.baselines.trainer")
     trainer.check_release()

@@ -70,7 +70,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_state_is_named_and_an_older_one_taken(name: str, run: RunDir) -> None:
+def test_sound_state_falls_back_to_an_older_state(name: str, run: RunDir) -> None:
     file, damage, why = DAMAGES[name]
     folder, told = trainer_state.states(run), list[str]()
     assert trainer_state.sound_state(run, told.append) == (folder / "checkpoint-4", 4) and not told
@@ -83,7 +83,7 @@ def test_a_damaged_state_is_named_and_an_older_one_taken(name: str, run: RunDir)
     assert "\n" not in str(error.value)
 
 
-def test_a_state_of_an_earlier_release_is_taken_unchecked(run: RunDir) -> None:
+def test_sound_state_accepts_a_marker_without_digests(run: RunDir) -> None:
     marker, told = trainer_state.states(run) / "checkpoint-4/whole.json", list[str]()
     files = json.loads(marker.read_text())["files"]
     assert set(files) == set(FILES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public contract of engines on the in-process one, for all spaces; and that it finds what is wrong."""
+"""The contract tests of engines pass on the transformers engine in all spaces, and fail on broken engines."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def config(folder, variant, dtype="float32", **more):
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", SPACES)
-def test_the_contract(random_qwen2, variant, dtype, check):
+def test_engine_passes_the_check(random_qwen2, variant, dtype, check):
     with contract.started(TransformersEngine, config(random_qwen2, variant, dtype)) as bench:
         check(bench)
 
@@ -37,12 +37,12 @@ def test_the_contract(random_qwen2, variant, dtype, check):
 @pytest.mark.slow
 @pytest.mark.last("full")
 @pytest.mark.parametrize("variant", ["lora", "full"])
-def test_all_of_it_on_the_shipped_model(variant):
+def test_check_engine_passes_on_the_tiny_model(variant):
     contract.check_engine(TransformersEngine, config("tiny", variant))
 
 
 @pytest.mark.slow
-def test_small_chunks_keep_the_contract(random_qwen2):
+def test_check_engine_passes_with_small_batches(random_qwen2):
     contract.check_engine(
         TransformersEngine,
         config(random_qwen2, "lowrank", engine={"device": "cpu", "decoder": "library", "max_rows": 2}),
@@ -52,7 +52,7 @@ def test_small_chunks_keep_the_contract(random_qwen2):
 @pytest.mark.first("lora-", "full-", others="long")
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("variant", SPACES)
-def test_the_static_decoder_keeps_the_contract(random_qwen2, variant, check):
+def test_static_decoder_passes_the_check(random_qwen2, variant, check):
     engine = {"device": "cpu", "decoder": "static"}
     with contract.started(TransformersEngine, config(random_qwen2, variant, engine=engine)) as bench:
         check(bench)
@@ -85,7 +85,7 @@ def _of(rollout, **changes):
 
 
 class Subtracts(TransformersEngine):
-    """Restores by subtraction and lets the difference into the master."""
+    """Leaves the rounding error of adding and subtracting in the mean."""
 
     def rollout(self, plan, requests):
         yield from super().rollout(plan, requests)
@@ -129,21 +129,21 @@ class ForgetsToLoad(TransformersEngine):
 
 
 class OddNames(TransformersEngine):
-    """Fused, as an engine's own model may be."""
+    """Has fused names, as the model of an engine may."""
 
     def specs(self):
         return [type(s)(s.name.replace("q_proj", "qkv_proj"), *(getattr(s, n) for n in
                 ("shape", "kind", "layer", "mean_abs"))) for s in super().specs()]  # fmt: skip
 
 
-class TextOfItsOwn(TransformersEngine):
+class OtherText(TransformersEngine):
     def rollout(self, plan, requests):
         for rollout in super().rollout(plan, requests):
             yield _of(rollout, text=rollout.text + ".")
 
 
 class DrawsApart(TransformersEngine):
-    """Members draw with seeds of their own."""
+    """Each member draws with another seed."""
 
     def rollout(self, plan, requests):
         for member in plan.members:
@@ -179,7 +179,7 @@ WRONG = [
     (SharesItsState, "lora", "check_state", "an update changes"),
     (ForgetsToLoad, "full", "check_state", "does not restore the fingerprint"),
     (OddNames, "full", "check_specs", "is not a tensor of the Hugging Face model|is not listed"),
-    (TextOfItsOwn, "lora", "check_rollouts", "its tokens decode to"),
+    (OtherText, "lora", "check_rollouts", "its tokens decode to"),
     (DrawsApart, "lora", "check_common_random_numbers", "draw different tokens"),
     (NoLogprobs, "lora", "check_rollouts", "no log-probabilities"),
     (Tempered, "lora", "check_mean_is_plain", "log-probabilities differ"),
@@ -187,7 +187,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "space", "check", "message"), WRONG, ids=lambda w: getattr(w, "__name__", None))
-def test_it_finds_what_is_wrong(random_qwen2, wrong, space, check, message):
+def test_check_raises_when_the_engine_is_wrong(random_qwen2, wrong, space, check, message):
     made = config(random_qwen2, space)
     with pytest.raises(AssertionError, match=message):
         if wrong is OddNames:  # such an engine cannot even start
@@ -207,7 +207,7 @@ class _Renamed(OddNames):
         self.model = engine.model
 
 
-def test_a_failing_start_closes_the_engine(random_qwen2):
+def test_started_closes_the_engine_when_start_fails(random_qwen2):
     closed = []
 
     class Fails(TransformersEngine):

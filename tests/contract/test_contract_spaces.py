@@ -24,7 +24,7 @@ def config(variant, width=WIDTHS[0]):
     return from_dict({"seed": 5, "space": variant.partition(",")[0], "es": dict(width), **VARIANTS[variant]})
 
 
-def test_every_registered_space_is_here():
+def test_every_registered_space_is_tested():
     assert {v.partition(",")[0] for v in VARIANTS} == set(SPACES)
 
 
@@ -34,13 +34,13 @@ def test_every_registered_space_is_here():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda w: next(iter(w)))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_contract(variant, width, dtype, check):
+def test_space_passes_the_check(variant, width, dtype, check):
     space = create(config(variant, width))
     check(space, space.layout(contract.SPECS, dtype), contract.SPECS)
 
 
 class Stream(Full):
-    """Noise from a stream: it depends on who is asked with."""
+    """Noise from one random stream: it depends on the other members."""
 
     def noise(self, layout, name, generation, members, slices=None, device="cpu"):
         torch.manual_seed(generation)
@@ -56,7 +56,7 @@ class SameSeed(Full):
         return super().noise(layout, same, generation, members, slices, device)
 
 
-class SliceOfItsOwn(Full):
+class OtherSlice(Full):
     """A slice draws as if it were a tensor."""
 
     def noise(self, layout, name, generation, members, slices=None, device="cpu"):
@@ -146,7 +146,7 @@ class ChangedAtTheStart(Lora):
 WRONG = [
     (Stream, "depends on the (other members|order of members)"),
     (SameSeed, "have the same noise"),
-    (SliceOfItsOwn, "differs? from the slices? of the whole"),
+    (OtherSlice, "differs? from the slices? of the whole"),
     (TooWide, "variance 1.2"),
     (Deaf, "equals the mean in"),
     (NoSigns, "members 0 and 1 are equal|member 1 is not mean"),
@@ -162,7 +162,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=lambda w: getattr(w, "__name__", ""))
-def test_it_finds_what_is_wrong(wrong, message):
+def test_check_space_raises_when_the_space_is_wrong(wrong, message):
     space = wrong(from_dict({"space": wrong.name, "es": {"sigma": 0.01}}))
     with pytest.raises(AssertionError, match=message):
         contract.check_space(space)

@@ -45,24 +45,24 @@ FORMS = [("conciseness", None), ("conciseness", "raw"), ("countdown", None), ("c
 ROWS = {"gsm8k": GSM8K, "math": MATH}
 
 
-def test_every_registered_task_is_here():
+def test_every_registered_task_is_tested():
     assert {name for name, _ in FORMS} == set(TASKS)
 
 
 @pytest.mark.parametrize(("name", "prompt"), FORMS)
-def test_the_contract(make, name, prompt):
+def test_task_passes_check_task(make, name, prompt):
     contract.check_task(make(name, prompt))
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("name", TASKS)
-def test_each_check_by_itself(make, name, check):
+def test_task_passes_the_check(make, name, check):
     task = make(name)
     check(task, task.load_data(1))
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_empty_data_is_refused(name):
+def test_task_refuses_empty_data(name):
     rewards = [length] if name == "custom" else None
     contract.check_refuses_empty(lambda config: create(config, rewards), TaskConfig(name=name))
 
@@ -180,7 +180,7 @@ class AcceptsNothing(Good):
         return Data([], [])
 
 
-def test_a_good_task_of_ones_own():
+def test_custom_task_passes_check_task():
     contract.check_task(Good(TaskConfig()))
 
 
@@ -203,11 +203,11 @@ def test_a_good_task_of_ones_own():
         (Strict, UnicodeEncodeError, "surrogates not allowed"),
     ],
 )
-def test_it_finds_what_is_wrong(wrong, error, message):
+def test_check_task_raises_when_the_task_is_wrong(wrong, error, message):
     with pytest.raises(error, match=message):
         contract.check_task(wrong(TaskConfig()))
 
 
-def test_it_finds_a_task_that_trains_on_nothing():
+def test_check_refuses_empty_raises_when_a_task_accepts_empty_data():
     with pytest.raises(AssertionError, match="0 training rows and no error"):
         contract.check_refuses_empty(AcceptsNothing, TaskConfig())
