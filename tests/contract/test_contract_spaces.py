@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public contract of spaces on all that are registered; and that it finds what is wrong."""
+"""The contract tests of spaces pass on all registered spaces, and fail on broken ones."""
 
 import pytest
 import torch

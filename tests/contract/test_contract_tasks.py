@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public contract of tasks on all that are registered; and that it finds what is wrong."""
+"""The contract tests of tasks pass on all registered tasks, and fail on broken ones."""
 
 import itertools
 import json

@@ -123,7 +123,8 @@ class Steps(TrainerCallback):
         session, every = self.session, self.config.evaluation.every
         if session is not None:
             session.done = step + 1
-            if every > 0 and session.done % every == 0 and session.done < session.total:  # the session evaluates the end
+            # The session itself evaluates after the last step.
+            if every > 0 and session.done % every == 0 and session.done < session.total:
                 row |= {"evaluation": session.evaluate().measures, **session.validation()}
             row["divergence"] = session.divergence_if_due()
             row["seconds"]["other"] = time.perf_counter() - start
