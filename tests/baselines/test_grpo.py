@@ -548,7 +548,7 @@ def test_resume_of_a_finished_run_changes_no_file(every: int | None, tmp_path: P
 @pytest.mark.parametrize(("every", "saved"), [(0, "0"), (None, "unset, which means 50")])
 def test_grpo_raises_when_a_finished_run_has_no_state(every: int | None, saved: str, tmp_path: Path) -> None:
     path = run(tmp_path / "run", checkpoint={"every": every}, grpo={"max_steps": 1}).path
-    with pytest.raises(ResumeError, match=rf"checkpoint\.every is {saved},"):
+    with pytest.raises(ResumeError, match=rf"checkpoint\.every is {saved}:"):
         run(path, resume=True, checkpoint={"every": every}, grpo={"max_steps": 2})
     (next(path.glob("checkpoints/*/model.safetensors"))).write_bytes(b"")
     with pytest.raises(ResumeError, match=r"checkpoint\.every"):

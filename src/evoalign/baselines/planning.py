@@ -34,7 +34,7 @@ SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
 FEW = 4
 """Smallest group size without a warning."""
 USUAL = (1e-6, 1e-5)
-"""Usual learning rates of full models (TRL's default is 1e-6); a note is printed for ten times less or more."""
+"""Usual learning rates of full models (TRL's default is 1e-6); a rate more than ten times outside gets a note."""
 LARGE = 100e6
 """Parameters of a model from which the usual learning rates apply."""
 

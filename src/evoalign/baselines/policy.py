@@ -281,7 +281,7 @@ class Policy:
                 self.model.forward = trained
 
     def _engine(self) -> TransformersEngine:
-        """Return an engine on this very model, so that it uses the current weights."""
+        """Return an engine that shares the model, and so uses the current weights."""
         config = self.config.model_copy(update={"engine": self.config.engine.in_process()})
         return TransformersEngine(config, self.tokens, self.model)
 
@@ -355,8 +355,8 @@ def died_early(run: RunDir, config: Config) -> bool:
         every = load([run.config]).checkpoint.every
         saved = f"{every}" if every is not None else f"unset, which means {settings.SAVE_EVERY}"
         raise ResumeError(
-            f"{run.path} is done and has no trainer state to continue from (its checkpoint.every is {saved}, "
-            "and 0 saves none); --overwrite moves it aside and begins again"
+            f"{run.path} is done and has no trainer state to continue from (its checkpoint.every is {saved}: no step "
+            "was saved); --overwrite moves it aside and begins again"
         )
     refuse_differences(run, config)
     return True

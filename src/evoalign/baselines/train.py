@@ -141,7 +141,8 @@ class _EarlierRun:
         saving.check_data(self.run, self.task, self.data, made.get("data_hash"))
         if made.get("given_as") != self.given:
             raise ResumeError(
-                f"{self.run.path} was started with {made.get('given_as') or 'no'} object; resume it with the same one"
+                f"{self.run.path} was started with {made.get('given_as') or 'no'} object and is resumed with "
+                f"{self.given or 'no'} object; pass the same one"
             )
 
 
@@ -345,9 +346,9 @@ def _peft(lora: LoraConfig) -> Any:
 
 @contextmanager
 def _reference_of(config: Config, model: Any) -> Generator[None]:
-    """Point the model's name at its local files while TRL loads the reference model for `grpo.beta`.
+    """Set the model's name to the folder of its revision while TRL loads the reference model for `grpo.beta`.
 
-    TRL loads it by name without the revision.
+    TRL loads that model by name, without the revision.
     """
     if config.grpo.beta == 0 or config.grpo.tune == "lora":
         yield
