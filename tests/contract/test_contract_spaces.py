@@ -156,7 +156,7 @@ WRONG = [
     (NoDecay, "decay of"),
     (Twice, "names repeat"),
     (Unreal, "which the model does not have"),
-    (Biases, "only linear weights take an adapter"),
+    (Biases, "only linear weights can have an adapter"),
     (ChangedAtTheStart, "tensors at the start change"),
 ]
 
