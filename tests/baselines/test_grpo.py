@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on TRL's trainer: what it leaves, where its completions come from, and how it goes on."""
+"""GRPO on TRL's trainer: files of a run, sources of completions, costs, resuming, adapters, invalid settings."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def traces(
     path: Path, but: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """What two equal runs have in common: rows without clocks, the last weights, the completions."""
+    """Return what equal runs share: rows without times, the last weights, the completions."""
     told = [{key: value for key, value in row.items() if key not in (*CLOCKS, *but)} for row in rows(path)]
     saved = sorted(path.glob("*/generation_*"))[-1]
     return (
@@ -96,7 +96,7 @@ def traces(
 
 
 def assert_equal(ours: Path, theirs: Path, but: Sequence[str] = ()) -> None:
-    """`but`: columns of the rows that may differ, beside clocks."""
+    """Assert that two runs are equal except for times and the columns `but`."""
     (a, weights_a, texts_a), (b, weights_b, texts_b) = traces(ours, but), traces(theirs, but)
     assert a == b
     assert weights_a.keys() == weights_b.keys()
@@ -110,12 +110,12 @@ def completions(path: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that never stopped."""
+    """A run that was never interrupted."""
     return run(tmp_path_factory.mktemp("straight") / "run").path
 
 
 def test_grpo_prompts_are_those_of_the_task_and_made_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system prompt too; the prompts of rows that no batch has are not made."""
+    """The system prompt is included, and no prompts are made for rows outside the batches."""
     from evoalign.baselines.trainer import Trainer
 
     asked: list[Any] = []
@@ -194,7 +194,7 @@ def test_divergence_leaves_training_unchanged(straight: Path, tmp_path: Path) ->
 
 @dataclass
 class Trained:
-    """What was really trained on: the policies that told what it costs, and the completions in each pass."""
+    """Recorded training: the policies whose cost was computed, and the completions of each pass."""
 
     policies: list[Policy] = field(default_factory=list[Policy])
     passes: list[int] = field(default_factory=list[int])
@@ -221,7 +221,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 
 def backward(path: Path, step: int, times: int, policy: Policy) -> float | None:
-    """FLOPs of training on each completion of a step so many times, and of AdamW."""
+    """Return the FLOPs of training `times` times on each completion of a step, with those of AdamW."""
     lengths = {policy.shown(row): len(ids) for row, ids in policy.lengths.items()}
     prompts, drawn = ([c[key] for c in completions(path, step)] for key in ("prompt", "tokens"))
     ids = [lengths[p] for p in prompts]
@@ -243,7 +243,7 @@ def test_cost_doubles_when_a_step_uses_completions_twice(tmp_path: Path, trained
 
 
 def test_step_uses_several_rounds(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight prompts, two a round, three rounds a step: the second step is the epoch's last, of one round."""
+    """With 8 prompts, 2 per round and 3 rounds per step, the second step is the epoch's last and has one round."""
     seeds: list[int] = []
     rollout = TransformersEngine.rollout
 
@@ -267,7 +267,7 @@ def test_step_uses_several_rounds(tmp_path: Path, trained: Trained, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_mixed_precision_keeps_the_model_at_learning_rate_zero(tune: str, tmp_path: Path) -> None:
-    """Before the first step, after it, and of the base model beside it: always the same arithmetic."""
+    """Evaluations before and after the step and the KL from the base model compute in the same dtype."""
     told = io.StringIO()
     grpo = {"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1}
     evaluation = {"temperature": 1.0, "max_tokens": 32}
@@ -289,9 +289,9 @@ MIXED = {"bf16": True, "max_steps": 2}
 @pytest.mark.first("full")
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_path: Path) -> None:
-    """Before its first step, between steps and at the end: as ES, `evaluate` and `analyze divergence` have it.
+    """Evaluations before, between and after the steps equal those of `evaluate` and `analyze divergence`.
 
-    At temperature 2 the arithmetic decides about most answers.
+    At temperature 2 rounding changes most completions, so another dtype would be noticed.
     """
     tree = config(
         tmp_path / "run", grpo={**MIXED, "tune": tune, "learning_rate": {"full": 1e-3, "lora": 0.1}[tune]},
@@ -315,7 +315,7 @@ def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_p
 
 @pytest.mark.slow
 def test_evaluation_leaves_mixed_precision_training_unchanged(tmp_path: Path) -> None:
-    """What is asked between steps changes none of them: TRL answers and trains as ever, not as in float32."""
+    """Evaluations between steps do not change generation and training, which stay in bfloat16."""
     made: list[list[Any]] = []
     for name, mixed, every in (("asked", True, 1), ("unasked", True, 0), ("plain", False, 0)):
         grpo = {**MIXED, "bf16": mixed, "rollouts": "trl", "temperature": 2.0, "max_steps": 3}
@@ -330,7 +330,7 @@ def test_evaluation_leaves_mixed_precision_training_unchanged(tmp_path: Path) ->
 
 
 def test_trl_has_evoaligns_tokens_and_completions(tmp_path: Path) -> None:
-    """With top_k 1 TRL's own generation is greedy: at step 0 it gives what the engine's greedy decoding gives."""
+    """With top_k 1 TRL's generation is greedy: at step 0 it equals the engine's greedy decoding."""
     data = tmp_path / "prompts.jsonl"
     opened = [{"role": "user", "content": "What is 3 + 5?"}, {"role": "assistant", "content": "The answer is"}]
     prompts = ["Solve: 3 + 5 =", opened, [{"role": "user", "content": "Is a penguin a fish?"}]]
@@ -348,7 +348,7 @@ def test_trl_has_evoaligns_tokens_and_completions(tmp_path: Path) -> None:
 
 
 def _length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """Of messages, and of texts: the validation questions are of these."""
+    """Return minus the length of each completion, given as messages or as text."""
     return [-float(len(c[0]["content"] if isinstance(c, list) else c)) for c in completions]
 
 
@@ -365,7 +365,7 @@ def test_member_rollouts_equal_those_of_es_and_leave_the_model_unchanged(tmp_pat
 
 
 def _members(settings: evoalign.Config) -> list[tuple[str, str]]:
-    """What members of generation 0 answer to both training prompts, by ES's own engine."""
+    """Return the completions of the members of generation 0 for both training prompts, by the engine of ES."""
     task, data = task_and_data(settings, None, None)
     tokens_ = tokens.load(settings.model)
     engine = engines.create(settings, tokens_)
@@ -381,7 +381,7 @@ def _members(settings: evoalign.Config) -> list[tuple[str, str]]:
 
 
 def _order(settings: evoalign.Config) -> list[int]:
-    """The order in which two prompts are asked in the first round."""
+    """Return the order of two prompts in the first round."""
     return _order_of(settings.seed, 0, 2)
 
 
@@ -414,7 +414,7 @@ def test_the_correction_for_members_changes_the_step(tmp_path: Path) -> None:
 def test_the_reference_of_beta_is_of_the_revision_that_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache with two revisions, the other of other weights: along the policy's own tokens the KL is 0."""
+    """The cache has two revisions with different weights; the KL along the policy's own tokens is 0."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -488,7 +488,7 @@ def test_longer_run_starts_with_the_steps_of_a_shorter_one(rollouts: str, tmp_pa
 @pytest.mark.last("[0]")
 @pytest.mark.parametrize("every", [1, 0])
 def test_killed_run_resumes_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
-    """With `every` 0 there is no state to resume from: it begins again, and what was there is kept."""
+    """With `every` 0 there is no state to resume from: the run begins again, and the old folder is kept."""
     killed_after(tmp_path / "run", 2 if every else 1, checkpoint={"every": every})
     if not every:
         for other, message in (({"learning_rate": 2e-3}, "other settings"), ({}, "begins again")):
@@ -506,7 +506,7 @@ def test_killed_run_resumes_to_the_same_bits(every: int, straight: Path, tmp_pat
 
 
 def killed_after(output: Path, count: int, **sections: Any) -> None:
-    """A run in a process of its own that dies once it has so many rows."""
+    """Run in a child process, and kill it once it has `count` rows."""
     file = output.with_suffix(".yaml")
     file.write_text(to_yaml(from_dict(config(output, **sections))))
     command = [sys.executable, "-m", "evoalign.cli", "grpo", str(file), "--resume"]
@@ -520,7 +520,7 @@ def killed_after(output: Path, count: int, **sections: Any) -> None:
 
 
 def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
-    """What a dry run says of going on."""
+    """Return the first line of a dry run of a resume, or its error."""
     try:
         return planning.dry_run(config(output, grpo=grpo), resume=True)[0]
     except ResumeError as error:
@@ -531,7 +531,7 @@ def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
 @pytest.mark.last("[0]", "[1]")
 @pytest.mark.parametrize("every", [0, 1, 2, None])
 def test_resume_of_a_finished_run_changes_no_file(every: int | None, tmp_path: Path) -> None:
-    """Whether it kept a state of its end (1), of an earlier step (2), or none."""
+    """The run has a state of its last step (1), of an earlier step (2), or none."""
     sections: dict[str, Any] = {"checkpoint": {"every": every}, "grpo": {"max_steps": 3}}
     first = run(tmp_path / "run", **sections)
     kept = {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()}
@@ -577,7 +577,7 @@ def test_older_state_is_kept_until_the_new_one_is_complete(
 
 
 class Touches:
-    """Pickled code: whoever unpickles it makes a file."""
+    """Pickled code that makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -635,7 +635,7 @@ def _prompts(folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
 def test_two_processes_share_a_step_and_resume_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
-    """Data parallel over gloo: each takes one of the two prompts, one of them writes, and both resume."""
+    """Data parallel over gloo: each process has one of two prompts, one process writes, and both resume."""
     grpo = {"rollouts": rollouts, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
     launched(tmp_path / "straight", grpo={**grpo, "max_steps": 3})
     launched(tmp_path / "run", grpo={**grpo, "max_steps": 2})
@@ -655,7 +655,7 @@ def test_two_processes_share_a_step_and_resume_to_the_same_bits(rollouts: str, s
 
 
 def launched(output: Path, **sections: Any) -> None:
-    """A run by two processes, gone on with where there is one."""
+    """Run in two processes, resuming a run that is there."""
     file = output.with_suffix(".yaml")
     file.write_text(to_yaml(from_dict(config(output, **sections))))
     with socket.socket() as free:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command on a run of GRPO: what it evaluates, exports, refuses and tells before it starts."""
+"""Commands on a GRPO run: eval, export, resume, doctor and dry run."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_evaluating_needs_no_trl() -> None:
 
 
 def first_text(model: Any, folder: Path, path: Path) -> str:
-    """What the model says to the first prompt of the test split, by plain transformers."""
+    """Return the completion of the first test prompt by plain transformers."""
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert "GenerationConfig" in code
     from transformers import AutoTokenizer, GenerationConfig
@@ -465,7 +465,7 @@ def test_files_page_names_the_fields_of_grpo(runs: dict[str, Path]) -> None:
 
 
 def _firsts(part: str) -> list[str]:
-    """The first column of a table."""
+    """Return the first column of a table."""
     return [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
 
 

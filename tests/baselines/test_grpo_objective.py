@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An objective with a state under GRPO: lambda of the Lagrangian by hand, reused rounds, kills, two processes."""
+"""GRPO with an objective that has a state, the Lagrangian's lambda: reused rounds, killed runs, two processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def cost(text: str) -> float:
-    """Of a completion as it is kept; rewards get it stripped."""
+    """Return the cost of a saved completion; reward functions get it stripped."""
     return text.strip().count(" ") / 5 - 0.1
 
 
@@ -81,7 +81,7 @@ def kept(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def by_hand(rounds: Sequence[Sequence[str]]) -> list[float]:
-    """lambda at first and after each round of texts."""
+    """Return lambda at the start and after each round of texts."""
     log, average, path = 0.0, 0.0, [1.0]
     for texts in rounds:
         average = 0.9 * average + 0.1 * math.fsum(map(cost, texts)) / len(texts)
@@ -100,12 +100,12 @@ def state_file(path: Path, step: int = 4) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that never stopped."""
+    """A run that was never interrupted."""
     return run(config(tmp_path_factory.mktemp("straight"))).path
 
 
 def assert_follows(path: Path, steps: int = 4) -> None:
-    """lambda is that by hand, and each completion's score is of lambda as it was before its step moved it."""
+    """Assert that lambda equals the reference, and that scores use lambda from before the update of their step."""
     said = [kept(path, step) for step in range(steps)]
     wanted = by_hand([[c["text"] for c in completions] for completions in said])
     found = states(path)
@@ -171,7 +171,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "no number": (lambda f: f.write_text('{"lambda": "1"}'), False, r"objective.json is damaged"),
     "not finite": (lambda f: f.write_text('{"lambda": 1e999}'), False, r"objective.json is damaged"),
 }
-"""What befalls the file, whether its digest is known, and what is told."""
+"""Damage to the file, whether its digest is known, and the pattern of the error."""
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -209,7 +209,7 @@ def test_lambda_is_unchanged_when_a_step_reuses_completions(reuse: str, tmp_path
 
 
 def test_lambda_is_updated_once_in_a_step_of_several_rounds(tmp_path: Path) -> None:
-    """By the completions of both rounds, which are scored with the same lambda."""
+    """The update uses the completions of both rounds, which are scored with the same lambda."""
     several: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 1,
@@ -241,7 +241,7 @@ def test_dry_run_and_doctor_accept_a_lagrangian(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_two_processes_reach_the_same_lambda_and_resume_with_it(tmp_path: Path) -> None:
-    """Each scores one of the two prompts with a lambda of its own, which has to be that of the other."""
+    """Each process scores one of two prompts with its own copy of lambda; the copies must stay equal."""
     for name, steps in (("straight", 3), ("run", 2), ("run", 3)):
         launched(tmp_path, config(tmp_path, name, per_device_train_batch_size=4, max_steps=steps))
     assert_follows(tmp_path / "straight", steps=3)
@@ -250,7 +250,7 @@ def test_two_processes_reach_the_same_lambda_and_resume_with_it(tmp_path: Path) 
 
 
 def launched(folder: Path, tree: dict[str, Any]) -> None:
-    """By two processes, gone on with where there is one."""
+    """Run in two processes, resuming a run that is there."""
     (folder / "run.yaml").write_text(to_yaml(from_dict(tree)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section `grpo`: fields of TRL under `trl` or in their old place, what reaches TRL, and what a run is by it."""
+"""The section `grpo`: fields of TRL under `trl` or in their old place, arguments to TRL, and the hash of a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from evoalign.rundir.method import load_own
 
 OLD = Path(__file__).parents[1] / "compatibility"
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))
-"""Of every config that release 0.1.0 shipped, and two more: the arguments to TRL, the hash, and the resolved sections,
-as they were while each field of TRL stood in `grpo` itself."""
+"""Arguments to TRL, hash and resolved sections of all configs of release 0.1.0 and two more.
+
+They are from when all fields of TRL were in `grpo` itself.
+"""
 
 
 def as_it_is(name: str) -> Config:
@@ -32,7 +34,7 @@ def as_it_is(name: str) -> Config:
 
 
 def as_it_was(name: str) -> Config:
-    """From the resolved sections of a run directory of that time."""
+    """Return the config from the resolved sections of a run directory of release 0.1.0."""
     tree = as_it_is(name).model_dump(mode="json")
     return from_dict(yaml.safe_load(yaml.safe_dump({**tree, **{k: FROZEN[name][k] for k in ("grpo", "model")}})))
 
@@ -156,7 +158,7 @@ REACHING = {
 def test_resume_asks_for_a_config_when_the_runs_own_reaches_out(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The user's own word for it is taken: the next thing in the way is what such a config asks for."""
+    """A config that the user passes is trusted, and fails only for what it requests."""
     (tmp_path / "config.yaml").write_text(to_yaml(from_dict({"grpo": {"trl": {name: REACHING[name]}}})))
     (tmp_path / "manifest.json").write_text('{"method": "grpo"}')
     run = caller(monkeypatch, capsys)
@@ -171,7 +173,7 @@ def test_resume_asks_for_a_config_when_the_runs_own_reaches_out(
 
 
 def test_check_release_raises_when_a_method_is_missing() -> None:
-    """A method that TRL no longer has would be overridden without effect: the run would be another, and not say so."""
+    """Overriding a method that TRL no longer has would have no effect, without an error."""
     trainer = pytest.importorskip("evoalign.baselines.trainer")
     trainer.check_release()
     methods = {name: lambda self: None for name in trainer.OVERRIDDEN if name != "_tokenize_prompts"}

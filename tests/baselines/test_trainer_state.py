@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of GRPO's trainer: each of its files is as it was written, or the run goes on from an older one, or not."""
+"""States of GRPO's trainer: a damaged one is refused, and an older one is used if it is intact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES = (
 
 
 def state(run: RunDir, step: int) -> Path:
-    """A folder with the files of a state."""
+    """Make a folder with the files of a state."""
     folder = trainer_state.states(run) / f"checkpoint-{step}"
     (folder / "zero").mkdir(parents=True)
     for name in FILES:
@@ -36,7 +36,7 @@ def state(run: RunDir, step: int) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run with a state of step 2 and one of step 4, as a kill leaves it before the older one goes."""
+    """A run killed before the older state was removed: it has states of step 2 and step 4."""
     run = RunDir(tmp_path / "run")
     state(run, 2)
     trainer_state.mark(run, 2)
