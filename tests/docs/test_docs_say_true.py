@@ -166,20 +166,55 @@ def test_the_reference_documents_the_function_that_the_name_brings() -> None:
             assert [a.arg for a in arguments] == list(inspect.signature(found).parameters), name
 
 
-def test_the_map_of_the_readme_names_every_part_of_the_source_once() -> None:
-    (shown,) = (b.text for b in blocks("text") if by_page(b.page) == "README.md")
+def test_the_map_of_the_source_names_every_package_and_module_once() -> None:
+    (shown,) = (b.text for b in blocks("text") if by_page(b.page) == "CONTRIBUTING.md")
     listed = re.findall(r"(?:^  |;  |, )([a-z]+(?:/|\.py))(?=  |$|, )", shown, re.MULTILINE)
     source = REPOSITORY / "src" / "evoalign"
     packages = {f"{file.parent.name}/" for file in source.glob("*/__init__.py")}
     assert sorted(listed) == sorted(packages | {f.name for f in source.glob("[!_]*.py")})
 
 
-def test_the_first_sixty_lines_of_the_readme_have_what_one_needs_first() -> None:
+def test_readme_is_at_most_150_lines_and_links_to_the_map_of_the_source() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert "(CONTRIBUTING.md#map-of-the-source)" in text
+    assert "\n## Map of the source\n" in (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_first_sixty_lines_of_the_readme_have_what_a_reader_needs_first() -> None:
     text = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:60])
     python = next(b.text for b in blocks("python") if by_page(b.page) == "README.md")
-    wanted = ("make demo", "make test", "| before | after |", "pip install .", python)
+    wanted = (
+        "make demo",
+        "make test",
+        "| before | after |",
+        "pip install .",
+        "evoalign init ",
+        "evoalign train ",
+        python,
+    )
     assert [each for each in wanted if each not in text] == []
     assert len(python.splitlines()) <= 5
+    (figure,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert (REPOSITORY / figure).is_file()
+
+
+def test_links_of_the_documents_in_the_root_lead_to_files_and_headings() -> None:
+    for page in PAGES:
+        if page.parent != REPOSITORY:
+            continue
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = REPOSITORY / path if path else page
+            assert target.exists(), f"{page.name}: no file {path}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor in map(_anchor, headings), f"{page.name}: no heading {link}"
+
+
+def _anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def imported(title: str, folder: Path) -> ModuleType:
@@ -348,7 +383,7 @@ def test_the_drift_that_the_readme_names_is_that_of_the_benchmark() -> None:
     """Of each config, the least and the most over its seeds."""
     rows = (REPOSITORY / "benchmarks/README.md").read_text(encoding="utf-8").split("drift's share of the gain", 1)[1]
     cells = [[cell.strip() for cell in row.split("|")] for row in rows.split("\n\n")[0].splitlines() if "%" in row]
-    said = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
-    for config, name in (("quickstart", "on Conciseness"), ("template", "of the template")):
+    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+    for config, name in (("quickstart", "on Conciseness"), ("template", "on the template")):
         shares = [int(row[7].rstrip("%")) for row in cells if row[1] == config]
-        assert f"{min(shares)} to {max(shares)} % {name}" in said
+        assert f"{min(shares)} to {max(shares)} % {name}" in text
