@@ -64,7 +64,7 @@ def test_collect_raises_lost_error_for_missing_or_unrequested_completions(cells:
 def test_collect_refuses_a_request_of_a_member_outside_the_plan(folder: Path) -> None:
     with Bench(make_config(folder)) as bench:
         asked = dataclasses.replace(requests(PROMPTS["apart"][:1], Sampling(2))[0], member=population(40)[39])
-        with pytest.raises(EvoalignError, match="request 0 .*member 39"):
+        with pytest.raises(EvoalignError, match=r"request 0 .*member 39"):
             collect(bench.engine, bench.plan(), [asked])
 
 

@@ -367,7 +367,7 @@ class Chain(torch.nn.Module):
 
 
 def held(times: int, prompts: int = 24, each: int = 3) -> tuple[float, float]:
-    """How often the intervals of both hold what is known, over prompts drawn anew: nats a token, nats a completion."""
+    """How often the intervals of both hold the known value, over new prompts: nats per token, nats per completion."""
     p, q = log_softmax(torch.tensor(chain(3, 0.5))), log_softmax(torch.tensor(chain(3, 0.0)))
     kl, tokens = known(p, q)
     a_token, a_completion = kl[1:].mean() / tokens[1:].mean(), kl[1:].mean()
@@ -416,7 +416,7 @@ def test_prompts_are_the_units_of_the_interval() -> None:
     half = 4.302653 / 3**0.5
     assert (once.completion_low, once.completion_high) == (0, pytest.approx(2 + half)), "no divergence is below 0"
     assert divergence.summarise(SAMPLES[:2], sums[:20:10]).low is None
-    assert str(once).startswith("0.6667 nats a token") and "2 nats a completion (95 %: 0 to 4.48)" in str(once)
+    assert str(once).startswith("0.6667 nats per token") and "2 nats per completion (95 %: 0 to 4.48)" in str(once)
 
 
 # --- what cannot be measured ----------------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_an_adapter_that_is_not_there_is_no_zero(monkeypatch: pytest.MonkeyPatch
 def test_an_evolved_tensor_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(served(config_of("full"))) as mean:
         monkeypatch.setattr(mean.engine, "state", lambda: iter([("soft_prompt", torch.zeros(3))]))
-        with pytest.raises(ModelError, match="the model has no soft_prompt"):
+        with pytest.raises(ModelError, match=r"checks\.kl_every.*soft_prompt"):
             Reference.of(mean).divergence(mean, SAMPLES)
 
 
@@ -458,7 +458,7 @@ def test_a_space_of_ones_own_is_measured_by_its_adapter(monkeypatch: pytest.Monk
 def test_no_tokens_and_nan_logits_are_refused(reference: Reference) -> None:
     with pytest.raises(EvoalignError, match="no token was generated"):
         reference.divergence(plain(), [])
-    with pytest.raises(EvoalignError, match="is not a number"):
+    with pytest.raises(EvoalignError, match=r"divergence .*not finite"):
         reference.divergence(lambda ids: torch.full((1, ids.shape[1], 1024), torch.nan), SAMPLES)
 
 
@@ -500,7 +500,7 @@ def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, m
     assert rows[2]["divergence"]["exact"] > 0 and rows[2]["divergence"]["tokens"] >= 4
     assert report["divergence"].keys() == rows[2]["divergence"].keys()
     assert report["divergence"] != rows[2]["divergence"], "of the last mean"
-    assert "KL of the start from the base model: 0 nats a token" in told
+    assert "KL of the start from the base model: 0 nats per token" in told
     assert (tmp_path / "with/figures/divergence.png").is_file()
 
     monkeypatch.setattr(divergence, "load_model", lambda *_: pytest.fail("loaded"))

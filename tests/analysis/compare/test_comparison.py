@@ -467,10 +467,9 @@ def test_hacked_share_follows_its_definition(copy: Copy, tmp_path: Path) -> None
     assert found.shares_after is not None
     assert found.shares_after["hacked"] == 3 / 8
     assert found.shares_after["truncated"] == 1.0
-    assert hacking.hacked(texts, range(8)) == [True] * 3 + [False] * 5
     refusal = "I am sorry, but I cannot help with that request."
-    assert hacking.hacked_share([refusal, refusal, "fine", "8"], range(4)) == 0.5
-    assert hacking.hacked_share([], []) == 0.0
+    flags = hacking.text_flags([refusal, refusal, "fine", "8"], ["stop"] * 4, range(4))
+    assert flags["template"] == [True, True, False, False]
 
 
 def test_wrong_answers_with_high_reward_count_as_hacked(copy: Copy) -> None:

@@ -264,8 +264,10 @@ class Drawn(Finding):
         (folder / "points.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
         return [folder / "points.svg"]
 
-class Command(Analysis[NoSettings]):
-    name, help, settings = "generations", "Counts generations.", NoSettings
+class Generations(Analysis[NoSettings]):
+    name = "generations"
+    help = "Count generations."
+    settings = NoSettings
 
     def run(self, targets, settings, config=None):
         counts = [len((Path(run) / "metrics.jsonl").read_text().splitlines()) for run in targets]
@@ -273,16 +275,15 @@ class Command(Analysis[NoSettings]):
 """
 
 
-def test_an_analysis_that_is_added_as_a_folder_is_in_the_command_line_and_in_the_report(
+def test_a_new_analysis_is_one_file_that_the_command_line_and_the_report_find(
     run: Path, go: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but its folder is written."""
-    (tmp_path / "rooms/generations").mkdir(parents=True)
-    (tmp_path / "rooms/generations/__init__.py").touch()
-    (tmp_path / "rooms/generations/command.py").write_text(NEW)
+    """Nothing but its file is written."""
+    (tmp_path / "rooms").mkdir()
+    (tmp_path / "rooms/generations.py").write_text(NEW)
     assert "generations" not in analysis.names() and not views_of([run])[0].analyses
     monkeypatch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path / "rooms")])
-    assert "Counts generations." in go("analyze").out
+    assert "Count generations." in go("analyze").out
     done = go("analyze", "generations", run, "--to", run / "analysis")
     assert (done.code, done.err) == (0, "") and "6 generations in all." in done.out
     assert go("report", run).code == 0
@@ -299,7 +300,7 @@ def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path,
     part = (tmp_path / "page.html").read_text().split('id="analyses"', 1)[1].split("</section>", 1)[0]
     summary = json.loads((tmp_path / "both/comparison.json").read_text())["summary"]
     assert part.index("<h3>comparison</h3>") < part.index(str(text(summary[0]))) < part.index("data:image/png;base64,")
-    assert "<h3>distance</h3>" in part and "(L2)" in part
+    assert "<h3>distance</h3>" in part and "L2 distance" in part
     (tmp_path / "both/distance.json").write_text('{"format_version": 1}')
     assert "distance.json" in go("report", run, "--analyses", "both").err
     assert "holds no analysis" in go("report", run, "--analyses", run / "figures").err
@@ -341,7 +342,7 @@ def test_runs_of_a_folder_are_in_natural_order(run: Path, tmp_path: Path) -> Non
 def test_the_command_says_what_is_wrong(run: Path, tmp_path: Path, go: Run) -> None:
     copy_run(run, tmp_path / "other")
     assert "--to" in go("report", run, tmp_path / "other").err
-    assert "no run" in go("report", tmp_path / "nowhere").err
+    assert "nowhere" in go("report", tmp_path / "nowhere").err
     mine = tmp_path / "thesis.html"
     mine.write_text("<html>mine</html>")
     refused = go("report", run, "--to", mine)
