@@ -250,4 +250,5 @@ def test_a_run_that_goes_on_by_another_decoder_says_so(tmp_path, monkeypatch):
         told = Console(file=io.StringIO(), width=400)
         evoalign.train(config(tmp_path / "run", generations=number), console=told, resume=number > 1)
         said = told.file.getvalue()
-        assert ("completions came from static decoder so far, and come from the usual library now" in said) == warned, said
+        warning = "completions came from static decoder so far, and come from the usual library now"
+        assert (warning in said) == warned, said
