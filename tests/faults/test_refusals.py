@@ -111,7 +111,7 @@ def test_a_module_that_does_not_import(tmp_path, source):
     [
         ({"samples": 20}, "greedy"),
         ({"seeds": [0, 1]}, "greedy"),
-        ({"temperature": 0.7, "seeds": [1, 1]}, "twice"),
+        ({"temperature": 0.7, "seeds": [1, 1]}, r"evaluation\.seeds \[1, 1\]"),
     ],
 )  # fmt: skip
 def test_draws_that_make_no_sense(section, words):

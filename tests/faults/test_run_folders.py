@@ -350,7 +350,7 @@ def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, m
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
-    monkeypatch.setattr("evoalign.evolve.collect", full)
+    monkeypatch.setattr("evoalign.rollouts.collect", full)
     with pytest.raises(EvoalignError, match=r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows$"):
         evoalign.train(small(tmp_path / "run", 3), console=quiet())
     assert not (tmp_path / "run").exists()
@@ -399,7 +399,7 @@ def test_overwrite_says_where_the_old_run_went(copy: Path) -> None:
     console = quiet()
     evoalign.train(small(copy), overwrite=True, console=console)
     aside = next(p for p in copy.parent.iterdir() if p.name.startswith("run."))
-    assert f"the run that was there is now {aside}" in text_of(console)
+    assert f" is now {aside}" in text_of(console)
     assert numbers(aside)[-1] == 6 and numbers(copy) == [1, 2]
 
 
@@ -676,7 +676,7 @@ def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> None:
     (tmp_path / "folder").mkdir()
     assert "nope does not exist; give a run directory, or a model's folder or hub name" in cli("eval", "nope").err
-    assert "folder is no run directory (config.yaml, and journal.jsonl" in cli("eval", "folder").err
+    assert "folder is not a run directory (config.yaml, and journal.jsonl" in cli("eval", "folder").err
 
 
 def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli: Run) -> None:

@@ -273,7 +273,7 @@ def digest(library, source):
 
 
 @pytest.mark.parametrize(
-    ("library", "word"), [("1", "; compiled numbers"), ("0", "are the same: switched off by EVOALIGN_COMPILED=0")]
+    ("library", "word"), [("1", "; compiled kernels"), ("0", "switched off by EVOALIGN_COMPILED=0")]
 )
 def test_the_doctor_and_the_manifest_say_whether_it_is_there(monkeypatch, library, word):
     monkeypatch.setenv("EVOALIGN_COMPILED", library)

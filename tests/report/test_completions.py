@@ -144,7 +144,7 @@ def test_a_real_run_keeps_what_its_members_said(tmp_path: Path) -> None:
         rows.write_completions(tmp_path / f"{one.index}.parquet", one, examples, task)
         found = table_of(tmp_path / f"{one.index}.parquet")
         assert len(found) == 3 and len(examples) == 1
-        for row, example in zip(rows, examples * 3, strict=True):
+        for row, example in zip(found, examples * 3, strict=True):
             assert row["prompt"] == example["prompt"] and row["target"] == task.gold(example)
             assert row["score"] == task.rewards([row["text"]], [example])[0]
         means = {

@@ -68,7 +68,7 @@ def test_commands_of_another_type_are_refused_at_the_start(odd: Any) -> None:
     config = from_dict({"es": ES, "task": {"name": "own_task:Vowels"}})
     task = Vowels()
     task.commands = odd
-    with pytest.raises(ConfigError, match=r"its commands are .*; give a mapping of each command to what it is for"):
+    with pytest.raises(ConfigError, match=r"task vowels: its commands are .*mapping"):
         task_and_data(config, task, None)
 
 
@@ -86,9 +86,9 @@ def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch:
     assert lines[1].startswith("space lora: ") and lines[2].startswith("1 generations of 4 completions (4 members x 1 ")
     assert "note: task.batch_size 3 is more than there are training rows: each generation asks all 1" in lines
     assert any(line.startswith("prompts are messages for the model's chat template") for line in lines)
-    last = lines[lines.index("to go on:") - 7 :]
-    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:7]]
-    kinds = ["results", "completions", "figures", "adapter", "tensorboard", "report", "run"]
+    last = lines[lines.index("next steps:") - 6 :]
+    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in [*last[:6], last[-1]]]
+    kinds = ["results", "completions", "figures", "adapter", "tensorboard", "run", "report"]
     assert [place.name for place in places] == kinds
     assert all(place.path.exists() for place in places) and len(last) == 11
     ends = drawn[-1]["test"]

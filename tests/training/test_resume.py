@@ -387,7 +387,7 @@ def test_replay_rebuilds_every_generation(straight: tuple[str, Path, Traces], tm
     assert checkpoint.verify(theirs).weights_hash == hashes[-1]
     with pytest.raises(RunExistsError, match="not empty"):
         replaying.replay(alone, to=tmp_path / "mean")
-    with pytest.raises(JournalError, match="has 4 whole generations; generation 5"):
+    with pytest.raises(JournalError, match=r"has 4 whole generations; .*generation 5"):
         replaying.replay(alone, generation=5)
 
 
@@ -399,7 +399,7 @@ def test_replay_names_the_generation_that_comes_out_otherwise(copy: Path) -> Non
     lines = [{k: v for k, v in json.loads(text).items() if k != "hash"} for text in path.read_text().splitlines()]
     lines[5]["coefficients"][0] += 1.0
     path.write_text(relinked(lines))
-    with pytest.raises(ResumeError, match=r"generation 3 comes out as \w{12} and was \w{12}"):
+    with pytest.raises(ResumeError, match=r"generation 3 has weights_hash \w{12} here, and \w{12} in the journal"):
         replaying.replay(copy)
     assert replaying.replay(copy, generation=2)
 

@@ -173,6 +173,8 @@ def _fluency(finish: Finish) -> Fluency | None:
 
 MEASUREMENTS: Mapping[str, Measurement] = {KL: _divergence, DISTANCE: _distance, NATS: _fluency}
 """Measurements of every method, in this order."""
+RECORDED: Mapping[str, str] = {KL: "divergence", DISTANCE: "distance"}
+"""Keys in results/evaluation.json of measurements that are written as soon as they are made."""
 
 
 class Session:
@@ -331,8 +333,13 @@ class Session:
                 write_rows(self.run.results / f"{name}.jsonl", with_points(task, test, found).points)
         for name, measure in {**MEASUREMENTS, **self.algorithm.measurements}.items():
             finish.found[name] = self._measured(name, partial(measure, finish))
+            if name in RECORDED:  # before the next measurement, in which the process may be killed
+                results[RECORDED[name]] = finish.found[name]
+                self.run.check()
+                with checksums.recorded(self.run.path):
+                    write_results(self.run, self.config.evaluation, {**results, MEASURING: True}, before, after)
         verdict, measured = finish.verdict(), finish.found
-        results |= {"divergence": measured[KL], "distance": measured[DISTANCE], "alarms": verdict.as_dict()}
+        results["alarms"] = verdict.as_dict()
         placebos = measured.get(PLACEBOS)
         with checksums.recorded(self.run.path):
             conclude(self.run, self.config.evaluation, results, before, after, verdict, self.recorder, placebos)
