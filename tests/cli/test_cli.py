@@ -179,7 +179,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert trained.stderr == "", "the model library is quiet"
     for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "model tiny of "):
         assert word in trained.stdout
-    where, _, commands = trained.stdout.partition("to go on:\n")
+    where, _, commands = trained.stdout.partition("next steps:\n")
     lines = [line.split() for line in where.splitlines()[-6:]]
     assert [name for name, *_ in lines] == ["results", "completions", "figures", "adapter", "report", "run"]
     assert all((folder / place).exists() for _, place, *_ in lines)
