@@ -199,11 +199,7 @@ class Session:
 
     def live(self, *, overwrite: bool) -> Result:
         """Begin or resume, train the steps that are left, and compare start and end. Raises EvoalignError."""
-        try:
-            facts = self.algorithm.open(self)  # which requests the scorer's digest
-        except ScorerAwayError as error:
-            error.add_note(self._kept() if self.done else self._not_begun())
-            raise
+        facts = self.algorithm.open(self)
         with self._explained(), closing(self.recorder), closing(self.algorithm):
             before = self._begin(facts, overwrite=overwrite) if self.is_new else self._resume()
             self._has_begun = True
@@ -395,7 +391,8 @@ class Session:
             if not self.done:
                 self.run.undo()
                 if isinstance(error, ScorerAwayError):
-                    error.add_note(self._not_begun())
+                    nothing = "nothing was begun: " if self.is_new else ""
+                    error.add_note(f"{nothing}then give the same command again")
                 if smaller:
                     raise EvoalignError(_first_line(error) + smaller) from error
             elif isinstance(error, EvoalignError) and not isinstance(error, ResumeError):  # that names its own mend
@@ -403,10 +400,6 @@ class Session:
             elif isinstance(error, OSError | torch.OutOfMemoryError):
                 raise EvoalignError(f"{_first_line(error)}{smaller}; {self._kept()}") from error
             raise
-
-    def _not_begun(self) -> str:
-        """Return what to do after the scorer was away before the first step."""
-        return f"{'nothing was begun: ' if self.is_new else ''}then give the same command again"
 
     def _kept(self) -> str:
         """After a failure: the steps that are kept, and how to resume."""
