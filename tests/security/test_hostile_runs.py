@@ -160,7 +160,11 @@ HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rank beyond integers": ("lora", {"config.lora.rank": 10**30}, r"lora.rank: Input should be less than or equal"),
     "a low rank beyond memory": ("lowrank", {"config.lowrank.rank": 10**9}, r"lowrank.rank: 1000000000 exceeds"),
     "a config without es": ("lora", {"config": {}}, r"line 1 holds an invalid config: missing setting es"),
-    "two wrong settings": ("lora", {"config.seed": -1, "config.lora.rank": 0}, r"line 1 .*invalid config: seed: .*; lora\.rank: "),
+    "two wrong settings": (
+        "lora",
+        {"config.seed": -1, "config.lora.rank": 0},
+        r"line 1 .*invalid config: seed: .*; lora\.rank: ",
+    ),
     "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "no user of that name"),
     "a nul in a name": ("lora", {"config.model.name": "./a\0b"}, "no folder"),
     "code": ("lora", {"config.space": {"name": "evil:Space"}}, r"space\.name to 'evil:Space'"),
@@ -190,7 +194,11 @@ UPDATES: dict[str, tuple[str, dict[str, Any], str]] = {
     "nobody": ("lora", {"members": [], "signs": [], "scores": [], "coefficients": []}, "line 2 has an invalid members"),
     "a decay unheard of": ("full", {"decay": 0.01}, "an update has decay 0.01, but es.decay is 0"),
     "noise of no width": ("lowrank", {"sigma": 0.0}, "generation 1 has weights_hash"),
-    "numbers that overflow": ("lora", {"coefficients": [1e308] * 4, "scores": [1e308] * 4}, "generation 1 has weights_hash"),
+    "numbers that overflow": (
+        "lora",
+        {"coefficients": [1e308] * 4, "scores": [1e308] * 4},
+        "generation 1 has weights_hash",
+    ),
 }
 
 
