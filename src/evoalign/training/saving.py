@@ -16,7 +16,7 @@ import torch
 from evoalign import noise, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
-from evoalign.errors import CheckpointError, MachineError, ResumeError
+from evoalign.errors import CheckpointError, MachineError, ResumeError, ScorerAwayError
 from evoalign.models.files import write_whole
 from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
@@ -50,7 +50,11 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
 
 def scored_by(task: Task) -> dict[str, str]:
     """Return the digest of the models that score, if there are any."""
-    digest = task.scorer_digest()
+    try:
+        digest = task.scorer_digest()
+    except ScorerAwayError as error:
+        error.add_note("nothing was begun: then give the same command again")
+        raise
     return {} if digest is None else {"scorer_digest": digest}
 
 

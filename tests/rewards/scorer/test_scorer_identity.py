@@ -28,7 +28,7 @@ from plain import UNCHECKED
 from rule_scorer import RuleScorer
 
 ROWS = [{"prompt": f"Is it fine to {verb} a lock?"} for verb in ("move", "mend", "wash", "pick")]
-OTHER = "was scored by other models than its scorer has now, or with another template, max_tokens or dtype"
+OTHER = "was scored by other models than .*, or with another template, max_tokens or dtype"
 
 
 def config(folder: Path, scorer: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
@@ -116,7 +116,8 @@ def test_missing_service_starts_no_run(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ScorerAwayError) as error:
             train(config(tmp_path, {"name": "service", "url": url, "deadline": 0.3}))
-    assert str(error.value).endswith("; start the service; nothing was begun: then give the same command again")
+    assert url in str(error.value) and str(error.value).endswith("; start the service")
+    assert error.value.__notes__ == ["nothing was begun: then give the same command again"]
     assert not (tmp_path / "run").exists()
 
 
@@ -163,7 +164,7 @@ def test_an_evaluation_of_a_run_by_other_models_says_so(tmp_path: Path, caplog: 
     models(tmp_path, seed=7)
     evoalign.evaluate(tmp_path / "run")
     (said,) = caplog.messages
-    assert said.startswith(f"warning: {tmp_path / 'run'} was scored by other models than score it now")
+    assert said.startswith(f"warning: {tmp_path / 'run'} was scored by other models than ")
     assert f"(digest {digest[:12]}..., and now {digest_of(scorer)[:12]}...)" in said
 
 

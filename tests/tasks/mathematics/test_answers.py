@@ -197,7 +197,7 @@ def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
     with monkeypatch.context() as patch:
         patch.setattr(answers, "_Work", Seen)
         answers._is_verified(answer, gold)
-    return made[0]._calls
+    return made[0].calls
 
 
 def test_number_of_calls_does_not_depend_on_earlier_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:

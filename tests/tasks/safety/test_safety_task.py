@@ -301,7 +301,7 @@ def test_invalid_point_raises_reward_error(
 ) -> None:
     monkeypatch.setattr(Safety, "point", lambda *_: {"odd": value})
     tree = {"task": {"name": "safety", **files}, "evaluation": {"max_tokens": 4}}
-    with pytest.raises(RewardError, match=r"task safety: its point \{'odd': .*is no line of JSON.*give finite numbers"):
+    with pytest.raises(RewardError, match=r"task safety: its point \{'odd': .*is not JSON.*finite numbers"):
         evoalign.evaluate("tiny", config=tree, task=task(RuleScorer(), **files))
 
 
@@ -338,7 +338,7 @@ def test_dry_run_rejects_a_scorer_that_cannot_load(files: dict[str, Any], tmp_pa
     def told(**section: str) -> list[str]:
         tree = {**config(tmp_path / "run", files), "scorer": {"name": "local", **section}}
         found = dry_run(tree), planning.dry_run(tree)
-        one, other = ([line for line in lines if line.startswith("refused")] for lines in found)
+        one, other = ([line for line in lines if line.startswith("would be refused")] for lines in found)
         assert one == other
         return one
 
