@@ -206,4 +206,4 @@ def test_a_model_whose_change_is_of_rank_two_keeps_all_at_rank_two(tmp_path: Pat
     one, two = (c["reward"] for c in kept["cuts"])
     assert two == pytest.approx(kept["after"], abs=1e-9) and one != pytest.approx(two, abs=1e-3)
     assert kept["before"] != pytest.approx(kept["after"], abs=1e-3)
-    assert "a: reward " in done.out and kept["placebos"] == []
+    assert "rank" in done.out and kept["placebos"] == []

@@ -569,7 +569,7 @@ def test_older_state_is_kept_until_the_new_one_is_complete(
         mark(directory, done)
 
     monkeypatch.setattr(trainer_state, "mark", die)
-    with pytest.raises(EvoalignError, match="the machine died; 1 steps are kept; resume with"):
+    with pytest.raises(EvoalignError, match="the machine died; kept up to step 1; resume with"):
         run(tmp_path / "run")
     monkeypatch.undo()
     run(tmp_path / "run", resume=True)

@@ -70,7 +70,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole: T
     with (
         small_files(20_000),
         pytest.raises(
-            EvoalignError, match=r"File too large: '.*generation_0001'; 1 generations are kept; resume with: "
+            EvoalignError, match=r"File too large: '.*generation_0001'; kept up to generation 1; resume with: "
         ),
     ):
         killing.train("lora", tmp_path / "run")
@@ -112,7 +112,7 @@ def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
     grpo = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine", "tune": tune}
     tree = {"output_dir": str(tmp_path / "run"), "task": {"name": "conciseness"}, "evaluation": {"max_tokens": 4},
             "checkpoint": {"every": 1}, "grpo": grpo}  # fmt: skip
-    inner, said = Steps.on_log, r"(File too large|disk full).*; it resumes after step 1: resume with: "
+    inner, said = Steps.on_log, r"(File too large|disk full).*; kept up to step 1; resume with: "
 
     def on_log(self: Steps, args: Any, state: Any, *rest: Any, **named: Any) -> None:
         inner(self, args, state, *rest, **named)

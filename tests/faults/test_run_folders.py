@@ -332,7 +332,7 @@ def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exc
         if generation.index == 1:
             raise error
 
-    with pytest.raises(EvoalignError, match=r"2 generations are kept; resume with: evoalign train .*run --resume"):
+    with pytest.raises(EvoalignError, match=r"kept up to generation 2; resume with: evoalign train .*run --resume"):
         evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
     evoalign.train(small(tmp_path / "run", 3), resume=True, console=quiet())
 
@@ -341,7 +341,7 @@ def test_out_of_memory_says_which_settings_help(tmp_path: Path) -> None:
     def hook(generation: evoalign.Generation) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
-    message = r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows; 1 generations are kept; resume with: "
+    message = r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows; kept up to generation 1; resume with: "
     with pytest.raises(EvoalignError, match=message):
         evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
 

@@ -412,7 +412,7 @@ class Session:
         """After a failure: the steps that are kept, and how to resume."""
         if self.resumable is None:
             return f"no checkpoint was saved, so the run begins again: {how_to_resume(self)}"
-        return f"{self.resumable} {self.labels.unit}s are kept; {how_to_resume(self)}"
+        return f"kept up to {self.labels.unit} {self.resumable}; {how_to_resume(self)}"
 
 
 def how_to_resume(session: Session) -> str:
