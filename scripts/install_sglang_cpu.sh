@@ -37,8 +37,8 @@ make_it_start() {
   local site
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   cp -r tests/engine_sglang/shim/. "$site/"
-  grep -rlE 'pin_memory=True|\.pin_memory\(\)' "$site/sglang/srt/lora" |
-    xargs sed -i 's/pin_memory=True/pin_memory=torch.cuda.is_available()/; s/\.pin_memory()/.contiguous()/'
+  { grep -rlE 'pin_memory=True|\.pin_memory\(\)' "$site/sglang/srt/lora" || true; } | # none in a second installation
+    xargs -r sed -i 's/pin_memory=True/pin_memory=torch.cuda.is_available()/; s/\.pin_memory()/.contiguous()/'
 }
 
 WITH='--requirement tests/engine_sglang/requirements.txt' LOCK=requirements/sglang.lock TORCH=cpu "$(dirname "${BASH_SOURCE[0]}")/install.sh" "$venv"

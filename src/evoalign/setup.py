@@ -88,6 +88,11 @@ class Parts(Served):
         self.task.close()
 
 
+def object_given(task: object, reward: object) -> str | None:
+    """Return "task" or "reward" if that was passed as a Python object, else None."""
+    return "task" if task is not None else "reward" if reward is not None else None
+
+
 def as_config(config: ConfigLike, *, needs_es: bool = True) -> Config:
     """Return a validated Config from any of its forms; see `from_dict` for `needs_es`. Raises ConfigError."""
     if isinstance(config, str | Path):

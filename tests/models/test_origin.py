@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "circle": (circle, "more than 16 deep, or in a circle"),
     "pickle": (pickled, "its weights are a pickle, which is not read"),
     "no weights": (without_weights, "has no adapter_model.safetensors"),
-    "a model too": (with_model, "holds a model and an adapter"),
+    "a model too": (with_model, r"both a model and an adapter .*model\.base"),
 }
 
 

@@ -30,13 +30,13 @@ from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
-from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
+from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
-from evoalign.training.session import Measurement, Session, locked, object_given, place
+from evoalign.training.session import Measurement, Session, locked, place
 from evoalign.training.stop import Stop
 from evoalign.version import install
 

@@ -373,8 +373,6 @@ class Session:
         with Bar(what, self.recorder.console):
             return self.evaluate(split)
 
-    # --- stops and errors --------------------------------------------------------------------------------------------
-
     def _stop_if_requested(self) -> None:
         if self.stop.asked is not None and self.done < self.total:
             at = f"{self.labels.unit} {self.done} of {self.total}"
@@ -445,11 +443,6 @@ def place(config: Config, method: Method, *, resume: bool) -> RunDir:
     if resume:
         refuse_other(run.path, method)
     return run
-
-
-def object_given(task: object, reward: object) -> str | None:
-    """Return "task" or "reward" if that was passed as a Python object, else None."""
-    return "task" if task is not None else "reward" if reward is not None else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,12 +35,22 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences, versions
 from evoalign.rundir.journal import Journal, Log
-from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
+from evoalign.setup import (
+    ConfigLike,
+    Parts,
+    Rewards,
+    as_config,
+    assemble,
+    check_scorer,
+    layout_of,
+    object_given,
+    task_and_data,
+)
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
-from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, object_given, place
+from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, place
 from evoalign.training.stop import Stop
 from evoalign.types import Generation, text_of
 
