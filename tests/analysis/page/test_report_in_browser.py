@@ -286,7 +286,7 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         url = serving.stdout.readline().split()[0]
         tab = visit(None, tmp_path, viewport=DESKTOP)
         tab.page.goto(url)
-        assert "not at its end" in tab.page.locator("#summary").inner_text()
+        assert "not finished" in tab.page.locator("#summary").inner_text()
         tab.page.get_by_label("Search").fill("what")
         tab.page.locator("#made-0 summary").click()
         tab.page.get_by_text("generation 12 of 12").wait_for(timeout=120_000)
