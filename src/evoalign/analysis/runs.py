@@ -7,6 +7,7 @@ Training itself knows nothing of the page, which is made of a run's files.
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 from collections.abc import Callable
 from typing import ParamSpec
@@ -30,6 +31,8 @@ def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @functools.wraps(run)
     def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         result = run(*args, **kwargs)
+        if os.environ.get("RANK", "0") != "0":  # of the processes of `accelerate launch`, the first one writes
+            return result
         path = result.path
         console = kwargs.get("console")
         console = console if isinstance(console, Console) else Console()

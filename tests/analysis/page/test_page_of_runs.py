@@ -101,6 +101,12 @@ def test_a_report_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert "warning: report.html was not written" in told.getvalue() and "evoalign report" in told.getvalue()
 
 
+def test_only_the_first_process_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    result = evoalign.train(quick(tmp_path / "run"), console=Console(file=io.StringIO()))
+    assert result.saved.is_dir() and not (tmp_path / "run/report.html").exists()
+
+
 def test_train_raises_keyboard_interrupt_while_the_page_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
