@@ -17,7 +17,7 @@ def serve(
     reward_revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a reward model on the hub.")
     ] = None,
-    cost_revision: Annotated[str | None, typer.Option(help="Folder or hub name of the cost model.")] = None,
+    cost_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a cost model on the hub.")] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; other than loopback needs --token-env.")
     ] = "127.0.0.1",
