@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import setup
@@ -28,7 +29,6 @@ from evoalign.rollouts import collect, requests_of, scores_of
 from evoalign.shaping import Scores
 from evoalign.training.train import dry_run
 from evoalign.types import MEAN_PLAN, Example, Generation
-from plain import UNCHECKED
 
 HERE = "test_asking_the_mean"
 GENERATIONS, HALF, MEMBERS, PROMPTS = 4, 2, 4, 2

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.engines.hash import weights_hash
 from evoalign.types import Generation
-from plain import UNCHECKED
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "es_loop.py"
 GENERATIONS = 3

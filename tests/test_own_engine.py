@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import caller
 from rich.console import Console
+from toy_engine import ToyEngine, ToySettings
 
 import evoalign
-from calling import caller
 from evoalign import engines, tokens
 from evoalign.analysis.sweeping.cells import TrialConfig, make_run
 from evoalign.config import from_dict, load, to_yaml
@@ -26,9 +27,8 @@ from evoalign.rundir.method import load_own
 from evoalign.setup import serve
 from evoalign.testing import engines as contract
 from evoalign.training import replay as replaying
-from toy_engine import ToyEngine, ToySettings
 
-TOY = Path(__file__).parent / "toy_engine.py"
+TOY = Path(__file__).parent / "support/toy_engine.py"
 
 
 @pytest.fixture(scope="module")

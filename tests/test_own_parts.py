@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Done, caller
 
-from calling import Done, caller
 from evoalign.config import code_of, load
 from evoalign.errors import shown
 from evoalign.rundir import journal
@@ -38,7 +38,7 @@ def run(
     """The command line, in a folder with the file and a config that names all that is in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    shutil.copy(HERE / "own_parts.py", tmp_path / "elsewhere/parts.py")
+    shutil.copy(HERE / "support/own_parts.py", tmp_path / "elsewhere/parts.py")
     (tmp_path / "mine.yaml").write_text(CONFIG.format(file=tmp_path / "elsewhere/parts.py", model=random_qwen2))
     return caller(monkeypatch, capsys)
 

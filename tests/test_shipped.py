@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from command_line import Run, caller
 
-from calling import Run, caller
 from evoalign.cli.scaffold import init, schema_text
 from evoalign.config import load
 from evoalign.config.load import locate

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from compared import STEPS, Copy, copy_run, real_run
+from copied_runs import STEPS, Copy, copy_run, real_run
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import Visit, chromium
 
-from browsing import Visit, chromium
 from evoalign.analysis.coverage.estimators import Problem, Tries, Way
 from evoalign.analysis.coverage.figures import page
 

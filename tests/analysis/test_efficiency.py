@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from copied_runs import Copy, edit, step_cost
+from drawings import figures_of, words_of
 
-from compared import Copy, edit, step_cost
-from drawn import figures_of, words_of
 from evoalign.analysis import Finding, efficiency
 from evoalign.analysis.efficiency import (
     Efficiency,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Run, caller
 
 import evoalign
-from calling import Run, caller
 from evoalign import statistics
 from evoalign.analysis.evaluations import TargetEvaluation, evaluate_each, expand, seed_means
 from evoalign.config import from_dict

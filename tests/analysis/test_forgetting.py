@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import UNCHECKED
 from test_mixer import ES, of_task, plain, write
 
 import evoalign
@@ -21,7 +22,6 @@ from evoalign.analysis.targets import locate
 from evoalign.config import load, to_yaml
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir.directory import saved_folders
-from plain import UNCHECKED
 
 SMALL = Settings(examples=6, pieces=5, window=12, placebos=3)
 WORDS = "The quick brown fox jumps over the lazy dog, and then it sleeps until the rain has gone away again. " * 3

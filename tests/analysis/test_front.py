@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import caller
+from small_runs import UNCHECKED
 
 import evoalign
-from calling import caller
 from evoalign import statistics
 from evoalign.analysis.base import BASE
 from evoalign.analysis.front import Point, is_beaten, not_beaten, sentences
 from evoalign.analysis.mixer import EvalSettings, KlSums, ModelMixer
 from evoalign.checks.divergence import Sample, standard_errors, summarise
-from plain import UNCHECKED
 
 
 def point(name: str, rewards: list[float], nats_a_token: float, spread: float = 0.0) -> Point:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import caller
+from families import build, unfused
 from safetensors.torch import save_file
+from small_runs import UNCHECKED
 
 import evoalign
-from calling import caller
 from evoalign import noise, tokens
 from evoalign.analysis.base import BASE
 from evoalign.analysis.divergence import divergence_of
@@ -27,8 +29,6 @@ from evoalign.config import Config, from_dict, load
 from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models import tiny
-from families import build, unfused
-from plain import UNCHECKED
 
 ES = {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4}
 ASKED = EvalSettings(examples=5, max_tokens=8)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import Run, caller
+from perturbed import MODEL, base, changed
 from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
 
-from calling import Run, caller
-from changing import MODEL, base, changed
 from evoalign.analysis.similarity import measures, report
 from evoalign.analysis.similarity.measures import (
     SIZES,

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, caller
+from copied_runs import Copy, copy_run
+from small_runs import UNCHECKED
 
 import evoalign
-from calling import Run, caller
-from compared import Copy, copy_run
 from evoalign import analysis
 from evoalign.analysis.base import row, settings_of
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.statistics import Estimate
-from plain import UNCHECKED
 
 CUSTOM = """
 from dataclasses import dataclass

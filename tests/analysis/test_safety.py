@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import caller
 from rich.console import Console
+from rule_scorer import RuleScorer
 from scipy import stats
+from small_runs import UNCHECKED
 
 import evoalign
-from calling import caller
 from evoalign import analysis
 from evoalign.analysis import Finding
 from evoalign.analysis.safety import Settings
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.safety import LABELS, Safety
-from plain import UNCHECKED
-from rule_scorer import RuleScorer
 
 Point = tuple[str, float, float]
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawings import figures_of, words_of
+from small_runs import UNCHECKED
 from test_mixer import ES, of_task, write_negated
 
 import evoalign
-from drawn import figures_of, words_of
 from evoalign.analysis import Finding, hacking
 from evoalign.analysis.base import BASE
 from evoalign.analysis.hacking import SEVERAL, Hacking, Pair, Rate, Settings
@@ -25,7 +26,6 @@ from evoalign.checks.hacking import SHARES, judge, shares
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Scored
 from evoalign.rundir import parquet
-from plain import UNCHECKED
 
 ROOT = Path(__file__).resolve().parents[2]
 

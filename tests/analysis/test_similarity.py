@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import Run, caller
+from drawings import figures_of, words_of
+from perturbed import MODEL, base, changed, measured
 from safetensors.torch import load_file, save_file
 
-from calling import Run, caller
-from changing import MODEL, base, changed, measured
-from drawn import figures_of, words_of
 from evoalign.analysis.similarity import chance, measures, report
 from evoalign.analysis.similarity.chance import Group, jackknifed, mean_of_halves
 from evoalign.analysis.similarity.kept import from_rewards

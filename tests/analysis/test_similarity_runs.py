@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import Run, caller
+from families import build
+from perturbed import MODEL, base, changed, measured
 from safetensors.torch import load_file, save_file
 
 import evoalign
-from calling import Run, caller
-from changing import MODEL, base, changed, measured
 from evoalign.analysis import weights
 from evoalign.analysis.similarity.measures import total
 from evoalign.analysis.targets import locate
@@ -23,7 +24,6 @@ from evoalign.config import load
 from evoalign.errors import ConfigError
 from evoalign.models import tiny
 from evoalign.training.replay import replay
-from families import build
 
 
 @pytest.fixture

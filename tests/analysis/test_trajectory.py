@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_runs import UNCHECKED
 from test_mixer import plain, write
 
 from evoalign.analysis import trajectory
@@ -22,7 +23,6 @@ from evoalign.rundir.journal import Journal
 from evoalign.setup import Parts, assemble
 from evoalign.training import saving
 from evoalign.types import Plan, Update, population
-from plain import UNCHECKED
 
 GENERATIONS, MEMBERS = 12, 64
 Coefficients = Callable[[Parts, int, Update], list[float]]

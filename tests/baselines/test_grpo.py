@@ -24,6 +24,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import engines, tokens
@@ -45,7 +46,6 @@ from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
 from evoalign.types import Plan, Request, Sampling, population
-from plain import UNCHECKED
 
 pytest.importorskip("trl")
 

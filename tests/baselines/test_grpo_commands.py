@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from command_line import Run, caller
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
+from small_runs import UNCHECKED
 from transformers import AutoModelForCausalLM
 
 import evoalign
-from calling import Run, caller
 from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
@@ -35,7 +36,6 @@ from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
 from evoalign.training import resolve as targets
 from evoalign.version import install
-from plain import UNCHECKED
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

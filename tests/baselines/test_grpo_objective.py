@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.baselines import planning, trainer_state
@@ -27,7 +28,6 @@ from evoalign.errors import ConfigError, ResumeError
 from evoalign.preflight import doctor
 from evoalign.rundir import parquet
 from evoalign.rundir.checkpoint import verify
-from plain import UNCHECKED
 
 pytest.importorskip("trl")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import caller
 
-from calling import caller
 from evoalign.analysis.sweeping.cells import make_cells
 from evoalign.baselines.settings import SET, arguments, check, fields_of
 from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml

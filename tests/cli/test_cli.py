@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import Run, caller
 
-from calling import Run, caller
 from evoalign.config import from_dict, load
 from evoalign.models import tiny
 from evoalign.preflight import doctor

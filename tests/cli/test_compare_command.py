@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from calling import Run, caller
-from compared import copy_run, real_run
+from command_line import Run, caller
+from copied_runs import copy_run, real_run
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import Run, caller
+from machine_dependent import skipped_elsewhere
 from rich.console import Console
 
 import evoalign
-from calling import Run, caller
 from evoalign.rundir import journal
-from repeating import skipped_elsewhere
 
 RUNS = Path(__file__).parent / "half_done"
 ES = ("full_bfloat16", "lora_adam", "lowrank")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import caller
 
-from calling import caller
 from evoalign.config import Config, from_dict, load
 from evoalign.config.reading import YAML_CHARACTERS, YAML_DEPTH, parse_yaml
 from evoalign.errors import ConfigError, shown

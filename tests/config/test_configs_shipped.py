@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import caller
 
 import evoalign
-from calling import caller
 from evoalign.baselines import planning
 from evoalign.baselines.settings import round_size
 from evoalign.config import Config, from_dict, load, to_yaml

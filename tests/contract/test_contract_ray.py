@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_cluster import CORES, all_hashes, call, cluster, engine_of, generations, journal, settings
 
 import evoalign
 from evoalign import tokens
@@ -31,7 +32,6 @@ from evoalign.engines.ray.schedule import Dispatcher
 from evoalign.errors import CanaryError, ConfigError, EvoalignError
 from evoalign.testing import engines as contract
 from evoalign.types import Plan, Request, Rollout, Sampling, population
-from raying import CORES, all_hashes, call, cluster, engine_of, generations, journal, settings
 
 __all__ = ["cluster"]
 long = pytest.mark.long

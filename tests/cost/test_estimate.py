@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import UNCHECKED
 
 from evoalign.cost.budget import resident
 from evoalign.training.train import dry_run
-from plain import UNCHECKED
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 ROOT = Path(__file__).resolve().parents[2]

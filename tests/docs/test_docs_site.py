@@ -18,10 +18,10 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 import typer.main
+from browser import Visit, chromium
 from pages import REPOSITORY, hooks
 
 import evoalign
-from browsing import Visit, chromium
 from evoalign import cli
 from evoalign.config import from_dict
 from evoalign.config.schema import docstrings, more

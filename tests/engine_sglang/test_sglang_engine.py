@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 from served import KEY, answers, attached, config
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import engines, spaces, tokens
 from evoalign.engines.server.client import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.types import MEAN, Plan, Request, Sampling, population
-from plain import UNCHECKED
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]

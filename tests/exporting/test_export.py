@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from families import Bench
 from peft import PeftModel
 from rich.console import Console
 from safetensors import safe_open
+from small_runs import UNCHECKED
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
@@ -36,8 +38,6 @@ from evoalign.rundir import checkpoint, journal, parquet
 from evoalign.rundir.directory import saved_folders
 from evoalign.tasks.countdown import SYSTEM
 from evoalign.types import MEAN_PLAN, Request, Sampling
-from families import Bench
-from plain import UNCHECKED
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.05, "lowrank": 0.02, "full": 0.01}

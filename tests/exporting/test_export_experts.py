@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from families import PROMPTS, Bench, build, make_config, next_logits, requests
 from peft import PeftModel
 from rich.console import Console
 from safetensors import safe_open
+from small_runs import UNCHECKED
 from transformers import AutoModelForCausalLM
 
 import evoalign
@@ -22,8 +24,6 @@ from evoalign.models.tensors import PEFT_TYPES
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.types import MEAN_PLAN, Sampling
-from families import PROMPTS, Bench, build, make_config, next_logits, requests
-from plain import UNCHECKED
 
 Run = tuple[str, str, dict[str, Any]]
 TOKENS = 8

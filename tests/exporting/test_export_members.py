@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import Bench
+from small_runs import UNCHECKED
 from test_export import PROMPTS, QUESTIONS, SPACES, TOKENS, base, of_plain, plain, train
 from typer.testing import CliRunner
 
@@ -19,8 +21,6 @@ from evoalign.errors import CheckpointError, ConfigError
 from evoalign.exporting.export import export
 from evoalign.rundir import journal
 from evoalign.types import MEAN_PLAN, Plan, Request, Sampling
-from families import Bench
-from plain import UNCHECKED
 
 __all__ = ["base"]
 GENERATION, MEMBER = 1, 3

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import kill_points
 import pytest
 from rich.console import Console
 
 import evoalign
-import killing
 from evoalign.analysis.sweeping.sweep import Sweep, sweep
 from evoalign.baselines.steps import Steps
 from evoalign.errors import EvoalignError
@@ -57,13 +57,13 @@ def full_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole") / "run"
-    killing.train("lora", run)
+    kill_points.train("lora", run)
     return run
 
 
 @pytest.fixture(scope="module")
 def whole(whole_run: Path) -> Traces:
-    return killing.traces(whole_run)
+    return kill_points.traces(whole_run)
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole: Traces, tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole: T
             EvoalignError, match=r"File too large: '.*generation_0001'; kept up to generation 1; resume with: "
         ),
     ):
-        killing.train("lora", tmp_path / "run")
+        kill_points.train("lora", tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.tmp"))
-    killing.train("lora", tmp_path / "run", resume=True)
-    assert killing.traces(tmp_path / "run") == whole
+    kill_points.train("lora", tmp_path / "run", resume=True)
+    assert kill_points.traces(tmp_path / "run") == whole
 
 
 @pytest.mark.slow
@@ -92,14 +92,14 @@ def test_any_file_that_does_not_fit_is_one_line_and_the_run_resumes(
 ) -> None:
     run = tmp_path / "run"
     if name == "run/.metrics.jsonl":  # written whole where a run resumes
-        killing.killed("lora", "before the seal", 1, run)
+        kill_points.killed("lora", "before the seal", 1, run)
     with monkeypatch.context() as patch:
         full_at(patch, name)
         with pytest.raises((EvoalignError, OSError), match="No space left on device") as raised:
-            killing.train("lora", run, resume=True)
+            kill_points.train("lora", run, resume=True)
     assert "\n" not in str(raised.value) and not list(run.rglob("*.tmp"))
-    killing.train("lora", run, resume=True)
-    assert killing.traces(run) == whole and not list(run.rglob("*.tmp"))
+    kill_points.train("lora", run, resume=True)
+    assert kill_points.traces(run) == whole and not list(run.rglob("*.tmp"))
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
 def test_a_sweep_whose_files_do_not_fit_is_one_line_and_goes_on(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to, base = tmp_path / "sweep", killing.config("lora", tmp_path / "unused")
+    to, base = tmp_path / "sweep", kill_points.config("lora", tmp_path / "unused")
     base["es"] |= {"num_generations": 1, "population_size": 2}
     del base["output_dir"]
 

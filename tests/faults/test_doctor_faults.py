@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import caller
+from doctor_runs import DATA, config, of, statuses
+from families import ByLibrary
+from kill_points import VALIDATION
 
-from calling import caller
-from doctored import DATA, config, of, statuses
 from evoalign import engines
 from evoalign.models import tiny
 from evoalign.preflight import doctor, plan
@@ -24,8 +26,6 @@ from evoalign.preflight.case import Case, Finding
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
 from evoalign.version import install
-from families import ByLibrary
-from killing import VALIDATION
 
 pytestmark = pytest.mark.usefixtures("short_pieces")
 

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from ray_cluster import all_hashes, call, cluster, engine_of, generations, journal, settings
 
 from evoalign.config import Config, from_dict
 from evoalign.engines.ray import replicas
@@ -31,7 +32,6 @@ from evoalign.engines.ray.replicas import ReplicaActor
 from evoalign.errors import EvoalignError
 from evoalign.testing import engines as contract
 from evoalign.types import Rollout, population
-from raying import all_hashes, call, cluster, engine_of, generations, journal, settings
 
 __all__ = ["cluster"]
 pytestmark = pytest.mark.long
@@ -322,7 +322,7 @@ def test_killed_run_leaves_no_process_and_resumes(
 def nodes(tmp_path: Path) -> Generator[Any]:
     """Start a process with a cluster of three nodes, each with room for one replica; yields how to talk to it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, str(Path(__file__).parents[1] / "ray_nodes.py")]
+    command = [sys.executable, str(Path(__file__).parents[1] / "support/ray_nodes.py")]
     process = subprocess.Popen(command, env=kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def say(word: str) -> str:

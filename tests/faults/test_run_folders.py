@@ -13,14 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kill_points
 import pytest
 import torch
 import yaml
+from command_line import Run, caller
+from forked import Popen
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
-import killing
-from calling import Run, caller
 from evoalign.config import from_dict
 from evoalign.errors import (
     CheckpointError,
@@ -37,8 +39,6 @@ from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.training import replay as replaying
 from evoalign.training import stop as stopping
-from plain import UNCHECKED
-from warm import Popen
 
 
 def quiet() -> Console:
@@ -50,7 +50,7 @@ def text_of(console: Console) -> str:
 
 
 def small(output: Path, generations: int = 2, **sections: Any) -> dict[str, Any]:
-    tree = killing.config("lora", output)
+    tree = kill_points.config("lora", output)
     tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
     tree["evaluation"] = {"max_tokens": 8, **sections.pop("evaluation", {})}
     return tree | {"checks": UNCHECKED} | sections
@@ -102,10 +102,10 @@ def test_a_project_folder_with_a_config_is_no_run(tmp_path: Path, how: dict[str,
 
 @pytest.mark.slow
 def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Path) -> None:
-    killing.killed("lora", "before the journal", 0, tmp_path / "run")
+    kill_points.killed("lora", "before the journal", 0, tmp_path / "run")
     (tmp_path / "run/notes.txt").write_text("mine")
     with pytest.raises(RunExistsError):
-        killing.train("lora", tmp_path / "run", resume=True)
+        kill_points.train("lora", tmp_path / "run", resume=True)
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
@@ -359,7 +359,7 @@ def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, m
 def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from evoalign.rundir import directory as rundir
 
-    before = killing.traces(copy)
+    before = kill_points.traces(copy)
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
@@ -367,7 +367,7 @@ def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkey
     monkeypatch.setattr(rundir, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
         evoalign.train(small(copy, 6), overwrite=True, console=quiet())
-    assert killing.traces(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
+    assert kill_points.traces(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
 def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(
@@ -519,7 +519,7 @@ def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path: Path) -> No
 def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six: Path, tmp_path: Path) -> None:
     lay(tmp_path / "run", BEGINNINGS[6])
     go_on(tmp_path / "run", 6)
-    assert killing.traces(tmp_path / "run") == killing.traces(six)
+    assert kill_points.traces(tmp_path / "run") == kill_points.traces(six)
 
 
 # --- the folder goes away --------------------------------------------------------------------------------------------

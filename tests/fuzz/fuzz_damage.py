@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import corruption
 from fuzzing import DAMAGES, REFUSED, FaultError, check, judged
 
-import corrupting
 from evoalign.analysis.compare import runs
 from evoalign.analysis.compare.runs import Run
 from evoalign.errors import CheckpointError
@@ -21,7 +21,7 @@ from evoalign.rundir.directory import saved_folders
 RESULTS = (*checksums.RESULTS[:4], "results/completions/after.parquet", checksums.CHECKSUMS)
 
 
-class _Bench(corrupting.Bench):
+class _Bench(corruption.Bench):
     def _refused_by_name(self, file: Path) -> None:
         """A record of another saved mean is whole itself: what does not fit it is named."""
         if file.name != checkpoint.RECORD:

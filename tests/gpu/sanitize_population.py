@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-
-from evoalign.kernels import available, population
 from population_checks import check_add, check_gate, check_norm, check_rotate
 from population_math import Draw
+
+from evoalign.kernels import available, population
 
 
 def main() -> None:

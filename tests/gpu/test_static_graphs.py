@@ -22,12 +22,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from families import PROMPTS, VOCABULARY, Bench, build, make_config
 
 import evoalign
 from evoalign.config import from_dict
 from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
-from families import PROMPTS, VOCABULARY, Bench, build, make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

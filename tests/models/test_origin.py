@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
+from small_runs import UNCHECKED
 from transformers import AutoModelForCausalLM
 
 import evoalign
@@ -30,8 +32,6 @@ from evoalign.setup import serve
 from evoalign.training.replay import replay
 from evoalign.training.resolve import evaluate
 from evoalign.training.train import dry_run
-from families import build
-from plain import UNCHECKED
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 990, 44]])
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import evolve, spaces
@@ -24,7 +25,6 @@ from evoalign.preflight.case import Case
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import layout_of, start
 from evoalign.training import saving, train
-from plain import UNCHECKED
 
 SOURCE = Path(evoalign.__file__).parent
 MODEL = {"name": "tiny", "dtype": "float32"}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from doctor_runs import DATA, ROOT, config, of, statuses
 from transformers import AutoModelForCausalLM
 
-from doctored import DATA, ROOT, config, of, statuses
 from evoalign import cli
 from evoalign.config import load
 from evoalign.models import tiny

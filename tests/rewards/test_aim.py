@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.analysis.compare.comparison import compare
@@ -29,7 +30,6 @@ from evoalign.errors import ConfigError
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos import run as placebo_run
 from evoalign.rewards.objective import SetObjective, measure_of, shared_aim
-from plain import UNCHECKED
 
 CODE = """
 def letters(completions, examples):

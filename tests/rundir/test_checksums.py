@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kill_points import VALIDATION
 from rich.console import Console
 
 import evoalign
@@ -17,7 +18,6 @@ from evoalign.analysis.compare import runs, tables
 from evoalign.analysis.compare.comparison import compare
 from evoalign.errors import DataError
 from evoalign.rundir import checksums, parquet
-from killing import VALIDATION
 
 
 @pytest.fixture(scope="module")

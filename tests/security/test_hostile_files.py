@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, caller
 from rich.console import Console
 
 import evoalign
-from calling import Run, caller
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Run, caller
+from families import build, make_config
 from safetensors.torch import load_file, save_file
 
-from calling import Run, caller
 from evoalign import engines, tokens
 from evoalign import setup as parts
 from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
@@ -25,7 +26,6 @@ from evoalign.rundir import checkpoint, files, journal, parquet
 from evoalign.spaces.lora import Lora
 from evoalign.training import replay as replaying
 from evoalign.types import Layout
-from families import build, make_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1.0"
 ESC = "\x1b]0;owned\x07\x1b[2J"

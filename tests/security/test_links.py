@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kill_points
 import pytest
+from command_line import Run, caller
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
-import killing
-from calling import Run, caller
 from evoalign.analysis.judge.asking import Comparison, Plan, Transcript
 from evoalign.analysis.sweeping.children import is_busy
 from evoalign.analysis.sweeping.sweep import sweep
@@ -25,7 +26,6 @@ from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.files import FOLDERS, LIBRARIES, SAVED, links_in, refuse_links, refuse_links_above
 from evoalign.rundir.method import JOURNAL
 from evoalign.training import saving
-from plain import UNCHECKED
 
 SPACES = ("lora", "lowrank", "full")
 PLACES = {"lora": "loras", "lowrank": "checkpoints", "full": "checkpoints"}
@@ -34,7 +34,7 @@ PRUNING = {"checkpoint": {"every": 1, "keep_last": 1, "keep_best": False}}
 
 
 def small(space: str, output: Path, generations: int = 2, **sections: Any) -> dict[str, Any]:
-    tree = killing.config(space, output)
+    tree = kill_points.config(space, output)
     tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
     return tree | {"evaluation": {"max_tokens": 4}, "checks": UNCHECKED, **PRUNING, **sections}
 

@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
+from command_line import Run, caller
 from pydantic import BaseModel
 
 import evoalign
-from calling import Run, caller
 from evoalign.config import Config, ModelConfig, load, outside
 from evoalign.config.engines import ENGINES
 from evoalign.config.outside import Inside, Outside

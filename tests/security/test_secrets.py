@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, caller
 from rich.console import Console
 
 import evoalign
-from calling import Run, caller
 from evoalign.cli.options import say
 from evoalign.errors import EvoalignError, RewardError
 

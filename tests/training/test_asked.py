@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import caller
+from small_runs import UNCHECKED
 
 import evoalign
-from calling import caller
 from evoalign.config import TaskConfig, to_yaml
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Evaluation
 from evoalign.setup import as_config, task_and_data
 from evoalign.tasks.data import parted_otherwise
 from evoalign.training.resolve import check_parted, to_ask
-from plain import UNCHECKED
 
 CODE = "def brief(text, example):\n    return -float(len(text))\n"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import cli
@@ -23,7 +24,6 @@ from evoalign.spaces.base import MeanPart, Space
 from evoalign.spaces.lowrank import LowRank
 from evoalign.training import replay as replaying
 from evoalign.training import saving
-from plain import UNCHECKED
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD = GOLDEN / "0.1.0" / "lowrank.jsonl"

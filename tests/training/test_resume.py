@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import corruption
+import kill_points
 import pytest
+from machine_dependent import skipped_elsewhere
 from rich.console import Console
 
-import corrupting
 import evoalign
-import killing
 from evoalign.config import from_dict
 from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.errors import (
@@ -34,23 +35,22 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.training import replay as replaying
-from repeating import skipped_elsewhere
 
 Traces = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=killing.SPACES)
+@pytest.fixture(scope="module", params=kill_points.SPACES)
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Traces]:
     """A run that never stopped, and what it left."""
     space, folder = request.param, tmp_path_factory.mktemp(request.param) / "run"
-    killing.train(space, folder)
-    return space, folder, killing.traces(folder)
+    kill_points.train(space, folder)
+    return space, folder, kill_points.traces(folder)
 
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora") / "run"
-    killing.train("lora", folder)
+    kill_points.train("lora", folder)
     return folder
 
 
@@ -60,7 +60,7 @@ def copy(lora: Path, tmp_path: Path) -> Path:
 
 
 def go_on(run: Path, **sections: Any) -> str:
-    tree = killing.config("lora", run)
+    tree = kill_points.config("lora", run)
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     output = io.StringIO()
@@ -73,32 +73,32 @@ def go_on(run: Path, **sections: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.first("-mid-save (weights)", others="long")
-@pytest.mark.parametrize("point", killing.POINTS)
+@pytest.mark.parametrize("point", kill_points.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(
     straight: tuple[str, Path, Traces], point: str, tmp_path: Path
 ) -> None:
     space, _, expected = straight
-    killing.killed(space, point, 2, tmp_path / "run")
-    killing.train(space, tmp_path / "run", resume=True)
-    assert killing.traces(tmp_path / "run") == expected
+    kill_points.killed(space, point, 2, tmp_path / "run")
+    kill_points.train(space, tmp_path / "run", resume=True)
+    assert kill_points.traces(tmp_path / "run") == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
 def test_killed_again_and_again(lora: Path, tmp_path: Path, half: int) -> None:
     """At every point, each time while it goes on from the death before."""
-    for point in list(killing.POINTS)[half::2]:
-        killing.killed("lora", point, 0, tmp_path / "run", resume=True)
-    killing.train("lora", tmp_path / "run", resume=True)
-    assert killing.traces(tmp_path / "run") == killing.traces(lora)
+    for point in list(kill_points.POINTS)[half::2]:
+        kill_points.killed("lora", point, 0, tmp_path / "run", resume=True)
+    kill_points.train("lora", tmp_path / "run", resume=True)
+    assert kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
 
 
 @pytest.mark.slow
 def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
     for point in ("before the journal", "mid-journal-line (header)"):
-        killing.killed("lora", point, 0, tmp_path / "run")
-        killing.train("lora", tmp_path / "run", resume=point == "before the journal")
-        assert killing.traces(tmp_path / "run") == killing.traces(lora)
+        kill_points.killed("lora", point, 0, tmp_path / "run")
+        kill_points.train("lora", tmp_path / "run", resume=point == "before the journal")
+        assert kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
         shutil.rmtree(tmp_path / "run")
 
 
@@ -107,9 +107,9 @@ def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.last("lowrank", "full")
-@pytest.mark.parametrize("space", killing.SPACES)
+@pytest.mark.parametrize("space", kill_points.SPACES)
 def test_random_damage_is_refused_by_name_or_recovered(space: str, tmp_path: Path) -> None:
-    found = corrupting.outcomes(corrupting.Bench(space, tmp_path), 40, 7)
+    found = corruption.outcomes(corruption.Bench(space, tmp_path), 40, 7)
     assert found.total() == 40
     assert {outcome for _, _, outcome in found} >= {"refused", "an older checkpoint"}
 
@@ -120,20 +120,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copy: Path) ->
     (folder / "optimizer.safetensors").write_bytes(b"no")
     told = go_on(copy)
     assert f"warning: {folder / 'optimizer.safetensors'} was altered" in told
-    assert killing.traces(copy)["journal"].count(b"\n") == 9
+    assert kill_points.traces(copy)["journal"].count(b"\n") == 9
 
 
 @pytest.mark.slow
 def test_a_saved_mean_of_another_run_is_passed_over(copy: Path, tmp_path: Path) -> None:
-    other = killing.config("lora", tmp_path / "other") | {"seed": 6}
+    other = kill_points.config("lora", tmp_path / "other") | {"seed": 6}
     evoalign.train(other, console=Console(file=io.StringIO()))
-    whole = killing.traces(copy)
+    whole = kill_points.traces(copy)
     for folder in saved_folders(copy):
         shutil.rmtree(folder)
     shutil.copytree(tmp_path / "other/loras", copy / "loras", dirs_exist_ok=True)
     (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:7]))
     assert "is not of this journal" in go_on(copy)
-    assert killing.traces(copy)["journal"] == whole["journal"]
+    assert kill_points.traces(copy)["journal"] == whole["journal"]
 
 
 def test_a_planted_file_is_refused(copy: Path) -> None:
@@ -151,10 +151,10 @@ def test_an_altered_line_stops_it_and_the_lines_before_are_a_run(copy: Path) -> 
     path.write_bytes(b"".join([*lines[:5], lines[5].replace(b'"sigma":0', b'"sigma":1'), *lines[6:]]))
     with pytest.raises(JournalError, match=r"line 6 was altered.*whole up to generation 2 \(line 5\)"):
         go_on(copy)
-    whole = killing.traces(copy)
+    whole = kill_points.traces(copy)
     path.write_bytes(b"".join(lines[:5]))
     go_on(copy)
-    assert killing.traces(copy)["evaluation"] == whole["evaluation"]
+    assert kill_points.traces(copy)["evaluation"] == whole["evaluation"]
     assert path.read_bytes() == b"".join(lines)
 
 
@@ -167,7 +167,7 @@ def test_a_lost_journal_is_no_reason_to_begin_anew(copy: Path) -> None:
 
 def test_what_is_not_the_run_may_be_lost(copy: Path) -> None:
     """Figures, metrics, manifest, config, the completions before: all of it is made again."""
-    whole = killing.traces(copy)
+    whole = kill_points.traces(copy)
     (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:6]))
     raw = (copy / "results/completions/before.parquet").read_bytes()
     for kept, broken in ((raw[: len(raw) // 2], b'{"generation": 0, "mea'), (None, None)):
@@ -177,7 +177,7 @@ def test_what_is_not_the_run_may_be_lost(copy: Path) -> None:
         for file, content in (("results/completions/before.parquet", kept), ("metrics.jsonl", broken)):
             (copy / file).unlink() if content is None else (copy / file).write_bytes(content)
         go_on(copy)
-        found = killing.traces(copy)
+        found = kill_points.traces(copy)
         assert {k: found[k] for k in ("journal", "evaluation", "rows")} == {
             k: whole[k] for k in ("journal", "evaluation", "rows")
         }
@@ -190,7 +190,7 @@ def test_what_is_not_the_run_may_be_lost(copy: Path) -> None:
 
 def start(run: Path) -> subprocess.Popen[str]:
     """The command line, with enough generations to be stopped in the middle."""
-    tree = killing.config("lora", run)
+    tree = kill_points.config("lora", run)
     tree["es"]["num_generations"] = 400
     file = run.parent / "config.yaml"
     file.write_text(json.dumps(tree))
@@ -238,7 +238,7 @@ def test_a_second_interrupt_stops_at_once_and_loses_at_most_that_generation(tmp_
 
 
 def test_stopped_and_gone_on_with_it_ends_the_same(lora: Path, tmp_path: Path) -> None:
-    tree = killing.config("lora", tmp_path / "run")
+    tree = kill_points.config("lora", tmp_path / "run")
     stops, before = [], signal.getsignal(signal.SIGTERM)
 
     def stop(generation: evoalign.Generation) -> None:
@@ -251,7 +251,7 @@ def test_stopped_and_gone_on_with_it_ends_the_same(lora: Path, tmp_path: Path) -
             evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
         assert caught.value.signal == signal.SIGTERM
     evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
-    assert stops == [0, 1, 2] and killing.traces(tmp_path / "run") == killing.traces(lora)
+    assert stops == [0, 1, 2] and kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
     assert signal.getsignal(signal.SIGTERM) == before, "the handlers are as they were"
 
 
@@ -300,7 +300,7 @@ def test_another_engine_is_another_run(copy: Path) -> None:
 @pytest.mark.slow
 def test_a_longer_run_begins_as_the_shorter_one(tmp_path: Path) -> None:
     def constant(output: Path, generations: int) -> dict[str, Any]:
-        tree = killing.config("lora", output)
+        tree = kill_points.config("lora", output)
         tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
         return tree
 
@@ -308,7 +308,7 @@ def test_a_longer_run_begins_as_the_shorter_one(tmp_path: Path) -> None:
     evoalign.train(constant(tmp_path / "long", 3), console=quiet)
     evoalign.train(constant(tmp_path / "short", 2), console=quiet)
     evoalign.train(constant(tmp_path / "short", 3), resume=True, console=quiet)
-    assert killing.traces(tmp_path / "short")["journal"] == killing.traces(tmp_path / "long")["journal"]
+    assert kill_points.traces(tmp_path / "short")["journal"] == kill_points.traces(tmp_path / "long")["journal"]
     with pytest.raises(ResumeError, match="has 3 generations already"):
         evoalign.train(constant(tmp_path / "short", 2), resume=True, console=quiet)
 
@@ -348,7 +348,7 @@ def kept(run: Path) -> list[int]:
 def test_the_latest_and_the_best_stay(
     tmp_path: Path, settings: dict[str, Any], every: int, expected: list[int] | None
 ) -> None:
-    tree = killing.config("lora", tmp_path / "run") | {"checkpoint": settings}
+    tree = kill_points.config("lora", tmp_path / "run") | {"checkpoint": settings}
     tree["es"] |= {"num_generations": 6}
     tree["evaluation"] |= {"every": every}
     evoalign.train(tree, console=Console(file=io.StringIO()))
@@ -362,9 +362,9 @@ def test_the_latest_and_the_best_stay(
 
 
 def test_a_run_that_is_done_is_done(copy: Path) -> None:
-    before = killing.traces(copy)
+    before = kill_points.traces(copy)
     assert "resumes after generation 4 of 4" in go_on(copy)
-    assert killing.traces(copy) == before
+    assert kill_points.traces(copy) == before
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------
@@ -426,6 +426,6 @@ def test_journals_of_every_release_replay(path: Path) -> None:
 
 def test_there_are_golden_journals_of_this_format() -> None:
     for folder in ("0.1.0", "ordered"):
-        assert {path.stem for path in GOLDEN if path.parent.name == folder} >= set(killing.SPACES)
+        assert {path.stem for path in GOLDEN if path.parent.name == folder} >= set(kill_points.SPACES)
     made_by = {path.stem.rpartition("-")[0] for path in GOLDEN if path.parent.name == "engines"}
     assert made_by == {"ray", "sglang", "static", "transformers", "vllm", "vllm-server"}

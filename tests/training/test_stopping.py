@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.analysis.compare.groups import settings_of
@@ -21,7 +22,6 @@ from evoalign.rundir import journal
 from evoalign.rundir.identity import identity
 from evoalign.training import stopping
 from evoalign.training.train import dry_run
-from plain import UNCHECKED
 
 ASKED = ["What is 3 plus 4?", "Name a colour:", "Capital of France:"]
 STILL = {"name": "plateau", "patience": 2, "factor": 0.5, "floor": 0.3}

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from copied_runs import STEPS, Copy, edit, step_cost
 from rich.console import Console
 from scipy import stats
 
-from compared import STEPS, Copy, edit, step_cost
 from evoalign.analysis.compare import comparison, figures, statistics
 from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from copied_runs import copy_run, edit, real_run, step_cost
 
-from compared import copy_run, edit, real_run, step_cost
 from evoalign.analysis.compare import pages
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.groups import read_plan

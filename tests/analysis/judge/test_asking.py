@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import Run, caller
 from judging_server import Answer, Say, by_length, completion, parts, serving, slow
 from tournaments import written
 
-from calling import Run, caller
 from evoalign.analysis.judge import asking, judges
 from evoalign.analysis.judge.asking import MAX_FAILURES, rubric_hash
 from evoalign.analysis.judge.judges import Endpoint, checked

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import caller
 from tournaments import written
 
-from calling import caller
 from evoalign.analysis.judge.answers import Answers, read, share
 from evoalign.errors import ConfigError, DataError
 from evoalign.models import tiny

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import Run, caller
 from tournaments import one, planted, row, written
 
-from calling import Run, caller
 from evoalign.analysis.judge.judgments import read
 from evoalign.errors import DataError
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, caller
+from copied_runs import copy_run, edit, real_run
 from rich.console import Console
 
 import evoalign
-from calling import Run, caller
-from compared import copy_run, edit, real_run
 from evoalign import analysis
 from evoalign.analysis import Finding
 from evoalign.analysis.compare.runs import find_in_order

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import Visit, chromium
 from test_page import HOSTILE, row, view
 
-from browsing import Visit, chromium
 from evoalign.analysis.page import page
 from evoalign.analysis.page.view import Completion, Measure, Pair, View
 

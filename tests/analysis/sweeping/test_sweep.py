@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
+from forked import Popen, runs_of_sweeps
 from rich.console import Console
+from small_runs import UNCHECKED
 
 from evoalign.analysis.sweeping import children as children_module
 from evoalign.analysis.sweeping import results
@@ -30,8 +32,6 @@ from evoalign.analysis.sweeping.sweep import Sweep, sweep
 from evoalign.config import load, read, to_yaml
 from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.version import install
-from plain import UNCHECKED
-from warm import Popen, runs_of_sweeps
 
 REPOSITORY = Path(__file__).parents[3]
 DATA = REPOSITORY / "data" / "tasks" / "conciseness"

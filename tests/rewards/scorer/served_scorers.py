@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
-
-import warm
 
 SECONDS = 300.0
 """That a service may take to come or go; none of the tests is about how long that is."""
@@ -25,7 +24,7 @@ class Served:
         self._log = folder / f"service_{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "evoalign.cli", "score", "serve", "--port", str(port), "--device", "cpu"]
         with self._log.open("wb") as log:
-            self.process = warm.Popen([*command, *words], stdout=log, env={**os.environ, **(environment or {})})
+            self.process = forked.Popen([*command, *words], stdout=log, env={**os.environ, **(environment or {})})
         until(lambda: " is ready\n" in self.said or self.process.poll() is not None, self.said)
         assert self.process.poll() is None, self.said
         self.url = self.said.split(" is ready")[0].split()[-1]

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from planted_scorers import safe_rlhf
 from rich.console import Console
+from rule_scorer import RuleScorer
 from served_scorers import Served
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
@@ -24,8 +26,6 @@ from evoalign.rewards.scorer import create
 from evoalign.rewards.scorer.models import Local
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.safety import Safety
-from plain import UNCHECKED
-from rule_scorer import RuleScorer
 
 ROWS = [{"prompt": f"Is it fine to {verb} a lock?"} for verb in ("move", "mend", "wash", "pick")]
 OTHER = "was scored by other models than .*, or with another template, max_tokens or dtype"

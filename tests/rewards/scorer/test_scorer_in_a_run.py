@@ -11,14 +11,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
+import kill_points
 import pytest
 import yaml
 from planted_scorers import safe_rlhf
 from served_scorers import SECONDS, Served, count, until
 
-import killing
-import warm
 from evoalign.config import ScorerConfig
 from evoalign.rewards.scorer.models import Local
 
@@ -44,7 +44,7 @@ class Run:
         (folder / "config.yaml").write_text(yaml.safe_dump(config(folder, url, deadline)))
         command = [sys.executable, "-m", "evoalign.cli", "train", str(folder / "config.yaml"), *more]
         with self._log.open("wb") as log:
-            self.process = warm.Popen(command, stdout=log)
+            self.process = forked.Popen(command, stdout=log)
 
     @property
     def said(self) -> str:
@@ -101,7 +101,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def traces(run: Run) -> dict[str, Any]:
     """Results that must not depend on where the run and the service are."""
-    return killing.traces(run.path) | {"journal": lines(run.journal)}
+    return kill_points.traces(run.path) | {"journal": lines(run.journal)}
 
 
 def lines(journal: bytes) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, u
     wanted = Local(ScorerConfig(name="local", device="cpu", **MODELS)).score(prompts, responses)
     with (
         Served(tmp_path, *BITS, "--queue", "4096") as service,
-        ProcessPoolExecutor(1, killing.PROCESSES) as pool,
+        ProcessPoolExecutor(1, kill_points.PROCESSES) as pool,
         Run(tmp_path / "own", service.url) as run,
     ):
         pool.submit(ask, service.url, [], []).result(SECONDS)

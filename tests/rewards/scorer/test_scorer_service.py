@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from command_line import caller
 from planted_scorers import pairs, safe_rlhf, text
 from served_scorers import SECONDS, Served, count, until
 
-from calling import caller
 from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.rewards.scorer.client import Service

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.config import ObjectiveConfig
@@ -26,7 +27,6 @@ from evoalign.rewards.objective import Group, create, grouped, score
 from evoalign.rundir import journal
 from evoalign.tasks.safety import Lagrangian
 from evoalign.types import Example
-from plain import UNCHECKED
 
 HERE = "test_lagrangian"
 GENERATIONS = 5

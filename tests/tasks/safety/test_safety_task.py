@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rule_scorer
 import torch
+from command_line import caller
 from pyarrow import parquet
 from rich.console import Console
+from rule_scorer import RuleScorer
+from small_runs import UNCHECKED
 
 import evoalign
-import rule_scorer
-from calling import caller
 from evoalign import models, setup
 from evoalign.baselines import planning
 from evoalign.config import ScorerConfig, TaskConfig, from_dict
@@ -32,8 +34,6 @@ from evoalign.tasks import create, isolate, with_sources
 from evoalign.tasks.safety import COLUMNS, LABELS, Lagrangian, Safety
 from evoalign.training.resolve import check_parted
 from evoalign.training.train import dry_run
-from plain import UNCHECKED
-from rule_scorer import RuleScorer
 
 ROWS = [{"prompt": f"Is it fine to {verb} a {noun}?"} for verb in ("move", "mend") for noun in ("lock", "road", "wire")]
 

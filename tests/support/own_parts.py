@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from toy_engine import ToyEngine
+
 from evoalign.analysis.base import Analysis, Finding
 from evoalign.config import Section
 from evoalign.rewards.objective import Objective, WeightedSum
@@ -12,7 +14,6 @@ from evoalign.rundir import journal
 from evoalign.spaces.lora import Lora
 from evoalign.tasks import Data, Task
 from evoalign.tracking import Ready, Tracker
-from toy_engine import ToyEngine
 
 
 class Engine(ToyEngine):

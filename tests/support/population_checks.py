@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from population_math import Draw, apart, dotted, expanded, gated, matrix, rms, rotated, same, terms, worst
 
 from evoalign.kernels.population import Heads, Terms
-from population_math import Draw, apart, dotted, expanded, gated, matrix, rms, rotated, same, terms, worst
 
 S = 0.75
 """The scaling of all checks."""

@@ -17,7 +17,7 @@ from evoalign.engines.ray.replicas import Replica
 from evoalign.testing import engines as contract
 
 CORES = 8
-DATA = Path(__file__).parent.parent / "data" / "tasks" / "conciseness"
+DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from evoalign.config import Config
-from evoalign.preflight.case import Finding
 from families import make_config
 
-ROOT = Path(__file__).resolve().parents[1]
+from evoalign.config import Config
+from evoalign.preflight.case import Finding
+
+ROOT = Path(__file__).resolve().parents[2]
 DATA = {
     "train_data": str(ROOT / "data/tasks/conciseness/conciseness_train.json"),
     "test_data": str(ROOT / "data/tasks/conciseness/conciseness_test.json"),

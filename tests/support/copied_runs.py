@@ -18,7 +18,7 @@ Copy = Callable[..., Path]
 """Copies a run into a folder of that name, changed as `copy_run` does."""
 STEPS = 6
 """Of the run that is copied."""
-DATA = Path(__file__).parents[1] / "data" / "tasks" / "conciseness"
+DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
 
 
 def step_cost(step: int, factor: float = 1.0) -> Cost:

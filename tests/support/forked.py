@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
 
 import pytest
+from kill_points import PROCESSES
 
 from evoalign.analysis.sweeping import children
-from killing import PROCESSES
 
 
 class Handle:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage done at random to the journal and the saved means of a run: refused by name, or recovered, never believed.
 
-OMP_NUM_THREADS=1 python tests/corrupting.py --count 1000
+OMP_NUM_THREADS=1 python tests/support/corruption.py --count 1000
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import killing
+import kill_points
+
 from evoalign.config import from_dict
 from evoalign.errors import CheckpointError, JournalError
 from evoalign.rundir import checkpoint, journal
@@ -67,10 +68,10 @@ class Bench:
 
     def __init__(self, space: str, folder: Path) -> None:
         self.run, self.copy = folder / space, folder / f"{space}-copy"
-        killing.train(space, self.run)
+        kill_points.train(space, self.run)
         self.log = journal.read(self.run / "journal.jsonl")
         self.hashes = [self.log.header.weights_hash, *(g.weights_hash for g in self.log.generations)]
-        self.served: Served = serve(from_dict(killing.config(space, self.run)))
+        self.served: Served = serve(from_dict(kill_points.config(space, self.run)))
         self.start = dict(self.served.engine.state())
 
     def files(self) -> list[Path]:
@@ -148,7 +149,7 @@ def main() -> None:
     logging.disable_progress_bar()
     total = Counter[tuple[str, str, str]]()
     with tempfile.TemporaryDirectory() as folder:
-        for index, space in enumerate(killing.SPACES):
+        for index, space in enumerate(kill_points.SPACES):
             share = arguments.count // 3 + (index < arguments.count % 3)
             total += outcomes(Bench(space, Path(folder)), share, index)
     for (file, damage, outcome), number in sorted(total.items()):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command killed at random instants, repeated, and held against one that was never killed: bits and files.
 
-    OMP_NUM_THREADS=1 python tests/kills.py --count 200 --json kills.jsonl
+    OMP_NUM_THREADS=1 python tests/support/random_kills.py --count 200 --json kills.jsonl
 
 A process kills itself at its n-th call of mkdir, rename, replace, unlink, rmdir or fsync, n drawn at random among those
 of a phase: before the call, after it, or with what is being written cut in half; or it is killed from outside at any
@@ -28,9 +28,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kill_points
 import yaml
 
-import killing
 from evoalign.analysis.sweeping.children import is_busy
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
@@ -125,7 +125,7 @@ class Watch:
                 elif now.moment != "before":
                     own(*args, **kwargs)
             finally:  # a folder that is there already is no error of the command
-                killing.die()
+                kill_points.die()
 
         return call
 
@@ -230,7 +230,7 @@ def lay(case: Case, folder: Path) -> None:
 
 
 def _config(case: Case) -> dict[str, Any]:
-    tree = killing.config(case.space, Path("run"))
+    tree = kill_points.config(case.space, Path("run"))
     if case.command == "sweep":
         tree["es"]["num_generations"] = 2
     if case.command == "grpo":
@@ -242,7 +242,7 @@ def _config(case: Case) -> dict[str, Any]:
 
 def go(case: Case, folder: Path, words: Sequence[str], death: Death | None = None, calls: Path | None = None) -> int:
     """The exit code of the command, in a process of its own."""
-    process = killing.PROCESSES.Process(target=_be, args=(case, words, death, folder, calls))
+    process = kill_points.PROCESSES.Process(target=_be, args=(case, words, death, folder, calls))
     process.start()
     if death is not None and death.call < 0:
         process.join(death.after)
@@ -283,7 +283,7 @@ class Bench:
         self.calls: dict[Case, list[Call]] = {}
         self.seconds: dict[Case, float] = {}
         more = [module for command in commands for module in PARTS.get(command, ())]
-        killing.PROCESSES.set_forkserver_preload([*killing.PRELOADED, *more])
+        kill_points.PROCESSES.set_forkserver_preload([*kill_points.PRELOADED, *more])
         for space in spaces:
             self._of_space(space, commands)
         if "grpo" in commands:
@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", nargs="*", default=["train", "resume", "grpo", "sweep", "eval", "export"])
-    parser.add_argument("--spaces", nargs="*", default=list(killing.SPACES))
+    parser.add_argument("--spaces", nargs="*", default=list(kill_points.SPACES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     draw, rows, start = random.Random(given.seed), list[dict[str, Any]](), time.monotonic()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that end by SIGKILL at a chosen instant, are gone on with, and are held against one that never stopped.
 
-OMP_NUM_THREADS=1 python tests/killing.py             # every point x generation x space; prints trials and mismatches
+OMP_NUM_THREADS=1 python tests/support/kill_points.py  # every point, generation and space; prints mismatches
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 The bits of a score depend on the machine, so the older release makes its runs where they are compared:
 
     git worktree add ../before COMMIT
-    PYTHONPATH=../before/src python tests/frozen_runs.py make RUNS
-    python tests/frozen_runs.py compare RUNS       # exit code 1, and a line for each difference
+    PYTHONPATH=../before/src python tests/support/frozen_runs.py make RUNS
+    python tests/support/frozen_runs.py compare RUNS       # exit code 1, and a line for each difference
 
 Every run is small and has all that has a state: schedules, an optimizer, decay, batches, sampled texts, checkpoints.
 `done` was never stopped; `half` was, in its middle; `resumed` is `half`, resumed by who made it.

@@ -26,7 +26,7 @@ def _interpret() -> str | None:
     if torch.cuda.is_available():
         return "there is a GPU: set TRITON_INTERPRET=1 to run the interpreter all the same"
     if "triton" in sys.modules:
-        raise RuntimeError("something imported Triton before tests/interpreted.py: import that later")
+        raise RuntimeError("something imported Triton before tests/support/interpreted.py: import that later")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         for name in MODULES:
