@@ -237,8 +237,8 @@ def test_the_page_of_analyses_has_each_that_ships_and_settings_it_takes() -> Non
 
 
 def test_the_defaults_of_forgetting_are_those_of_the_guide() -> None:
-    page = (DOCS / "guides/paths.md").read_text()
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+?) \|", page.partition("## Forgetting")[2], re.M)
+    part = (DOCS / "guides/analyses.md").read_text().partition("\n## Forgetting\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+?) \|", part, re.M)
     named = {n: v for names, values in rows for n, v in zip(names.split(", "), values.split(", "), strict=True)}
     defaults = described(analysis.find("forgetting"))
     assert named == {f"`{n}`": f"`{list(v) if isinstance(v, tuple) else v}`" for n, v in defaults.items()}
