@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the site says of settings, commands and Python names, written from the code while mkdocs builds.
+"""Generate the site's reference of settings, commands and Python names from the code while mkdocs builds.
 
-A page requests it with a line such as `<!-- settings: es -->`, `<!-- commands -->`, `<!-- python -->` or `<!-- bases -->`.
+Replaces lines such as `<!-- settings: es -->`, `<!-- commands -->`, `<!-- python -->` and `<!-- bases -->`.
 Nothing here imports torch: settings come from the JSON schema of `evoalign.config` and the docstrings under its fields,
 commands from the command line's own tree, Python names from the source text.
 """
@@ -172,7 +172,14 @@ def _command(path: str, command: Any) -> str:
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     shown = " ".join([path, *map(_argument, arguments), "[OPTIONS]"])
     anchor = path.replace(" ", "-")
-    lines = [f"### `{path}` {{#{anchor}}}", "", " ".join((command.help or "").split()), "", f"```text\n{shown}\n```", ""]
+    lines = [
+        f"### `{path}` {{#{anchor}}}",
+        "",
+        " ".join((command.help or "").split()),
+        "",
+        f"```text\n{shown}\n```",
+        "",
+    ]
     lines += [f"`{_argument(p)}`\n\n:   {p.help or ''}\n" for p in arguments]
     lines += [f"`{_option(p)}`\n\n:   {p.help or ''}{_option_default(p)}\n" for p in options]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,9 +80,6 @@ def exists(path: str) -> bool:
         return False
 
 
-# --- every page ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
 def test_command_lines_are_accepted(page: Path) -> None:
     shown = [b.text.replace("\\\n", " ") for b in blocks("sh", "", "bash") if b.page == page]
@@ -143,9 +141,6 @@ def test_links_of_the_documents_in_the_root_lead_to_files_and_headings() -> None
                 assert anchor in anchors, f"{page.name}: no heading {link}"
 
 
-# --- the reference ------------------------------------------------------------------------------------------------------
-
-
 def test_settings_lists_those_of_every_engine() -> None:
     assert {"engine", "es.optimizer.name", "seed"} <= set(settings())
     for engine, section in ENGINES.items():
@@ -195,9 +190,6 @@ def test_page_of_analyses_has_each_that_ships_with_settings_it_accepts() -> None
     assert named == {f"`{n}`": f"`{list(v) if isinstance(v, tuple) else v}`" for n, v in defaults.items()}
 
 
-# --- README and citation ------------------------------------------------------------------------------------------------
-
-
 def test_readme_is_short_and_begins_with_a_figure_and_commands() -> None:
     lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
     text = "\n".join(lines[:60])
@@ -224,9 +216,6 @@ def test_citation_is_that_of_this_version() -> None:
     assert {"message", "title"} <= citation.keys()
 
 
-# --- examples, as files -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that imports an example, from a folder that has all examples as files."""
@@ -243,7 +232,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield load_example
     for name in [*loaded, "my_space", "my_task"]:
-        importlib.sys.modules.pop(name, None)
+        sys.modules.pop(name, None)
 
 
 def test_space_and_task_keep_the_contracts(load: Any) -> None:
@@ -309,9 +298,6 @@ def test_readers_of_the_file_formats_read_a_journal_and_its_hashes(load: Any) ->
         read_journal(file)
 
 
-# --- file formats -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two generations with the tiny model."""
@@ -352,7 +338,9 @@ def test_file_formats_name_every_field_that_a_run_writes(small_run: Path) -> Non
     assert {name for row in rows for name in row["diagnosis"]} == fields_under("diagnosis")
     record = json.loads((small_run / "loras/generation_0001/evoalign.json").read_text())
     assert record.pop("hash") == sha256(record)
-    saved = next(line for line in FILES.read_text(encoding="utf-8").splitlines() if line.startswith("| `evoalign.json`"))
+    saved = next(
+        line for line in FILES.read_text(encoding="utf-8").splitlines() if line.startswith("| `evoalign.json`")
+    )
     assert {*record, "hash"} - {"format_version"} == set(re.findall(r"`(\w+)`", saved))
     assert set(json.loads((small_run / "manifest.json").read_text())) <= fields_under("manifest.json")
     evaluation = set(json.loads((small_run / "results/evaluation.json").read_text())) - {"format_version"}
