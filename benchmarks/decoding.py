@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 from evoalign.models import tiny
 
 PROMPT, TOKENS = 100, 128
@@ -237,6 +238,20 @@ def main() -> None:
             one = argparse.Namespace(**{**vars(options), "forms": [form]})
             if not v.apart(run, one, folder, limit=options.limit):
                 v.say(f"{form} did not end well: see above")
+        check(ratios(options))
+
+
+def ratios(options: argparse.Namespace) -> dict[str, float]:
+    """Return the static decoder's median speed over that of each other form, from the rows of the file."""
+    figures: dict[str, float] = {}
+    for members, prompts in options.cases:
+        wanted = {"benchmark": "decoding", "shape": options.shape, "members": members, "prompts": prompts}
+        rows = v.rows_of(options.file, **wanted, space=options.space)
+        speeds = {row["form"]: v.median(row["speeds"]["population"]) for row in rows}
+        for form in speeds.keys() - {"static"} if "static" in speeds else ():
+            name = f"decoding {options.shape} {members}x{prompts}, static over {form}"
+            figures[name] = speeds["static"] / speeds[form]
+    return figures
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from baseline import check
 from evoalign.cli.scaffold import init
 from evoalign.config import load
 from evoalign.evaluation import Evaluation
@@ -143,7 +144,12 @@ def main() -> None:
             with ROWS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
             print(table([found])[-1], flush=True)
-    print("\n".join(table(written())))
+    rows = written()
+    print("\n".join(table(rows)))
+    shares = {name: [found["real"]["exact"] for found in rows if found["config"] == name] for name in CONFIGS}
+    figures = {f"demo {name}, mean share of exact answers": mean(found) for name, found in shares.items() if found}
+    reached = [p["reward"] >= found["real"]["reward"] for found in rows for p in found["placebos"]]
+    check({**figures, "demo, placebos that reach their run": float(sum(reached))})
 
 
 if __name__ == "__main__":

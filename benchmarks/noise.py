@@ -17,6 +17,7 @@ import time
 import numpy as np
 import torch
 
+from baseline import check
 from evoalign import noise
 from evoalign.types import Slices
 
@@ -61,10 +62,13 @@ def main() -> None:
     print(f"{hardware}, {platform.machine()}, Python {sys.version.split()[0]}, torch {torch.__version__}, "
           f"numpy {np.__version__}; median of {options.repeats}\n")  # fmt: skip
     print("| case | shape | members | normals | ms | M normals/s |\n|---|---|---:|---:|---:|---:|")
+    figures: dict[str, float] = {}
     for name, shape, members, slices in CASES:
         took, drawn = seconds(shape, members, slices, options.device, options.repeats)
         size = " x ".join(map(str, shape))
         print(f"| {name} | {size} | {members} | {drawn:,} | {took * 1e3:.2f} | {drawn / took / 1e6:.0f} |")
+        figures[f"noise {size}, {members} members, M normals/s"] = drawn / took / 1e6
+    check(figures if options.device == "cpu" else {})
 
 
 if __name__ == "__main__":

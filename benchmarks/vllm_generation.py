@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 
 PARTS = ("generation", "gap", "memory", "endurance", "full")
 TOKENS, FLAT = 100, 1.02
@@ -302,10 +303,13 @@ def report(options: argparse.Namespace) -> None:
     rows = v.rows_of(options.file, benchmark="generation", shape=options.shape)
     best = [v.median(t["seconds"] for t in r["took"]) for r in rows if r["way"] == "population"]
     lines = []
+    figures: dict[str, float] = {}
     for r in rows:
         seconds = [t["seconds"] for t in r["took"]]
         inside = v.median(t["generate"] for t in r["took"])
         times = f"{v.median(seconds) / best[-1]:.2f} x" if best else ""
+        if best and r["way"] != "population":
+            figures[f"vllm_generation {options.shape}, {r['way']} over population"] = v.median(seconds) / best[-1]
         tokens = r["took"][0]["tokens"] / v.median(seconds)
         lines.append((r["way"], len(seconds), f"{v.median(seconds):.3f} s", f"{inside:.3f} s", f"{tokens:,.0f}", times))
     if lines:
@@ -333,6 +337,7 @@ def report(options: argparse.Namespace) -> None:
             [(r["kind"], *(f"{r[k] / 2**20:.1f} MiB" for k in ("first", "most", "last")), r["flat"]) for r in rows],
         )
         print(f"{rows[-1]['generations']} generations in {rows[-1]['seconds']:.0f} s")
+    check(figures)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 
 FORMS = ("deep", "generic", "stock", "plain", "compiled")
 BARE = ("plain", "compiled")
@@ -214,11 +215,14 @@ def report(options: argparse.Namespace) -> None:
     rows = v.rows_of(options.file, benchmark="population", shape=options.shape)
     common = {(r["case"], r["ragged"]): v.median(speeds(r["base"])) for r in rows if r["form"] == "deep"}
     lines = []
+    figures: dict[str, float] = {}
     for r in sorted(rows, key=lambda r: (r["ragged"], r["rows"], r["rank"], FORMS.index(r["form"]))):
         base, members = speeds(r["base"]), speeds(r["population"])
         mine = v.median(members) if members else v.median(base)
         whole = speeds(r["population"] or r["base"], "seconds")
         ratio = v.median(p / b for p, b in zip(members, base, strict=True)) if members else None
+        if ratio and not r["ragged"]:
+            figures[f"vllm_population {options.shape} {r['case']}, {r['form']} rank {r['rank']} over base"] = ratio
         deep = common.get((r["case"], r["ragged"]))
         lines.append(
             (
@@ -232,6 +236,7 @@ def report(options: argparse.Namespace) -> None:
          "whole rollout", "start"),
         lines,
     )  # fmt: skip
+    check(figures)
 
 
 def main() -> None:

@@ -149,7 +149,7 @@ def layout(random: np.random.Generator, seeds: int, items: int = 40) -> np.ndarr
 
 @pytest.mark.parametrize("n", [3, 12])
 def test_intervals_hold_the_truth_in_95_of_100_normal_samples(n: int) -> None:
-    """Of 600 samples a share of 95 % is 92.3 to 97.7 % in 998 of 1,000 cases; benchmarks/coverage.py has all cells."""
+    """Of 600 samples a share of 95 % is 92.3 to 97.7 % in 998 of 1,000 cases; studies/coverage.py has all cells."""
     for make, of, most in (
         (lambda r: statistics.mean(r.normal(size=n)), 0.0, 0.977),
         (lambda r: crossed(layout(r, n)), 0.0, 0.99),

@@ -19,10 +19,11 @@ from evoalign.statistics import Estimate
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import es_vs_grpo  # noqa: E402
 import landscape_page  # noqa: E402
 import study_page  # noqa: E402
 import sweep_pages  # noqa: E402
+
+import es_vs_grpo  # noqa: E402
 
 SMALL = ("--set", "task.test_size=8", "--methods", "lowrank,grpo", "--jobs", "2", "--seconds", "0.01")
 
@@ -140,7 +141,7 @@ def test_the_tables_of_the_landscape_are_those_of_the_committed_rows() -> None:
 
 
 def test_the_committed_sweeps_are_those_of_the_committed_numbers() -> None:
-    tree = json.loads((ROOT / "benchmarks/results/sweeps.json").read_text())
+    tree = json.loads((ROOT / "studies/results/sweeps.json").read_text())
     assert (ROOT / "docs/results/sweeps.md").read_text() == sweep_pages.page(tree)
 
 

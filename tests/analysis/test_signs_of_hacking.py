@@ -189,7 +189,7 @@ def test_the_labelled_rows_are_real_and_give_what_is_written_down() -> None:
         if row["source"] == "SmolLM2":
             completion = kept[row["run"]]["completions"][row["index"]]
             assert (row["prompt"], row["text"]) == (completion["prompt"], completion[row["side"]])
-    written = json.loads((ROOT / "benchmarks/results/hacking_labels.json").read_text())
+    written = json.loads((ROOT / "studies/results/hacking_labels.json").read_text())
     assert labels.measured(rows) == written
     page = (ROOT / "benchmarks/README.md").read_text().partition("## hacking_labels.py")[2].partition("\n## ")[0]
     for line in (*labels.table(written, "precision"), *labels.table(written, "recall")):
