@@ -310,14 +310,13 @@ def unclaimed_paths(study: Study) -> Iterator[Claim]:
         ):
             yield Claim("", words, statistics.mean([float(number(row)) for row in rows]))
     for model in ("es", "grpo"):
-        for probe in sorted({row["probe"] for row in study.of("forgetting")}):
-            fixed = {"model": model, "probe": probe}
-            found = study.over("forgetting", lambda row: row["end"]["change"]["mean"], **fixed)
-            if found:
-                yield Claim("", f"{probe}, change by {SHOWN[model]}", found)
-            drifts = [row["drift"]["mean"] for row in study.of("forgetting", **fixed) if row["drift"]]
-            if drifts:
-                yield Claim("", f"{probe}, change by its placebos", statistics.mean(drifts))
+        rows = study.of("forgetting", model=model, probe="nats a token of the test prompts")
+        words = "nats per token of the test prompts, change by"
+        if rows:
+            yield Claim("", f"{words} {SHOWN[model]}", statistics.mean([row["end"]["change"]["mean"] for row in rows]))
+        drifts = [row["drift"]["mean"] for row in rows if row["drift"]]
+        if drifts:
+            yield Claim("", f"{words} its placebos", statistics.mean(drifts))
 
 
 PARTS: Sequence[Callable[[Study], Iterator[Claim]]] = (of_lines, of_changes, of_noise, of_ends)

@@ -119,9 +119,8 @@ def of_task(task: str) -> Tables:
     """Return the tables of a page of es_vs_grpo."""
     tree = es_vs_grpo(task)
     measure = MEASURES[task]
-    more = {"exact": budgets(tree, "exact")} if task == "conciseness" else {}
     shown = ("reward", "exact", "empty_share") if task == "conciseness" else ("reward", "accuracy")
-    return {measure: budgets(tree, measure), **more, "ends": ends(tree, *shown), "search": search(tree)}
+    return {measure: budgets(tree, measure), "ends": ends(tree, *shown), "search": search(tree)}
 
 
 TABLES: Mapping[str, Callable[[], Tables]] = {

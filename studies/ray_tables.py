@@ -46,10 +46,10 @@ def of_gpus(rows: Sequence[Row]) -> Lines:
             base = alone[row["session"], case] * row["replicas"]
             speeds = [t["tokens"] / t["seconds"] for t in row["took"]]
             spread = f"{_speed(row):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
-            seconds = (f"{_middle(row, name):.2f}" for name in ("rollout", "update", "seconds"))
+            seconds = (f"{_middle(row, name):.2f}" for name in ("rollout", "seconds"))
             lines.append((called, row["replicas"], row["session"], spread, f"{_speed(row) / base:.1%}", *seconds))
     head = ("case", "replicas", "session", "tokens/s, median (all)", "of as many engines without Ray", "rollout, s",
-            "update, s", "generation, s")  # fmt: skip
+            "generation, s")  # fmt: skip
     yield from table(head, lines)
 
 
@@ -117,6 +117,7 @@ def of_curves(found: Row) -> Lines:
         (f"{replicas:,}", *(f"{curve[replicas]['efficiency']:.1%}" for curve in curves.values()),
          *(f"{weak[name]:,.1f}" for name in ("seconds", "rollout", "busy", "update")))
         for replicas, weak in curves["weak"].items()
+        if replicas in (1, 2, 4, 8, 32, 128, 1024, 4096)
     ]  # fmt: skip
     head = ("replicas", "efficiency, 128 members per replica", "the same, 8 times the tokens",
             "efficiency, 4,096 members in all", "128 members per replica: generation, s", "rollout, s",

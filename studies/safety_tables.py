@@ -17,7 +17,7 @@ METHODS = {"es": "ES", "grpo": "GRPO"}
 JUDGES = {"train": "scorers of training", "judge": "held-out scorers"}
 SHOWN = {
     "safe": "safe", "reward": "helpfulness", "cost": "cost", "refused_harmful": "harm refused",
-    "refused_look_alike": "look-alikes refused", "refused_harmless": "harmless refused", "distinct": "distinct answers",
+    "refused_look_alike": "look-alikes refused", "distinct": "distinct answers",
 }  # fmt: skip
 NUMBERS = ("reward", "cost")
 Row = Mapping[str, Any]

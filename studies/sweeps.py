@@ -183,7 +183,8 @@ def draw(to: Path) -> None:
         rewards = [[run["reward"] for run in cell["runs"]] for cell in cells]
         for place, values in enumerate(rewards):
             axes.plot([place] * len(values), values, ".", color=COLORS[0], alpha=0.6)
-        axes.plot(range(len(cells)), [mean(values) for values in rewards], color=COLORS[0])
+        style = "_" if SWEEPS[name].y or SWEEPS[name].axis == "where" else "-"
+        axes.plot(range(len(cells)), [mean(values) for values in rewards], style, color=COLORS[0])
         axes.axhline(mean(run["before"] for cell in cells for run in cell["runs"]), color=COLORS[6], linestyle=":")
         frame(axes, name, SWEEPS[name].axis)
         axes.set_xticks(range(len(cells)), [str(cell["settings"][SWEEPS[name].axis]) for cell in cells], fontsize=6)
@@ -204,15 +205,15 @@ def _table(sweep: Sweep, cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     tests = [compare(best, values[best], label, values[label]) for label in values if label != best]
     # Three seeds give a permutation test no p below 0.25; a t test can, if differences are normal.
     found = {pair.b: pair.p_adjusted for pair in adjust([replace(p, p=p.p_values.get("paired t")) for p in tests])}
-    yield f"| trial | reward of each seed | mean | {second} | p against the best | distance | steps |"
-    yield "|---|---|---:|---:|---:|---:|---:|"
+    yield f"| trial | reward of each seed | mean | {second} | p against the best | steps |"
+    yield "|---|---|---:|---:|---:|---:|"
     for cell, label in zip(cells, values, strict=True):
         runs, p = cell["runs"], found.get(label)
         shown = "best" if label == best else "-" if p is None else f"{p:.2g}"
         seeds = ", ".join(f"{value:.3g}" for value in values[label].values())
         yield (
             f"| {label} | {seeds} | {_mean(runs, 'reward', '{:.3g}')} | {_mean(runs, second, '{:.1%}')} | {shown} | "
-            f"{_mean(runs, 'distance', '{:.2g}')} | {_mean(runs, 'generations', '{:.0f}')} |"
+            f"{_mean(runs, 'generations', '{:.0f}')} |"
         )
 
 
