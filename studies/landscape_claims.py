@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on the claims of landscape_plan.md, from the rows of landscape_rows.py; used by pages.py."""
+"""Verdicts on the claims of landscape_plan.md, from the rows of landscape_rows.py; used by result_pages.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and figure of docs/results/scale.md, from the rows of the ray_* scripts; used by pages.py."""
+"""Tables and figure of docs/results/scale.md, from the rows of the ray_* scripts; used by result_pages.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and figures of docs/results/safety.md, from the rows of `studies/safety.py rows`; used by pages.py."""
+"""Tables and figures of docs/results/safety.md, from the rows of `studies/safety.py rows`; used by result_pages.py."""
 
 from __future__ import annotations
 

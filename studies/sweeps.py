@@ -2,7 +2,7 @@
 """Sweeps of rank, population, what evolves and the noise on the tiny model: docs/results/sweeps.md.
 
     python studies/sweeps.py run --to DIR --jobs 60 --seconds 100
-    python studies/sweeps.py collect --from DIR     # writes studies/results/sweeps.json, which pages.py reads
+    python studies/sweeps.py collect --from DIR     # writes studies/results/sweeps.json, which result_pages.py reads
 
 `run` trains every trial with three seeds, one core each, all sweeps side by side. Runs of one sweep have the same
 completions; `--seconds` is the wall time of the base config for them.

@@ -291,11 +291,11 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def test_imports_have_no_circle() -> None:
-    """Neither in the package nor in the benchmarks."""
+    """Neither in the package nor in benchmarks and studies."""
     modules = {
         ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES
     }
-    modules |= {p.stem: p for p in (ROOT / "benchmarks").glob("*.py")}
+    modules |= {p.stem: p for folder in ("benchmarks", "studies") for p in (ROOT / folder).glob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
         said = imports(ast.parse(path.read_text(encoding="utf-8")))

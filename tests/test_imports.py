@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No module of src or benchmarks imports another in a circle, at any place of its text: from the syntax trees alone."""
+"""No module of src, benchmarks or studies imports another in a circle, at any place of its text: from the syntax trees alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def circle(edges: Mapping[str, set[str]]) -> list[str] | None:
     return next((c for name in sorted(edges) if (c := walk(name, []))), None)
 
 
-@pytest.mark.parametrize("folder", ["src", "benchmarks"])
+@pytest.mark.parametrize("folder", ["src", "benchmarks", "studies"])
 def test_no_module_imports_itself_by_way_of_others(folder: str) -> None:
     edges = imports(ROOT / folder)
     assert sum(map(len, edges.values())) > 3, "the imports are not read"

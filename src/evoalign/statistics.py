@@ -2,7 +2,7 @@
 """95 % confidence intervals by formula, without random numbers: the same values give the same bits.
 
 `studies/coverage.py` simulates the coverage of each for small and large samples of normal, skewed and heavy-tailed
-values; `benchmarks/README.md` has the table. Array suffixes: S seeds (or placebos), I items (test examples), N values.
+values; `--table` prints the table. Array suffixes: S seeds (or placebos), I items (test examples), N values.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_names_and_files_in_running_text_exist(page: Path) -> None:
     for word in words(page):
         if re.fullmatch(r"evoalign(\.\w+)+:\w+", word):
             assert exists(word), f"{by_page(page)}: no {word}"
-        if re.fullmatch(r"(src|configs|scripts|examples|benchmarks|recipes|tests|docs)/[\w./-]+", word):
+        if re.fullmatch(r"(src|configs|scripts|examples|benchmarks|studies|recipes|tests|docs)/[\w./-]+", word):
             assert (REPOSITORY / word).exists(), f"{by_page(page)}: no file {word}"
 
 
@@ -381,9 +382,14 @@ def test_the_citation_is_that_of_this_version() -> None:
 
 def test_the_drift_that_the_readme_names_is_that_of_the_benchmark() -> None:
     """Of each config, the least and the most over its seeds."""
-    rows = (REPOSITORY / "benchmarks/README.md").read_text(encoding="utf-8").split("drift's share of the gain", 1)[1]
-    cells = [[cell.strip() for cell in row.split("|")] for row in rows.split("\n\n")[0].splitlines() if "%" in row]
+    lines = (REPOSITORY / "benchmarks/results/demo.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
     for config, name in (("quickstart", "on Conciseness"), ("template", "on the template")):
-        shares = [int(row[7].rstrip("%")) for row in cells if row[1] == config]
+        before, real, placebos = (
+            [row[k] for row in rows if row["config"] == config] for k in ("before", "real", "placebos")
+        )
+        rewards = [mean(p["reward"] for p in each) for each in placebos]
+        shares = [round(100 * (drift - b["reward"]) / (r["reward"] - b["reward"]))
+                  for drift, b, r in zip(rewards, before, real, strict=True)]  # fmt: skip
         assert f"{min(shares)} to {max(shares)} % {name}" in text

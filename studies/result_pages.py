@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the tables and figures of docs/results from the committed rows.
 
-    python studies/pages.py             # all pages
-    python studies/pages.py countdown   # one page
+    python studies/result_pages.py             # all pages
+    python studies/result_pages.py countdown   # one page
 
 A table goes between the comments `<!-- table NAME -->` and `<!-- end NAME -->` of its page; the text around it is
 written by hand. The rows are in benchmarks/results and studies/results.
