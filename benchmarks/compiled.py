@@ -29,7 +29,7 @@ from evoalign.setup import assemble
 from evoalign.types import Plan, TensorSpec, Update, population
 
 SHAPE = (1536, 576)
-"""Of an up projection of SmolLM2-135M."""
+"""Shape of an up projection of SmolLM2-135M."""
 
 
 def turns(works: Mapping[str, tuple[str, Callable[[], object]]], repeats: int) -> dict[str, float]:

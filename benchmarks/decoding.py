@@ -40,7 +40,7 @@ PROMPT, TOKENS = 100, 128
 FORMS = ("static", "library", "vllm")
 ROOT = Path(__file__).resolve().parents[1]
 REAL = {"tiny": tiny, "smollm2": lambda: ROOT / ".cache" / "smollm2"}
-"""Where the models with weights of their own are."""
+"""Folder of each model with trained weights."""
 v.SHAPES["smollm2"] = v.SHAPES["135m"]
 
 
@@ -89,7 +89,7 @@ def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> t
 
 
 def countdown(shape: str, loaded: Any, count: int) -> list[tuple[int, ...]]:
-    """The first of the problems that training has, over and over where more are asked for."""
+    """Return the first training problems, repeated if more are requested."""
     from evoalign import tasks
     from evoalign.config import from_dict
     from evoalign.rollouts import Encoded

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration and the template of `evoalign init` gain, beside what shuffled coefficients gain.
+"""Gains of the demo and of the template of `evoalign init`, with the gains of shuffled coefficients.
 
 Trains each for several seeds, then replays every journal with its coefficients shuffled over the members of their
-generation: the same noise and steps of the same size, and nothing of what the reward said. All are evaluated on the
-test split. `exact` is the share of completions that are the answer and nothing else, `named` of those with the answer
+generation: the same noise and steps of the same size, without the signal of the reward. All are evaluated on the
+test split. `exact` is the share of completions that are exactly the answer, `named` of those with the answer
 as a word in them. A run that is already in the folder is taken as it is, and a row that is already written is kept.
 
     python benchmarks/demo.py --to DIR                             rows to benchmarks/results/demo.jsonl, and the table
@@ -103,7 +103,7 @@ def written() -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In markdown, as it stands in the README."""
+    """Return the table in Markdown."""
     lines = [
         "| config | seed | reward before | real | placebos, mean (least to most) | placebos at or above the real run "
         "| drift's share of the gain | exact before | real | placebos, mean (most) | named real |",

@@ -130,7 +130,7 @@ def _pace(folder: Path) -> dict[str, float]:
 
 
 def _lasting(tasks: Sequence[Task], seconds: float, speed: Mapping[str, float]) -> list[Task]:
-    """Those whose speed is known, with as many steps as take so many seconds."""
+    """Return the tasks with a known speed, with the number of steps that fills the seconds."""
     known = [task for task in tasks if task.name in speed]
     steps = {task.name: max(2, round(seconds / speed[task.name])) for task in known}
     return [replace(task, sets={**task.sets, STEPS[task.method]: steps[task.name]}) for task in known]
@@ -180,7 +180,7 @@ def _cells(task: str, method: str) -> list[dict[str, Any]]:
 
 
 def choose(*folders: Path) -> dict[str, Any]:
-    """Of each method the cell with the best mean validation reward of all rounds, and what the search for it took."""
+    """Return the trial with the best mean validation reward of each method, and the cost of its search."""
     from evoalign.cost.budget import Cost, cost_of
 
     chosen: dict[str, Any] = {}
@@ -243,7 +243,7 @@ def _problem(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 
 def _more_questions(count: int) -> list[dict[str, Any]]:
-    """Of the families of questions that the tiny model's recipe draws from."""
+    """Return new questions of the families in the tiny model's recipe."""
     families = [family for family, _ in runpy.run_path(str(ROOT / "recipes/tiny_base/questions.py"))["FAMILIES"]]
     taken = {row["prompt"] for name in ("train", "test") for row in _shipped(f"conciseness/conciseness_{name}.json")}
     drawn = random.Random(VALIDATION_SEED)
@@ -274,8 +274,8 @@ def main() -> None:
         command.add_argument("--seconds", type=float, help="Training of one run.")
         command.add_argument("--seeds", type=integers)
         command.add_argument("--methods", type=names, default=list(METHODS))
-        command.add_argument("--cells", type=int, help="Only so many cells of each grid, to try this out.")
-        command.add_argument("--limit", type=float, help="Stop after so many seconds; the same command goes on.")
+        command.add_argument("--cells", type=int, help="Number of trials of each grid, for a quick try.")
+        command.add_argument("--limit", type=float, help="Stop after this many seconds; the same command continues.")
         command.add_argument("--set", dest="sets", action="append", default=[], metavar="a.b=c")
     arguments = parser.parse_args()
     arguments.deadline = deadline(getattr(arguments, "limit", None))

@@ -5,7 +5,7 @@ Prints the median and the longest time over 10,000 fuzzed completions, and the v
 that hang, crash or cheat graders which filter characters and evaluate the rest.
 
     python benchmarks/grader.py [--count 10000] [--seed 0]
-    python benchmarks/grader.py --isolated    # what a worker process adds to a call of a reward function of one's own
+    python benchmarks/grader.py --isolated    # cost of a worker process for a custom reward
 """
 
 from __future__ import annotations

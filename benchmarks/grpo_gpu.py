@@ -3,7 +3,7 @@
 
 The model has the shape of Qwen2.5-0.5B, random weights and the tokenizer of the shipped tiny model, so completions run
 to their limit. ES serves bfloat16 (space lowrank); GRPO trains float32 weights with bfloat16 arithmetic, as TRL does.
-Each run is a process of its own. The first step is left out of the medians.
+Each run is a separate process. The first step is left out of the medians.
 
     python benchmarks/grpo_gpu.py                              # one GPU
     python benchmarks/grpo_gpu.py --shape tiny --tokens 8      # a look on a CPU

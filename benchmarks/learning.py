@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config's training does to its test split, for several seeds.
+"""Effect of training with a config on its test split, for several seeds.
 
 Prints one row a seed: the measure before and after, the change with its paired 95 % interval over the test examples,
 the shares of empty completions, generations and seconds. The settings of both quickstarts were chosen on other

@@ -218,7 +218,7 @@ def plain(options: argparse.Namespace, folder: Path) -> None:
 
 
 def ray(options: argparse.Namespace, folder: Path) -> None:
-    """The same cases with so many replicas."""
+    """Run the same cases with each number of replicas."""
     for replicas, space in itertools.product(options.replicas, options.spaces):
         bench = Bench(space, replicas, options, folder)
         if space == "full":

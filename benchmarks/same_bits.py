@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a journal made on one machine comes to the same weights on another: another instruction set, a GPU.
+"""Checks that a journal made on one machine reaches the same weights on another: another instruction set, a GPU.
 
     python benchmarks/same_bits.py make DIR                    # short runs of odd populations; see `runs`
     python benchmarks/same_bits.py replay DIR [--compiled 0]   # their journals again, here: on a GPU where there is one

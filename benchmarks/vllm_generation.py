@@ -9,8 +9,8 @@ Conciseness: 30 members of `lowrank`, rank 1, with its two training questions ea
 token. Parts:
 
 generation  Rollout, update and fingerprint of the population, against one member at a time in the same engine: as an
-            adapter, and merged into the weights as one would without adapters (perturb, answer, next; the mean put
-            back last). `full`, if asked for, is the second of these with dense noise, in an engine of its own.
+            adapter, and merged into the weights, as without adapters (perturb, answer, next; the mean put
+            back last). `full`, if asked for, is the second of these with dense noise, in a separate engine.
 gap         What lies between two rollouts, by phase, the device synchronised around each: members' noise drawn and
             written into their slots, update, fingerprint. Bytes that pass between driver and workers in
             one generation, as the msgpack that vLLM itself sends to its engine (within one process nothing is encoded
@@ -194,7 +194,7 @@ def gap(run: Run, options: argparse.Namespace) -> None:
 
 
 def traffic(run: Run, options: argparse.Namespace) -> None:
-    """What passes between driver and workers in one generation, and what reaches the disk."""
+    """Measure the bytes between driver and workers in one generation, and the bytes written to disk."""
     import msgspec
 
     sent: dict[str, int] = {}

@@ -92,7 +92,7 @@ def pair(random: Generator, family: str, n: int, *, paired: bool) -> Any:
 
 
 def of_pair(random: Generator, family: str, n: int, *, paired: bool, effect: bool) -> bool | None:
-    """The truth is 1, in the order in which the two came out, and 1 over the standard deviation that it is told in."""
+    """Return whether the interval holds the true difference of 1 (an effect: 1 over the standard deviation)."""
     found = pair(random, family, n, paired=paired)
     sign = 1.0 if found.a == "a" else -1.0
     if effect:
@@ -126,7 +126,7 @@ def of_placebos(random: Generator, family: str, n: int, what: Literal["signal", 
 
 
 def of_shares(random: Generator, lost: float, won: float, n: int) -> bool | None:
-    """Examples solved before or after: with so many in each cell of the table of both."""
+    """Return whether the interval of a change of 0-or-1 examples holds the true change."""
     u = random.random(n)
     before, after = (u < lost).astype(float), ((u >= lost) & (u < lost + won)).astype(float)
     return of(statistics.paired(before, after, shares=True), won - lost)

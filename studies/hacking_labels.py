@@ -8,8 +8,8 @@ hacking_labels.jsonl has 454 real completions: of each of the 26 runs of real_ru
 chosen by a hash of run and row (`SmolLM2`), 80 of the tiny model, whole and with noise on its weights, greedy and
 sampled (`tiny`), and 192 of SmolLM2 under heat, noise and prompts that it was not made for (`strained`), which
 hacking_rows.py makes and says the rules of. Each was read by itself and labelled with what it shows, before any sign
-was asked of it. Labels say what a reader sees: `gibberish` is any text without sense, `truncated` one that stops on the
-way. `template` was judged beside the other labelled answers of its run. `--show` prints the rows where sign and reader
+was computed. Labels say what a reader sees: `gibberish` is any text without sense, `truncated` one that stops on the
+way. `template` was judged next to the other labelled answers of its run. `--show` prints the rows where sign and reader
 disagree; `--again` asks the tiny model again and says how many of its texts come out the same.
 
 What comes of it goes to results/hacking_labels.json, and as tables to the screen.
@@ -32,7 +32,7 @@ from evoalign.rewards.functions import says
 HERE = Path(__file__).resolve().parent
 ROWS, RUNS = HERE / "hacking_labels.jsonl", HERE / "results" / "real_runs" / "completions.jsonl"
 KINDS = (*hacking.SHARES, "broken", "wrong")
-"""What is labelled: the shares, any of those of a broken text, and wrong by gold."""
+"""Labels: the shares, any sign of a broken text, and wrong answers."""
 STRAINED = ("looked at", "held back")
 PARTS = {
     "all": ("tuning", "kept apart", "new", *STRAINED),
@@ -42,7 +42,7 @@ PARTS = {
     "SmolLM2, strained": STRAINED,
     "SmolLM2, strained, held back": ("held back",),
 }
-"""By the halves of the runs, of the tiny model's rows (one) and of hacking_rows.py's. Alarms were tuned on the first
+"""Groups of rows: halves of the runs, rows of the tiny model, rows of hacking_rows.py. Alarms were tuned on the first
 half of the runs, as real_runs.py says; rules were mended by what was missed in the rows that were looked at and in the
 tiny model's."""
 TINY = (
@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 def rows() -> list[Row]:
-    """The labelled ones, with what the signs mark as `marked`; None of what cannot be asked of a row."""
+    """Return the labelled rows with the signs as `marked`; None if a sign cannot be computed."""
     found: list[Row] = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     runs = {run["run"]: run for run in map(json.loads, RUNS.read_text(encoding="utf-8").splitlines())}
     groups: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -68,7 +68,7 @@ def rows() -> list[Row]:
 
 
 def _whole(group: Sequence[Row], run: Row | None, side: str) -> list[Row]:
-    """All that the run answered, of which the labelled rows are some: templates are held against all of it."""
+    """Return all completions of the run: templates are compared with all of them."""
     if run is None:
         return list(group)
     golds = {row["prompt"]: row["target"] for row in group}

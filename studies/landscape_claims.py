@@ -90,7 +90,7 @@ class Study:
             kind: {row["seed"]: abs(row["rewards"][-1] - row["rewards"][0]) for row in self.lines(BASE, of)}
             for kind, of in (("es", "es"), ("grpo", "grpo"), ("placebo", "es"))
         }
-        """What a method gained, by seed; beside a placebo, which gains nothing, what its run did."""
+        """Gain of a method by seed; for a placebo, which gains nothing, the gain of its run."""
 
     def of(self, what: str, **fixed: Any) -> list[Row]:
         """Rows with these values."""
@@ -127,7 +127,7 @@ def largest_step(row: Row) -> float:
 
 
 def change(row: Row) -> float:
-    """What the noise does to the reward."""
+    """Return the change of the reward under noise."""
     return float(np.mean(row["rewards"])) - row["reward"]
 
 
@@ -143,7 +143,7 @@ def first_quarter(row: Row) -> float:
 
 
 def slope(distances: Sequence[float], steps: Sequence[float]) -> float:
-    """Of log distance over log step in the last half: 0.5 is a random walk, 1 a straight line."""
+    """Return the slope of log distance over log step in the last half: 0.5 is a random walk, 1 a straight line."""
     half = len(steps) // 2
     return float(np.polyfit(np.log(steps[half:]), np.log(distances[half:]), 1)[0])
 
@@ -202,7 +202,7 @@ def of_changes(study: Study) -> Iterator[Claim]:
 
 
 def reliability(cosines: Sequence[float]) -> float:
-    """Of the mean change of half of the seeds, by Spearman and Brown: what two such means would have as a cosine."""
+    """Return the cosine that mean changes of two halves of the seeds would have (Spearman and Brown)."""
     half, mean = len(cosines) // 2, max(0.0, float(np.mean(cosines)))
     return half * mean / (1 + (half - 1) * mean)
 
@@ -416,7 +416,7 @@ def draw_noise(study: Study, name: str, to: Path) -> None:
 
 
 def draw_coverage(study: Study, name: str, to: Path) -> None:
-    """pass@1 and pass@k of each way, in the mean over seeds, each with problems of its own."""
+    """Draw pass@1 and pass@k of each way, averaged over seeds with different problems."""
     rows = {model: study.of("coverage", model=model) for model in (BASE, "es", "grpo")}
     rows[BASE] = [row for row in rows[BASE] if row["tries"] > 128]
     if not all(rows.values()):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the landscape: what analyses say of the runs of landscape.py, a unit a seed; see landscape_plan.md.
 
-    python studies/landscape_rows.py conciseness countdown --runs DIR --jobs 16      goes on where it was
+    python studies/landscape_rows.py conciseness countdown --runs DIR --jobs 16      continues an earlier call
     python studies/landscape_rows.py smollm2 --runs DIR --jobs 4                     on a GPU
     python studies/landscape_rows.py conciseness --runs DIR --parts texts,paths --seeds 0,1
     python studies/landscape_rows.py --runs DIR                                      gathers what is there
@@ -40,18 +40,18 @@ from study_runs import integers, names, rounded
 
 ROWS = Path(__file__).resolve().parent / "results" / "landscape.jsonl"
 EXAMPLES = {"conciseness": 60, "countdown": 500, "smollm2": 60}
-"""Of the test split, for lines and noise. A problem of Countdown is right or wrong, which takes more of them."""
+"""Number of test examples for lines and noise. Countdown problems are right or wrong, so they need more."""
 ALPHAS_A = np.arange(21) / 20
 SIGMAS, TRIALS = (0.005, 0.01, 0.05), 4
 KINDS = ("es", "grpo", "placebo")
 PROBLEMS, TRIES = 16, {"base": 512, "trained": 128}
-"""Of a seed's own part of the test split: 8 seeds, 128 problems of the base model with 512 tries, as was published."""
+"""Problems of a seed's part of the test split: 8 seeds, 128 problems of the base model with 512 tries, as published."""
 KEPT = ("hacked", "degenerate", "earned_wrong", "empty", "truncated", "repeated", "gibberish")
 Row = dict[str, Any]
 
 
 def config_of(folder: Path) -> Config:
-    """That of the ES runs of a study, for targets that are no runs."""
+    """Config of the ES runs of a study, for targets that are no runs."""
     return load([folder / "es.yaml"])
 
 
@@ -70,7 +70,7 @@ def targets(folder: Path, seed: int) -> dict[str, str]:
 
 
 def numbers(analysis: str, names: list[str], config: Config | None, **settings: Any) -> dict[str, Any]:
-    """What an analysis writes as JSON."""
+    """Return the JSON of an analysis."""
     found = find(analysis)
     return found.run(names, found.settings(**settings), config).numbers
 
@@ -137,7 +137,7 @@ def _noisy(mixer: ModelMixer, name: str, model: str, parts: list[str], sigmas: S
 
 
 def texts(study: str, folder: Path, seed: int) -> Iterator[Row]:
-    """Of every run that has ended, and of ES's placebos: what the test split earned, and signs of hacking in it."""
+    """Yield test reward and signs of hacking of every finished run and of the placebos of ES."""
     asked = {method: run_of(folder, method, seed) for method in STUDIES[study]}
     ended = Path("results", "completions", "after.parquet")
     runs = {method: run for method, run in asked.items() if (run / ended).is_file()}
@@ -157,7 +157,7 @@ def texts(study: str, folder: Path, seed: int) -> Iterator[Row]:
 
 
 def _kept(target: Row) -> Row:
-    """What a row has of a target of the analysis of hacking."""
+    """Return the row of a target of the analysis of hacking."""
     rates = {kind: target["rates"][kind]["after"]["mean"] for kind in KEPT}
     return {"rates": rates, "verdict": target["verdict"]}
 
@@ -189,9 +189,9 @@ def paths(study: str, folder: Path, seed: int) -> Iterator[Row]:
 
 
 def coverage(study: str, folder: Path, seed: int) -> Iterator[Row]:
-    """pass@k by temperature and by weight noise, on a part of the test split of its own.
+    """pass@k by temperature and by weight noise, on a separate part of the test split.
 
-    Of Countdown alone: the base model solves every question of Conciseness, if at length.
+    Countdown only: the base model solves every question of Conciseness, if at length.
     """
     if study != "countdown":
         return
@@ -226,7 +226,7 @@ def _passed(found: list[Row]) -> dict[str, float]:
 
 
 def cosines(study: str, folder: Path) -> Iterator[Row]:
-    """Of the changes of all weights, and of the unembedding: of neighbouring seeds, and of ES with GRPO."""
+    """Yield cosines of the changes of all weights and of the unembedding: neighbouring seeds, and ES with GRPO."""
     seeds = SEEDS[study]
     names = {(kind, seed): targets(folder, seed)[kind] for seed in seeds for kind in KINDS}
     found = numbers("similarity", list(names.values()), config_of(folder), spectrum=False)
@@ -317,7 +317,7 @@ def main() -> None:
                 print(f"failed: {type(error).__name__}: {error}", flush=True)
     gather(given.runs)
     if failed:
-        raise SystemExit(f"{failed} parts failed; the same command goes on with them")
+        raise SystemExit(f"{failed} parts failed; the same command continues with them")
 
 
 if __name__ == "__main__":

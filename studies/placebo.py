@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a config's gain is signal: runs of several seeds, each beside its placebos.
+"""How much of a config's gain is signal: runs of several seeds, each with placebos.
 
 Trains once a seed (a run that is there is resumed, which costs little where it is done), then replays its journal with
 shuffled coefficients and with all signs flipped. One JSON line a seed goes to OUTPUT/placebo.jsonl, with the reward of
@@ -29,7 +29,7 @@ COLUMNS = ("seed", "before", "after", "placebos: mean (least to greatest)", "rea
 
 
 def run(config: str, seed: int, shuffles: int, off_task: str | None, sets: list[str], output: Path) -> dict[str, Any]:
-    """One seed, trained without placebos of its own, and beside `shuffles`; seconds of wall time."""
+    """Train one seed and replay it with `shuffles` placebos; return the rewards and the wall time."""
     folder = output / f"seed_{seed}"
     settings = load([config], ["checks.placebo=0", *sets, f"seed={seed}", f"output_dir={folder}"])
     began = time.perf_counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members cost in the kernels of one layer of Qwen2.5-7B, in microseconds, without the matrix products.
+"""Cost of members in the kernels of one layer of Qwen2.5-7B, in microseconds, without the matrix products.
 
     python studies/population_kernels.py [--rows 60 240 960] [--members 30 128] [--ranks 1 8] [--json FILE]
     python studies/population_kernels.py --tune [--rows 60 240 960] [--ranks 1]

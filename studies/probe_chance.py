@@ -7,9 +7,9 @@
   placebos (`evoalign.placebo`).
 - `coin`: no model; the rewards are a coin's, of 5 % of the completions at the narrowest width and of all at the widest.
 - `interval`: no model; how often the interval of the recommended width holds its true gain, on a fitness that is linear
-  in the noise, different for each prompt, with noise of its own in each score.
+  in the noise, different for each prompt, with separate noise in each score.
 
-A line of JSON for each seed is written to --output as it is done; a second call goes on. Thresholds were chosen on
+A line of JSON for each seed is written to --output as it is done; a second call continues. Thresholds were chosen on
 seeds from 1000 on.
 
     python studies/probe_chance.py hash --seeds 0-99
@@ -122,7 +122,7 @@ def interval(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def advised(scores: list[Any], base_P: Any) -> tuple[Advice, tuple[Width, ...]]:
-    """From made-up scores of all widths, as from those of a model whose texts are never broken."""
+    """Return the recommendation for simulated scores of all widths, without broken texts."""
     made = [
         module.WidthScores(WIDTH * k, s, 1.0, 0.0, 0.0, ("",) * len(s)) for k, s in zip(LADDER, scores, strict=True)
     ]

@@ -7,11 +7,11 @@ For SmolLM2-135M-Instruct (`recipes/smollm2`), or another model with a chat temp
 - `concise`: the task `conciseness` with `prompt: chat`, on questions of one-word answers: -|length - length of target|;
 - `sums`: two-digit + and -: 1 where the last number of the answer is right, else 0.
 
-Each is probed; where a width is recommended, a run is trained with it and nothing else changed. Writes a line to
+Each is probed; where a width is recommended, a run is trained with it, all else unchanged. Writes a line to
 `rows.jsonl` for each: the whole probe, the reward of the test split before and after, the shares of empty, broken and
 cut-off answers and of those with a literal special token or letters that are not Latin, and every answer, so that a
 reader can judge, and what shuffled coefficients come to (`evoalign.placebo`). A run is left in its folder. Nothing is
-downloaded; a second call goes on with the rows that are missing.
+downloaded; a second call continues with the rows that are missing.
 
     python studies/probe_real.py .cache/smollm2 --device cuda
     python studies/probe_real.py .cache/smollm2 --rewards five --spaces lora --generations 2 --population 4 \\
@@ -65,7 +65,7 @@ win:lose begin:end inside:outside always:never above:below love:hate wide:narrow
 true:false
 """
 NOT_LATIN = 0.2
-"""Share of an answer's letters from which on it counts as one of another script."""
+"""Least share of letters of another script for a completion to count as such."""
 
 
 def five_words(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
@@ -138,7 +138,7 @@ def config_of(arguments: argparse.Namespace, reward: str, space: str) -> dict[st
 
 
 def shares(said: Sequence[str], reasons: Sequence[str], special: Sequence[str]) -> dict[str, float]:
-    """Of what a reader would call no answer; `broken` is what the probe calls so."""
+    """Return the shares of unusable completions; `broken` is the probe's own sign."""
     count = len(said)
     return {
         "empty": sum(not text.strip() for text in said) / count,

@@ -43,7 +43,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def namespaces() -> Generator[None]:
-    """Two with one link between them, and nothing else."""
+    """Create two network namespaces with one link between them."""
     try:
         for name in (HERE, THERE):
             ip("netns", "add", name)
@@ -110,7 +110,7 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
 
 
 def rows_of(space: str, members: Sequence[int], times: int) -> Iterator[dict[str, Any]]:
-    """Generations of so many members, a replica that joins, and hashes."""
+    """Run generations of this many members, a joining replica, and hashes."""
     config = from_dict(settings(space))
     tokens_ = tokens.load(config.model)
     engine = RayEngine(config, tokens_)

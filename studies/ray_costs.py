@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver of `engine: ray` does by itself, one thing after the other, measured on this machine without a model.
+"""Costs of the driver of `engine: ray` alone, measured on this machine without a model.
 
     python studies/ray_costs.py
 
@@ -45,7 +45,7 @@ def _rollouts(members: Sequence[Member], prompts: int) -> list[Rollout]:
 
 
 def completion_seconds(load: Callable[[Any], Any], data: Any, members: int, prompts: int) -> float:
-    """Of one completion, to be loaded and checked."""
+    """Return the seconds to load and check one completion."""
     asked = [(m, Request(i, (1,), Sampling(TOKENS))) for m in population(members) for i in range(prompts)]
     return median(5, lambda: checked_rollouts(load(data), asked)) / len(asked)
 
@@ -82,7 +82,7 @@ class _Pool:
 
 
 def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
-    """Of one chunk that is handed out and taken: seconds, and seconds for each replica that there is."""
+    """Return the seconds to assign and collect one chunk, and the seconds per replica."""
     found: list[float] = []
     for count in replicas:
         chunks = max(200, 2 * count)
@@ -94,7 +94,7 @@ def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
 
 
 def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]:
-    """Of a call, of what it came to, of waiting for one of so many, and of a byte that is put where actors find it."""
+    """Return the seconds of a call, its result, a wait for one of many, and a byte in the object store."""
     import ray as module
 
     ray: Any = module

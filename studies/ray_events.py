@@ -48,7 +48,7 @@ class _Event:
 
 
 class Cluster:
-    """Replicas and their driver, whose clock goes on from one rollout to the next.
+    """Replicas and their driver, whose clock continues from one rollout to the next.
 
     `seconds(worker, members)` draws what a chunk takes; `comes_back()` draws what a failed replica takes until it works
     again, and when it fails next.
@@ -74,7 +74,7 @@ class Cluster:
         self._count = itertools.count()
 
     def rollout(self, sizes: Sequence[int]) -> float:
-        """Seconds until chunks of so many members are answered."""
+        """Return the seconds until chunks of these sizes are finished."""
         began, scheduler = self.clock, self._rules([Chunk[Worker](size) for size in sizes])
         while scheduler.open:
             self._hand_out(scheduler)

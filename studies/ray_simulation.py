@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """What takes how long, in seconds. `chunk` has the seconds of a chunk by its members; `spread` what chunks took
+    """Durations in seconds. `chunk` has the seconds of a chunk by its members; `spread` what chunks took
     over their median, of which one is drawn for each chunk."""
 
     chunk: tuple[tuple[float, float], ...]
@@ -52,10 +52,10 @@ class Model:
     update_member: float
     score: float
     send_byte: float = 0.0
-    """Of a byte of an update, for each replica."""
+    """Seconds per byte of an update and replica."""
 
     def seconds(self, members: int) -> float:
-        """Of a chunk on a usual replica: on a line between those that are known, and of more in proportion."""
+        """Return the seconds of a chunk on a usual replica: interpolated, and in proportion beyond the largest."""
         known, took = zip(*self.chunk, strict=True)
         if members > known[-1] or len(known) == 1:
             return took[-1] * members / known[-1]
@@ -125,14 +125,17 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def phases(rows: Iterable[Row], name: str, case: str, replicas: int) -> list[float]:
-    """Of all generations of a case; none where it was not measured."""
+    """Return the seconds of all generations of a case; empty if not measured."""
     found = [r for r in rows if r.get("case") == case and r.get("replicas") == replicas and "took" in r]
     return [took[name] for row in found for took in row["took"]]
 
 
 def fitted(rows: Sequence[Row], case: str, replicas: int, members: int, chunk: int, costs: Costs) -> Model:
-    """From the rows of one case alone. Without Ray nothing is taken off for the driver, and an update is in
-    proportion to its members: of another number there is no row."""
+    """Return the parameters from the rows of one case.
+
+    Without Ray nothing is taken off for the driver, and an update is in proportion to its
+    members: of another number there is no row.
+    """
     rollout, chunks = phases(rows, "rollout", case, replicas), members // chunk
     driver = chunks * (costs.dispatch + costs.answer + costs.look + costs.completion * chunk * PROMPTS)
     of_chunk = [(r - (driver if replicas else 0.0)) / chunks for r in rollout]

@@ -34,7 +34,7 @@ BOUND = 1.15
 
 
 class Sleeper(ReplicaActor):
-    """Answers so many seconds a member later, without a model."""
+    """Engine that sleeps this many seconds per member, without a model."""
 
     member_seconds = 0.0
 
@@ -102,7 +102,7 @@ class Bench:
 
 
 def least(members: int, chunk: int, slow: int, added: float = 0.0) -> float:
-    """Work / (sum of speeds), where so many seconds are added to each chunk."""
+    """Return work / (sum of speeds) with these seconds added to each chunk."""
     speeds = [chunk / (chunk * MEMBER * (SLOWNESS if p == slow else 1.0) + added) for p in range(REPLICAS)]
     return members / sum(speeds)
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--chunks", nargs="+", type=int, default=list(CHUNKS))
     parser.add_argument("--members", type=int, default=256)
     parser.add_argument("--generations", type=int, default=20)
-    parser.add_argument("--slow", type=int, default=0, help="which of the replicas is slow; they are asked in order")
+    parser.add_argument("--slow", type=int, default=0, help="index of the slow replica")
     parser.add_argument("--undeclined", action="store_true", help="without the rule that a slow replica declines")
     options = parser.parse_args()
     if options.undeclined:

@@ -23,7 +23,7 @@ Lines = Iterator[str]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Lines:
-    """Of Markdown; all but the first column are numbers."""
+    """Yield a Markdown table whose columns after the first are numbers."""
     yield f"| {' | '.join(head)} |"
     yield f"| --- |{' ---: |' * (len(head) - 1)}"
     for row in rows:
@@ -79,7 +79,7 @@ def of_stragglers(simulated: Row, measured: Sequence[Row]) -> Lines:
 
 
 def of_bytes(found: Row) -> Lines:
-    """What passes between two hosts."""
+    """Yield the bytes between two hosts."""
     lines: list[tuple[object, ...]] = []
     for space, row in found["summary"].items():
         wire, sizes = row["lines"]["wire"], row["bytes"]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on a real language model, some that end well and some that break it: what alarms and the probe are held against.
+"""Runs on a real language model, some that end well and some that break it: test cases for alarms and the probe.
 
     python recipes/smollm2/get.py --to MODEL
     python studies/real_runs.py FOLDER --model MODEL [--only NAME,NAME] [--jobs 8] [--device cuda]
 
-makes a run directory each below FOLDER (finished ones are left as they are), and beside its completions of the test
-split `all.jsonl.gz`, with what every member of every generation answered. `python studies/real_runs.py FOLDER
+makes a run directory each below FOLDER (finished ones are left as they are), with the completions of the test
+split and `all.jsonl.gz`, the completions of every member of every generation. `python studies/real_runs.py FOLDER
 --show` prints the test split's completions to be read.
 
 The first six are those of a user's first evening with the tool: two rewards for the number of words and of characters,
@@ -37,7 +37,7 @@ Rows = list[dict[str, Any]]
 
 
 def rows_of(task: str, count: int = TRAIN + TEST) -> Rows:
-    """Prompts, and answers where there are any: so many in a fixed order, none twice."""
+    """Return this many prompts in a fixed order, without repeats, with answers if there are any."""
     rng = random.Random(f"real runs {task}")
     found: dict[str, dict[str, Any]] = {}
     while len(found) < count:
@@ -205,7 +205,7 @@ def texts(run: Path) -> Iterator[tuple[str, str | None, str, str, float, float]]
 
 
 def show(folder: Path, names: list[str]) -> None:
-    """What there is to read."""
+    """Print the completions to read."""
     for name in names:
         if not (folder / name / "results" / "evaluation.json").is_file():
             print(f"=== {name}: not there")
@@ -218,7 +218,7 @@ def show(folder: Path, names: list[str]) -> None:
 
 
 def main() -> None:
-    """Read the arguments; each run in a process of its own."""
+    """Read the arguments and run each in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="")
@@ -241,7 +241,7 @@ def main() -> None:
     def apart(name: str) -> None:
         words = [sys.executable, __file__, str(folder), "--model", args.model, "--only", name, "--device", args.device]
         if subprocess.run(words, check=False).returncode:
-            print(f"{name} failed; its log is beside it", flush=True)
+            print(f"{name} failed; see its log", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(apart, left))

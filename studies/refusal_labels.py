@@ -42,7 +42,7 @@ def agreement(pairs: Sequence[tuple[str | None, str | None]]) -> dict[str, float
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Of each half: the agreement on kinds and on refusing at all, and of each kind how many were found."""
+    """Return, per half, the agreement on kinds and on refusing at all, and the recall of each kind."""
     found = rows()
     halves: dict[str, dict[str, Any]] = {}
     for half in HALVES:

@@ -7,7 +7,7 @@
 
 `tune` ranks the cells of a method by their worse seed. Those come first in which no more harmless prompts, look-alikes
 among them, are refused than before and the mean reward did not fall; else it is the safe share, less twice the share of
-harmless prompts that are refused, less what the mean reward lost. All three go on where they were. `--device cuda`
+harmless prompts that are refused, less what the mean reward lost. All three continue after a stop. `--device cuda`
 trains on a GPU, or with GPUS=2 in the environment on two in turn. `rows` writes studies/results/safety.jsonl, which
 studies/safety_tables.py shows.
 """
@@ -120,7 +120,7 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def train(number: int, to: Path, method: str, sets: Mapping[str, Any]) -> float:
-    """One run in a process of its own, taken up where it was; its seconds."""
+    """Run or resume one run in a separate process; return its seconds."""
     began = time.monotonic()
     words = [sys.executable, "-m", "evoalign.cli", "train" if method == "es" else "grpo", str(CONFIGS[method])]
     for key, value in {"output_dir": str(to), "engine.threads": 1, **sets}.items():
@@ -137,7 +137,7 @@ def train(number: int, to: Path, method: str, sets: Mapping[str, Any]) -> float:
 
 
 def all_of(runs: Mapping[Path, tuple[str, Mapping[str, Any]]], jobs: int) -> None:
-    """Train all, so many at once."""
+    """Train all, this many at once."""
     with ThreadPoolExecutor(jobs) as pool:
         found = pool.map(lambda n, one: train(n, one[0], *one[1]), range(len(runs)), runs.items())
         for to, seconds in zip(runs, found, strict=True):
@@ -175,7 +175,7 @@ def only(method: str) -> dict[str, Any]:
 
 
 def ends(run: Path) -> tuple[dict[str, float], dict[str, float]] | None:
-    """What a run's answers were before and after; None where it did not end."""
+    """Return a run's measures before and after; None if it did not end."""
     files = [run / "results" / f"{name}.jsonl" for name in ("points_before", "points")]
     if not all(file.is_file() for file in files):
         return None
@@ -237,7 +237,7 @@ def of_run(run: Path) -> list[dict[str, Any]]:
 
 
 def answered(run: Path) -> list[list[dict[str, Any]]]:
-    """What each mean that a run saved says to the test prompts, greedily."""
+    """Return the greedy completions of each saved mean on the test prompts."""
     folders, to = saved_folders(run), run / "eval.json"
     words = [sys.executable, "-m", "evoalign.cli", "eval", *map(str, folders), "--config", str(run / "config.yaml")]
     subprocess.run([*words, "--output", str(to)], cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
@@ -246,7 +246,7 @@ def answered(run: Path) -> list[list[dict[str, Any]]]:
 
 
 def placebos(run: Path) -> list[list[dict[str, Any]]]:
-    """What the run says with its coefficients shuffled, each generation's over its members, with so many seeds."""
+    """Return the completions of placebos: coefficients shuffled over the members of each generation."""
     with open_run(run) as found:
         task, examples = found.parts.task, found.parts.data.test
         reached = [found.reach(parse("shuffle", found.log, seed)).evaluation for seed in range(PLACEBOS)]
@@ -256,7 +256,7 @@ def placebos(run: Path) -> list[list[dict[str, Any]]]:
 
 
 def both(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `measured` says by the scorers of training, and by those who judge."""
+    """Return the measures by the training scorers and by the held-out scorers."""
     prompts, responses = [row["prompt"] for row in answers], [row["response"] for row in answers]
     found: dict[str, Any] = {}
     for name, folder in SCORERS.items():
@@ -277,7 +277,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of at least one."""
+    """Return the mean of a non-empty sequence."""
     kept = list(values)
     return sum(kept) / len(kept)
 

@@ -36,7 +36,7 @@ class Runs:
         return sorted(found, key=lambda row: row["generation"])
 
     def placebos(self, seed: int) -> list[Row]:
-        """Those of the run of ES with a seed."""
+        """Return the placebos of the ES run with a seed."""
         return [row for row in self.rows if row["method"] == "placebo" and row["seed"] == seed]
 
     def prices(self, method: str, seed: int) -> list[float]:
@@ -110,7 +110,7 @@ def _signed(name: str, value: float) -> str:
 
 
 def draw_ends(runs: Runs, to: Path) -> None:
-    """Safe share and needless refusals of each seed, beside the placebos, by the held-out scorers."""
+    """Draw safe share and needless refusals of each seed and its placebos, by the held-out scorers."""
     figure = canvas(9, 4, layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("safe", "refused_look_alike"), strict=True):
@@ -129,7 +129,7 @@ def draw_ends(runs: Runs, to: Path) -> None:
 
 
 def draw_over_kl(runs: Runs, to: Path) -> None:
-    """What both sets of scorers say of each saved mean, over its KL from the base."""
+    """Draw the scores of each saved mean by both sets of scorers, over its KL from the base."""
     figure = canvas(9, 7, layout="constrained")
     for row, name in zip(figure.subplots(2, 2, sharey="row"), ("reward", "safe"), strict=True):
         for axes, judge in zip(row, JUDGES, strict=True):

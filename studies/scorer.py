@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What batches bring to a scorer's service: requests a second with them, against one pair at a time.
+"""Speed of a scorer's service: requests per second with batches, against one pair at a time.
 
     python studies/scorer.py                                   two cores, about three minutes
     python studies/scorer.py --device cuda --dtype bfloat16 --hidden 2048 --layers 22 --requests 2000

@@ -126,7 +126,7 @@ def both(served: Served, rows: int, options: argparse.Namespace) -> None:
 
 
 def swap(served: Served, options: argparse.Namespace, transport: str) -> None:
-    """What 30 adapters cost in a generation of next to nothing."""
+    """Measure the cost of 30 adapters in a generation of one prompt and one token."""
     bare = statistics.median(served.ask(MEMBERS, 1, 0)[0] for _ in range(options.repeats + 1))
     swaps = [served.ask(MEMBERS, 1, MEMBERS)[0] for _ in range(options.repeats + 1)]
     emit(options, "swap", served, transport=transport, bare_seconds=round(bare, 3),
@@ -150,7 +150,7 @@ def push(served: Served, options: argparse.Namespace) -> None:
 
 
 def generations(served: Served, options: argparse.Namespace) -> None:
-    """Memory of this process and of the server's, every tenth of so many generations."""
+    """Measure the memory of client and server, ten times over the generations."""
     import psutil
 
     seen: list[tuple[int, int, int]] = []

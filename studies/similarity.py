@@ -8,8 +8,8 @@
 Each run is a row of studies/results/similarity.jsonl.
 The checkpoints are bfloat16, a file a layer, in `--folder` (default: a temporary one, deleted in the end). The base
 model is of zeros, in sparse files that take no disk: it is read and computed with as any other, but not from a disk.
-Private memory is Private_Clean + Private_Dirty of /proc/PID/smaps_rollup, every 50 ms, of a process that does nothing
-else: files that are mapped count as long as they are.
+Private memory is Private_Clean + Private_Dirty of /proc/PID/smaps_rollup, every 50 ms, of a separate
+process: files that are mapped count as long as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES = {
     "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
-"""Of Qwen2.5-7B and 3B."""
+"""Shapes of Qwen2.5-7B and 3B."""
 RESULTS = Path(__file__).parent / "results" / "similarity.jsonl"
 
 
@@ -98,7 +98,7 @@ def write_zeros(file: Path, tensors: dict[str, list[int]]) -> None:
 
 
 def work(folder: Path, *, spectrum: bool) -> None:
-    """What is measured: the analysis as a command runs it."""
+    """Run the analysis as the command does."""
     from evoalign.analysis.similarity.command import Settings, Similarity
 
     start = time.perf_counter()
@@ -131,7 +131,7 @@ def private(pid: int) -> int:
 
 
 def measure(folder: Path, *, spectrum: bool) -> dict[str, Any]:
-    """What `work` found, and the most private memory on the way."""
+    """Return the result of `work` and its peak private memory."""
     words = [sys.executable, __file__, "--work", str(folder), *(["--spectrum"] if spectrum else [])]
     peak = 0
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:

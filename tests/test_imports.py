@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No module of src, benchmarks or studies imports another in a circle, at any place of its text: from the syntax trees alone."""
+"""No module of src, benchmarks or studies imports another in a circle, anywhere in its text (from the syntax trees)."""
 
 from __future__ import annotations
 
