@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_commands_settings_names_and_files_in_running_text_exist(page: Path) -> 
                 from_dict(parse_overrides(WIDTH, [f"engine={settings()[name]}", f"{name}={value}"]))
         if re.fullmatch(r"evoalign(\.\w+)+:\w+", word):
             assert exists(word), f"no {word}"
-        if re.fullmatch(r"(src|configs|scripts|examples|benchmarks|recipes|tests|docs)/[\w./-]+", word):
+        if re.fullmatch(r"(src|configs|scripts|examples|benchmarks|studies|recipes|tests|docs)/[\w./-]+", word):
             assert (REPOSITORY / word).exists(), f"no file {word}"
 
 
@@ -200,12 +201,16 @@ def test_readme_is_short_and_begins_with_a_figure_and_commands() -> None:
 
 
 def test_drift_in_the_readme_is_that_of_the_benchmark() -> None:
-    """Of each config, the least and the most over its seeds."""
-    rows = (REPOSITORY / "benchmarks/README.md").read_text(encoding="utf-8").split("drift's share of the gain", 1)[1]
-    cells = [[cell.strip() for cell in row.split("|")] for row in rows.split("\n\n")[0].splitlines() if "%" in row]
+    lines = (REPOSITORY / "benchmarks/results/demo.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
     for config, name in (("quickstart", "on Conciseness"), ("template", "on the template")):
-        shares = [int(row[7].rstrip("%")) for row in cells if row[1] == config]
+        shares = [
+            round(100 * (mean(p["reward"] for p in row["placebos"]) - row["before"]["reward"])
+                  / (row["real"]["reward"] - row["before"]["reward"]))
+            for row in rows
+            if row["config"] == config
+        ]  # fmt: skip
         assert f"{min(shares)} to {max(shares)} % {name}" in text
 
 
