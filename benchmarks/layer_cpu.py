@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from evoalign.kernels import compiled, population_cpu, reference
+from evoalign.kernels import compiled, population, reference
 
 HIDDEN, INNER, MEMBERS, ROWS = 96, 288, 16, 8
 
@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     if not compiled.here():
         raise SystemExit("evoalign was installed without a C compiler")
-    forms: dict[str, Any] = {"torch": reference, "torch.compile": Compiled, "C": population_cpu}
+    forms: dict[str, Any] = {"torch": reference, "torch.compile": Compiled, "C": population}
     owners = torch.arange(MEMBERS, dtype=torch.int32).repeat_interleave(ROWS)
     sides = {"population": owners, "base": torch.full_like(owners, -1)}
     rows: list[dict[str, Any]] = []

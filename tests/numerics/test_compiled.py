@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_breaks_no_installation(building):
 DIGEST = """
 import hashlib, pathlib, sys, numpy as np, torch
 from evoalign import noise
-from evoalign.kernels import attention, compiled, population_cpu as population, products
+from evoalign.kernels import attention, compiled, population, products
 compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, sys.argv[1:3])
 if not compiled.available("cpu"):
     sys.exit("no library")
@@ -258,7 +258,7 @@ population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
 said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, terms)
 population.add(gates, x, [a, a], [b, b], terms)
 cache = [noise.normals((9, 9), (7, 1, 300, 22), 0, [k])[0] for k in (8, 9)]
-said.append(attention.in_c(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
+said.append(attention.decode(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
 for tensor in (*said, qkv, gates):
     assert tensor.isfinite().all()
     sha.update(tensor.numpy().tobytes())
