@@ -109,7 +109,7 @@ class Dialect:
         raise NotImplementedError
 
     async def metrics(self, client: Client) -> Mapping[str, float]:
-        """Return the server's load; of several ranks that of the first. Skips invalid values."""
+        """Return the server's load; the first rank's, if there are several. Skips invalid values."""
         found: dict[str, float] = {}
         for name, value in self.metric.findall(await client.text("/metrics")):
             if name in self.measured:
