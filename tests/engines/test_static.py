@@ -273,14 +273,6 @@ def test_earlier_rollouts_do_not_change_prefill_pieces(folder: Path, monkeypatch
     assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
-def test_max_rows_does_not_change_completions(folder: Path) -> None:
-    answers = []
-    for rows in (None, 5):
-        with bench_of(folder, "static", engine={"decoder": "static", "max_rows": rows}) as bench:
-            answers.append(bench.ask(bench.plan(), asked("apart", WARM)))
-    assert {k: r.token_ids for k, r in answers[0].items()} == {k: r.token_ids for k, r in answers[1].items()}
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_nan_logits_raise_not_finite_error(folder: Path, sampling: Sampling) -> None:
     with bench_of(folder, "static") as bench:

@@ -241,10 +241,8 @@ class ReplicaPool:
         most = self.settings.restarts
         if replica.restarts > most:
             raise EvoalignError(f"replica {replica.place} {why}; it was restarted {most} times (engine.restarts)")
-        LOG.warning(
-            "replica %d %s; it is restarted (%d of %d times), and others take over its work",
-            replica.place, why, replica.restarts, most,
-        )  # fmt: skip
+        text = "replica %d %s; it is restarted (%d of %d times), and others take over its work"
+        LOG.warning(text, replica.place, why, replica.restarts, most)
         self._ray.kill(replica.actor)
         if replica.place in self.cluster.placed():
             self._launch(replica)
