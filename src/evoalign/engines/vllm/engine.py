@@ -160,8 +160,7 @@ class VllmEngine(EngineDefaults):
 
     def _generate(self, members: Sequence[tuple[Member, int | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield completions of all members, in one call per batch; a member without a slot is the served weights."""
-        slots = dict(members)
-        salt = str(next(self._serial))  # vLLM's prefix cache is shared under one salt only, never with other weights
+        salt, slots = self._salt(), dict(members)
         pairs = pairs_of([m for m, _ in members], requests)
         # On a CPU vLLM 0.26 samples without seeds where a row of the batch is greedy.
         drawn = [pair for pair in pairs if pair[1].sampling.temperature > 0]
@@ -170,6 +169,10 @@ class VllmEngine(EngineDefaults):
             if batch:
                 for ended in self._generator.run(batch, [slots[m] for m, _ in batch], salt):
                     yield from self._rollouts([(*batch[place], completion) for place, completion in ended])
+
+    def _salt(self) -> str:
+        """Return a new salt: vLLM's prefix cache is shared under the same salt only, never with other weights."""
+        return str(next(self._serial))
 
     def _rollouts(self, ended: Sequence[tuple[Member, Request, Completion]]) -> Iterator[Rollout]:
         """Decode the completions of one step, each distinct text once."""
