@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from number_checks import BITS, LAST, in_torch, make, moved, ordered, random, same, update
+from number_checks import MODULE as NAME
 
 from evoalign import kernels, noise, spaces
 from evoalign.config import from_dict
 from evoalign.engines import hash
 from evoalign.types import MEAN, Member, Plan, TensorSpec
-from number_checks import BITS, LAST, MODULE as NAME, in_torch, make, moved, ordered, random, same, update
 
 __all__ = ["in_torch"]  # a fixture
 

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from number_checks import BITS, ordered, random, same, update
 
 from evoalign import noise, spaces
 from evoalign.config import from_dict
@@ -10,7 +11,6 @@ from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces import Lora, LowRank, MeanPart, Slots
 from evoalign.spaces.base import Adapter
 from evoalign.types import MEAN, Member, Plan, TensorSpec, Update
-from number_checks import BITS, ordered, random, same, update
 
 SHAPES = [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)]
 SPECS = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.1 * (1 + i // 2)) for i, s in enumerate(SHAPES)]

@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from number_checks import BITS, LAST, in_torch, make, moved, ordered, random, same, update
 
 from evoalign import kernels, noise
 from evoalign.engines import hash as hashes
 from evoalign.kernels import compiled, products
 from evoalign.types import Update, population
-from number_checks import BITS, LAST, in_torch, make, moved, ordered, random, same, update
 
 __all__ = ["in_torch"]  # a fixture
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import population_checks as exact
 import pytest
 import torch
+from population_checks import BOUNDS, SMALL, Block, Draw, everything, inputs_of, poisoned, same, worst
 
-import population_checks as exact
 from evoalign.kernels import compiled, population, reference
 from evoalign.kernels.population import Heads, Terms
-from population_checks import BOUNDS, SMALL, Block, Draw, everything, inputs_of, poisoned, same, worst
 
 __all__ = ["poisoned"]  # a fixture
 
