@@ -178,7 +178,7 @@ def gap(run: Run, options: argparse.Namespace) -> None:
         return engine.rpc("es_put", run.plan(), run.population)
 
     def move() -> object:
-        return engine.rpc("es_apply", run.update())
+        return engine.rpc("es_mean", "apply", run.update())
 
     phases: dict[str, Callable[[], object]] = {
         "noise drawn and written to the slots": put,

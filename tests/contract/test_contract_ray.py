@@ -271,7 +271,8 @@ def test_canary_finds_the_replica_that_ignores_adapters(monkeypatch: pytest.Monk
             return super().rollout(plan, requests)
 
     monkeypatch.setattr(replicas, "ReplicaActor", Deaf)
-    with contract.started(RayEngine, config_of("lora")) as bench:
+    replica = {"name": "transformers", "device": "cpu", "threads": 1, "decoder": "library"}
+    with contract.started(RayEngine, config_of("lora", replica=replica)) as bench:
         call(engine_of(bench).pool.replicas[1], lambda actor: setattr(actor, "ignores_adapters", True))
         parts = bench.engine.parts()
         assert len(parts) == 2 and not hasattr(parts[0], "apply"), "an update goes to all replicas"

@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,6 @@ import torch
 from evoalign.engines.server import adapters
 from evoalign.engines.server.adapters import AdapterStore, PeftAdapter
 from evoalign.errors import ModelError
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from evoalign.engines.server import adapters
-adapters.IN_MEMORY = Path(sys.argv[1])
-store = adapters.AdapterStore(None)
-(store.folder("member") / "weights").write_bytes(b"0")
-print(store._folder, flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +30,23 @@ def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory: Path) 
     (memory / "evoalign-adapters-unmarked").mkdir()
     (memory / "evoalign-bench").mkdir()
     before = {path.name for path in memory.iterdir()}
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(memory)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        left = Path(process.stdout.readline().strip())
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = AdapterStore(None)
+        (store.folder("member") / "weights").write_bytes(b"0")
+        os.write(write, str(store._folder).encode())
+        time.sleep(60)
+        os._exit(0)
+    try:
+        left = Path(os.read(read, 4096).decode())
         first = AdapterStore(None)
         assert (left / "member" / "weights").exists(), "its process lives"
-        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+        os.close(write)
     second = AdapterStore(None)
     assert not left.exists()
     assert first._folder.exists(), "of this process, and in use"

@@ -22,16 +22,10 @@ from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
 from evoalign.engines.server.connection import Connection
-from evoalign.engines.server.dialect import (
-    Completion,
-    ServerInfo,
-    checked_ids,
-    checked_logprobs,
-    parse_metrics,
-)
+from evoalign.engines.server.dialect import Completion, ServerInfo, checked_ids, checked_logprobs
 from evoalign.engines.server.engine import LOADS, ServerEngine
 from evoalign.engines.server.settings import SglangConfig
-from evoalign.engines.server.sglang import MEASURED, METRIC, SglangDialect, begin_update
+from evoalign.engines.server.sglang import SglangDialect, begin_update
 from evoalign.engines.server.vllm import VllmDialect
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling, population
@@ -292,6 +286,8 @@ class Stub:
     async def get(self, path: str, *, seconds: float | None = None) -> Any:
         return await self.post(path, None, seconds=seconds)
 
+    text = get
+
 
 def test_sampled_requests_of_vllm_are_concurrent() -> None:
     choice = {"index": 0, "token_ids": [2], "finish_reason": "stop"}
@@ -338,7 +334,8 @@ def test_invalid_completions_and_metrics_are_rejected() -> None:
             checked_logprobs([value], 1, "it")
     assert checked_logprobs([-1, float("-inf")], 2, "it") == (-1.0, float("-inf"))
     text = 'sglang:num_running_reqs{a="b"} .\nsglang:num_queue_reqs 3.0\nsglang:num_queue_reqs 4.0\n'
-    assert parse_metrics(text, METRIC, MEASURED) == {"queue": 3.0}
+    metrics = SglangDialect().metrics(Stub(lambda path, body: text))  # type: ignore[arg-type]
+    assert asyncio.run(metrics) == {"queue": 3.0}
 
 
 class Slow(Well):

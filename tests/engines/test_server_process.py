@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from evoalign.engines.server.client import LostError
-from evoalign.engines.server.process import Command, ServerProcess, free_port, refuse_missing
+from evoalign.engines.server.connection import Command, ServerProcess, free_port, refuse_missing
 from evoalign.errors import ConfigError, ModelError
 from evoalign.version import install
 
@@ -122,7 +122,7 @@ def test_server_ends_when_its_parent_is_killed(stopped: bool) -> None:
     """Also a suspended one; and not when the thread ends that started it."""
     code = """
         import threading, time
-        from evoalign.engines.server.process import Command, ServerProcess
+        from evoalign.engines.server.connection import Command, ServerProcess
         process = ServerProcess(Command("own_server", ["a"]), "the server")
         thread = threading.Thread(target=process.start, args=(lambda: "serves" in process.log.read_text(), 60))
         thread.start(); thread.join()

@@ -18,10 +18,9 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-from population_checks import check_add, check_gate, check_norm, check_rotate
-from population_math import Draw
+from population_checks import Draw, check_add, check_gate, check_norm, check_rotate
 
-from evoalign.kernels import available, population
+from evoalign.kernels import available
 
 
 def main() -> None:
@@ -30,14 +29,14 @@ def main() -> None:
         sys.exit("needs a CUDA device and Triton")
     for rank, padded in ((1, 1), (1, 8), (3, 8), (16, 16)):
         draw = Draw(rank, padded, torch.bfloat16, "cuda")
-        check_add(population, draw, 3, 200, (90, 30, 30))
-        check_add(population, draw, 2, 72, (8200,))
-        check_norm(population, draw, 3, "none", carried=False, layers=3, width=200)
-        check_norm(population, draw, 3, "dot", layers=2, width=200, inner=90)
-        check_norm(population, draw, 3, "partial", layers=0, width=200)
-        check_rotate(population, draw, 3, 5, 1, 24, 24, qk_norm=False)
-        check_rotate(population, draw, 3, 5, 2, 24, 16, qk_norm=True)
-        check_gate(population, draw, 3, 2100)
+        check_add(draw, 3, 200, (90, 30, 30))
+        check_add(draw, 2, 72, (8200,))
+        check_norm(draw, 3, "none", carried=False, layers=3, width=200)
+        check_norm(draw, 3, "dot", layers=2, width=200, inner=90)
+        check_norm(draw, 3, "partial", layers=0, width=200)
+        check_rotate(draw, 3, 5, 1, 24, 24, qk_norm=False)
+        check_rotate(draw, 3, 5, 2, 24, 16, qk_norm=True)
+        check_gate(draw, 3, 2100)
         torch.cuda.synchronize()
         print(f"rank {rank} of {padded}: right")
 

@@ -6,8 +6,7 @@ import copy
 import pytest
 import torch
 
-from evoalign import config, engines, noise, optimizer, spaces, tokens
-from evoalign.engines.hash import weights_hash
+from evoalign import config, engines, optimizer, spaces, tokens
 from evoalign.types import Plan, Request, Sampling, Update, population
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -34,18 +33,6 @@ def update(generation: int = 2) -> Update:
     members = population(30)
     coefficients = tuple(((7 * i) % 11 - 5) / 5 for i in range(30))
     return Update(0, generation, members, coefficients, WIDTH, WIDTH / 2)
-
-
-@pytest.mark.parametrize("shape", [(33,), (129, 77), (4096, 300)])
-def test_noise_has_the_same_bits(shape):
-    key = noise.key(3, "noise", "w")
-    there = noise.normals(key, shape, 4, [0, 9, 31], device="cuda")
-    assert torch.equal(noise.normals(key, shape, 4, [0, 9, 31]), there.cpu())
-
-
-def test_hash_is_the_same():
-    tensors = [("a", torch.randn(1000, 77)), ("b", torch.randn(5))]
-    assert weights_hash(tensors) == weights_hash((n, t.cuda()) for n, t in tensors)
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])

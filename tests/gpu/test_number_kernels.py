@@ -3,21 +3,22 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
+from number_checks import BITS, LAST, in_torch, make, moved, ordered, random, same, update
+from number_checks import MODULE as NAME
 
 from evoalign import kernels, noise, spaces
 from evoalign.config import from_dict
 from evoalign.engines import hash
-from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
+from evoalign.types import MEAN, Member, Plan, TensorSpec
+
+__all__ = ["in_torch"]  # a fixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 KEY = noise.key(3, "noise", "w")
-LAST = 2**32 - 1
 WHOLE = 1 << 20
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 PARTS = [
     ((), None),
     ((33,), (slice(13, 30),)),
@@ -31,28 +32,7 @@ PARTS = [
     ((WHOLE, WHOLE), (slice(WHOLE - 20, WHOLE), slice(WHOLE - 3000, WHOLE - 3))),
     ((40_000_000_000,), (slice(2**35 - 20_000, 2**35 + 20_000),)),
 ]
-NAME = "layers.0.w.weight"
 SHAPE = (515, 776)
-
-
-@pytest.fixture
-def in_torch(monkeypatch):
-    """Disable the kernels."""
-
-    def run(call, *args):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "available", lambda device: False)
-            return call(*args)
-
-    return run
-
-
-def same(got, want):
-    return torch.equal(got.cpu().contiguous().view(BITS[got.dtype]), want.cpu().contiguous().view(BITS[want.dtype]))
-
-
-def random(shape, seed=0):
-    return torch.tensor(np.random.default_rng(seed).normal(0, 0.02, shape), dtype=torch.float32)
 
 
 def scaled(device, shape, slices, dtype, generation=LAST):
@@ -121,29 +101,15 @@ def test_noise_addresses_more_than_2_to_the_31_elements():
         assert same(out[:, part[0]], want), start
 
 
-def make(space, dtype=torch.bfloat16):
-    made = spaces.create(from_dict({"seed": 7, "space": space, "es": {"sigma": 0.01}, "lowrank": {"rank": 2}}))
-    return made, made.layout([TensorSpec(NAME, SHAPE, "linear", 0, 0.1)], dtype)
-
-
-def update(size, decay=0.0):
-    coefficients = tuple(map(float, np.random.default_rng(size).normal(size=size)))
-    return Update(0, LAST, population(size), coefficients, 0.01, 0.005, decay)
-
-
 def accumulated(space, device, up, part=(slice(0, SHAPE[0]), slice(0, SHAPE[1])), dtype=torch.bfloat16):
-    made, layout = make(space)
-    master, start, served = random(SHAPE).to(device), random(SHAPE, 1).to(device), torch.zeros(SHAPE, dtype=dtype)
-    served = served.to(device)
-    made.accumulate(layout, master[part], NAME, part, up, start[part], None, served[part])
-    return master, served
+    return moved(space, 2, torch.bfloat16, up, part, shape=SHAPE, device=device, served=dtype)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("size", [1, 30, 257])
 @pytest.mark.parametrize("part", [(slice(0, 515), slice(0, 776)), (slice(3, 514), slice(5, 700))])
 def test_dense_updates(in_torch, part, size, decay):
-    args = ("full", "cuda", update(size, decay), part)
+    args = ("full", "cuda", update(size, decay=decay), part)
     got, there, here = accumulated(*args), in_torch(accumulated, *args), accumulated("full", "cpu", *args[2:])
     for i in range(2):
         assert same(got[i], there[i]) and same(got[i], here[i])
@@ -159,18 +125,10 @@ def test_served_dtypes(dtype):
 
 def test_lowrank_updates_are_the_ordered_sum(in_torch):
     """A shard has the bits of the whole, which are those of an ordered sum on the CPU."""
-    up, whole = update(30, 0.125), (slice(0, 515), slice(0, 776))
+    up = update(30, decay=0.125)
     got, _ = accumulated("lowrank", "cuda", up)
-    made, layout = make("lowrank")
-    total = torch.zeros(SHAPE)
-    weights = made._weights(layout, NAME, up)
-    factors = made._served(layout, NAME, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
-    for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
-        for k in range(layout.rank):
-            total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
-    want = random(SHAPE)
-    want -= (want - random(SHAPE, 1)) * 0.125
-    want += total * (1 / 30) * 0.005
+    made, layout = make("lowrank", shape=SHAPE)
+    want = ordered(made, layout, NAME, up, random(SHAPE), random(SHAPE, 1))
     assert same(got, want)
     for part in [(slice(0, 100), slice(0, 776)), (slice(17, 515), slice(301, 700))]:
         assert same(accumulated("lowrank", "cuda", up, part)[0][part], want[part])
@@ -234,7 +192,7 @@ def test_moves_of_all_matrices_at_once(monkeypatch, rank, sharded, memory):
     move = made.mover(layout, [
         spaces.MeanPart(n, cut, kept[n][0][cut], kept[n][1][cut], served[n][cut]) for n, cut in cuts.items()
     ])  # fmt: skip
-    for up in (update(30, 0.125), update(29), update(30)):
+    for up in (update(30, decay=0.125), update(29), update(30)):
         move(up)
         for name, cut in cuts.items():
             whole = tuple(slice(0, n) for n in alone[name].shape)
@@ -248,7 +206,7 @@ def test_moves_of_all_matrices_at_once(monkeypatch, rank, sharded, memory):
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_dense_members_are_written_to_served_weights(dtype):
-    made, layout = make("full")
+    made, layout = make("full", shape=SHAPE)
     plan = Plan(3, 0.01, (Member(0, LAST, -1),))
     part = (slice(5, 500), slice(16, 760))
     for member in (*plan.members, MEAN):

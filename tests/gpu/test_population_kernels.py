@@ -5,17 +5,21 @@ import pytest
 import torch
 from population_checks import (
     Block,
+    Draw,
     S,
     Shape,
     check_add,
     check_gate,
     check_norm,
+    check_plain_rows,
     check_rotate,
+    check_row_alone,
     everything,
     inputs_of,
     poisoned,
+    same,
+    worst,
 )
-from population_math import Draw, same, worst
 
 from evoalign.kernels import available, population
 from evoalign.kernels.population import Heads, Terms
@@ -41,7 +45,7 @@ CASES = [
 ]
 """Shape, dtype, rank, padded rank: few, because each is compiled."""
 OTHER_HEADS = [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
-"""Partial rotation, heads that are no power of two, many heads."""
+"""Partial rotation, heads that are no power of two, many heads; with norms of q and k."""
 
 
 @pytest.mark.parametrize(("shape", "dtype", "rank", "padded"), CASES)
@@ -50,25 +54,21 @@ def test_every_kernel(shape, dtype, rank, padded):
     draw = Draw(rank, padded, dtype, "cuda")
     hidden, inner, heads, kv_heads, head = shape
     q, kv = heads * head, kv_heads * head
-    check_add(population, draw, 67, hidden, (q, kv, kv))
-    check_add(population, draw, 5, hidden, (inner, inner))
-    check_add(population, draw, 67, inner, (hidden,))
-    check_norm(population, draw, 67, "none", carried=False, layers=3, width=hidden)
-    check_norm(population, draw, 67, "dot", layers=2, width=hidden, inner=q)
-    check_norm(population, draw, 1, "partial", layers=3, width=hidden)
-    check_rotate(population, draw, 67, heads, kv_heads, head, head, qk_norm=False)
-    check_gate(population, draw, 67, inner)
+    check_add(draw, 67, hidden, (q, kv, kv))
+    check_add(draw, 5, hidden, (inner, inner))
+    check_add(draw, 67, inner, (hidden,))
+    check_norm(draw, 67, "none", carried=False, layers=3, width=hidden)
+    check_norm(draw, 67, "dot", layers=2, width=hidden, inner=q)
+    check_norm(draw, 1, "partial", layers=3, width=hidden)
+    check_rotate(draw, 67, heads, kv_heads, head, head, qk_norm=False)
+    check_gate(draw, 67, inner)
 
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (8, 8)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "turning"), [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "turning"), OTHER_HEADS)
 def test_rotate_handles_the_heads_of_other_models(rank, padded, heads, kv_heads, width, turning):
-    """Partial rotation, heads that are no power of two, many heads; with norms of q and k."""
-    check_rotate(
-        population, Draw(rank, padded, torch.bfloat16, "cuda"), 9, heads, kv_heads, width, turning, qk_norm=True
-    )
+    draw = Draw(rank, padded, torch.bfloat16, "cuda")
+    check_rotate(draw, 9, heads, kv_heads, width, turning, qk_norm=True)
 
 
 def test_more_elements_than_32_bits_address():
@@ -96,27 +96,12 @@ def test_more_elements_than_32_bits_address():
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (8, 8)])
 def test_a_row_alone_is_the_row_among_others(rank, padded):
-    draw = Draw(rank, padded, torch.bfloat16, "cuda")
-    members, inputs = draw.members(300), inputs_of(draw, QWEN_HALF_B, 300)
-    together = everything(population, draw, QWEN_HALF_B, inputs, slice(None), members, fixed=True)
-    for row in (0, 100, 299):
-        one = slice(row, row + 1)
-        alone = everything(population, draw, QWEN_HALF_B, inputs, one, members[one], fixed=True)
-        assert all(same(left[0], right[row]) for left, right in zip(alone, together, strict=True))
+    check_row_alone(Draw(rank, padded, torch.bfloat16, "cuda"), QWEN_HALF_B, 300, (0, 100, 299))
 
 
 def test_rows_without_member_get_the_plain_function():
     draw = Draw(1, 1, torch.bfloat16, "cuda")
-    members, inputs = draw.members(64), inputs_of(draw, QWEN_HALF_B, 64)
-    mixed = everything(population, draw, QWEN_HALF_B, inputs, slice(None), members, fixed=False)
-    for factors in (inputs["a"], inputs["b"]):
-        for factor in factors.values():
-            factor.fill_(torch.nan)
-    none = torch.full_like(members, -1)
-    plain = everything(population, draw, QWEN_HALF_B, inputs, slice(None), none, fixed=False)
-    without = members < 0
-    assert without.any()
-    assert all(same(left[without], right[without]) for left, right in zip(mixed, plain, strict=True))
+    check_plain_rows(draw, QWEN_HALF_B, draw.members(64), inputs_of(draw, QWEN_HALF_B, 64))
 
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (8, 8)])
@@ -128,7 +113,7 @@ def test_a_graph_replays_with_new_members_and_factors(rank, padded):
     positions = torch.arange(rows, device="cuda")
 
     def forward() -> torch.Tensor:
-        return model.by_kernels(population, hidden.clone(), positions, members)
+        return model.by_kernels(hidden.clone(), positions, members)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -167,13 +152,13 @@ def test_another_number_of_rows_compiles_nothing():
         return sum(len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted)
 
     members = draw.members(128)
-    everything(population, draw, QWEN_HALF_B, inputs, slice(0, 64), members[:64], fixed=False)
+    everything(draw, QWEN_HALF_B, inputs, slice(0, 64), members[:64], fixed=False)
     before = compiled()
     for rows in (1, 2, 7, 16, 33, 128):
-        everything(population, draw, QWEN_HALF_B, inputs, slice(0, rows), members[:rows], fixed=False)
+        everything(draw, QWEN_HALF_B, inputs, slice(0, rows), members[:rows], fixed=False)
     for start in (1, 2, 3):  # members that lie off the 16-byte grid
         here = slice(start, start + 5)
-        everything(population, draw, QWEN_HALF_B, inputs, here, members[here], fixed=False)
+        everything(draw, QWEN_HALF_B, inputs, here, members[here], fixed=False)
     assert compiled() == before
 
 
@@ -188,7 +173,7 @@ def test_warm_up_leaves_nothing_to_compile():
     before = [len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted]
     model = Block(draw, QWEN_HALF_B, 2)
     members = draw.members(6)
-    model.by_kernels(population, draw.normal(6, hidden), torch.arange(6, device="cuda"), members)
+    model.by_kernels(draw.normal(6, hidden), torch.arange(6, device="cuda"), members)
     y, x = draw.normal(6, hidden), draw.normal(6, inner)
     population.add(y, x, [draw.a(inner)], [draw.b(hidden)], Terms(members, 2, S))
     assert [len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted] == before

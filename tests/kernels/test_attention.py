@@ -8,11 +8,16 @@ import torch
 
 from evoalign.kernels import attention, compiled
 
-# `decode` chooses the kernel, since these tests run in the interpreter.
-forms = pytest.mark.parametrize(
-    "decode", [attention.in_torch, attention.in_c, attention.decode], ids=["torch", "cpu", "triton"]
-)
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=["torch", "c", "triton"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Choose the form; in C only float32 is computed, and torch computes the rest."""
+    if request.param != "triton":
+        monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("EVOALIGN_COMPILED", "0" if request.param == "torch" else "1")
+    return request.param
 
 
 def exact(qkv, keys, values, slots, positions, heads, scale):
@@ -31,13 +36,13 @@ def exact(qkv, keys, values, slots, positions, heads, scale):
 SLOTS = {"in no order": [6, 0, 3, 8, 1, 2, 7], "the first": [0, 1, 2, 3, 4, 5, 6], "the last": [2, 3, 4, 5, 6, 7, 8]}
 
 
-@forms
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (7, 1, 24), (3, 3, 64), (34, 2, 8)])
 @pytest.mark.parametrize("positions", [[0, 1, 63, 64, 65, 130, 5], [40] * 7], ids=["ragged", "even"])
 @pytest.mark.parametrize("order", SLOTS)
 @pytest.mark.first("4-2-16", "in no order-ragged", others="slow")
-def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, shared, width, dtype, decode):
+def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, shared, width, dtype):
     draw = torch.Generator().manual_seed(heads)
     positions = torch.tensor(positions)
     slots, room = torch.tensor(SLOTS[order]), 131
@@ -47,7 +52,7 @@ def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, sh
         keys[slot, :, position:], values[slot, :, position:] = torch.nan, torch.nan
     qkv = torch.randn(7, (heads + 2 * shared) * width, generator=draw).to(dtype)
     before = keys.clone(), values.clone()
-    found = decode(qkv, keys, values, slots, positions, heads=heads, scale=width**-0.5)
+    found = attention.decode(qkv, keys, values, slots, positions, heads=heads, scale=width**-0.5)
 
     new_keys, new_values = qkv[:, heads * width :].view(7, 2 * shared, width).split(shared, dim=1)
     for i, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -58,16 +63,17 @@ def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, sh
     assert (found.double() - wanted).abs().max() < BOUNDS[dtype] * wanted.abs().max()
 
 
-@forms
-def test_decode_gives_a_row_the_same_bits_in_any_batch(decode):
+def test_decode_gives_a_row_the_same_bits_in_any_batch(form):
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(4, 2, 70, 16, generator=draw) for _ in range(2))
     qkv, slots, positions = torch.randn(4, 8 * 16, generator=draw), torch.arange(4), torch.tensor([69, 3, 64, 20])
-    whole = decode(qkv, keys.clone(), values.clone(), slots, positions, heads=4, scale=0.25)
+    whole = attention.decode(qkv, keys.clone(), values.clone(), slots, positions, heads=4, scale=0.25)
     for row in range(4):
         one = slice(row, row + 1)
-        alone = decode(qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25)
-        if decode is attention.in_torch or (decode is attention.in_c and not compiled.here()):
+        alone = attention.decode(
+            qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25
+        )
+        if form == "torch" or (form == "c" and not compiled.here()):
             # a library's product of another shape
             assert torch.allclose(alone[0], whole[row], atol=1e-6)
         else:
@@ -76,6 +82,7 @@ def test_decode_gives_a_row_the_same_bits_in_any_batch(decode):
 
 def test_decode_in_c_handles_long_pasts_and_extreme_scores(monkeypatch):
     """More columns than one block, with the highest score early or late; threads do not change the bits."""
+    monkeypatch.delenv("TRITON_INTERPRET")
     for size in ("_SHARED", "_PIECE"):
         monkeypatch.setattr(compiled, size, 1)
     draw = torch.Generator().manual_seed(1)
@@ -91,7 +98,7 @@ def test_decode_in_c_handles_long_pasts_and_extreme_scores(monkeypatch):
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(attention.in_c(qkv, keys, values, slots, positions, heads=4, scale=0.2))
+            found.append(attention.decode(qkv, keys, values, slots, positions, heads=4, scale=0.2))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
@@ -99,23 +106,22 @@ def test_decode_in_c_handles_long_pasts_and_extreme_scores(monkeypatch):
     assert (found[0].double() - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_decode_uses_torch_without_the_library_and_for_wide_heads(monkeypatch):
-    for width, library in ((16, "0"), (600, "1")):
-        monkeypatch.setenv("EVOALIGN_COMPILED", library)
-        given = torch.randn(2, 8 * width), torch.randn(3, 2, 30, width), torch.randn(3, 2, 30, width)
-        slots, positions = torch.tensor([2, 0]), torch.tensor([7, 29])
-        found, wanted = (
-            form(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25)
-            for form in (attention.in_c, attention.in_torch)
-        )
-        assert torch.equal(found, wanted)
-
-
-def test_decode_uses_c_on_a_cpu_for_float32(monkeypatch):
+@pytest.mark.parametrize(
+    ("width", "dtype", "library", "is_in_c"),
+    [
+        (16, torch.float32, "1", compiled.here()),
+        (16, torch.float32, "0", False),
+        (16, torch.bfloat16, "1", False),
+        (attention.WIDEST + 88, torch.float32, "1", False),
+    ],
+)
+def test_decode_uses_c_on_a_cpu_for_float32_and_narrow_heads(monkeypatch, width, dtype, library, is_in_c):
     monkeypatch.delenv("TRITON_INTERPRET")
-    keys, values, qkv = torch.randn(4, 2, 70, 16), torch.randn(4, 2, 70, 16), torch.randn(3, 8 * 16)
-    slots, positions = torch.tensor([0, 1, 3]), torch.tensor([69, 3, 64])
-    for dtype, form in ((torch.float32, attention.in_c), (torch.bfloat16, attention.in_torch)):
-        given = [t.to(dtype) for t in (qkv, keys, values)]
-        found = attention.decode(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25)
-        assert torch.equal(found, form(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25))
+    monkeypatch.setenv("EVOALIGN_COMPILED", library)
+    called = []
+    rows = compiled.rows
+    monkeypatch.setattr(compiled, "rows", lambda *given: called.append(given[0]) or rows(*given))
+    given = torch.randn(2, 8 * width), torch.randn(3, 2, 30, width), torch.randn(3, 2, 30, width)
+    slots, positions = torch.tensor([2, 0]), torch.tensor([7, 29])
+    attention.decode(*(t.to(dtype) for t in given), slots, positions, heads=4, scale=0.25)
+    assert called == ["decode"] * is_in_c

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many matrices in a few launches get the same bits as each alone, and nothing else is written."""
 
-import numpy as np
 import pytest
 import torch
+from number_checks import BITS, ordered, random, same, update
 
 from evoalign import noise, spaces
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces import Lora, LowRank, MeanPart, Slots
 from evoalign.spaces.base import Adapter
-from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
+from evoalign.types import MEAN, Member, Plan, TensorSpec, Update
 
 SHAPES = [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)]
 SPECS = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.1 * (1 + i // 2)) for i, s in enumerate(SHAPES)]
@@ -18,7 +18,6 @@ WHOLE = {s.name: (slice(0, s.shape[0]), slice(0, s.shape[1])) for s in SPECS}
 ROWS = {n: (slice(r.stop // 4, r.stop // 2), c) for n, (r, c) in WHOLE.items()}
 COLUMNS = {n: (r, slice(c.stop // 2, c.stop)) for n, (r, c) in WHOLE.items()}
 MEMBERS = (Member(0, 7, 1), Member(1, 7, -1), Member(2, 2**32 - 1, 1), MEAN)
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 VARIANTS = ("lowrank", "lora", "lora, ab")
 
 
@@ -29,14 +28,6 @@ def make(variant, rank, dtype=torch.bfloat16, specs=SPECS):
         "lora": {"rank": rank, "evolve": evolve or "b", "alpha": 5},
     }))  # fmt: skip
     return made, made.layout(specs, dtype)
-
-
-def random(shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32))
-
-
-def same(got, want):
-    return torch.equal(got.contiguous().view(BITS[got.dtype]), want.contiguous().view(BITS[want.dtype]))
 
 
 def slots_of(layout, cut, pad, rank, count=6):
@@ -155,11 +146,6 @@ def test_writer_refuses_missing_adapters_and_other_scalings():
             write(Plan(0, 0.1, MEMBERS), MEMBERS)
 
 
-def update(size, *, antithetic=False, sigma=0.01, decay=0.0):
-    coefficients = tuple(map(float, np.random.default_rng(size).normal(size=size)))
-    return Update(0, 2**32 - 1, population(size, antithetic=antithetic), coefficients, sigma, 0.005, decay)
-
-
 def parts_of(layout, cut, served, start, turned=False):
     """Return parts of whole tensors, row-major or column-major in memory."""
     for i, (name, part) in enumerate(cut.items()):
@@ -176,19 +162,6 @@ def moved_alone(space, layout, cut, up, served, start):
         space.accumulate(layout, part.master, part.name, part.slices, up, part.start, None, part.served)
         found.append(kept)
     return found
-
-
-def ordered(space, layout, name, up, master, start):
-    """Return the move in plain operations: each product rounded and added in order."""
-    weights = space._weights(layout, name, up)
-    whole = WHOLE[name]
-    factors = space._served(layout, name, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
-    total = torch.zeros(layout[name].shape)
-    for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
-        for k in range(layout.rank):
-            total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
-    mean = master - (master - start) * up.decay if up.decay else master.clone()
-    return mean + total * torch.tensor(1 / len(up.members)) * torch.tensor(up.step * layout[name].scale)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled numbers of a CPU against plain torch, bit for bit, and what stands in where they cannot be built."""
+"""The compiled library: how it is built, what replaces it where it cannot be, and what it refuses."""
 
 import importlib.util
 import shutil
@@ -7,176 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from number_checks import in_torch, moved, random, same, update
 
-from evoalign import noise, spaces
-from evoalign.config import OptimizerConfig, from_dict
-from evoalign.engines.hash import tensor_sum
+from evoalign import noise
+from evoalign.config import from_dict
 from evoalign.kernels import compiled, products
-from evoalign.optimizer import create
 from evoalign.preflight.doctor import check_versions
 from evoalign.rundir.identity import make_manifest
-from evoalign.types import TensorSpec, Update, population
 
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+__all__ = ["in_torch"]  # a fixture
+
 ROOT = Path(__file__).parents[2]
 
 # A build that fails is no reason to leave these out.
 needs_library = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 
 
-@pytest.fixture
-def in_torch(monkeypatch):
-    """Calls a function without the library."""
-
-    def call(function, *args):
-        with monkeypatch.context() as patch:
-            patch.setenv("EVOALIGN_COMPILED", "0")
-            assert not compiled.available("cpu")
-            return function(*args)
-
-    return call
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request, monkeypatch):
-    """Work in pieces of any size, shared by threads."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(compiled, "_PIECE", 64)
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-def same(got, want):
-    return got.dtype == want.dtype and torch.equal(
-        got.contiguous().view(BITS[got.dtype]), want.contiguous().view(BITS[want.dtype])
-    )
-
-
-def random(shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32))
-
-
-def parts(shape, count=4):
-    rng = np.random.default_rng(sum(shape))
-    cuts = (tuple(slice(*map(int, sorted(rng.choice(n + 1, 2, replace=False)))) for n in shape) for _ in range(count))
-    return [tuple(slice(0, n) for n in shape), *cuts]
-
-
 @needs_library
 def test_the_library_is_there_where_there_is_a_compiler():
     assert compiled.available("cpu")
-
-
-SHAPES = [(7,), (1, 1), (33, 65), (3, 5, 7), (40, 257), (2, 1, 9), (896, 1), (4, 896), ()]
-
-
-@needs_library
-@pytest.mark.last(  # of the large shapes one type each
-    "(33, 65)-torch.float", "(40, 257)-torch.bfloat16", "(40, 257)-torch.float16", "(4, 896)-torch.float32",
-    "(4, 896)-torch.bfloat16",
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", BITS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_noise_has_the_same_bits(in_torch, threads, shape, dtype):
-    """Of any part, around any mean, into any memory, pairs and single members."""
-    compared = 0
-    for part in parts(shape):
-        size = [s.stop - s.start for s in part]
-        mean = random(size)
-        for centre in (None, mean, mean.T.contiguous().T if mean.dim() == 2 else mean):
-            for members, widths in (([3, 3, 9, 3], [0.1, -0.1, 0.2, 0.3]), ([2**32 - 1], [1e-3])):
-
-                def draw(members=members, widths=widths, centre=centre, part=part, size=size):
-                    out = torch.zeros(len(members), *[n + 3 for n in size], dtype=dtype)
-                    view = out[(slice(None), *[slice(1, 1 + n) for n in size])]
-                    noise.scaled((1, 2**32 - 1), shape, 5, members, widths, mean=centre, slices=part, out=view)
-                    alone = noise.scaled((1, 2**32 - 1), shape, 5, members, widths, mean=centre, dtype=dtype,
-                                         slices=part, device="cpu")  # fmt: skip
-                    return out, alone, noise.normals((1, 2**32 - 1), shape, 5, members, part)
-
-                for got, want in zip(draw(), in_torch(draw), strict=True):
-                    assert same(got, want)
-                    compared += got.numel() > 0
-    assert compared >= 90
-
-
-@needs_library
-@pytest.mark.parametrize("x", [3.4028234e38, 1e-45, float("inf"), -0.0, 1.00390625, 1.01171875])
-def test_rounding_to_bfloat16_is_that_of_torch_at_the_edges(in_torch, x):
-    def draw():
-        return noise.scaled((1, 2), (1, 9), 0, [0], [0.0], mean=torch.full((1, 9), x), dtype=torch.bfloat16)
-
-    assert same(draw(), in_torch(draw))
-
-
-@needs_library
-def test_what_is_no_number_stays_none():
-    mean = torch.full((1, 9), float("nan"))
-    assert noise.scaled((1, 2), (1, 9), 0, [0], [0.0], mean=mean, dtype=torch.bfloat16).isnan().all()
-
-
-@needs_library
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_hash_has_the_same_bits(in_torch, threads, shape):
-    whole = random(shape)
-    for part in parts(shape):
-        of = whole[part] if shape else whole
-        for tensor in (of, of.bfloat16()):
-            assert (tensor_sum(tensor, shape, part) - in_torch(tensor_sum, tensor, shape, part)) % 2**64 == 0
-
-
-NAMES = {"full": "layers.0.w.weight", "lora": "layers.0.w.lora_B.weight", "lowrank": "layers.0.w.weight"}
-
-
-def moved(space, rank, dtype, size, antithetic, optimizer, decay, part, shape=(41, 300)):
-    tree = {
-        "seed": 7, "space": space, "lora": {"rank": rank}, "lowrank": {"rank": rank},
-        "es": {"sigma": 0.01, "learning_rate": 0.005, "population_size": size},
-    }  # fmt: skip
-    made = spaces.create(from_dict(tree))
-    layout = made.layout([TensorSpec(NAMES["full"], shape, "linear", 0, 0.1)], dtype)
-    shape, optimizer = layout[NAMES[space]].shape, OptimizerConfig(name=optimizer)
-    coefficients = tuple(map(float, np.random.default_rng(size).normal(size=size)))
-    update = Update(0, 2**32 - 1, population(size, antithetic=antithetic), coefficients, 0.01, 0.005, decay)
-    part = tuple(slice(0, n) for n in shape) if part is None else tuple(slice(1, n // 2 + 1) for n in shape)
-    master, start = random(shape), random(shape, 1)[part]
-    served = torch.zeros(shape, dtype=dtype)
-    made.accumulate(layout, master[part], NAMES[space], part, update, start, create(optimizer), served[part])
-    return master, served
-
-
-@needs_library
-@pytest.mark.first("8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-None", others="long")
-@pytest.mark.parametrize("part", [None, "half"])
-@pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.0), ("sgd", 0.125), ("adam", 0.0)])
-@pytest.mark.parametrize("dtype", BITS, ids=str)
-@pytest.mark.parametrize(("size", "antithetic"), [(9, False), (8, True)])
-@pytest.mark.parametrize(("space", "rank"), [("full", 1), ("lora", 3), ("lowrank", 1), ("lowrank", 3)])
-def test_updates_have_the_same_bits(in_torch, threads, space, rank, dtype, size, antithetic, optimizer, decay, part):
-    args = (space, rank, dtype, size, antithetic, optimizer, decay, part)
-    for got, want, before in zip(moved(*args), in_torch(moved, *args), (random((41, 300)), None), strict=True):
-        assert same(got, want)
-        assert before is None or got.shape != before.shape or not torch.equal(got, before)
-
-
-def test_products_are_added_one_after_another(monkeypatch):
-    """Against the definition in numpy, number by number: no library's order, no fused operation."""
-    rng = np.random.default_rng(1)
-    left, right = (rng.normal(size=(19, n)).astype(np.float32) for n in (23, 270))
-    total = np.zeros((23, 270), np.float32)
-    for a, b in zip(left, right, strict=True):
-        total = total + a[:, None] * b[None]
-    start = rng.normal(size=total.shape).astype(np.float32)
-    want = start + total * np.float32(1 / 7) * np.float32(0.3)
-    for way in ("1", "0"):
-        monkeypatch.setenv("EVOALIGN_COMPILED", way)
-        master = torch.from_numpy(start.copy())
-        products.move(master, None, None, torch.from_numpy(left), torch.from_numpy(right), 7, 0.3, 0.0)
-        assert np.array_equal(master.numpy().view(np.int32), want.view(np.int32))
 
 
 @pytest.fixture
@@ -230,7 +81,7 @@ def test_a_folder_that_cannot_be_written_breaks_no_installation(building):
 DIGEST = """
 import hashlib, pathlib, sys, numpy as np, torch
 from evoalign import noise
-from evoalign.kernels import attention, compiled, population_cpu as population, products
+from evoalign.kernels import attention, compiled, population, products
 compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, sys.argv[1:3])
 if not compiled.available("cpu"):
     sys.exit("no library")
@@ -258,7 +109,7 @@ population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
 said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, terms)
 population.add(gates, x, [a, a], [b, b], terms)
 cache = [noise.normals((9, 9), (7, 1, 300, 22), 0, [k])[0] for k in (8, 9)]
-said.append(attention.in_c(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
+said.append(attention.decode(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
 for tensor in (*said, qkv, gates):
     assert tensor.isfinite().all()
     sha.update(tensor.numpy().tobytes())
@@ -299,7 +150,7 @@ def test_a_library_for_the_least_of_machines_has_the_bits_of_the_one_for_this(bu
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("space", ["lowrank", "full"])
 def test_the_default_dtype_of_torch_changes_nothing(in_torch, space, default):
-    args = (space, 3, torch.bfloat16, 5, False, "sgd", 0.0, None)
+    args = (space, 3, torch.bfloat16, update(5))
     want = moved(*args)
     torch.set_default_dtype(default)
     try:
@@ -310,24 +161,9 @@ def test_the_default_dtype_of_torch_changes_nothing(in_torch, space, default):
         assert all(same(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("library", ["1", "0"])
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-@pytest.mark.parametrize("space", ["lowrank", "full"])
-def test_pairs_that_cancel_move_nothing_but_the_decay(monkeypatch, space, decay, library):
-    monkeypatch.setenv("EVOALIGN_COMPILED", library)
-    tree = {"seed": 7, "space": space, "es": {"sigma": 0.01, "learning_rate": 0.005, "population_size": 4}}
-    made = spaces.create(from_dict(tree))
-    layout = made.layout([TensorSpec(NAMES["full"], (8, 16), "linear", 0, 0.1)], torch.float32)
-    update = Update(0, 0, population(4, antithetic=True), (1.0, 1.0, -1.0, -1.0), 0.01, 0.005, decay)
-    master, start = random((8, 16)), random((8, 16), 1)
-    want = master - (master - start) * decay
-    made.accumulate(layout, master, NAMES[space], (slice(0, 8), slice(0, 16)), update, start)
-    assert torch.equal(master, want)
-
-
 @needs_library
 def test_factors_that_take_too_much_memory_go_in_parts(monkeypatch):
-    args = ("lowrank", 3, torch.bfloat16, 9, False, "sgd", 0.125, "half")
+    args = ("lowrank", 3, torch.bfloat16, update(9, decay=0.125), (slice(1, 21), slice(1, 151)))
     want = moved(*args)
     monkeypatch.setattr("evoalign.spaces.lowrank._ROOM", 500)
     sizes = []
@@ -379,7 +215,7 @@ def test_what_fails_in_a_thread_is_raised():
 
 
 def test_where_no_thread_can_be_started_the_work_is_done_here_once(monkeypatch):
-    args = ("lowrank", 3, torch.bfloat16, 9, False, "sgd", 0.0, None)
+    args = ("lowrank", 3, torch.bfloat16, update(9))
     want, before = moved(*args), torch.get_num_threads()
 
     def refused(self):

@@ -177,12 +177,6 @@ def test_chunking_does_not_matter(tile, monkeypatch):
     assert (noise.normals(key, shape, 0, range(5)).numpy() == expected).all()
 
 
-def test_more_members_than_a_tile_holds(monkeypatch):
-    monkeypatch.setattr(noise, "_TILE", 4)
-    key = noise.key(2, "noise", "w")
-    assert (noise.normals(key, (10,), 0, range(9)).numpy() == reference.normals(key, (10,), 0, range(9))).all()
-
-
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_fused_projections_address_slices_of_the_separate_tensors(shards):
     """An engine that fuses q, k and v and shards the rows draws what the separate tensors have."""
@@ -205,13 +199,6 @@ def test_row_blocks_cover_a_tensor_exactly_once(shape, elements):
         assert math.prod(counts[part].shape) <= max(elements, math.prod(shape[1:]))
         counts[part] += 1
     assert bool((counts == 1).all())
-
-
-def test_the_parts_of_row_blocks_make_the_whole():
-    key, shape = noise.key(2, "noise", "w"), (37, 5, 3)
-    blocks = [noise.normals(key, shape, 0, [0, 1], part) for part in noise.row_blocks(shape, 40)]
-    assert len(blocks) > 5
-    assert torch.equal(torch.cat(blocks, dim=1), noise.normals(key, shape, 0, [0, 1]))
 
 
 def test_uniforms():

@@ -303,15 +303,6 @@ def test_decay_takes_back_a_share_of_the_distance(space_name):
         assert reference.relative(got.double().numpy() - anchor.double().numpy(), want - anchor.double().numpy()) < 1e-5
 
 
-def test_decay_alone_comes_home():
-    space, layout = make("full")
-    anchor = start(Q, SHAPES[Q])
-    master = anchor + 1.0
-    for index in range(200):
-        space.accumulate(layout, master, Q, whole(master.shape), update(4, seed=index, step=0.0, decay=0.1), anchor)
-    assert torch.allclose(master, anchor, atol=1e-6)
-
-
 @pytest.mark.parametrize("space_name", SPACES)
 def test_the_parts_of_an_update_make_the_whole(space_name):
     """Row slices, column slices and both: bit for bit for dense noise, 1e-6 for products."""
@@ -355,19 +346,20 @@ def test_the_realised_update_points_where_the_intended_one_does(space_name, size
 # ---- steps
 
 
-def test_the_step_with_sigma_is_the_learning_rate():
-    made = config("full", sigma=0.02, learning_rate=0.005, num_generations=10)
-    assert made.es.eta == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    ("es", "eta", "sigma", "step"),
+    [
+        ({"sigma": 0.02, "learning_rate": 0.005}, 0.25, 0.02, 0.005),
+        ({"noise_multiplier": 0.1, "learning_rate": 0.01}, 0.01, 0.1, 0.01 * 0.1),
+    ],
+    ids=["the learning rate with sigma", "in units of the noise with a noise multiplier"],
+)
+def test_step_at(es, eta, sigma, step):
+    made = config("lora", num_generations=10, **es)
+    assert made.es.eta == pytest.approx(eta)
     for generation in range(10):
-        assert sigma_at(made, generation) == 0.02
-        assert step_at(made, generation) == pytest.approx(0.005, rel=1e-15)
-
-
-def test_the_step_with_a_noise_multiplier_is_in_units_of_the_noise():
-    made = config("lora", noise_multiplier=0.1, learning_rate=0.01)
-    assert made.es.eta == 0.01
-    assert sigma_at(made, 3) == 0.1
-    assert step_at(made, 3) == pytest.approx(0.01 * 0.1, rel=1e-15)
+        assert sigma_at(made, generation) == sigma
+        assert step_at(made, generation) == pytest.approx(step, rel=1e-15)
 
 
 @pytest.mark.parametrize("space_name", SPACES)
@@ -443,34 +435,28 @@ def gradients(layout, name, count, seed=0):
         yield up, reference.weighted(eps, up.coefficients, [1] * 6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"name": "momentum", "momentum": 0.8}, {"name": "adam", "beta1": 0.8, "beta2": 0.95, "eps": 1e-6}],
+    ids=["momentum", "adam"],
+)
 @pytest.mark.parametrize("space_name", ["lora", "lora-ab"])
-def test_momentum_equals_numpy(space_name):
+def test_optimizers_equal_numpy(space_name, settings):
     space, layout = make(space_name, noise_multiplier=0.1)
-    made = create(config("lora", optimizer={"name": "momentum", "momentum": 0.8}).es.optimizer)
-    for tensor in layout.tensors:
-        master, want, velocity = torch.zeros(tensor.shape), np.zeros(tensor.shape), np.zeros(tensor.shape)
-        for up, gradient in gradients(layout, tensor.name, 12):
-            velocity = 0.8 * velocity + gradient
-            want = want + up.step * tensor.scale * velocity
-            space.accumulate(layout, master, tensor.name, whole(tensor.shape), up, optimizer=made)
-            assert reference.relative(master, want) < 1e-6
-
-
-@pytest.mark.parametrize("space_name", ["lora", "lora-ab"])
-def test_adam_equals_numpy(space_name):
-    space, layout = make(space_name, noise_multiplier=0.1)
-    settings = {"name": "adam", "beta1": 0.8, "beta2": 0.95, "eps": 1e-6}
     made = create(config("lora", optimizer=settings).es.optimizer)
     for tensor in layout.tensors:
         master, want = torch.zeros(tensor.shape), np.zeros(tensor.shape)
         mean, square = np.zeros(tensor.shape), np.zeros(tensor.shape)
         for up, g in gradients(layout, tensor.name, 12):
-            mean, square = 0.8 * mean + 0.2 * g, 0.95 * square + 0.05 * g * g
-            t = up.index + 1
-            direction = (mean / (1 - 0.8**t)) / (np.sqrt(square / (1 - 0.95**t)) + 1e-6)
+            if settings["name"] == "momentum":
+                direction = mean = 0.8 * mean + g
+            else:
+                mean, square = 0.8 * mean + 0.2 * g, 0.95 * square + 0.05 * g * g
+                t = up.index + 1
+                direction = (mean / (1 - 0.8**t)) / (np.sqrt(square / (1 - 0.95**t)) + 1e-6)
             want = want + up.step * tensor.scale * direction
             space.accumulate(layout, master, tensor.name, whole(tensor.shape), up, optimizer=made)
-            assert reference.relative(master, want) < 1e-5
+            assert reference.relative(master, want) < (1e-6 if settings["name"] == "momentum" else 1e-5)
 
 
 def test_adams_first_step_is_a_full_one_also_after_generations_that_moved_nothing():

@@ -19,7 +19,7 @@ import evoalign
 from evoalign.analysis.judge.asking import Comparison, Plan, Transcript
 from evoalign.analysis.sweeping.children import is_busy
 from evoalign.analysis.sweeping.sweep import sweep
-from evoalign.engines.server.process import Command, ServerProcess
+from evoalign.engines.server.connection import Command, ServerProcess
 from evoalign.errors import RunExistsError
 from evoalign.rundir import files
 from evoalign.rundir.directory import RunDir, saved_folders

@@ -43,11 +43,9 @@ def read(config: Config) -> Config:
 
 def create(config: Config, tokens: Tokens) -> Engine:
     """Return the configured engine. Raises ModelError if the model does not load or the engine is not installed."""
-
     config = read(config)
-    name = (
-        config.engine.name
-    )  # before the path: settings of a user-defined engine may derive from those of a shipped one
+    # The name comes before the path: settings of a user-defined engine may derive from those of a shipped one.
+    name = config.engine.name
     engine = load_object(name if ":" in name else config.engine.path, "engine.name")(config, tokens)
     missing = [method for method in ("metrics", "parts") if method not in dir(engine)]
     if missing:

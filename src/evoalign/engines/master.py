@@ -334,8 +334,7 @@ def _pinned(shape: Sequence[int]) -> torch.Tensor:
     """Return page-locked float32 host memory. torch's `pin_memory` would round the size up to a power of two."""
     tensor = torch.empty(tuple(shape), dtype=torch.float32)
     runtime: Any = torch.cuda.cudart()
-    if (
-        int(runtime.cudaHostRegister(tensor.data_ptr(), 4 * tensor.numel(), 0)) == 0
-    ):  # if this fails, copies are only slower
+    # If this fails, copies are only slower.
+    if int(runtime.cudaHostRegister(tensor.data_ptr(), 4 * tensor.numel(), 0)) == 0:
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
     return tensor

@@ -80,10 +80,8 @@ def _kinds(model: nn.Module) -> dict[str, TensorKind]:
             kind: TensorKind = "other"
             if name.endswith("bias"):
                 kind = "bias"
-            elif (
-                isinstance(module, nn.Linear) and "router" not in type(module).__name__.lower()
-            ):  # a router returns a tuple
-                kind = "linear"
+            elif isinstance(module, nn.Linear) and "router" not in type(module).__name__.lower():
+                kind = "linear"  # a router returns a tuple
             elif isinstance(module, nn.Embedding):
                 kind = "embedding"
             elif "norm" in type(module).__name__.lower():

@@ -4,6 +4,9 @@
 Shapes: B rows, C rows of the cache, HQ query heads in groups of HQ / HK that share keys and values, D numbers per head.
 A batch row finds its cache row by `slots`, so a row leaves the batch without a copy of its past. Softmax and sums are
 float32. Tiles do not depend on B, so a row's bits do not depend on the other rows.
+
+Runs in Triton if `kernels.available`, else on a CPU in compiled C for contiguous float32 tensors, else in plain torch,
+where products of a library may give a row other last bits in another batch.
 """
 
 from __future__ import annotations
@@ -34,44 +37,15 @@ def decode(
     """
     if kernels.available(qkv.device):
         from evoalign.kernels.attention_triton import decode as form
-    else:
-        form = in_c if qkv.device.type == "cpu" else in_torch
-    return form(qkv, keys, values, slots, positions, heads=heads, scale=scale)
 
-
-def in_c(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    heads: int,
-    scale: float,
-) -> torch.Tensor:
-    """Run `decode` on a CPU in compiled C, for contiguous float32 tensors; otherwise in plain torch."""
+        return form(qkv, keys, values, slots, positions, heads=heads, scale=scale)
     rows, (_, shared, room, width) = len(qkv), keys.shape
     plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (qkv, keys, values))
-    if not (plain and width <= WIDEST and compiled.here()):
-        return in_torch(qkv, keys, values, slots, positions, heads=heads, scale=scale)
-    out = qkv.new_empty(rows, heads * width)
-    tensors = (qkv, keys, values, slots.contiguous(), positions.contiguous())
-    compiled.rows("decode", rows, heads * width * room, *tensors, heads, shared, room, width, scale, out)
-    return out
-
-
-def in_torch(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    heads: int,
-    scale: float,
-) -> torch.Tensor:
-    """Run `decode` in plain torch."""
-    rows, shared, width = len(qkv), keys.shape[1], keys.shape[3]
+    if qkv.device.type == "cpu" and plain and width <= WIDEST and compiled.here():
+        out = qkv.new_empty(rows, heads * width)
+        tensors = (qkv, keys, values, slots.contiguous(), positions.contiguous())
+        compiled.rows("decode", rows, heads * width * room, *tensors, heads, shared, room, width, scale, out)
+        return out
     q, k, v = qkv.view(rows, -1, width).split((heads, shared, shared), dim=1)
     keys[slots, :, positions], values[slots, :, positions] = k, v
     seen = int(positions.max()) + 1

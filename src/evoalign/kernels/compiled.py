@@ -137,35 +137,22 @@ def scaled(
         out.copy_(drawn)
         return
     streams, factors = _words(members), _floats(widths)
-    for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
+
+    def draw(part: Lines, base: int, runs: int, length: int, row: int, column: int) -> None:
         into, centre = part.views[0], part.views[1] if mean is not None else None
+        drawn = (table.data_ptr(), *key, generation, streams, factors, len(streams), base, part.pitch, runs, length)
+        around = (None, 0, 0) if centre is None else (_at(centre, row, column), *centre.stride()[-2:])
+        place = (_at(into, row, column), into.stride(0), *into.stride()[-2:], _TYPES[into.dtype])
+        _library().evoalign_scaled(*drawn, *around, *place)
+
+    for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
         if not part.flat and part.joined and part.columns < _CHUNK:  # rows shorter than one draw
-            dense = torch.empty(into.shape, dtype=torch.float32, device=out.device)
-            flat = None if centre is None else centre.contiguous()
-            found = Lines(part.base, part.pitch, (dense,) if flat is None else (dense, flat))
-            _scaled(found, key, table, generation, streams, factors, dense, flat)
-            into.copy_(dense)
+            dense = torch.empty(part.views[0].shape, dtype=torch.float32, device=out.device)
+            views = (dense, *(view.contiguous() for view in part.views[1:]))
+            _share(draw, Lines(part.base, part.pitch, views), len(streams))
+            part.views[0].copy_(dense)
         else:
-            _scaled(part, key, table, generation, streams, factors, into, centre)
-
-
-def _scaled(
-    part: Lines,
-    key: tuple[int, int],
-    table: torch.Tensor,
-    generation: int,
-    streams: Any,
-    widths: Any,
-    out: torch.Tensor,
-    mean: torch.Tensor | None,
-) -> None:
-    def draw(base: int, runs: int, length: int, row: int, column: int) -> None:
-        drawn = (table.data_ptr(), *key, generation, streams, widths, len(streams), base, part.pitch, runs, length)
-        centre = (None, 0, 0) if mean is None else (_at(mean, row, column), *mean.stride()[-2:])
-        into = (_at(out, row, column), out.stride(0), *out.stride()[-2:], _TYPES[out.dtype])
-        _library().evoalign_scaled(*drawn, *centre, *into)
-
-    _share(draw, part, len(streams))
+            _share(draw, part, len(streams))
 
 
 def dense(
@@ -187,34 +174,18 @@ def dense(
     _check(size, master, start)
     direct = served if served is not None and _is_plain(served, size, *_TYPES) else None
     streams, factors, numbers = _words(list(weights)), _floats(list(weights.values())), (1 / count, step, decay)
-    for part in lines(shape, bounds, [t for t in (master, direct, start) if t is not None]):
+
+    def move(part: Lines, base: int, runs: int, length: int, row: int, column: int) -> None:
         views = iter(part.views)
         mean, out = next(views), None if direct is None else next(views)
-        _dense(
-            part, mean, out, None if start is None else next(views), key, table, generation, streams, factors, numbers
-        )
-    if served is not direct and served is not None:
-        served.copy_(master)
-
-
-def _dense(
-    part: Lines,
-    mean: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
-    key: tuple[int, int],
-    table: torch.Tensor,
-    generation: int,
-    streams: Any,
-    weights: Any,
-    numbers: tuple[float, float, float],
-) -> None:
-    def move(base: int, runs: int, length: int, row: int, column: int) -> None:
-        moved = _mean(mean, served, start, numbers, row, column)
-        drawn = (table.data_ptr(), *key, generation, streams, weights, len(streams), base, part.pitch, runs, length)
+        moved = _mean(mean, out, None if start is None else next(views), numbers, row, column)
+        drawn = (table.data_ptr(), *key, generation, streams, factors, len(streams), base, part.pitch, runs, length)
         _library().evoalign_dense(*drawn, ctypes.byref(moved))
 
-    _share(move, part, len(streams))
+    for part in lines(shape, bounds, [t for t in (master, direct, start) if t is not None]):
+        _share(move, part, len(streams))
+    if served is not direct and served is not None:
+        served.copy_(master)
 
 
 def product(
@@ -252,14 +223,12 @@ def product(
 
 def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> int:
     """Return `evoalign.engines.hash.tensor_sum` of a part of a tensor of `shape`, modulo 2^64 and signed."""
-    total = 0
-    for part in lines(shape, bounds, [tensor]):
 
-        def add(base: int, runs: int, length: int, row: int, column: int, part: Lines = part) -> int:
-            view = part.views[0]
-            return _library().evoalign_sum(_at(view, row, column), *view.stride(), base, part.pitch, runs, length)
+    def add(part: Lines, base: int, runs: int, length: int, row: int, column: int) -> int:
+        view = part.views[0]
+        return _library().evoalign_sum(_at(view, row, column), *view.stride(), base, part.pitch, runs, length)
 
-        total += sum(_share(add, part, 1))
+    total = sum(sum(_share(add, part, 1)) for part in lines(shape, bounds, [tensor]))
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -299,15 +268,13 @@ def _at(tensor: torch.Tensor, row: int, column: int) -> int:
     return tensor.data_ptr() + (row * tensor.stride(-2) + column * tensor.stride(-1)) * tensor.element_size()
 
 
-def _share(work: Callable[[int, int, int, int, int], Any], part: Lines, members: int) -> list[Any]:
-    """Run a part in pieces `(base, runs, length, row, column)`: of its rows, or of its single run."""
-    if part.flat and part.rows > 1:
-        part = Lines(part.base, part.rows * part.columns, tuple(v.flatten(-2).unsqueeze(-2) for v in part.views))
-    if part.rows == 1:
-        pieces = _pieces(part.columns, members, _CHUNK)
-        return _run(work, [(part.base + a, 1, b - a, 0, a) for a, b in pieces])
+def _share(work: Callable[..., Any], part: Lines, members: int) -> list[Any]:
+    """Run a part in pieces `(part, base, runs, length, row, column)`: of its rows, or of its single run."""
+    if part.flat:
+        pieces = _pieces(part.rows * part.columns, members, _CHUNK)
+        return _run(work, [(part, part.base + a, 1, b - a, 0, a) for a, b in pieces])
     pieces = _pieces(part.rows, part.columns * members, 1)
-    return _run(work, [(part.base + a * part.pitch, b - a, part.columns, a, 0) for a, b in pieces])
+    return _run(work, [(part, part.base + a * part.pitch, b - a, part.columns, a, 0) for a, b in pieces])
 
 
 def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:
@@ -317,7 +284,7 @@ def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:
     yield from ((a, min(a + step, total)) for a in range(0, total, max(1, step)))
 
 
-def _run(work: Callable[..., Any], pieces: Sequence[tuple[int, ...]]) -> list[Any]:
+def _run(work: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Run each piece once: in a new thread if one can be started, else in this thread."""
     found: list[Any] = [None] * len(pieces)
     failed: list[BaseException] = []

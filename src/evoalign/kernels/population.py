@@ -15,8 +15,9 @@ Rows without a member get the plain function. Terms are summed in float32 and ro
 functions do not synchronise and allocate only their results, so a CUDA graph can hold them; factors and members may
 change between its replays.
 
-Each function runs in Triton if `kernels.available`, else on a CPU in compiled C (`population_cpu`), else in plain torch
-(`reference`).
+Each function runs in Triton if `kernels.available`, else on a CPU in compiled C if it supports the tensors (float32 and
+contiguous), else in plain torch (`reference`). C makes one pass over each row, in cache. Its sums run over one row in
+one order, so a row's bits depend neither on the other rows nor on the vector width, but they are not those of torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from types import ModuleType
 import torch
 
 from evoalign import kernels
-from evoalign.kernels import population_cpu, reference
+from evoalign.kernels import compiled, reference
 from evoalign.kernels.reference import MAX_RANK, Dot, Heads, Partial, Terms
 
 __all__ = ["MAX_RANK", "Dot", "Heads", "Partial", "Terms", "add", "gate", "norm", "rotate", "warm_up"]
@@ -36,7 +37,18 @@ __all__ = ["MAX_RANK", "Dot", "Heads", "Partial", "Terms", "add", "gate", "norm"
 
 def add(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], terms: Terms) -> None:
     """Add scaling * (x A_i^T) B_i^T to y [T, sum N_i], in place, for one to three layers with the input x [T, K]."""
-    _form(y).add(y, x, a, b, terms)
+    if kernels.available(y.device):
+        _triton().add(y, x, a, b, terms)
+        return
+    if not _in_c(y, terms, a, b, (x,)):
+        reference.add(y, x, a, b, terms)
+        return
+    start = 0
+    for one_a, one_b in zip(a, b, strict=True):
+        inner, outer, padded = x.shape[1], one_b.shape[2], one_b.shape[3]
+        into, where = (y[:, start:], y.shape[1]), (terms.members, terms.rank, padded, terms.scaling)
+        compiled.rows("add", len(y), outer + inner, *into, x, one_a, one_b, *where, inner, outer)
+        start += outer
 
 
 def norm(
@@ -53,7 +65,23 @@ def norm(
     The sum is written to `residual`, in place; if that is None, `hidden` is the residual itself. `dots` is float32
     [T, len(into_a), R]: the output row with each A of the next projection.
     """
-    return _form(hidden).norm(hidden, residual, weight, eps, terms, into_a, source)
+    if kernels.available(hidden.device):
+        return _triton().norm(hidden, residual, weight, eps, terms, into_a, source)
+    x = a = given = b = None
+    if isinstance(source, Dot):
+        x, a, b = source.x, source.a, source.b
+    elif source is not None and source.dots.shape[1]:
+        given, b = source.dots, source.b
+    if not _in_c(hidden, terms, into_a, (residual, weight, x, a, given, b)):
+        return reference.norm(hidden, residual, weight, eps, terms, into_a, source)
+    count, width = hidden.shape
+    padded = into_a[0].shape[2] if into_a else 0 if b is None else b.shape[3]
+    out, dots = torch.empty_like(hidden), hidden.new_empty(count, len(into_a), terms.rank)
+    projection = (x, a, 0 if x is None else x.shape[1], given, 0 if given is None else given.shape[1], b)
+    into = (*into_a, *[None] * (3 - len(into_a)), len(into_a))
+    where = (terms.members, terms.rank, padded, terms.scaling)
+    compiled.rows("norm", count, 4 * width, hidden, residual, weight, eps, *where, width, *projection, *into, out, dots)
+    return out, dots
 
 
 def rotate(
@@ -70,7 +98,17 @@ def rotate(
     qkv is [T, (heads + 2 * kv_heads) * head_dim]. The rotation is in halves (NeoX), by cos_sin [positions, rotary_dim]
     with cosines first. Dimensions beyond rotary_dim are not rotated.
     """
-    _form(qkv).rotate(qkv, positions, cos_sin, dots, b, terms, heads)
+    if kernels.available(qkv.device):
+        _triton().rotate(qkv, positions, cos_sin, dots, b, terms, heads)
+        return
+    norms = (heads.q_norm, heads.k_norm)
+    if not _in_c(qkv, terms, b, (cos_sin, dots, *norms)) or positions.dtype != torch.int64:
+        reference.rotate(qkv, positions, cos_sin, dots, b, terms, heads)
+        return
+    into = (qkv, positions.contiguous(), cos_sin, cos_sin.shape[1], dots, *b)
+    where = (terms.members, terms.rank, b[0].shape[3], terms.scaling)
+    counts = (heads.heads, heads.kv_heads, heads.head_dim)
+    compiled.rows("rotate", len(qkv), 2 * qkv.shape[1], *into, *where, *counts, *norms, heads.eps)
 
 
 def gate(
@@ -81,7 +119,15 @@ def gate(
     The partial dots, float32 [T, NP, R], are of the output with `down_a`, one per tile; pass them to the next norm as
     `Partial`. Without `down_a` NP is 0.
     """
-    return _form(gate_up).gate(gate_up, dots, b, down_a, terms)
+    if kernels.available(gate_up.device):
+        return _triton().gate(gate_up, dots, b, down_a, terms)
+    if not _in_c(gate_up, terms, b, (dots, down_a)):
+        return reference.gate(gate_up, dots, b, down_a, terms)
+    count, inner = len(gate_up), gate_up.shape[1] // 2
+    out, parts = gate_up.new_empty(count, inner), gate_up.new_empty(count, 0 if down_a is None else 1, terms.rank)
+    where = (terms.members, terms.rank, b[0].shape[3], terms.scaling)
+    compiled.rows("gate", count, 8 * inner, gate_up, dots, *b, down_a, *where, inner, out, parts)
+    return out, parts
 
 
 def warm_up(
@@ -137,8 +183,12 @@ def _triton() -> ModuleType:
     return population_triton
 
 
-def _form(tensor: torch.Tensor) -> ModuleType:
-    """Return the module whose functions run on this tensor's device."""
-    if kernels.available(tensor.device):
-        return _triton()
-    return population_cpu if tensor.device.type == "cpu" else reference
+def _in_c(first: torch.Tensor, terms: Terms, *tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether C can read all of these tensors."""
+    if first.device.type != "cpu" or terms.rank > MAX_RANK or not compiled.here():
+        return False
+    for group in ((first,), *tensors):  # `all` with a generator would take as long as the kernel
+        for tensor in group:
+            if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+                return False
+    return terms.members.dtype == torch.int32 and terms.members.is_contiguous()

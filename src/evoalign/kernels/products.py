@@ -48,23 +48,11 @@ def move(
         from evoalign.kernels.update import Matrix, Products
 
         Products([Matrix(master, served, start, left, right)]).move(len(left), count, [step], decay)
-    elif compiled.available(master.device):
+        return
+    if compiled.available(master.device):
         compiled.product(master, served, start, left, right, count, step, decay)
-    else:
-        in_torch(master, served, start, left, right, count, step, decay)
-
-
-def in_torch(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    count: int,
-    step: float,
-    decay: float,
-) -> None:
-    """Run `move` in plain torch, tile by tile. No operation fuses a product with a sum."""
+        return
+    # In plain torch, tile by tile. No operation fuses a product with a sum.
     rows, columns = master.shape
     tile = max(1, (_TILE if master.device.type == "cpu" else 1 << 24) // max(1, columns))
     for first in range(0, rows, tile):

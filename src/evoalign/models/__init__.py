@@ -7,10 +7,5 @@ from pathlib import Path
 
 
 def tiny() -> Path:
-    """Return the folder of the tiny base model.
-
-    It is a Qwen2-architecture model of half a million parameters, trained from
-    nothing by ``recipes/tiny_base``; tests and the CPU demonstration use it.  Hand the
-    path to anything that loads a transformers model folder.
-    """
+    """Return the folder of the model `tiny`: a Qwen2 of half a million parameters, trained by `recipes/tiny_base`."""
     return Path(__file__).resolve().parent / "tiny"

@@ -100,6 +100,14 @@ def find(path: str, name: str, revision: str | None) -> Path | None:
     return None if found is None else Path(found)
 
 
+def read_settings(name: str, file: Path) -> dict[str, Any]:
+    """Read a JSON object among the files of the model `name`. Raises ModelError."""
+    try:
+        return read_object(file, mend="fetch it again")
+    except DataError as error:
+        raise ModelError(f"model {name}: {error}") from error
+
+
 def weight_files(path: str, revision: str | None, name: str) -> Iterator[Path]:
     """Yield a model's safetensors files. Call `refuse_pickles` first. Raises ModelError."""
     index = None if find(path, MODEL, revision) is not None else find(path, INDEX, revision)
@@ -210,10 +218,7 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
         return
     if found is None:
         return
-    try:
-        tree = read_object(found, mend="fetch it again")
-    except DataError as error:
-        raise ModelError(f"model {path}: {error}") from error
+    tree = read_settings(path, found)
     for name, value in _settings(tree):
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):

@@ -41,7 +41,7 @@ from evoalign.config.reading import read_object
 from evoalign.config.secrets import public_path
 from evoalign.errors import DataError, EvoalignError, ModelError, RunExistsError, plain, shown
 from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, put_into, weights_of
-from evoalign.models.files import find, load_whole, place, refuse_hooks, why_not
+from evoalign.models.files import find, load_whole, place, read_settings, refuse_hooks, why_not
 from evoalign.rundir import checkpoint, files
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
@@ -191,7 +191,7 @@ def _of_mean(name: str, saved: Path, base: str | None, depth: int, source: Sourc
 
 def _over(name: str, adapter: Path, tokenizer: tuple[str, str | None] | None, base: str | None, depth: int) -> Origin:
     """Resolve an adapter over the base that it names, or over `base`."""
-    settings = _settings(name, adapter / ADAPTER_CONFIG)
+    settings = read_settings(name, adapter / ADAPTER_CONFIG)
     below_name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if base is None and (not isinstance(below_name, str) or not below_name):
         raise ModelError(
@@ -220,13 +220,6 @@ def _below(name: str, who: str, base: str | None, model: ModelConfig, depth: int
             f"model {name} is an adapter over {shown(model.name)}, by {who}, which cannot be found ({error}); put it "
             "there, or set model.base"
         ) from error
-
-
-def _settings(name: str, file: Path) -> Mapping[str, Any]:
-    try:
-        return read_object(file, mend="fetch it again")
-    except DataError as error:
-        raise ModelError(f"model {name}: {error}") from error
 
 
 @cache
@@ -317,7 +310,7 @@ def merged(origin: Origin, dtype: str) -> Path:
     folder = folder_of(origin, dtype)
     while not is_whole(folder):
         try:
-            _make(folder, origin, dtype)
+            _make(folder, origin, getattr(torch, kept_dtype(dtype)))
         except RunExistsError:
             time.sleep(PATIENCE)
     return folder
@@ -336,13 +329,25 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
 
 
-def _make(folder: Path, origin: Origin, dtype: str) -> None:
+def _make(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
     """Fill the folder. Raises ModelError, and RunExistsError where another process fills or has just filled it."""
+    from transformers import AutoTokenizer, GenerationConfig
+
     try:
         with files.filled(folder) as temporary:
             if is_whole(folder):  # it may be in use already
                 raise RunExistsError(f"{folder} was made by another process")
-            _fill(temporary, origin, getattr(torch, kept_dtype(dtype)))
+            model: Any = load_whole(origin.base, origin.revision, torch.float32, origin.base)
+            for adapter in origin.adapters:
+                model = put_into(model, adapter, origin.base)
+            model.generation_config = GenerationConfig()  # transformers may refuse to write the base's own
+            model.to(dtype).save_pretrained(temporary, max_shard_size=SHARD)
+            decoding = find(origin.base, "generation_config.json", origin.revision)
+            if decoding is not None:
+                shutil.copyfile(decoding, temporary / "generation_config.json")
+            where, revision = origin.tokenizer
+            tokenizer: Any = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
+            tokenizer.save_pretrained(temporary)
             (temporary / RECORD).write_text(json.dumps(_sizes(temporary)), encoding="utf-8")
     except EvoalignError:
         raise
@@ -351,22 +356,6 @@ def _make(folder: Path, origin: Origin, dtype: str) -> None:
             f"the merged model cannot be written to {folder} ({error.strerror or error}); set EVOALIGN_CACHE to "
             "another folder"
         ) from error
-
-
-def _fill(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
-
-    model: Any = load_whole(origin.base, origin.revision, torch.float32, origin.base)
-    for adapter in origin.adapters:
-        model = put_into(model, adapter, origin.base)
-    model.generation_config = GenerationConfig()  # transformers may refuse to write the base's own
-    model.to(dtype).save_pretrained(folder, max_shard_size=SHARD)
-    decoding = find(origin.base, "generation_config.json", origin.revision)
-    if decoding is not None:
-        shutil.copyfile(decoding, folder / "generation_config.json")
-    where, revision = origin.tokenizer
-    tokenizer: Any = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
-    tokenizer.save_pretrained(folder)
 
 
 def signature(folder: Path) -> Signature:

@@ -11,20 +11,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from evoalign.config import Config
 from evoalign.engines.base import EngineDefaults, check_members, pairs_of
-from evoalign.engines.ray.replicas import (
-    LOG,
-    Replica,
-    ReplicaError,
-    ReplicaPool,
-    checked_fingerprint,
-    checked_rollouts,
-)
+from evoalign.engines.ray.replicas import FAILED, LOG, Check, Replica, ReplicaPool, checked_rollouts
 from evoalign.engines.ray.schedule import Dispatcher
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.errors import EvoalignError
@@ -69,16 +64,8 @@ class RayEngine(EngineDefaults):
             if mismatch := self.pool.mismatch(facts):
                 raise EvoalignError(f"replica {replica.place} {mismatch}")
         first: Facts = next(iter(returned.values()))
-        return Facts(
-            engine=f"ray, {self._settings.replicas} x {first.engine}",
-            device=first.device,
-            dtype=first.dtype,
-            deterministic=all(facts.deterministic for facts in returned.values()),
-            model_hash=first.model_hash,
-            master_bytes=first.master_bytes,
-            note=first.note,
-            library=first.library,
-        )
+        deterministic = all(facts.deterministic for facts in returned.values())
+        return replace(first, engine=f"ray, {self._settings.replicas} x {first.engine}", deterministic=deterministic)
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield rollouts as replicas finish their chunks."""
@@ -117,20 +104,18 @@ class RayEngine(EngineDefaults):
 
     def _tensors(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors of one replica; if it fails, continue with those of another."""
-        actor, index, found = None, 0, None
+        actor, yielded, index = None, 0, 0
         while True:
             replica = self.pool.any_ready()
-            known = index if replica.actor is actor else 0
-            try:
-                for i in range(known, index + 1):
-                    found = self.pool.get(replica, replica.actor.send.remote(what, i))
-            except ReplicaError as error:
-                self.pool.restart(replica, str(error))
-                continue
+            actor, index = replica.actor, index if replica.actor is actor else 0
+            found = self.pool.ask_one(replica, "send", what, index)
             if found is None:
                 return
-            actor, index = replica.actor, index + 1
-            yield found[0], torch.from_numpy(np.array(found[1]))
+            if found is not FAILED:
+                index += 1
+                if index > yielded:
+                    yielded = index
+                    yield found[0], torch.from_numpy(np.array(found[1]))
 
     def probe_weights(self, count: int) -> torch.Tensor:
         return torch.from_numpy(np.array(self.pool.ask("probe_weights", count)))
@@ -170,26 +155,20 @@ class SingleReplica:
     def __init__(self, engine: RayEngine, replica: Replica) -> None:
         self._engine, self._pool, self._replica = engine, engine.pool, replica
 
+    def _ask(self, method: str, *args: Any, check: Check) -> Any:
+        """Return the result of the replica, or `FAILED`."""
+        is_ready = self._replica.stage == "ready"
+        return self._pool.ask_one(self._replica, method, *args, check=check) if is_ready else FAILED
+
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         check_members(plan, requests)
-        rollouts: Sequence[Rollout] | None = None
-        if self._replica.stage == "ready":
-            try:
-                returned = self._pool.get(self._replica, self._replica.actor.rollout.remote(plan, requests))
-                rollouts = checked_rollouts(returned, pairs_of(plan.members, requests))
-            except ReplicaError as error:
-                self._pool.restart(self._replica, str(error))
-        yield from self._engine.rollout(plan, requests) if rollouts is None else rollouts
+        pairs = pairs_of(plan.members, requests)
+        rollouts = self._ask("rollout", plan, requests, check=lambda returned: checked_rollouts(returned, pairs))
+        yield from self._engine.rollout(plan, requests) if rollouts is FAILED else rollouts
 
     def fingerprint(self) -> str:
-        if self._replica.stage == "ready":
-            updates = len(self._pool.updates)
-            try:
-                returned = self._pool.get(self._replica, self._replica.actor.fingerprint.remote())
-                return checked_fingerprint(returned, updates, updates)[1]
-            except ReplicaError as error:
-                self._pool.restart(self._replica, str(error))
-        return self._engine.fingerprint()
+        found = self._ask("fingerprint", check=self._pool.current_hash)
+        return self._engine.fingerprint() if found is FAILED else found
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
         """Load weights into all replicas."""

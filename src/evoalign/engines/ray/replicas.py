@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -38,8 +38,19 @@ Stage = Literal["waiting", "loading", "catching up", "ready", "excluded"]
 `excluded`: cannot be part of this run."""
 
 
+FAILED = object()
+"""Result of a replica that failed and was restarted."""
+Check = Callable[[Any], Any]
+"""Returns a replica's result, or part of it. Raises ReplicaError where it is invalid."""
+
+
 class ReplicaError(Exception):
     """A replica died, did not respond in time, or returned something invalid."""
+
+
+def unchecked(returned: Any) -> Any:
+    """Return any result."""
+    return returned
 
 
 @dataclass(eq=False)
@@ -113,23 +124,23 @@ class ReplicaPool:
 
     # --- calls
 
-    def send(self, method: str, *args: Any) -> None:
-        """Call all replicas that receive updates, without waiting: actors run their calls in order."""
-        for replica in self.replicas:
-            if replica.stage in ("catching up", "ready"):
-                replica.pending.append(getattr(replica.actor, method).remote(*args))
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """Return the result of one replica; if it fails, of another."""
+    def ask(self, method: str, *args: Any, check: Check = unchecked) -> Any:
+        """Return the checked result of one replica; if it fails, of another."""
         while True:
-            replica = self.any_ready()
-            try:
-                return self.get(replica, getattr(replica.actor, method).remote(*args))
-            except ReplicaError as error:
-                self.restart(replica, str(error))
+            found = self.ask_one(self.any_ready(), method, *args, check=check)
+            if found is not FAILED:
+                return found
 
-    def ask_all(self, method: str, *args: Any) -> dict[Replica, Any]:
-        """Return the result of each ready replica, and restart those that fail.
+    def ask_one(self, replica: Replica, method: str, *args: Any, check: Check = unchecked) -> Any:
+        """Return the checked result of a ready replica, or `FAILED` after restarting it."""
+        try:
+            return check(self.get(replica, getattr(replica.actor, method).remote(*args)))
+        except ReplicaError as error:
+            self.restart(replica, str(error))
+            return FAILED
+
+    def ask_all(self, method: str, *args: Any, check: Check = unchecked) -> dict[Replica, Any]:
+        """Return the checked result of each ready replica, and restart those that fail.
 
         Raises EvoalignError if one refuses, after fetching all results: Ray prints errors that were not fetched.
         """
@@ -138,7 +149,7 @@ class ReplicaPool:
         refused: EvoalignError | None = None
         for replica, call in calls.items():
             try:
-                found[replica] = self.get(replica, call)
+                found[replica] = check(self.get(replica, call))
             except ReplicaError as error:
                 self.restart(replica, str(error))
             except EvoalignError as error:
@@ -170,34 +181,27 @@ class ReplicaPool:
         return result
 
     def apply(self, update: Update) -> None:
-        """Send an update to all replicas."""
+        """Send an update to all replicas that receive updates, without waiting: actors run their calls in order."""
         self.updates.append(update)
         self._applied_at = time.monotonic()
-        self.send("apply", [update])
+        for replica in self.replicas:
+            if replica.stage in ("catching up", "ready"):
+                replica.pending.append(replica.actor.apply.remote([update]))
+
+    def current_hash(self, returned: object) -> str:
+        """Return the hash of a `fingerprint` after all updates. Raises ReplicaError for anything else."""
+        return checked_fingerprint(returned, len(self.updates), len(self.updates))[1]
 
     def fingerprint(self) -> str:
         """Return the hash of one replica's mean."""
-        while True:
-            replica = self.any_ready()
-            try:
-                returned = self.get(replica, replica.actor.fingerprint.remote())
-                _, found = checked_fingerprint(returned, len(self.updates), len(self.updates))
-            except ReplicaError as error:
-                self.restart(replica, str(error))
-                continue
-            if self._applied_at is not None:
-                self.update_seconds, self._applied_at = time.monotonic() - self._applied_at, None
-            return found
+        found = self.ask("fingerprint", check=self.current_hash)
+        if self._applied_at is not None:
+            self.update_seconds, self._applied_at = time.monotonic() - self._applied_at, None
+        return found
 
     def fingerprints(self) -> dict[Replica, str]:
         """Return the hash of each ready replica's mean."""
-        found: dict[Replica, str] = {}
-        for replica, returned in self.ask_all("fingerprint").items():
-            try:
-                _, found[replica] = checked_fingerprint(returned, len(self.updates), len(self.updates))
-            except ReplicaError as error:
-                self.restart(replica, str(error))
-        return found
+        return self.ask_all("fingerprint", check=self.current_hash)
 
     # --- joining
 
@@ -237,10 +241,8 @@ class ReplicaPool:
         most = self.settings.restarts
         if replica.restarts > most:
             raise EvoalignError(f"replica {replica.place} {why}; it was restarted {most} times (engine.restarts)")
-        LOG.warning(
-            "replica %d %s; it is restarted (%d of %d times), and others take over its work",
-            replica.place, why, replica.restarts, most,
-        )  # fmt: skip
+        text = "replica %d %s; it is restarted (%d of %d times), and others take over its work"
+        LOG.warning(text, replica.place, why, replica.restarts, most)
         self._ray.kill(replica.actor)
         if replica.place in self.cluster.placed():
             self._launch(replica)

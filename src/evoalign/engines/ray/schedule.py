@@ -138,15 +138,6 @@ class Scheduler(Generic[W]):
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
-    """A chunk's plan, and its requests: as a list and in Ray's object store, which copies them to a host only once."""
-
-    plan: Plan
-    requests: Sequence[Request]
-    stored: Any
-
-
 @dataclass(eq=False)
 class Call:
     """A rollout call in progress. `scheduler` is None once the rollout is over and the result no longer needed."""
@@ -170,11 +161,11 @@ class Dispatcher:
     def run(self, plan: Plan, requests: Sequence[Request], size: int) -> Iterator[Rollout]:
         """Yield all rollouts, chunk by chunk as they are finished."""
         chunks: list[Chunk[Replica]] = []
-        stored: tuple[Sequence[Request], Any] = ((), None)
+        last: tuple[Sequence[Request], Any] = ((), None)
         for part, wanted in chunks_of(plan, requests, size):
-            if wanted is not stored[0]:  # chunks of other members with the same requests follow each other
-                stored = wanted, self._ray.put(wanted)
-            chunks.append(Chunk(Work(part, *stored)))
+            if wanted is not last[0]:  # chunks of other members with the same requests follow each other
+                last = wanted, self._ray.put(wanted)  # the object store copies them to a host only once
+            chunks.append(Chunk((part, *last)))
         scheduler = Scheduler(chunks)
         try:
             while scheduler.open:
@@ -199,7 +190,8 @@ class Dispatcher:
             now = time.monotonic()
             chunk = None if replica in busy else scheduler.next(replica, now)
             if chunk is not None:
-                ref = replica.actor.rollout.remote(chunk.load.plan, chunk.load.stored)
+                plan, _, stored = chunk.load
+                ref = replica.actor.rollout.remote(plan, stored)
                 self._calls[ref] = Call(replica, replica.actor, chunk, now, scheduler)
 
     def _ended(self) -> Iterator[tuple[Call, list[Rollout] | None]]:
@@ -212,9 +204,8 @@ class Dispatcher:
                 yield call, None  # its replica was restarted for another reason
                 continue
             try:
-                work = call.chunk.load
-                returned = self._pool.get(call.replica, ref)
-                yield call, checked_rollouts(returned, pairs_of(work.plan.members, work.requests))
+                plan, requests, _ = call.chunk.load
+                yield call, checked_rollouts(self._pool.get(call.replica, ref), pairs_of(plan.members, requests))
             except ReplicaError as error:
                 yield from self._failed(call, str(error))
         now, patience = time.monotonic(), self._pool.settings.patience

@@ -12,7 +12,7 @@ import re
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
@@ -20,6 +20,8 @@ from evoalign.errors import ConfigError
 from evoalign.types import FinishReason, Request
 
 T = TypeVar("T")
+LOADING = 300.0
+"""Seconds for loading an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +66,56 @@ class Completion:
     logprobs: tuple[float, ...] | None
 
 
-class Dialect(Protocol):
+class Dialect:
     """Coroutines for a client's event loop. All raise LostError, RefusedError."""
+
+    health: ClassVar[tuple[str, float]]
+    """Path of the health check, and the seconds that it may take."""
+    metric: ClassVar[re.Pattern[str]]
+    """Pattern of a Prometheus metric: its name and its value."""
+    measured: ClassVar[Mapping[str, str]]
+    """Metrics of the server's load, and their names in a run."""
 
     async def is_ready(self, client: Client) -> bool:
         """Return whether the server replies and its model is loaded."""
-        ...
+        try:
+            await client.get(self.health[0], seconds=self.health[1])
+        except RefusedError as error:
+            if error.status in (401, 403):
+                raise
+            return False
+        return True
 
     async def about(self, client: Client) -> ServerInfo:
         """Return the server's description of itself."""
-        ...
+        raise NotImplementedError
 
     async def load(self, client: Client, name: str, adapter: PeftAdapter, folder: Path | None, ranks: int) -> None:
         """Load an adapter under a new name: from `folder`, where it was written, or as tensors for each of `ranks`."""
-        ...
+        raise NotImplementedError
 
     async def unload(self, client: Client, name: str) -> None:
         """Unload an adapter."""
-        ...
+        raise NotImplementedError
 
     async def generate(
         self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int]
     ) -> list[Completion]:
         """Return one completion of each request, in order, by the adapter or the base model."""
-        ...
+        raise NotImplementedError
 
     def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
         """Return the fields of an OpenAI-style request that select an adapter of the model `base`, or the model."""
-        ...
+        raise NotImplementedError
 
     async def metrics(self, client: Client) -> Mapping[str, float]:
-        """Return the server's load."""
-        ...
+        """Return the server's load; the first rank's, if there are several. Skips invalid values."""
+        found: dict[str, float] = {}
+        for name, value in self.metric.findall(await client.text("/metrics")):
+            if name in self.measured:
+                with contextlib.suppress(ValueError):
+                    found.setdefault(self.measured[name], float(value))
+        return found
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -150,13 +170,3 @@ def checked_reason(value: Any, where: str) -> FinishReason:
     if value in ("stop", "length"):
         return value
     raise LostError(f"{where} ends a completion early ({str(value)[:80]!r}); it is not scored")
-
-
-def parse_metrics(text: str, pattern: re.Pattern[str], names: Mapping[str, str]) -> dict[str, float]:
-    """Return the Prometheus metrics in `names`, renamed; of several ranks the first. Skips invalid values."""
-    found: dict[str, float] = {}
-    for name, value in pattern.findall(text):
-        if name in names:
-            with contextlib.suppress(ValueError):
-                found.setdefault(names[name], float(value))
-    return found

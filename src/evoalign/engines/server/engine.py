@@ -13,10 +13,11 @@ import asyncio
 import itertools
 import queue
 import secrets
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import ClassVar, NoReturn, TypeAlias, cast
+from typing import Any, ClassVar, NoReturn, TypeAlias, cast
 
 import torch
 
@@ -26,9 +27,8 @@ from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.server.adapters import AdapterStore, PeftAdapter, build
 from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, BaseModel, load_base
 from evoalign.engines.server.client import Client, LostError, RefusedError
-from evoalign.engines.server.connection import Connection
+from evoalign.engines.server.connection import Command, Connection, refuse_missing
 from evoalign.engines.server.dialect import Completion, Dialect, first_error, gather
-from evoalign.engines.server.process import Command, refuse_missing
 from evoalign.engines.server.settings import ServerSettings
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
@@ -95,6 +95,19 @@ class ServerEngine(KeepsMean):
     def command(self, port: int, key: str, specs: Sequence[TensorSpec]) -> Command:
         """Return the command that starts a server: on loopback, at this port, with this key."""
         raise NotImplementedError
+
+    def _command(self, module: str, options: Mapping[str, Any], environment: Mapping[str, str], key: str) -> Command:
+        """Return the command of a module. True is an option without a value; None and False leave it out."""
+        words: list[str] = []
+        for name, value in options.items():
+            if value is not None and value is not False:
+                words += [name, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+        python = self._settings.python or sys.executable
+        return Command(module, [*words, *self._settings.arguments], python, environment, hidden=[key])
+
+    def _modules(self, space: Space, specs: Sequence[TensorSpec]) -> list[str]:
+        """Return the names of the projections that adapters change."""
+        return sorted({module_of(t.module) for t in space.layout(specs, self.dtype).tensors})
 
     async def push(self, client: Client, weights: Mapping[str, torch.Tensor], store: AdapterStore) -> None:
         """Send the server new weights of the model, in the served dtype, and check that it uses them."""

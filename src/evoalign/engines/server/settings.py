@@ -64,28 +64,9 @@ class ServerSettings(EngineSettings):
     """How often in a run a server that died, hung or sent invalid replies is started, or waited for, again; then the
     run stops. Single requests that fail, or find the server busy, are repeated before that."""
 
-    resources = frozenset(
-        {
-            "url",
-            "key_variable",
-            "ca_file",
-            "python",
-            "arguments",
-            "device",
-            "mean_device",
-            "tensor_parallel_size",
-            "memory_fraction",
-            "context_length",
-            "max_running",
-            "members",
-            "adapter_folder",
-            "concurrency",
-            "batch",
-            "start_timeout",
-            "timeout",
-            "restarts",
-        }
-    )
+    resources = frozenset({"url", "key_variable", "ca_file", "python", "arguments", "device", "mean_device"})
+    resources |= {"tensor_parallel_size", "memory_fraction", "context_length", "max_running", "members"}
+    resources |= {"adapter_folder", "concurrency", "batch", "start_timeout", "timeout", "restarts"}
     lighter = "use space lora, or set engine.mean_device cpu"
     serves: ClassVar[str] = ""
     """The server's name in messages."""
@@ -157,15 +138,8 @@ class SglangConfig(ServerSettings):
 
     path = "evoalign.engines.server.sglang:SglangEngine"
     serves = "SGLang"
-    resources = ServerSettings.resources | {
-        "api",
-        "transport",
-        "attention_backend",
-        "sampling_backend",
-        "lora_backend",
-        "max_total_tokens",
-        "cuda_graph",
-    }
+    resources = ServerSettings.resources | {"api", "transport", "attention_backend", "sampling_backend", "lora_backend"}
+    resources |= {"max_total_tokens", "cuda_graph"}
 
 
 class VllmServerConfig(ServerSettings):

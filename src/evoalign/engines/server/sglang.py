@@ -26,8 +26,11 @@ from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.server.adapters import AdapterStore, PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
+from evoalign.engines.server.connection import Command
 from evoalign.engines.server.dialect import (
+    LOADING,
     Completion,
+    Dialect,
     ServerInfo,
     as_list,
     as_object,
@@ -35,10 +38,8 @@ from evoalign.engines.server.dialect import (
     checked_logprobs,
     checked_reason,
     gather,
-    parse_metrics,
 )
 from evoalign.engines.server.engine import ServerEngine
-from evoalign.engines.server.process import Command
 from evoalign.engines.server.settings import SglangConfig
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import ModelError
@@ -46,24 +47,12 @@ from evoalign.models.origin import model_path
 from evoalign.optimizer import Optimizer
 from evoalign.rundir.files import as_os_errors
 from evoalign.spaces.base import Space
-from evoalign.spaces.targets import module_of
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, Request, TensorSpec
 
 Api: TypeAlias = Literal["generate", "chat"]
-HEALTH, LOADING = 10.0, 300.0
-"""Seconds for a health check, and for loading an adapter."""
 DTYPES = {"half": "float16", "float": "float32"}
 """SGLang's other names for dtypes."""
-MEASURED = {
-    "num_running_reqs": "running",
-    "num_queue_reqs": "queue",
-    "token_usage": "cache_used",
-    "cache_hit_rate": "cache_hits",
-    "gen_throughput": "tokens_per_second",
-}
-"""Metrics of the server that are kept, and their names here."""
-METRIC = re.compile(r"^sglang:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 CPU_TOKENS = 65_536
 """Tokens in the cache on a CPU, where SGLang would take its share of all memory."""
 PROBED = 4
@@ -81,20 +70,23 @@ FUSED = {
 _LAST = re.compile(r"(\w+)(?=\.weight$)")
 
 
-class SglangDialect:
-    """Implements `evoalign.engines.server.dialect.Dialect`. `api` is the route of completions."""
+class SglangDialect(Dialect):
+    """The requests of SGLang. `api` is the route of completions; metrics need --enable-metrics."""
+
+    health = ("/health_generate", 10.0)
+    metric = re.compile(r"^sglang:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+    measured = MappingProxyType(
+        {
+            "num_running_reqs": "running",
+            "num_queue_reqs": "queue",
+            "token_usage": "cache_used",
+            "cache_hit_rate": "cache_hits",
+            "gen_throughput": "tokens_per_second",
+        }
+    )
 
     def __init__(self, api: Api = "generate") -> None:
         self._api = api
-
-    async def is_ready(self, client: Client) -> bool:
-        try:
-            await client.get("/health_generate", seconds=HEALTH)
-        except RefusedError as error:
-            if error.status in (401, 403):
-                raise
-            return False
-        return True
 
     async def about(self, client: Client) -> ServerInfo:
         """Return the server's description. Only with deterministic inference does it sample with seeds."""
@@ -180,10 +172,6 @@ class SglangDialect:
 
     def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
         return {"model": base, **({} if adapter is None else {"lora_path": adapter})}
-
-    async def metrics(self, client: Client) -> Mapping[str, float]:
-        """Return the load of a server that was started with --enable-metrics."""
-        return parse_metrics(await client.text("/metrics"), METRIC, MEASURED)
 
 
 async def _chat(client: Client, request: Request, adapter: str | None, stop_ids: Sequence[int]) -> Completion:
@@ -272,7 +260,7 @@ class SglangEngine(ServerEngine):
 
     def command(self, port: int, key: str, specs: Sequence[TensorSpec]) -> Command:
         config, own, on_cpu = self._config, self._own, not on_gpu(self._config)
-        given = {
+        options: dict[str, Any] = {
             "--model-path": model_path(config.model),
             "--host": "127.0.0.1",
             "--port": port,
@@ -293,25 +281,24 @@ class SglangEngine(ServerEngine):
             "--attention-backend": own.attention_backend or ("torch_native" if on_cpu else None),
             "--sampling-backend": own.sampling_backend or ("pytorch" if on_cpu else None),
             "--load-format": "dummy" if own.load_format == "dummy" else None,
+            "--enable-metrics": True,
+            "--disable-cuda-graph": on_cpu or not own.cuda_graph,
+            "--disable-overlap-schedule": on_cpu,
+            "--sleep-on-idle": on_cpu,
+            "--enable-deterministic-inference": own.deterministic_inference,
         }
-        words: list[Any] = [word for pair in given.items() if pair[1] is not None for word in pair]
-        words += ["--enable-metrics"]
-        words += ["--disable-cuda-graph"] if on_cpu or not own.cuda_graph else []
-        words += ["--disable-overlap-schedule", "--sleep-on-idle"] if on_cpu else []
-        words += ["--enable-deterministic-inference"] if own.deterministic_inference else []
         space = spaces.create(config)
         if space.carrier == "adapter":
-            slots = own.slots(config) + 1  # rows of the base model count as one adapter
-            backend = own.lora_backend or ("torch_native" if on_cpu else None)
-            modules = sorted({module_of(t.module) for t in space.layout(specs, self.dtype).tensors})
-            words += ["--enable-lora", "--max-lora-rank", space.rank, "--max-loras-per-batch", slots]
-            words += ["--lora-backend", backend] if backend else []
-            words += ["--lora-target-modules", *modules]
+            options |= {
+                "--enable-lora": True,
+                "--max-lora-rank": space.rank,
+                "--max-loras-per-batch": own.slots(config) + 1,  # rows of the base model count as one adapter
+                "--lora-backend": own.lora_backend or ("torch_native" if on_cpu else None),
+                "--lora-target-modules": self._modules(space, specs),
+            }
         environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}
-        python = {"python": own.python} if own.python else {}
-        arguments = [*map(str, words), *own.arguments]
-        return Command("sglang.launch_server", arguments, environment=environment, hidden=[key], **python)
+        return self._command("sglang.launch_server", options, environment, key)
 
     # --- the mean's weights ------------------------------------------------------------------------------------------
 

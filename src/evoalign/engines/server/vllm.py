@@ -10,14 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.server.adapters import PeftAdapter
-from evoalign.engines.server.client import Client, LostError, RefusedError
+from evoalign.engines.server.client import SHORT, Client, LostError, RefusedError
+from evoalign.engines.server.connection import Command
 from evoalign.engines.server.dialect import (
+    LOADING,
     Completion,
+    Dialect,
     ServerInfo,
     as_list,
     as_object,
@@ -25,47 +29,36 @@ from evoalign.engines.server.dialect import (
     checked_logprobs,
     checked_reason,
     gather,
-    parse_metrics,
 )
 from evoalign.engines.server.engine import ServerEngine
-from evoalign.engines.server.process import Command
 from evoalign.engines.server.settings import VllmServerConfig
 from evoalign.engines.specs import on_gpu
 from evoalign.engines.vllm.settings import slot_rank
 from evoalign.errors import ConfigError
 from evoalign.models.origin import model_path
-from evoalign.spaces.targets import module_of
 from evoalign.tokens import Tokens
 from evoalign.types import Request, TensorSpec
 
-LOADING = 300.0
-"""Seconds for loading an adapter."""
 CPU_CACHE = 1.0
 """GiB of keys and values on a CPU, where vLLM would take its share of all memory."""
-MEASURED = {
-    "num_requests_running": "running",
-    "num_requests_waiting": "queue",
-    "kv_cache_usage_perc": "cache_used",
-    "generation_tokens_total": "tokens",
-}
-"""Metrics of the server that are kept, and their names here."""
-METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
-class VllmDialect:
-    """Implements `evoalign.engines.server.dialect.Dialect`."""
+class VllmDialect(Dialect):
+    """The requests of vLLM's server."""
+
+    health = ("/health", SHORT)
+    metric = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+    measured = MappingProxyType(
+        {
+            "num_requests_running": "running",
+            "num_requests_waiting": "queue",
+            "kv_cache_usage_perc": "cache_used",
+            "generation_tokens_total": "tokens",
+        }
+    )
 
     def __init__(self) -> None:
         self._base = ""
-
-    async def is_ready(self, client: Client) -> bool:
-        try:
-            await client.get("/health")
-        except RefusedError as error:
-            if error.status in (401, 403):
-                raise
-            return False
-        return True
 
     async def about(self, client: Client) -> ServerInfo:
         """Return the server's description. The base model is the first that is not an adapter."""
@@ -118,9 +111,6 @@ class VllmDialect:
 
     def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
         return {"model": adapter or base}
-
-    async def metrics(self, client: Client) -> Mapping[str, float]:
-        return parse_metrics(await client.text("/metrics"), METRIC, MEASURED)
 
 
 async def _complete(
@@ -180,7 +170,7 @@ class VllmServerEngine(ServerEngine):
         config, on_cpu = self._config, not on_gpu(self._config)
         own, space = cast(VllmServerConfig, self._settings), spaces.create(config)
         cache = own.kv_cache_gib or (CPU_CACHE if on_cpu else None)
-        given = {
+        options: dict[str, Any] = {
             "--model": model_path(config.model),
             "--host": "127.0.0.1",
             "--port": port,
@@ -193,14 +183,17 @@ class VllmServerEngine(ServerEngine):
             "--max-model-len": own.context_length,
             "--max-num-seqs": own.max_running,
             "--kv-cache-memory-bytes": None if cache is None else int(cache * 2**30),
+            "--enforce-eager": on_cpu or own.enforce_eager,
         }
-        words: list[Any] = [word for pair in given.items() if pair[1] is not None for word in pair]
-        words += ["--enforce-eager"] if on_cpu or own.enforce_eager else []
         if space.carrier == "adapter":
             slots = own.slots(config) + 1  # one for rows of the base model
-            modules = sorted({module_of(t.module) for t in space.layout(specs, self.dtype).tensors})
-            words += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots]
-            words += ["--max-lora-rank", slot_rank(space.rank), "--lora-target-modules", *modules]
+            options |= {
+                "--enable-lora": True,
+                "--max-loras": slots,
+                "--max-cpu-loras": slots,
+                "--max-lora-rank": slot_rank(space.rank),
+                "--lora-target-modules": self._modules(space, specs),
+            }
         environment = {
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
             "VLLM_API_KEY": key,
@@ -208,6 +201,4 @@ class VllmServerEngine(ServerEngine):
             "HF_HUB_OFFLINE": "1",
             **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if on_cpu else {}),
         }
-        python = {"python": own.python} if own.python else {}
-        module = "vllm.entrypoints.openai.api_server"
-        return Command(module, [*map(str, words), *own.arguments], environment=environment, hidden=[key], **python)
+        return self._command("vllm.entrypoints.openai.api_server", options, environment, key)

@@ -159,12 +159,13 @@ class TransformersEngine(KeepsMean):
         try:
             for member in plan.members:
                 pairs = pairs_of([member], requests)
-                if pairs:
-                    self._serve(plan, member)
+                if pairs and plan.members != (MEAN,):
+                    self.mean.write(plan, member)
                 for part in _pieces(pairs, chunk.rows if self._static is None else max(1, len(pairs))):
                     yield from self._generate(plan, [member], part, chunk)
         finally:  # also if the rollout fails or is abandoned
-            self._serve(plan, None)
+            if plan.members != (MEAN,):
+                self.mean.write(plan, None)
 
     def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Serve batches of members with all their requests, or of requests if those of one member fill a batch."""
@@ -200,11 +201,8 @@ class TransformersEngine(KeepsMean):
             return "decoder: static"
         if self._settings.decoder == "library":
             return "decoder: library, set by engine.decoder"
-        return (
-            f"decoder: library, because static cannot decode this model: {self._why_library}"
-            if self._why_library
-            else ""
-        )
+        why = self._why_library
+        return f"decoder: library, because static cannot decode this model: {why}" if why else ""
 
     def _chunk(self, requests: Sequence[Request], members: int) -> _Chunk:
         """Return the limits of a batch. If `deterministic`, they depend only on the config and the prompts."""
@@ -234,12 +232,6 @@ class TransformersEngine(KeepsMean):
             self._static.close()
         self._adapters, self._parameters, self.model = None, {}, None
         super().close()
-
-    def _serve(self, plan: Plan, member: Member | None) -> None:
-        """Write a dense member over the served weights; None restores the mean."""
-        if plan.members == (MEAN,):
-            return
-        self.mean.write(plan, member)
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         assert self._adapters is not None

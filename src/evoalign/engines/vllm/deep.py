@@ -224,7 +224,8 @@ class Deep:
         residual = source = None
         for block in self._blocks:
             hidden, residual, source = self._layer(block, positions, terms, hidden, residual, source)
-        return self._norm(self._decoder.norm, hidden, residual, terms, (), source)[0]
+        last = self._decoder.norm
+        return population.norm(hidden, residual, last.weight, last.variance_epsilon, terms, (), source)[0]
 
     def _layer(
         self,
@@ -239,25 +240,15 @@ class Deep:
 
         A separate function, so that a layer's activations are freed before those of the next are allocated.
         """
-        normed, dots = self._norm(block.before, hidden, residual, terms, block.qkv.a, source)
+        before, after = ((norm.weight, norm.variance_epsilon, terms) for norm in (block.before, block.after))
+        normed, dots = population.norm(hidden, residual, *before, block.qkv.a, source)
         residual = hidden if residual is None else residual
         attended = self._attend(block, block.qkv(normed), positions, dots, terms)
         hidden, source = self._sum(block.o, attended, terms, population.Dot(attended, block.o.a[0], block.o.b[0]))
-        normed, dots = self._norm(block.after, hidden, residual, terms, block.gate_up.a, source)
+        normed, dots = population.norm(hidden, residual, *after, block.gate_up.a, source)
         gated, partial = population.gate(block.gate_up(normed), dots, block.gate_up.b, block.down_a, terms)
         hidden, source = self._sum(block.down, gated, terms, population.Partial(partial, block.down.b[0]))
         return hidden, residual, source
-
-    def _norm(
-        self,
-        norm: Any,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        terms: population.Terms,
-        into: tuple[torch.Tensor, ...],
-        source: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return population.norm(hidden, residual, norm.weight, norm.variance_epsilon, terms, into, source)
 
     def _attend(
         self, block: _Block, qkv: torch.Tensor, positions: torch.Tensor, dots: torch.Tensor, terms: population.Terms

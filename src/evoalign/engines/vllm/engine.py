@@ -140,10 +140,10 @@ class VllmEngine(EngineDefaults):
         """Generate one member after the other, each written straight from the mean; restore the mean once."""
         try:
             for member in dict.fromkeys(m for m, _ in pairs_of(plan.members, requests)):
-                self.rpc("es_write", plan, member)
+                self.rpc("es_mean", "write", plan, member)
                 yield from self._generate([(member, None)], requests)
         finally:  # also where the rollout fails or is left half-way
-            self.rpc("es_write", plan, None)
+            self.rpc("es_mean", "write", plan, None)
 
     def _adapters(self, space: Space, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Generate as many members at once as there are slots, all their requests in flight."""
@@ -197,22 +197,22 @@ class VllmEngine(EngineDefaults):
     def apply(self, update: Update) -> None:
         """Move the mean and serve it: served weights equal round(master)."""
         self._started()
-        self.rpc("es_apply", update)
+        self.rpc("es_mean", "apply", update)
 
     def fingerprint(self) -> str:
         """Return the `weights_hash` of the master, summed on the workers."""
         self._started()
-        return hash_of(self.rpc("es_sums"))
+        return hash_of(self.rpc("es_mean", "sums"))
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the master, on the CPU."""
         layout = self._started()
         for tensor in (*layout.tensors, *layout.frozen):
-            yield tensor.name, joined(tensor.shape, self.rpc("es_state", tensor.name))
+            yield tensor.name, joined(tensor.shape, self.rpc("es_mean", "parts_of", tensor.name))
 
     def probe_weights(self, count: int) -> torch.Tensor:
         """Return the master at fixed places."""
-        return gathered(self._started(), count, self.rpc("es_probe", count))
+        return gathered(self._started(), count, self.rpc("es_mean", "probe", count))
 
     sample = probe_weights
     """The former name of `probe_weights`."""
@@ -220,14 +220,14 @@ class VllmEngine(EngineDefaults):
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the state of momentum or Adam, on the CPU."""
         self._started()
-        yield from self.rpc("es_optimizer_state")[0]  # the same on all workers
+        yield from self.rpc("es_mean", "optimizer_state")[0]  # the same on all workers
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
         """Load a master. Raises ModelError where names or shapes differ, and then changes nothing."""
         check_state(self._started(), state)
         for name, tensor in state.items():
-            self.rpc("es_load", name, tensor)
-        self.rpc("es_load_optimizer", dict(optimizer or {}))
+            self.rpc("es_mean", "put", name, tensor)
+        self.rpc("es_mean", "load_optimizer", dict(optimizer or {}))
 
     def close(self) -> None:
         """Free the model, the cache and, under tensor parallelism, the workers."""

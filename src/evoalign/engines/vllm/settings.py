@@ -58,21 +58,9 @@ class VllmConfig(EngineSettings):
     """Where the float32 mean of `lowrank` and `full` is kept; `host` frees 4 bytes per weight and slows updates."""
 
     path = "evoalign.engines.vllm.engine:VllmEngine"
-    resources = frozenset(
-        {
-            "tensor_parallel_size",
-            "gpu_memory_utilization",
-            "kv_cache_gib",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "enforce_eager",
-            "attention_backend",
-            "population",
-            "members",
-            "master",
-        }
-    )
+    resources = frozenset({"tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "max_num_seqs"})
+    resources |= {"max_num_batched_tokens", "max_model_len", "enforce_eager", "attention_backend", "population"}
+    resources |= {"members", "master"}
     takes_mixtures = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 

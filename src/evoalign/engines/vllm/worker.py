@@ -28,13 +28,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from evoalign.engines.hash import tensor_sum
-from evoalign.engines.master import Master, Probed, Shard, Sums
+from evoalign.engines.master import Master, Shard
 from evoalign.engines.specs import mean_abs
 from evoalign.engines.vllm import deep, population
 from evoalign.engines.vllm.insides import replace
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Slots, Space
-from evoalign.types import Layout, Member, Plan, Slices, Update
+from evoalign.types import Layout, Member, Plan
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -114,44 +114,9 @@ class EvolvingWorker(Worker):
                 place.b[: len(members)].mul_(fold)
 
     @torch.inference_mode()
-    def es_write(self, plan: Plan, member: Member | None) -> None:
-        """Write a dense member over the served weights; None restores the mean."""
-        self._mean.write(plan, member)
-
-    @torch.inference_mode()
-    def es_apply(self, update: Update) -> None:
-        """Move this worker's parts of the mean and serve them."""
-        self._mean.apply(update)
-
-    @torch.inference_mode()
-    def es_sums(self) -> Sums:
-        """Return the tensor name, tensor shape and share of the hash of each part that counts."""
-        return self._mean.sums()
-
-    @torch.inference_mode()
-    def es_state(self, name: str) -> list[tuple[Slices, torch.Tensor]]:
-        """Return this worker's parts of one tensor of the mean that count, on the CPU."""
-        return self._mean.parts_of(name)
-
-    @torch.inference_mode()
-    def es_optimizer_state(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the state of momentum or Adam, on the CPU."""
-        return self._mean.optimizer_state()
-
-    @torch.inference_mode()
-    def es_load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one tensor of the mean and serve it."""
-        self._mean.put(name, tensor)
-
-    @torch.inference_mode()
-    def es_load_optimizer(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the state of an optimizer."""
-        self._mean.load_optimizer(state)
-
-    @torch.inference_mode()
-    def es_probe(self, count: int) -> Probed:
-        """Return this worker's share of the numbers at `sampled_places`."""
-        return self._mean.probe(count)
+    def es_mean(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of `Master` on this worker's parts of the mean."""
+        return getattr(self._mean, method)(*arguments)
 
     def es_synchronize(self) -> None:
         """Wait for the device, for benchmarks that measure time on the host."""
