@@ -110,8 +110,6 @@ class Safety(Task):
     name = "safety"
     settings: ClassVar[type[BaseModel] | None] = Settings
     takes_system_prompt = True
-    asks_scorer = True
-    scorer_columns = COLUMNS
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
     commands = MappingProxyType(
@@ -139,7 +137,7 @@ class Safety(Task):
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published rows of the hub. Raises DataError."""
         try:
-            found = safety_rows.select(self.config, self.options, seed, self.shipped)
+            found, self.notes = safety_rows.select(self.config, self.options, seed, self.shipped)
         except DataError as error:
             if self.config.train_data is not None:
                 raise
@@ -148,8 +146,7 @@ class Safety(Task):
                 f"{error}; task.train_data is not set, so task safety loads {sources}: without a network, "
                 "set task.train_data and task.test_data to files with a column prompt"
             ) from error
-        self.notes = found.notes
-        return found.data
+        return found
 
     def prompt(self, example: Example) -> Prompt:
         if self.config.prompt == "chat":

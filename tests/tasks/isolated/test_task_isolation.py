@@ -87,9 +87,9 @@ def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
 
 def test_isolate_warns_without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.tasks.isolated.task.SUPPORTED", False)
-    task = tasks.create(TaskConfig(name="custom"), [length])
     with pytest.warns(UserWarning, match="cannot isolate"):
-        assert tasks.isolate(task, GraderConfig()) is task
+        task = tasks.isolate(tasks.create(TaskConfig(name="custom"), [pid]), GraderConfig())
+    assert task.rewards(["a"], [PLAIN]) == [os.getpid()]
 
 
 def test_isolated_task_delegates_attributes(isolate: Isolate, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_default_data_come_from_the_hub(task: Any, monkeypatch: pytest.MonkeyPat
         asked.append(source)
         raise DataError(f"cannot load {source}: ConnectionError")
 
-    monkeypatch.setattr("evoalign.tasks.data.splits._rows", offline)
+    monkeypatch.setattr("evoalign.tasks.data._rows", offline)
     with pytest.raises(DataError, match=r"cannot load hub:.*without a network, set task\.train_data and task\.test"):
         task().load_data(0)
     assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]
