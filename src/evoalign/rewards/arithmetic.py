@@ -37,37 +37,15 @@ _POWER = re.compile(r"\*\s*\*|/\s*/")
 _JUXTAPOSED = re.compile(r"\) *[0-9(]|[0-9] *\(|[0-9] +[0-9]")
 _LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
 _INTEGER = re.compile(r"[0-9]+")
-_SIGNS = str.maketrans(
-    {
-        "×": "*",
-        "·": "*",
-        "⋅": "*",
-        "÷": "/",
-        "−": "-",
-        "\t": " ",
-        "\n": " ",
-        "\r": " ",
-        "\u00a0": " ",
-        "\u2009": " ",
-        "\u202f": " ",
-    }
-)
+_SIGNS = str.maketrans("×·⋅÷−\t\n\r\u00a0\u2009\u202f", "***/-      ")
 _COMMANDS = re.compile(r"\\(?:(times|cdot|div|left|right|quad)(?![A-Za-z])|([,;:! ]))")
 _PLAIN = {"times": "*", "cdot": "*", "div": "/", "left": "", "right": "", "quad": " "}
 _FRACTION = re.compile(r"\\[dt]?frac *\{")
-_AROUND = (
-    ("```", "```"),
-    ("`", "`"),
-    ("$$", "$$"),
-    ("$", "$"),
-    ("\\(", "\\)"),
-    ("\\[", "\\]"),
-    ("\\boxed{", "}"),
-    ("**", "**"),
-    ("__", "__"),
-    ("*", "*"),
-    ("_", "_"),
-)
+_AROUND = [
+    pair.split()
+    for pair in ("``` ```", "` `", "$$ $$", "$ $", r"\( \)", r"\[ \]", r"\boxed{ }", "** **", "__ __", "* *", "_ _")
+]
+"""Marks before and after an expression."""
 _STARRED = re.compile(r"\* *=|= *\*")
 _BELOW = re.compile(r" *\{")
 _RESULT = re.compile(r"-? ?[0-9]{1,40}(?:\.[0-9]{1,40})?")
@@ -143,9 +121,7 @@ def _value(node: ast.expr) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp):
-        raise ExpressionError("a sign stands where a number should")
-    raise ExpressionError("it has something other than integers and + - * /")
+    raise ExpressionError("it has something other than integers and binary + - * /, such as a sign")
 
 
 def evaluate_written(text: str) -> Expression:

@@ -188,18 +188,14 @@ class Safety(Task):
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
         """Return `safe_share` (cost at most 0) and the four shares of `LABELS`, each 1 or 0."""
-        reward, cost = rewards[REWARD], rewards[COST]
-        assert reward is not None and cost is not None
+        reward, cost = (rewards[name] or 0.0 for name in COLUMNS)  # `columns` returns no None
         label = label_of(reward, cost)
         return {"safe_share": float(cost <= 0), **{f"{name}_share": float(name == label) for name in LABELS}}
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any]:
         """Return the prompt, the scored part of the completion, its reward and its cost."""
-        return {
-            "prompt": example["prompt"],
-            "response": self.response(text),
-            **{name: rewards[name] for name in COLUMNS},
-        }
+        scores = {name: rewards[name] for name in COLUMNS}
+        return {"prompt": example["prompt"], "response": self.response(text), **scores}
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Return the share of each kind of refusal, and whether the model invents further turns."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from math_rows import GSM8K, MATH, written
 from rich.console import Console
 
 import evoalign
@@ -24,7 +25,6 @@ from evoalign.tasks import Task, answers
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import Gsm8k, Math
 from evoalign.version import install
-from math_rows import GSM8K, MATH, written
 
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -149,7 +149,7 @@ def test_default_data_come_from_the_hub(task: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_math_verify_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    monkeypatch.setattr("evoalign.tasks.mathematics.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(f"gsm8k compares answers by math-verify: {install('math')}")):
         tasks.create(TaskConfig(name="gsm8k"))
 

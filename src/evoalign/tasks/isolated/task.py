@@ -9,6 +9,7 @@ never a score.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -58,8 +59,9 @@ class Isolated(Task):
         self.config, self.name, self.from_config = task.config, task.name, task.from_config
         self.weighted, self.text_form, self.commands = task.weighted, task.text_form, task.commands
         self.per_call = task.per_call or grader.batch
-        own = task.set_objective
-        self.set_objective = None if own is None else own.evaluated_by(partial(self._ask, "fitness"))
+        self.set_objective = copy.copy(task.set_objective)
+        if self.set_objective is not None:
+            self.set_objective.values = partial(self._ask, "fitness")
         self._worker = Worker(task, grader.memory_gib) if grader.isolated else None
         # If the worker dies, a thread starts another; it must not fork while this process decodes.
         self.scores_in_thread = grader.isolated and task.from_config
