@@ -122,12 +122,12 @@ def until(there: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-@pytest.mark.parametrize("batch", [1, 2, 5, 12, 100])
+@pytest.mark.parametrize("batch", [1, 5, 100])
 def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool, batch: int) -> None:
     whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
     assert set(whole) == {"length", "odd"} and whole["odd"][0] is None
     task = make("length", "odd", batch=batch, isolated=isolated)
-    for seed in range(3):
+    for seed in range(2):
         found = columns(task, Saying(shuffled(seed)))
         assert list(found) == list(whole) and repr(found) == repr(whole), "to the bit: -0.0 is not 0.0"
     assert columns_of(task, TEXTS, ROWS * 4) == whole

@@ -115,11 +115,7 @@ class Service:
             begun = time.monotonic()
             try:
                 found = self._once(method, path, body, min(self._config.timeout, deadline))
-                with self._lock:
-                    self._last_reply = time.monotonic()
-                    if self._is_away:
-                        logger.warning("the scorer at %s responds again", self._url)
-                    self._is_away = False
+                self._note_success()
                 return found
             except _RetryError as error:
                 left = self._last_reply + deadline - time.monotonic()
@@ -151,6 +147,13 @@ class Service:
                 max(1, math.ceil(left)),
                 until,
             )
+
+    def _note_success(self) -> None:
+        with self._lock:
+            self._last_reply = time.monotonic()
+            if self._is_away:
+                logger.warning("the scorer at %s responds again", self._url)
+            self._is_away = False
 
     def _once(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
         """Send one request. Raises _RetryError, RewardError."""
