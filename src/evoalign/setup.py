@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tasks.grading import with_validation
-from evoalign.tasks.safety import COLUMNS, Safety
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -140,7 +138,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         )
     _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
-    _give_scorer(config, made)
+    made.take_scorer(config.scorer)
     chosen = tasks.isolate(made, config.grader)
     try:
         objective = chosen.objective()  # one that cannot be made is refused here, a dry run's too
@@ -183,24 +181,9 @@ def _refuse_cut_answers(config: Config, task: Task) -> None:
                 )
 
 
-def _give_scorer(config: Config, task: Task) -> None:
-    """Give a task the factory of its scorer. No model is loaded yet. Raises ConfigError if none is configured."""
-    if not isinstance(task, Safety) or task.make_scorer is not None:
-        return
-    if config.scorer is None:
-        raise ConfigError(
-            f"task {task.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
-            "cost: FOLDER}"
-        )
-    lacking = [f"scorer.{name}" for name in COLUMNS if name not in config.scorer.columns]
-    if config.scorer.name == "local" and lacking:
-        raise ConfigError(f"task {task.name} is scored by {' and '.join(COLUMNS)}; set {', '.join(lacking)}")
-    task.make_scorer = partial(scorer.create, config.scorer)
-
-
 def check_scorer(config: Config, task: Task) -> None:
     """Raise ModelError, ConfigError if the models that score would not load. No weights are read."""
-    if isinstance(task, Safety) and config.scorer is not None:
+    if task.asks_scorer and config.scorer is not None:
         scorer.check(config.scorer)
 
 

@@ -15,7 +15,6 @@ from evoalign.plugins import load_object
 from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
-from evoalign.tasks.safety import Safety
 
 __all__ = ["PLAIN", "TASKS", "Custom", "Data", "Split", "Task", "create", "isolate", "with_sources"]
 
@@ -61,8 +60,8 @@ def isolate(task: Task, grader: GraderConfig) -> Task:
     Call it before `load_data`, which starts the worker, and load the data before the engine. Close the task at the end.
     """
     harmless = type(task) in PLAIN.values() and not task.isolated and task.set_objective is None
-    # Scoring models are loaded once, in this process, also for subclasses of Safety.
-    if harmless or isinstance(task, isolation.Isolated | Safety):
+    # Scoring models are loaded once, in this process, also for custom tasks.
+    if harmless or task.asks_scorer or isinstance(task, isolation.Isolated):
         return task
     if grader.isolated and not isolation.SUPPORTED:
         warnings.warn("this system cannot isolate reward functions: one that hangs will hang the run", stacklevel=2)

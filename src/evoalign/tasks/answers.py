@@ -130,8 +130,10 @@ def is_equal(answer: str, gold: str) -> bool:
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
         return ours == theirs
-    if not (_is_readable(answer) and _is_readable(gold)):
-        return False
+    return _is_readable(answer) and _is_readable(gold) and _is_verified(answer, gold)
+
+
+def _is_verified(answer: str, gold: str) -> bool:
     from math_verify import verify
 
     _learn().restore()  # so that the number of calls does not depend on earlier answers

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 from pydantic import BaseModel
 
-from evoalign.config import TaskConfig
+from evoalign.config import ScorerConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
@@ -104,6 +104,8 @@ class Task(ABC):
     """Text that a completion needs in order to score. A stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
     """Sum of the columns: the `reward` of an evaluation, and the default objective."""
+    asks_scorer: ClassVar[bool] = False
+    """Whether the models of the section `scorer` score the completions; `take_scorer` receives it."""
     text_form: str = "raw text"
     """Description of the prompts that are plain text, for messages."""
     commands: Mapping[str, str] = MappingProxyType({})
@@ -263,6 +265,9 @@ class Task(ABC):
                 f"task {self.name}: {len(wrong)} of {known} gold answers do not earn {self.max_reward}: "
                 f"{first}{more}; fix the rows or the reward"
             )
+
+    def take_scorer(self, section: ScorerConfig | None) -> None:  # noqa: B027 (most tasks need none)
+        """Receive the section `scorer`. Raises ConfigError if the task cannot score with it. Nothing by default."""
 
     def scorer_digest(self) -> str | None:
         """Return a hash of the scoring models and their settings, or None. A run resumes only with the same hash."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
@@ -18,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from evoalign.config import TaskConfig
+from evoalign.config import ScorerConfig, TaskConfig
 from evoalign.config.scorer import PROMPT, RESPONSE, SAFE_RLHF
 from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.rewards import scorer as scorers
 from evoalign.rewards.objective import Columns, Group, Objective, WeightedSum
 from evoalign.rewards.scorer import Scorer
 from evoalign.shaping import Scores
@@ -110,6 +112,7 @@ class Safety(Task):
     name = "safety"
     settings: ClassVar[type[BaseModel] | None] = Settings
     takes_system_prompt = True
+    asks_scorer = True
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
     commands = MappingProxyType(
@@ -133,6 +136,20 @@ class Safety(Task):
             self.text_form = f"text of the form conversation ({CONVERSATION})"
         default = NEXT_TURN if is_conversation else ()
         self.cut = default if self.options.cut is None else tuple(self.options.cut)
+
+    def take_scorer(self, section: ScorerConfig | None) -> None:
+        """Score with the models of the section, unless a scorer was given. No model is loaded yet."""
+        if self.make_scorer is not None:
+            return
+        if section is None:
+            raise ConfigError(
+                "task safety is scored by models; set the section scorer, such as {name: local, reward: FOLDER, "
+                "cost: FOLDER}"
+            )
+        lacking = [f"scorer.{name}" for name in COLUMNS if name not in section.columns]
+        if section.name == "local" and lacking:
+            raise ConfigError(f"task safety is scored by {' and '.join(COLUMNS)}; set {', '.join(lacking)}")
+        self.make_scorer = partial(scorers.create, section)
 
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published rows of the hub. Raises DataError."""
