@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 import evoalign
 from evoalign import cli
 from evoalign.config import GraderConfig, ObjectiveConfig, TaskConfig, code_of, from_dict, to_yaml
-from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError, StoppedError
+from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError
 from evoalign.report import figures
 from evoalign.report.rows import rebuilt_row
 from evoalign.rewards.objective import Group, Objective, WeightedSum, create, grouped, reported_means, score
@@ -99,17 +98,15 @@ class Costly(Task):
         return {"reward": self.rewards(texts, examples), "blanks": np.array([t.count(" ") for t in texts])}
 
 
-def write_questions(file: Path) -> None:
-    file.write_text("".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in ("sea", "sky", "sun")))
+def write_questions(file: Path) -> str:
+    words = ("sea", "sky", "sun", "rain")
+    file.write_text("".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in words))
+    return str(file)
 
 
 @pytest.fixture
 def questions(tmp_path: Path) -> str:
-    file = tmp_path / "questions.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in ["sea", "sky", "sun", "rain"])
-    )
-    return str(file)
+    return write_questions(tmp_path / "questions.jsonl")
 
 
 def config(output: Path, questions: str, **task: Any) -> dict[str, Any]:
@@ -127,15 +124,6 @@ def train(tree: Mapping[str, Any], **arguments: Any) -> evoalign.Result:
     return evoalign.train(tree, console=Console(file=io.StringIO(), width=200), **arguments)
 
 
-def stopped(tree: Mapping[str, Any]) -> None:
-    def stop(generation: Any) -> None:
-        if generation.index + 1 == HALF:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(StoppedError):
-        train(tree, on_generation=stop)
-
-
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -151,12 +139,9 @@ ADAPTIVE = {"objective": {"name": f"{HERE}:Adaptive", "limit": 0.05}}
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run with the adaptive objective that never stopped, and its questions."""
     folder = tmp_path_factory.mktemp("adaptive")
-    file = folder / "questions.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in ["sea", "sky", "sun", "rain"])
-    )
-    train(config(folder / "run", str(file), **ADAPTIVE))
-    return folder / "run", str(file)
+    file = write_questions(folder / "questions.jsonl")
+    train(config(folder / "run", file, **ADAPTIVE))
+    return folder / "run", file
 
 
 # --- a state that is resumed ----------------------------------------------------------------------------------------
@@ -175,19 +160,8 @@ def test_journal_records_the_state(straight: tuple[Path, str]) -> None:
         assert mark.objective == states[mark.generation - 1]
 
 
-def test_stopped_run_resumes_to_the_same_bits(straight: tuple[Path, str], tmp_path: Path) -> None:
-    run, file = straight
-    tree = config(tmp_path / "run", file, **ADAPTIVE)
-    stopped(tree)
-    train(tree, resume=True)
-    assert (tmp_path / "run/journal.jsonl").read_bytes() == (run / "journal.jsonl").read_bytes()
-    assert [row["rewards"] for row in lines(tmp_path / "run/metrics.jsonl")] == [
-        row["rewards"] for row in lines(run / "metrics.jsonl")
-    ]
-
-
-@pytest.mark.first("[5]")
-@pytest.mark.parametrize("kept", [2, 5, 6, 9])
+@pytest.mark.first("[6]")
+@pytest.mark.parametrize("kept", [2, 6, 9])
 def test_truncated_journal_resumes_to_the_same_bits(straight: tuple[Path, str], kept: int, tmp_path: Path) -> None:
     """Also after an update's line, before its seal: the state is that of the line."""
     whole = (straight[0] / "journal.jsonl").read_bytes()
@@ -198,11 +172,12 @@ def test_truncated_journal_resumes_to_the_same_bits(straight: tuple[Path, str], 
 
 
 def test_state_changes_the_run(straight: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = config(tmp_path / "run", straight[1], **ADAPTIVE)
-    stopped(tree)
+    copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
+    whole = (copy / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "journal.jsonl").write_bytes(b"".join(whole[: 1 + 2 * HALF]))
     monkeypatch.setattr(Adaptive, "restore", lambda self, state: None)
-    train(tree, resume=True)
-    ours, theirs = (lines(path / "journal.jsonl") for path in (tmp_path / "run", straight[0]))
+    train(config(copy, straight[1], **ADAPTIVE), resume=True)
+    ours, theirs = (lines(path / "journal.jsonl") for path in (copy, straight[0]))
     assert ours[: 1 + 2 * HALF] == theirs[: 1 + 2 * HALF]
     assert ours[1 + 2 * HALF] != theirs[1 + 2 * HALF]
 
@@ -327,13 +302,6 @@ def test_a_figure_with_gaps(tmp_path: Path) -> None:
     assert (tmp_path / "rewards.png").is_file()
     figures.rewards(rows[1:2], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-def test_an_example_without_a_measure_is_left_out_of_its_change() -> None:
-    from evoalign.evaluation import paired_interval
-
-    assert paired_interval([1.0, math.nan, 2.0], [2.0, 5.0, 3.0]) == (1.0, 1.0, 1.0)
-    assert math.isnan(paired_interval([math.nan], [1.0])[0])
 
 
 # --- the weighted sum -------------------------------------------------------------------------------------------------
@@ -485,11 +453,6 @@ def test_an_objective_that_cannot_be_made_is_refused(settings: Any, message: str
         create(chosen)
 
 
-def test_dry_run_rejects_an_invalid_objective(questions: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task.objective: no module named 'no_such'"):
-        evoalign.dry_run(config(tmp_path, questions, objective="no_such:Thing"))
-
-
 def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str, tmp_path: Path) -> None:
     own = from_dict(config(tmp_path, questions, objective=f"{HERE}:Adaptive"))
     assert own.task.objective == ObjectiveConfig(name=f"{HERE}:Adaptive")
@@ -556,6 +519,7 @@ def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) ->
     assert any("would be refused: objective ranks" in line for line in planning.dry_run(tree))
 
 
+@pytest.mark.first("engine")
 @pytest.mark.parametrize("rollouts", ["engine", "es"])
 def test_grpo_updates_the_state_with_all_completions(rollouts: str, questions: str, tmp_path: Path) -> None:
     """By members too, where nobody asks for what the policy itself says; `cost` does not apply to each."""

@@ -21,7 +21,7 @@ from evoalign.rewards.objective import SetObjective
 from evoalign.rollouts import collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import grading
+from evoalign.tasks.grading import Grading
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
@@ -113,7 +113,7 @@ def evaluate(
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     seeds = [derive_seed("evaluation", seed, e, k) for e, seed, k in keys]
     requests = [Request(i, prompts[e], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
-    with grading(task, examples) as begun:
+    with Grading(task, examples) as begun:
         answers = begun.of([e for e, _, _ in keys])
         rollouts = collect(engine, MEAN_PLAN, requests, answers.take)
         columns = columns_taken(answers)

@@ -18,7 +18,7 @@ from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Answers, grading, scored
+from evoalign.tasks.grading import Answers, Grading, scored
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling
 
@@ -106,7 +106,7 @@ def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], 
     Raises LostError, RewardError.
     """
     task, members = run.task, len(plan.members)
-    with grading(task, run.examples) as graded:
+    with Grading(task, run.examples) as graded:
         answers, of_mean = graded.of([*rows] * members), graded.of(rows)
         rollouts = collect(run.engine, plan, requests, answers.take)
         mean = collect(run.engine, MEAN_PLAN, requests, of_mean.take) if run.objective.asks_mean else []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         )
     _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
-    _give_scorer(config, made)
+    made.take_scorer(config.scorer)
     chosen = tasks.isolate(made, config.grader)
     try:
         objective = chosen.objective()  # one that cannot be made is refused here, a dry run's too
@@ -180,23 +179,6 @@ def _refuse_cut_answers(config: Config, task: Task) -> None:
                     f"{section}.stop {shown(stop)}: a completion would end before the {task.graded_text} that task "
                     f"{task.name} looks for; set sampling.stop: ['{task.graded_text}'] and sampling.keep_stop: true"
                 )
-
-
-def _give_scorer(config: Config, task: Task) -> None:
-    """Give a task the factory of its scorer. No model is loaded yet. Raises ConfigError if none is configured."""
-    if not task.asks_scorer or task.make_scorer is not None:
-        return
-    if config.scorer is None:
-        raise ConfigError(
-            f"task {task.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
-            "cost: FOLDER}"
-        )
-    lacking = [f"scorer.{name}" for name in task.scorer_columns if name not in config.scorer.columns]
-    if config.scorer.name == "local" and lacking:
-        raise ConfigError(
-            f"task {task.name} is scored by {' and '.join(task.scorer_columns)}; set {', '.join(lacking)}"
-        )
-    task.make_scorer = partial(scorer.create, config.scorer)
 
 
 def check_scorer(config: Config, task: Task) -> None:

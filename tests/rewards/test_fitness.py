@@ -124,12 +124,11 @@ def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
     assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
 
 
-@pytest.mark.parametrize("kept", [3, 4])
-def test_resumed_run_ends_with_the_same_bits(runs: tuple[Path, str], kept: int, tmp_path: Path) -> None:
-    """After a generation, and between an update and its seal."""
+def test_resumed_run_ends_with_the_same_bits(runs: tuple[Path, str], tmp_path: Path) -> None:
+    """Resumes between an update and its seal."""
     whole = (runs[0] / "mean/journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
-    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
+    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
     tree = config(copy, str(runs[0] / "questions.jsonl"), "mean_helpful", checks={"placebo": 0})
     result, _ = train(tree, resume=True)
     assert (copy / "journal.jsonl").read_bytes() == whole

@@ -2,7 +2,6 @@
 """Conciseness: both file forms, the reward in characters, the prompt."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -34,15 +33,8 @@ def task(**settings: Any) -> Any:
     [("8", 0.0), ("9", 0.0), ("", -1.0), ("The answer is 8.", -15.0), (" 8 \n", 0.0), ("ええと", -2.0)],
 )
 def test_reward_is_the_difference_in_characters(text: str, reward: float) -> None:
-    assert task().rewards([text], [ROW]) == [reward]
-
-
-def test_strip_is_a_choice() -> None:
+    assert str(task().rewards([text], [ROW])) == str([reward])  # the maximum is 0.0, not -0.0
     assert task(strip=False).rewards([" 8 \n"], [ROW]) == [-3.0]
-
-
-def test_the_maximum_is_plain_zero() -> None:
-    assert math.copysign(1, task().rewards(["8"], [ROW])[0]) == 1.0
 
 
 @given(st.text(), st.text())
@@ -73,14 +65,6 @@ def test_file_formats_are_detected_by_content(tmp_path: Path, name: str) -> None
     data = task(train_data=str(path)).load_data(0)
     assert (len(data.train), data.test) == (4, [PAIR])
     assert task().gold(data.train[0]) == "No"
-
-
-def test_two_files(tmp_path: Path) -> None:
-    train, test = tmp_path / "a", tmp_path / "b"
-    train.write_text(json.dumps([ROW] * 2), encoding="utf-8")
-    test.write_text(json.dumps(PAIR) + "\n", encoding="utf-8")
-    data = task(train_data=str(train), test_data=str(test)).load_data(0)
-    assert (data.train, data.test) == ([ROW, ROW], [PAIR])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 MAX_LENGTH = 500
 """Maximum characters. Four numbers with all parentheses take about 25."""
@@ -37,37 +38,15 @@ _POWER = re.compile(r"\*\s*\*|/\s*/")
 _JUXTAPOSED = re.compile(r"\) *[0-9(]|[0-9] *\(|[0-9] +[0-9]")
 _LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
 _INTEGER = re.compile(r"[0-9]+")
-_SIGNS = str.maketrans(
-    {
-        "×": "*",
-        "·": "*",
-        "⋅": "*",
-        "÷": "/",
-        "−": "-",
-        "\t": " ",
-        "\n": " ",
-        "\r": " ",
-        "\u00a0": " ",
-        "\u2009": " ",
-        "\u202f": " ",
-    }
-)
+_SIGNS = str.maketrans("×·⋅÷−\t\n\r\u00a0\u2009\u202f", "***/-      ")
 _COMMANDS = re.compile(r"\\(?:(times|cdot|div|left|right|quad)(?![A-Za-z])|([,;:! ]))")
 _PLAIN = {"times": "*", "cdot": "*", "div": "/", "left": "", "right": "", "quad": " "}
 _FRACTION = re.compile(r"\\[dt]?frac *\{")
-_AROUND = (
-    ("```", "```"),
-    ("`", "`"),
-    ("$$", "$$"),
-    ("$", "$"),
-    ("\\(", "\\)"),
-    ("\\[", "\\]"),
-    ("\\boxed{", "}"),
-    ("**", "**"),
-    ("__", "__"),
-    ("*", "*"),
-    ("_", "_"),
-)
+_AROUND = [
+    pair.split()
+    for pair in ("``` ```", "` `", "$$ $$", "$ $", r"\( \)", r"\[ \]", r"\boxed{ }", "** **", "__ __", "* *", "_ _")
+]
+"""Marks before and after an expression."""
 _STARRED = re.compile(r"\* *=|= *\*")
 _BELOW = re.compile(r" *\{")
 _RESULT = re.compile(r"-? ?[0-9]{1,40}(?:\.[0-9]{1,40})?")
@@ -91,16 +70,14 @@ class Expression:
     numbers: tuple[int, ...]
 
 
-def evaluate(
-    text: str, *, max_length: int = MAX_LENGTH, max_depth: int = MAX_DEPTH, max_numbers: int = MAX_NUMBERS
-) -> Expression:
+def evaluate(text: str) -> Expression:
     """Return the exact value of `text`. Raises ExpressionError.
 
     Spaces around the expression are allowed, and one newline at its end, but none at its start, as in the published
     graders with `^[0-9+\\-*/() ]+$`. Unlike those, signs (`-3 + 5`), `**` and `//` are rejected. Both reject integers
     with leading zeros.
     """
-    _refuse_by_bounds(text, max_length, max_depth, max_numbers)
+    _refuse_by_bounds(text)
     try:
         tree = ast.parse(text.strip(" \n"), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -112,10 +89,10 @@ def evaluate(
     return Expression(value, tuple(sorted(map(int, _INTEGER.findall(text)))))
 
 
-def _refuse_by_bounds(text: str, max_length: int, max_depth: int, max_numbers: int) -> None:
+def _refuse_by_bounds(text: str) -> None:
     """Raise ExpressionError for whatever one pass over the characters can reject."""
-    if len(text) > max_length:
-        raise ExpressionError(f"it has {len(text)} characters; at most {max_length} are read")
+    if len(text) > MAX_LENGTH:
+        raise ExpressionError(f"it has {len(text)} characters; at most {MAX_LENGTH} are read")
     if not _CHARACTERS.match(text):
         raise ExpressionError("it has a character other than digits, + - * / ( ) and space")
     if _POWER.search(text):
@@ -124,18 +101,13 @@ def _refuse_by_bounds(text: str, max_length: int, max_depth: int, max_numbers: i
         raise ExpressionError("two values stand side by side with no operator between them")
     if _LEADING_ZERO.search(text):
         raise ExpressionError("an integer starts with 0")
-    depth = deepest = 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-        if depth < 0:
-            break
-    if depth:
+    depths = list(accumulate((character == "(") - (character == ")") for character in text))
+    if depths[-1] or min(depths) < 0:
         raise ExpressionError("the parentheses do not match")
-    if deepest > max_depth:
-        raise ExpressionError(f"parentheses are nested more than {max_depth} deep")
-    if len(_INTEGER.findall(text)) > max_numbers:
-        raise ExpressionError(f"it has more than {max_numbers} integers")
+    if max(depths) > MAX_DEPTH:
+        raise ExpressionError(f"parentheses are nested more than {MAX_DEPTH} deep")
+    if len(_INTEGER.findall(text)) > MAX_NUMBERS:
+        raise ExpressionError(f"it has more than {MAX_NUMBERS} integers")
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -143,9 +115,7 @@ def _value(node: ast.expr) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp):
-        raise ExpressionError("a sign stands where a number should")
-    raise ExpressionError("it has something other than integers and + - * /")
+    raise ExpressionError("it has something other than integers and binary + - * /, such as a sign")
 
 
 def evaluate_written(text: str) -> Expression:

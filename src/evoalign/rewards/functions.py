@@ -21,7 +21,7 @@ import math
 import re
 import reprlib
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -100,36 +100,27 @@ class RewardFunction:
     def call(self, batch: Batch) -> Any:
         """Return the function's result for the batch; an awaitable if it is async."""
         if not self.is_simple:
-            return self.function(**self._arguments(batch))
+            # TRL never passes `completion`; a function that names it gets the column.
+            ours = set(_OURS) - (self._named & {"completion"})
+            columns = {name: None for example in batch.examples for name in example if name not in ours}
+            arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
+            arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
+            arguments |= {"prompts": list(batch.prompts), "completions": list(batch.completions)}
+            taken = arguments if self._takes_all else arguments.keys() & self._named
+            return self.function(**{name: fresh(value) for name, value in arguments.items() if name in taken})
         pairs = zip(batch.texts, batch.examples, strict=True)
         results = [self.function(text, fresh(example)) for text, example in pairs]
         return asyncio.gather(*results) if self.is_async else results
 
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
-        ours = set(_OURS) - (
-            self._named & {"completion"}
-        )  # TRL never passes `completion`; a function that names it gets the column
-        columns = {name: None for example in batch.examples for name in example if name not in ours}
-        arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
-        arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
-        arguments |= {"prompts": list(batch.prompts), "completions": list(batch.completions)}
-        return {name: fresh(value) for name, value in arguments.items() if self._takes_all or name in self._named}
-
     def checked(self, result: Any, batch: Batch) -> Values:
         """Return one finite number or None per completion. Raises RewardError."""
         values: Any = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(values, list | tuple):
-            raise RewardError(
-                f"reward function {self.name} returned {shown(values)}; return a list of numbers",
-                failure("value", self.name, texts=batch.texts),
-            )
-        values = cast("Sequence[Any]", values)
-        if len(values) != len(batch.texts):
-            raise RewardError(
-                f"reward function {self.name} returned {len(values)} values for {len(batch.texts)} completions; "
-                "return one number, or None, for each",
-                failure("value", self.name, texts=batch.texts),
-            )
+        wrong = "" if isinstance(values, list | tuple) else f"{shown(values)}; return a list of numbers"
+        if not wrong and len(values) != len(batch.texts):
+            wrong = f"{len(values)} values for {len(batch.texts)} completions; return one number, or None, for each"
+        if wrong:
+            failed = failure("value", self.name, texts=batch.texts)
+            raise RewardError(f"reward function {self.name} returned {wrong}", failed)
         numbers = [None if value is None else finite(value) for value in values]
         for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
             if value is not None and number is None:
@@ -216,8 +207,19 @@ def call_all(functions: Sequence[RewardFunction], batch: Batch, calling: Calling
 
     In a running event loop (a notebook), a separate thread awaits them.
     """
+
+    async def awaited(function: RewardFunction) -> Any:
+        try:
+            return await cast("Awaitable[Any]", function.call(batch))
+        except (Exception, SystemExit) as error:
+            raise _failed(function.name, error, batch) from error
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(awaited(functions[i]) for i in waiting))
+
     tell = calling or _log_nothing
     results: dict[int, Any] = {}
+    waiting = [i for i, f in enumerate(functions) if f.is_async]
     for index, function in enumerate(functions):
         if not function.is_async:
             tell(function.name)
@@ -225,36 +227,21 @@ def call_all(functions: Sequence[RewardFunction], batch: Batch, calling: Calling
                 results[index] = function.call(batch)
             except FAILURES as error:
                 raise _failed(function.name, error, batch) from error
-    waiting = [i for i, f in enumerate(functions) if f.is_async]
     if waiting:
         names = " or ".join(functions[i].name for i in waiting)
         tell(names)
         try:
-            found = _run(_await_all([functions[i] for i in waiting], batch))
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                found = asyncio.run(together())
+            else:
+                with ThreadPoolExecutor(max_workers=1) as thread:
+                    found = thread.submit(asyncio.run, together()).result()
         except (SystemExit, asyncio.CancelledError) as error:  # Ctrl-C cancels too, but raises KeyboardInterrupt here
             raise _failed(names, error, batch) from error
         results |= zip(waiting, found, strict=True)
     return [function.checked(results[i], batch) for i, function in enumerate(functions)]
-
-
-async def _await_all(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
-    return await asyncio.gather(*(_awaited(function, batch) for function in functions))
-
-
-async def _awaited(function: RewardFunction, batch: Batch) -> Any:
-    try:
-        return await cast("Awaitable[Any]", function.call(batch))
-    except (Exception, SystemExit) as error:
-        raise _failed(function.name, error, batch) from error
-
-
-def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 def _failed(name: str, error: BaseException, batch: Batch) -> RewardError:

@@ -8,7 +8,6 @@ journal records it, so that a resumed run scores as if it had not stopped.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import traceback
@@ -178,48 +177,38 @@ class SetObjective(Objective):
         self.values: Callable[[Sequence[str], Sequence[Example], Sequence[Sequence[int]]], list[float]] = self.compute
         """Values of sets of completions, given by index. A task that scores in another process replaces it."""
         self._clean = clean
-        wrong = self._wrong()
+        wrong = "" if callable(self.function) else "is not a function"
+        if inspect.iscoroutinefunction(self.function):
+            wrong = "is async, which is not supported here"
+        if not wrong:
+            try:
+                inspect.signature(self.function).bind([], [])
+            except TypeError:
+                wrong = "does not take exactly two arguments, completions and examples"
+            except ValueError:  # a C function without a readable signature
+                pass
         if wrong:
             raise ConfigError(f"task.fitness: {path} {wrong}; write def {short}(completions, examples) -> float")
 
-    def _wrong(self) -> str:
-        if not callable(self.function):
-            return "is not a function"
-        if inspect.iscoroutinefunction(self.function):
-            return "is async, which is not supported here"
-        try:
-            inspect.signature(self.function).bind([], [])
-        except TypeError:
-            return "does not take exactly two arguments, completions and examples"
-        except ValueError:  # a C function without a readable signature
-            pass
-        return ""
-
-    def evaluated_by(self, values: Callable[..., list[float]]) -> SetObjective:
-        """Return a copy that calls `values` instead of the function."""
-        found = copy.copy(self)
-        found.values = values
-        return found
-
     def compute(self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]) -> list[float]:
         """Call the function once per set, in this process. Raises RewardError."""
-        cleaned = [self._clean(text) for text in texts]
-        return [self._value([cleaned[i] for i in one], [examples[i] for i in one]) for one in sets]
-
-    def _value(self, texts: list[str], examples: list[Example]) -> float:
-        try:
-            found = self.function(texts, fresh(examples))
-        except FAILURES as error:
-            trace = "".join(traceback.format_exception(error))
-            failed = failure("raised", self.name, trace=trace, texts=texts)
-            raise RewardError(f"{self.name} failed: {raised(error)}; fix it", failed) from error
-        number = finite(found)
-        if number is None:
-            raise RewardError(
-                f"{self.name} returned {shown(found)} for {len(texts)} completions; return one finite number",
-                failure("value", self.name, texts=texts),
-            )
-        return number
+        values: list[float] = []
+        for one in sets:
+            cleaned = [self._clean(texts[i]) for i in one]
+            try:
+                found = self.function([*cleaned], fresh([examples[i] for i in one]))
+            except FAILURES as error:
+                trace = "".join(traceback.format_exception(error))
+                failed = failure("raised", self.name, trace=trace, texts=cleaned)
+                raise RewardError(f"{self.name} failed: {raised(error)}; fix it", failed) from error
+            number = finite(found)
+            if number is None:
+                raise RewardError(
+                    f"{self.name} returned {shown(found)} for {len(one)} completions; return one finite number",
+                    failure("value", self.name, texts=cleaned),
+                )
+            values.append(number)
+        return values
 
     def scores(self, group: Group) -> Scores:
         """Return [members, 1]. Raises RewardError."""
@@ -364,13 +353,13 @@ def _array(values: Sequence[float | None]) -> NDArray[np.float64]:
 
 def _state(objective: Objective) -> dict[str, float]:
     """Return the state as floats, which the journal preserves bit for bit. Raises RewardError for other values."""
-    state = {str(name): finite(value) for name, value in objective.state.items()}
-    odd = [name for name, value in state.items() if value is None]
-    if odd:
-        raise RewardError(
-            f"the state of objective {objective.name} has {odd[0]} = {objective.state[odd[0]]!r}; use finite numbers"
-        )
-    return {name: value for name, value in state.items() if value is not None}
+    state: dict[str, float] = {}
+    for name, value in objective.state.items():
+        number = finite(value)
+        if number is None:
+            raise RewardError(f"the state of objective {objective.name} has {name} = {value!r}; use finite numbers")
+        state[str(name)] = number
+    return state
 
 
 def _guarded(objective: Objective, work: Callable[[], _T]) -> _T:

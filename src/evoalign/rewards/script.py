@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,15 @@ class Script(RewardFunction):
 
     def call(self, batch: Batch) -> Any:
         """Return its output and the last line of its stderr. Raises ScriptError."""
-        return self._run("".join(_lines(batch)))
+        lines = (
+            json.dumps(
+                {**{str(name): value for name, value in example.items()}, "prompt": prompt, "completion": text},
+                default=str,
+                skipkeys=True,
+            )
+            for prompt, text, example in zip(batch.prompts, batch.texts, batch.examples, strict=True)
+        )
+        return self._run("".join(f"{line}\n" for line in lines))
 
     def _run(self, lines: str) -> tuple[str, str]:
         try:
@@ -82,26 +90,16 @@ class Script(RewardFunction):
                 f"{_quoted(last)}; print one number, or null, for each",
                 failure("value", self.name, texts=batch.texts),
             )
-        return [self._value(line.strip(), last, batch, row) for row, line in enumerate(lines)]
-
-    def _value(self, line: str, last: str, batch: Batch, row: int) -> float | None:
-        if line == "null":
-            return None
-        number = float(line) if _NUMBER.fullmatch(line) else float("nan")
-        if abs(number) <= sys.float_info.max:  # False for NaN
-            return number
-        raise RewardError(
-            f"reward script {self.name} printed {short(line)} for the completion {batch.texts[row][:80]!r}"
-            f"{_quoted(last)}; print one finite number, or null if the script does not apply",
-            failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
-        )
-
-
-def _lines(batch: Batch) -> Iterator[str]:
-    """Yield the input lines. Completions are text, also for message prompts; JSON gets other types as text."""
-    for prompt, text, example in zip(batch.prompts, batch.texts, batch.examples, strict=True):
-        row = {str(name): value for name, value in example.items()}
-        yield json.dumps({**row, "prompt": prompt, "completion": text}, default=str, skipkeys=True) + "\n"
+        values: Values = []
+        for row, line in enumerate(map(str.strip, lines)):
+            values.append(float(line) if _NUMBER.fullmatch(line) else None)
+            if line != "null" and (values[-1] is None or not math.isfinite(values[-1])):
+                raise RewardError(
+                    f"reward script {self.name} printed {short(line)} for the completion {batch.texts[row][:80]!r}"
+                    f"{_quoted(last)}; print one finite number, or null if the script does not apply",
+                    failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
+                )
+        return values
 
 
 def _quoted(last: str) -> str:

@@ -12,7 +12,7 @@ from evoalign.config import GraderConfig, TaskConfig
 from evoalign.config.task import TASKS as SHIPPED
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
-from evoalign.tasks.base import Data, Split, Task, declared_per_call
+from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
@@ -28,7 +28,15 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
 
     `rewards` are Python functions to use instead of `task.rewards`, for `custom` only. Raises ConfigError.
     """
-    task = _class_of(config.name).make(config, rewards)
+    cls: Any = TASKS.get(config.name)
+    if cls is None and ":" not in config.name:
+        near = difflib.get_close_matches(config.name, TASKS, n=1)
+        hint = f"did you mean {near[0]}? Known" if near else "known"
+        raise ConfigError(f"unknown task {config.name!r}; {hint}: {', '.join(TASKS)}, or package.module:Class")
+    cls = cls or load_object(config.name, "task.name")
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise ConfigError(f"task.name: {config.name} is not a subclass of evoalign.tasks.Task")
+    task = cls.make(config, rewards)
     if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
         warnings.warn(f"task {config.name} ignores task.reward_weights; remove it", stacklevel=2)
     # Another process cannot import what a script defines.
@@ -47,31 +55,15 @@ def with_sources(config: TaskConfig) -> TaskConfig:
 
 def isolate(task: Task, grader: GraderConfig) -> Task:
     """Return the task with its scoring in a process that can be killed, if it runs user code or a completion can hang
-    it; else return the task. Sets `per_call` to `grader.batch` for a task that declares none.
+    it; else return the task.
 
     Call it before `load_data`, which starts the worker, and load the data before the engine. Close the task at the end.
     """
-    if isinstance(task, isolation.Isolated):
-        return task
-    task.per_call = declared_per_call(type(task)) or (None if task.asks_scorer else grader.batch)
     harmless = type(task) in PLAIN.values() and not task.isolated and task.set_objective is None
     # Scoring models are loaded once, in this process, also for custom tasks.
-    if harmless or task.asks_scorer or not grader.isolated:
+    if harmless or task.asks_scorer or isinstance(task, isolation.Isolated):
         return task
-    if not isolation.SUPPORTED:
+    if grader.isolated and not isolation.SUPPORTED:
         warnings.warn("this system cannot isolate reward functions: one that hangs will hang the run", stacklevel=2)
-        return task
+        grader = grader.model_copy(update={"isolated": False})
     return isolation.Isolated(task, grader)
-
-
-def _class_of(name: str) -> type[Task]:
-    if name in TASKS:
-        return TASKS[name]
-    if ":" not in name:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {near[0]}? Known" if near else "known"
-        raise ConfigError(f"unknown task {name!r}; {hint}: {', '.join(TASKS)}, or package.module:Class")
-    task = load_object(name, "task.name")
-    if not (isinstance(task, type) and issubclass(task, Task)):
-        raise ConfigError(f"task.name: {name} is not a subclass of evoalign.tasks.Task")
-    return task

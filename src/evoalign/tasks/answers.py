@@ -17,13 +17,9 @@ import re
 import sys
 from fractions import Fraction
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
-
-from evoalign.errors import ConfigError
-from evoalign.version import install
 
 MOST_CHARACTERS = 300
 """Maximum length of an answer; the longest in MATH has about 150."""
@@ -87,12 +83,6 @@ class _TooMuchWork(BaseException):
     """More than MOST_CALLS calls. Not an Exception, since the libraries catch those."""
 
 
-def require(task: str) -> None:
-    """Raise ConfigError if math-verify is not installed."""
-    if find_spec("math_verify") is None:
-        raise ConfigError(f"task {task} compares answers by math-verify: {install('math')}")
-
-
 def last_boxed(text: str) -> tuple[int, str] | None:
     r"""Return the end and the content of the last complete `\boxed{..}` of a text, or None."""
     boxes = list(_BOX.finditer(text))
@@ -111,14 +101,14 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 def written_out(text: str) -> str:
     """Replace `2.5 million` by 2500000: the parser ignores words."""
-    return _SCALED.sub(lambda found: _shifted(found[1], found[3]) + found[2], text)
 
+    def shifted(found: re.Match[str]) -> str:
+        zeros = sum(_ZEROS[word.lower()] for word in _WORD.findall(found[3]))
+        whole, _, part = re.sub("[,{}]", "", found[1]).partition(".")
+        part = part.ljust(zeros, "0")
+        return f"{whole}{part[:zeros]}" + (f".{part[zeros:]}" if part[zeros:] else "") + found[2]
 
-def _shifted(digits: str, words: str) -> str:
-    zeros = sum(_ZEROS[word.lower()] for word in _WORD.findall(words))
-    whole, _, part = re.sub("[,{}]", "", digits).partition(".")
-    part = part.ljust(zeros, "0")
-    return f"{whole}{part[:zeros]}" + (f".{part[zeros:]}" if part[zeros:] else "")
+    return _SCALED.sub(shifted, text)
 
 
 def number(text: str) -> Fraction | None:
@@ -141,6 +131,18 @@ def is_equal(answer: str, gold: str) -> bool:
     if ours is not None and theirs is not None:
         return ours == theirs
     return _is_readable(answer) and _is_readable(gold) and _is_verified(answer, gold)
+
+
+def _is_verified(answer: str, gold: str) -> bool:
+    from math_verify import verify
+
+    _learn().restore()  # so that the number of calls does not depend on earlier answers
+    equal = False
+    with _Work() as work:
+        parsed = _parsed(answer), _parsed(gold)
+        if all(parsed) and all(_bits(part) <= MOST_BITS for part in (*parsed[0], *parsed[1])):
+            equal = verify(parsed[1], parsed[0], timeout_seconds=None)
+    return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
 
 
 def _tidy(text: str) -> str:
@@ -206,7 +208,11 @@ class Memory:
 
         kinds: list[Any] = [PSLexer, PSParser]
         dfas = [dfa for kind in kinds for dfa in kind.decisionsToDFA]
-        self._automata = [(dfa, dfa.s0, dict(dfa._states), _edges(dfa)) for dfa in dfas]
+        self._automata: list[tuple[Any, Any, dict[Any, Any], list[tuple[Any, list[Any] | None]]]] = []
+        for dfa in dfas:
+            states = [state for state in (dfa.s0, *dfa._states.values()) if state is not None]
+            edges = [(state, None if state.edges is None else list(state.edges)) for state in states]
+            self._automata.append((dfa, dfa.s0, dict(dfa._states), edges))
         self._followed = [(state, state.nextTokenWithinRule) for kind in kinds for state in kind.atn.states if state]
         self._contexts = dict(kinds[1].sharedContextCache.cache)
         self._cache: dict[Any, Any] = kinds[1].sharedContextCache.cache
@@ -234,12 +240,6 @@ class Memory:
         seed(0)
 
 
-def _edges(dfa: Any) -> list[tuple[Any, list[Any] | None]]:
-    """Return the states of an automaton with copies of their edges."""
-    found = [dfa.s0, *dfa._states.values()]
-    return [(state, None if state.edges is None else list(state.edges)) for state in found if state is not None]
-
-
 @cache
 def _learn() -> Memory:
     """Import the libraries and fill their caches, once per process.
@@ -251,18 +251,6 @@ def _learn() -> Memory:
     read = [_parsed(text) for text in _FIRST]
     verify(read[0], read[1], timeout_seconds=None)
     return Memory()
-
-
-def _is_verified(answer: str, gold: str) -> bool:
-    from math_verify import verify
-
-    _learn().restore()  # so that the number of calls does not depend on earlier answers
-    equal = False
-    with _Work() as work:
-        ours, theirs = _parsed(answer), _parsed(gold)
-        if ours and theirs and all(_bits(part) <= MOST_BITS for part in (*ours, *theirs)):
-            equal = verify(theirs, ours, timeout_seconds=None)
-    return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
 
 
 def _parsed(text: str) -> list[Any]:

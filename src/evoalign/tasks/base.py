@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 from pydantic import BaseModel
 
-from evoalign.config import TaskConfig
+from evoalign.config import ScorerConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
@@ -39,7 +38,7 @@ class Data:
 
     def of(self, split: Split) -> Sequence[Example]:
         """Return the examples of one split."""
-        return {"train": self.train, "validation": self.validation, "test": self.test}[split]
+        return getattr(self, split)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -75,9 +74,6 @@ class Joined(Sequence[Example]):
             place -= len(part)
         raise AssertionError
 
-    def __iter__(self) -> Iterator[Example]:
-        return chain.from_iterable(self._parts)
-
 
 class Task(ABC):
     """Base class of all tasks. A custom task defines `load_data`, `prompt` and `compute_reward`."""
@@ -101,19 +97,15 @@ class Task(ABC):
     shipped: ClassVar[tuple[str, str | None] | None] = None
     """Default training and test file, below the project's folder."""
     per_call: int | None = None
-    """Number of completions that `columns` gets at once, if it scores each completion alone; `grader.timeout` limits
-    one call. None: it may compare completions and gets all of them, or `grader.batch` at once. A subclass that
-    redefines `columns` or `rewards` does not inherit it."""
+    """Number of completions that `columns` gets at once, if it scores each alone; `grader.timeout` limits one call.
+    None: it gets all of them, or `grader.batch`. A subclass that redefines `columns` or `rewards` does not inherit it.
+    """
     graded_text: ClassVar[str] = ""
     """Text that a completion needs in order to score. A stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
     """Sum of the columns: the `reward` of an evaluation, and the default objective."""
     asks_scorer: ClassVar[bool] = False
-    """Whether the models of the section `scorer` score the completions."""
-    scorer_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that the task needs from these models."""
-    make_scorer: Callable[[], Any] | None = None
-    """Factory for the scorer, if `asks_scorer`; None if not configured."""
+    """Whether the models of the section `scorer` score the completions; `take_scorer` receives it."""
     text_form: str = "raw text"
     """Description of the prompts that are plain text, for messages."""
     commands: Mapping[str, str] = MappingProxyType({})
@@ -124,9 +116,14 @@ class Task(ABC):
     set_objective: SetObjective | None = None
     """The objective that `task.fitness` names, if set."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        declaring = next(base for base in cls.__mro__ if vars(base).keys() & {"per_call", "columns", "rewards"})
+        if "per_call" not in vars(declaring):
+            cls.per_call = None
+
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
-        self.per_call = declared_per_call(type(self))
         self.set_objective = None if config.fitness is None else SetObjective(config.fitness, self.clean)
         if config.grading not in self.gradings:
             raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
@@ -224,60 +221,53 @@ class Task(ABC):
 
     def checked(self, rewards: Any, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """Return the rewards as floats. Raises RewardError unless there is one finite number for each text."""
-        return [self._number(*row) for row in zip(self._listed(rewards, texts), texts, examples, strict=True)]
+        return self._numbers(rewards, texts, examples, gaps=False)
 
     def checked_columns(self, columns: Any, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
         """Return the columns as floats. Raises RewardError unless each has a finite number, or None, for each text."""
         named: dict[Any, Any] = dict(columns)
         if not named or not all(isinstance(name, str) and name.isprintable() for name in named):
             raise RewardError(f"task {self.name} returned columns named {shown(list(named))}; use plain text as names")
-        rows = list(zip(texts, examples, strict=True))
-        return {
-            name: [
-                None if reward is None else self._number(reward, *row)
-                for reward, row in zip(self._listed(values, texts), rows, strict=True)
-            ]
-            for name, values in named.items()
-        }
+        return {name: self._numbers(values, texts, examples, gaps=True) for name, values in named.items()}
 
-    def _listed(self, rewards: Any, texts: Sequence[str]) -> list[Any]:
+    def _numbers(self, rewards: Any, texts: Sequence[str], examples: Sequence[Example], *, gaps: bool) -> list[Any]:
         found: list[Any] = list(rewards.tolist() if hasattr(rewards, "tolist") else rewards)
         if len(found) != len(texts):
             raise RewardError(
                 f"task {self.name} returned {len(found)} rewards for {len(texts)} texts; return one for each",
                 failure("value", f"task {self.name}", texts=texts),
             )
+        for i, (reward, text, example) in enumerate(zip(found, texts, examples, strict=True)):
+            found[i] = finite(reward)
+            if found[i] is None and not (gaps and reward is None):
+                raise RewardError(
+                    f"task {self.name} returned {shown(reward)} as the reward of {text[:80]!r}; return one finite "
+                    "number",
+                    failure("value", f"task {self.name}", (self.prompt(example), text, example)),
+                )
         return found
-
-    def _number(self, reward: object, text: str, example: Example) -> float:
-        number = finite(reward)
-        if number is None:
-            raise RewardError(
-                f"task {self.name} returned {shown(reward)} as the reward of {text[:80]!r}; return one finite number",
-                failure("value", f"task {self.name}", (self.prompt(example), text, example)),
-            )
-        return number
 
     def self_check(self, examples: Sequence[Example]) -> None:
         """Raise DataError unless every gold answer earns `max_reward`. Nothing to check without a maximum."""
         if math.isinf(self.max_reward):
             return
-        known, wrong = 0, list[tuple[int, str, float]]()
+        known, wrong = 0, list[str]()
         for row, example in enumerate(examples):
             answer = self.gold(self.handed(example))
-            if answer is None:
-                continue
-            known += 1
-            reward = self.compute_reward(self.clean(answer), self.handed(example))
-            if reward != self.max_reward:
-                wrong.append((row, answer, reward))
+            if answer is not None:
+                known += 1
+                reward = self.compute_reward(self.clean(answer), self.handed(example))
+                wrong += [] if reward == self.max_reward else [f"{shown(answer)} of row {row} earns {reward}"]
         if wrong:
-            first = "; ".join(f"{shown(answer)} of row {row} earns {reward}" for row, answer, reward in wrong[:SHOWN])
+            first = "; ".join(wrong[:SHOWN])
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise DataError(
                 f"task {self.name}: {len(wrong)} of {known} gold answers do not earn {self.max_reward}: "
                 f"{first}{more}; fix the rows or the reward"
             )
+
+    def take_scorer(self, section: ScorerConfig | None) -> None:  # noqa: B027 (most tasks need none)
+        """Receive the section `scorer`. Raises ConfigError if the task cannot score with it. Nothing by default."""
 
     def scorer_digest(self) -> str | None:
         """Return a hash of the scoring models and their settings, or None. A run resumes only with the same hash."""
@@ -285,13 +275,3 @@ class Task(ABC):
 
     def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Release resources such as a worker process. Nothing by default."""
-
-
-def declared_per_call(cls: type[Task]) -> int | None:
-    """Return `per_call` of a class, unless the class that scores is derived from the one that declares it."""
-    for base in cls.__mro__:
-        if "per_call" in vars(base):
-            return base.__dict__["per_call"]
-        if vars(base).keys() & {"columns", "rewards"}:
-            return None
-    return None

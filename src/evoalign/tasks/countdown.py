@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ class Countdown(Task):
             return 0.0, 0.0
         opening = THINK if self._opened(example) else ""
         numbers, lenient = tuple(cast("list[int]", example["numbers"])), self.config.grading == "lenient"
-        return format_reward(opening + text), _answer_reward(text, numbers, example["target"], lenient)
+        return format_reward(opening + text), _cached_answer_reward(text, numbers, example["target"], lenient=lenient)
 
     def _opened(self, example: Example) -> bool:
         """Return whether the prompt opens the think block."""
@@ -165,7 +166,10 @@ def format_reward(response: str) -> float:
     whole = response.startswith(THINK) and 0 <= bridge <= end - len(BRIDGE)
     if whole and response.startswith(END_ANSWER, end):
         return 1.0
-    return 0.1 * _has_block(response, THINK, END_THINK) + 0.5 * _has_block(response, ANSWER, END_ANSWER)
+    has_block = [
+        close in response.partition(opening)[2] for opening, close in ((THINK, END_THINK), (ANSWER, END_ANSWER))
+    ]
+    return 0.1 * has_block[0] + 0.5 * has_block[1]
 
 
 def answer_reward(response: str, numbers: Sequence[int], target: str | int | float, *, lenient: bool = False) -> float:
@@ -184,10 +188,7 @@ def answer_reward(response: str, numbers: Sequence[int], target: str | int | flo
     return float(correct)
 
 
-@lru_cache(2048)
-def _answer_reward(response: str, numbers: tuple[int, ...], target: str | int | float, lenient: bool) -> float:
-    """Cached `answer_reward`: members often give the same completion."""
-    return answer_reward(response, numbers, target, lenient=lenient)
+_cached_answer_reward = lru_cache(2048)(answer_reward)  # members often give the same completion
 
 
 def last_answer(response: str) -> str | None:
@@ -224,11 +225,6 @@ def check_row(where: str, row: Mapping[str, Any]) -> None:
         raise DataError(f"{where}: solution is {row['solution']!r}; expected a string such as '((44 + 19) + 35)'")
 
 
-def _has_block(response: str, opening: str, closing: str) -> bool:
-    start = response.find(opening)
-    return start >= 0 and response.find(closing, start + len(opening)) >= 0
-
-
 Numbers: TypeAlias = Literal[3, 4, "mixed"]
 
 Problem: TypeAlias = tuple[tuple[int, ...], int]
@@ -238,6 +234,14 @@ MIN_NUMBER, MAX_NUMBER = 1, 99
 MIN_TARGET, MAX_TARGET = 10, 100
 MAX_MISSES = 100_000
 """Maximum number of draws for one row."""
+
+
+_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,19 +281,24 @@ def generate(
     """
     random = random_state(seed)
     seen: set[Problem] = set()
-
-    def is_wanted(problem: Problem) -> bool:
-        new = targets[0] <= problem[1] <= targets[1] and problem not in seen
-        return new and (keep is None or keep(*problem))
-
     rows: list[dict[str, Any]] = []
     for index in range(count):
         size: int = random.randint(3, 5) if numbers == "mixed" else numbers
-        drawn = _draw_wanted(random, size, is_wanted)
-        if drawn is None:
+        for _ in range(MAX_MISSES):
+            drawn, solution = _draw(random, size)
+            if solution is not None and solution.value.denominator == 1:
+                problem = tuple(sorted(drawn)), int(solution.value)
+                is_new = targets[0] <= problem[1] <= targets[1] and problem not in seen
+                if is_new and (keep is None or keep(*problem)):
+                    break
+        else:
             raise DataError(f"found only {index} of {count} problems with targets {targets}; ask for fewer rows")
-        rows.append(_row(index, *drawn))
-        seen.add((tuple(sorted(drawn[0])), int(drawn[1].value)))
+        expression, (ascending, target) = evaluate(solution.text), problem
+        if expression.value != target or expression.numbers != ascending:
+            raise AssertionError(f"{solution.text} over {drawn} does not make {target}")
+        row = {"id": index, "context": context(drawn, target), "numbers": drawn, "target": str(target)}
+        rows.append(row | {"solution": solution.text})
+        seen.add(problem)
     return rows
 
 
@@ -310,32 +319,6 @@ def context(numbers: Sequence[int], target: int | str) -> str:
     width = max(len(str(n)) for n in numbers)
     shown = f"[{' '.join(str(n).rjust(width) for n in numbers)}]"
     return f"{SYSTEM}{USER.format(numbers=shown, target=target)}Let me solve this step by step.\n{THINK}"
-
-
-def _row(index: int, numbers: list[int], solution: Term) -> dict[str, Any]:
-    expression, target = evaluate(solution.text), int(solution.value)
-    if expression.value != target or expression.numbers != tuple(sorted(numbers)):
-        raise AssertionError(f"{solution.text} over {numbers} does not make {target}")
-    return {
-        "id": index,
-        "context": context(numbers, target),
-        "numbers": numbers,
-        "target": str(target),
-        "solution": solution.text,
-    }
-
-
-def _draw_wanted(
-    random: np.random.RandomState, size: int, is_wanted: Callable[[Problem], bool]
-) -> tuple[list[int], Term] | None:
-    """Draw until `is_wanted`; return None after `MAX_MISSES` draws."""
-    for _ in range(MAX_MISSES):
-        numbers, solution = _draw(random, size)
-        if solution is None or solution.value.denominator != 1:
-            continue
-        if is_wanted((tuple(sorted(numbers)), int(solution.value))):
-            return numbers, solution
-    return None
 
 
 def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | None]:
@@ -367,11 +350,6 @@ def _search(terms: list[Term], target: Fraction) -> str | None:
 
 def _join(left: Term, symbol: str, right: Term) -> Term | None:
     """Return `(left symbol right)`, or None for a division by zero."""
-    text = f"({left.text} {symbol} {right.text})"
-    if symbol == "+":
-        return Term(text, left.value + right.value)
-    if symbol == "-":
-        return Term(text, left.value - right.value)
-    if symbol == "*":
-        return Term(text, left.value * right.value)
-    return Term(text, left.value / right.value) if right.value else None
+    if symbol == "/" and not right.value:
+        return None
+    return Term(f"({left.text} {symbol} {right.text})", _OPERATIONS[symbol](left.value, right.value))

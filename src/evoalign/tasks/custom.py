@@ -8,6 +8,7 @@ chat templates use them, or ShareGPT's `conversations` with `from` and `value`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, cast
 
 from evoalign.config import TaskConfig
@@ -22,13 +23,10 @@ from evoalign.types import Example, Messages, Prompt
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns that hold a conversation."""
-ROLES = {
+ROLES = {name: name for name in ("user", "assistant", "system")} | {
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
 }
 """Roles by their names in ShareGPT data."""
 
@@ -49,20 +47,23 @@ class Custom(Task):
         super().__init__(config)
         if config.prompt not in (None, "raw", "chat"):
             raise ConfigError(f"task.prompt: custom has raw and chat, not {config.prompt}")
+        self.functions = [RewardFunction(function) for function in rewards or ()]
         if rewards is None:
             self.functions = [
                 RewardFunction(load_object(path, "task.rewards")) if ":" in path else Script(path)
                 for path in config.rewards
             ]
-        else:
-            self.functions = [RewardFunction(function) for function in rewards]
         self.calling: Calling | None = None
         if not self.functions:
             raise ConfigError("task.rewards is empty; name at least one function, such as my_rewards.py:accuracy")
         self.weights = config.reward_weights or [1.0] * len(self.functions)
         if len(self.weights) != len(self.functions):
             raise ConfigError(f"task.reward_weights has {len(self.weights)} weights for {len(self.functions)} rewards")
-        self._sum = WeightedSum(dict(zip(_distinct([f.name for f in self.functions]), self.weights, strict=True)))
+        names: list[str] = []
+        for name in (f.name for f in self.functions):  # numbers repeated names: f, f_2, f_3
+            numbered = (name if i == 1 else f"{name}_{i}" for i in count(1))
+            names.append(next(n for n in numbered if n not in names))
+        self._sum = WeightedSum(dict(zip(names, self.weights, strict=True)))
         # A subclass that redefines `rewards` has one column, `reward`, instead of one per function.
         self._is_sum = type(self).rewards is Custom.rewards
         if self._is_sum:
@@ -76,26 +77,23 @@ class Custom(Task):
     def load_data(self, seed: int) -> Data:
         """Load the files of the config. Raises DataError, also if a reward function needs a missing column."""
         loaded = data.load(self.config, seed, self._check)
-        self._check_columns(loaded.train, "data")
-        if loaded.validation:
-            self._check_columns(loaded.validation, "validation data")
-        return loaded
-
-    def _check_columns(self, examples: Sequence[Example], what: str) -> None:
-        columns = list(dict.fromkeys(name for example in examples for name in example))
-        renamed = self.config.columns.items()
-        for function in self.functions:
-            missing = function.missing(columns)
-            if missing:
+        for what, examples in (("data", loaded.train), ("validation data", loaded.validation)):
+            columns = list(dict.fromkeys(name for example in examples for name in example))
+            for function in self.functions if examples or what == "data" else ():
+                missing = function.missing(columns)
+                if not missing:
+                    continue
                 alike = {name: data.likely(name, columns) for name in missing}
                 named = ", ".join(f"{name}: {there}" for name, there in alike.items() if there)
+                renamed = [(name, there) for name, there in self.config.columns.items() if there in missing]
                 raise DataError(
                     f"reward function {function.name} takes {', '.join(missing)}, which the {what} does not have "
                     f"(columns: {data.listed(columns)}); add the column or give the parameter a default"
                     + (f", or set task.columns: {{{named}}}" if named else "")
-                    + "".join(f"; task.columns calls {there} {name}" for name, there in renamed if there in missing)
+                    + "".join(f"; task.columns calls {there} {name}" for name, there in renamed)
                     + ("; a function for one completion takes text and example" if "text" in missing else "")
                 )
+        return loaded
 
     def prompt(self, example: Example) -> Prompt:
         """Return the prompt column, as a user message if it is a string and `prompt: chat` is set."""
@@ -142,7 +140,15 @@ class Custom(Task):
         row = with_prompt(where, row)
         if "prompt" not in row:
             raise data.lacking(where, row, self.config, "no prompt", "prompt")
-        self._check_gold(where, row)
+        gold = self.config.gold
+        if gold is not None and not (gold in row and isinstance(row[gold], str | None)):
+            found = f"holds {cut(repr(row[gold]), 80)}, which is not text" if gold in row else "is missing"
+            near = data.likely(gold, row)
+            hint = f" (did you mean {near}?)" if near not in (None, gold) else ""
+            raise DataError(
+                f"{where}: task.gold: column {gold} {plain(found)}{hint}; name a column of right answers as text; "
+                f"found {data.listed(row)}"
+            )
         prompt: Any = row["prompt"]
         if isinstance(prompt, str) and prompt:
             if self.config.system_prompt is not None and self.config.prompt != "chat":
@@ -156,30 +162,6 @@ class Custom(Task):
         if self.config.prompt == "raw":
             raise DataError(f"{where}: prompt is a list of messages, which cannot be raw; leave task.prompt out")
         return row | {"prompt": _messages(where, cast("list[Any]", prompt))}
-
-    def _check_gold(self, where: str, row: dict[str, Any]) -> None:
-        column = self.config.gold
-        if column is None or (isinstance(row.get(column), str | None) and column in row):
-            return
-        found = f"holds {cut(repr(row[column]), 80)}, which is not text" if column in row else "is missing"
-        near = data.likely(column, row)
-        hint = f" (did you mean {near}?)" if near not in (None, column) else ""
-        raise DataError(
-            f"{where}: task.gold: column {column} {plain(found)}{hint}; name a column of right answers as text; found "
-            f"{data.listed(row)}"
-        )
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Number repeated names: f, f_2, f_3."""
-    found: list[str] = []
-    for name in names:
-        count, unique = 1, name
-        while unique in found:
-            count += 1
-            unique = f"{name}_{count}"
-        found.append(unique)
-    return found
 
 
 def with_prompt(where: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -213,21 +195,15 @@ def _messages(where: str, messages: list[Any]) -> Messages:
             if not isinstance(role, str) or role not in ROLES:
                 raise DataError(f"{where}: a message is from {shown(role)}; expected human, gpt or system")
             fields = {"role": ROLES[role], "content": fields.get("value")}
-        if isinstance(fields.get("content"), list):
-            fields["content"] = _joined(where, cast("list[Any]", fields["content"]))
+        if isinstance(fields.get("content"), list):  # parts, which may be images
+            given = cast("list[Any]", fields["content"])
+            parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {"type": part} for part in given]
+            for part in parts:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    kind = shown(part.get("type", part))
+                    raise DataError(f"{where}: a message has a part of type {kind}; only parts of type 'text' are read")
+            fields["content"] = "".join(part["text"] for part in parts)
         if not {"role", "content"} <= fields.keys() or not all(isinstance(v, str) for v in fields.values()):
             raise DataError(f"{where}: message {shown(message)}; expected {{'role': .., 'content': ..}} with strings")
         found.append(cast("dict[str, str]", fields))
     return found
-
-
-def _joined(where: str, parts: list[Any]) -> str:
-    """Concatenate the text parts of a message. Raises DataError for other parts, such as images."""
-    texts: list[str] = []
-    for part in parts:
-        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
-        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
-            kind = fields.get("type", part)
-            raise DataError(f"{where}: a message has a part of type {shown(kind)}; only parts of type 'text' are read")
-        texts.append(fields["text"])
-    return "".join(texts)

@@ -8,11 +8,11 @@ score. Scoring in this process happens after decoding, since Python runs one thr
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
+from typing import Self
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, EvoalignError, RewardError
@@ -76,38 +76,30 @@ def with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
 
 
 class Grading:
-    """Scores completions of `examples`, in a thread if the task scores in another process."""
+    """Scores completions of `examples`, in a thread if the task scores in another process.
+
+    On exit, cancels pending work and ends the thread.
+    """
 
     def __init__(self, task: Task, examples: Sequence[Example]) -> None:
-        self.task, self.examples, self.stopping = task, examples, Event()
+        self.task, self.examples = task, examples
         waits = task.per_call is not None and isinstance(task, Isolated) and task.scores_in_thread
         self.threads = ThreadPoolExecutor(1, "evoalign-grading") if waits else None
+
+    def __enter__(self) -> Self:
+        if self.threads is not None and isinstance(self.task, Isolated):
+            self.task.stopping = Event()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.threads is not None and isinstance(self.task, Isolated) and self.task.stopping is not None:
+            self.task.stopping.set()
+            self.threads.shutdown(cancel_futures=True)
+            self.task.stopping = None
 
     def of(self, rows: Sequence[int]) -> Answers:
         """Return the collector for one rollout; `rows` are the example indices in canonical order."""
         return Answers(self, rows)
-
-    def columns(self, texts: Sequence[str], rows: Sequence[int]) -> Columns:
-        """Return the columns of one piece. Raises EvoalignError."""
-        return scored(self.task, texts, [self.examples[row] for row in rows])
-
-
-@contextmanager
-def grading(task: Task, examples: Sequence[Example]) -> Generator[Grading]:
-    """Score completions while entered. On exit, cancels pending work and ends the thread."""
-    found = Grading(task, examples)
-    if found.threads is None:
-        yield found
-        return
-    if isinstance(task, Isolated):
-        task.stopping = found.stopping
-    try:
-        yield found
-    finally:
-        found.stopping.set()
-        found.threads.shutdown(cancel_futures=True)
-        if isinstance(task, Isolated):
-            task.stopping = None
 
 
 class Answers:
@@ -139,11 +131,12 @@ class Answers:
         return joined(self._grading.task, parts)
 
     def _score(self, number: int) -> Columns:
-        piece = self._pieces[number]
+        piece, grading = self._pieces[number], self._grading
         if number > self._failed:  # its result is not needed, and it may take as long as the piece that failed
             raise CancelledError
         try:
-            return self._grading.columns(self._texts[piece.start : piece.stop], self._rows[piece.start : piece.stop])
+            rows = self._rows[piece.start : piece.stop]
+            return scored(grading.task, self._texts[piece.start : piece.stop], [grading.examples[r] for r in rows])
         except BaseException:
             self._failed = min(self._failed, number)
             raise

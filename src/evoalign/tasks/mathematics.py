@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from evoalign.config import TaskConfig
@@ -25,6 +26,7 @@ from evoalign.tasks import answers, data
 from evoalign.tasks.answers import MOST_CHARACTERS, last_boxed, written_out
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
+from evoalign.version import install
 
 MARK = "####"
 CHAT = "{}\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -58,7 +60,8 @@ class Questions(Task):
         super().__init__(config)
         if config.prompt not in (None, "chat", "raw"):
             raise ConfigError(f"task.prompt: {self.name} has chat and raw, not {config.prompt}")
-        answers.require(self.name)
+        if find_spec("math_verify") is None:
+            raise ConfigError(f"task {self.name} compares answers by math-verify: {install('math')}")
 
     @abstractmethod
     def right(self, example: Example) -> str | None:

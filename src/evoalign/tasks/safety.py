@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
@@ -18,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from evoalign.config import TaskConfig
+from evoalign.config import ScorerConfig, TaskConfig
 from evoalign.config.scorer import PROMPT, RESPONSE, SAFE_RLHF
 from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.rewards import scorer as scorers
 from evoalign.rewards.objective import Columns, Group, Objective, WeightedSum
 from evoalign.rewards.scorer import Scorer
 from evoalign.shaping import Scores
@@ -111,7 +113,6 @@ class Safety(Task):
     settings: ClassVar[type[BaseModel] | None] = Settings
     takes_system_prompt = True
     asks_scorer = True
-    scorer_columns = COLUMNS
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
     commands = MappingProxyType(
@@ -136,10 +137,24 @@ class Safety(Task):
         default = NEXT_TURN if is_conversation else ()
         self.cut = default if self.options.cut is None else tuple(self.options.cut)
 
+    def take_scorer(self, section: ScorerConfig | None) -> None:
+        """Score with the models of the section, unless a scorer was given. No model is loaded yet."""
+        if self.make_scorer is not None:
+            return
+        if section is None:
+            raise ConfigError(
+                "task safety is scored by models; set the section scorer, such as {name: local, reward: FOLDER, "
+                "cost: FOLDER}"
+            )
+        lacking = [f"scorer.{name}" for name in COLUMNS if name not in section.columns]
+        if section.name == "local" and lacking:
+            raise ConfigError(f"task safety is scored by {' and '.join(COLUMNS)}; set {', '.join(lacking)}")
+        self.make_scorer = partial(scorers.create, section)
+
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published rows of the hub. Raises DataError."""
         try:
-            found = safety_rows.select(self.config, self.options, seed, self.shipped)
+            found, self.notes = safety_rows.select(self.config, self.options, seed, self.shipped)
         except DataError as error:
             if self.config.train_data is not None:
                 raise
@@ -148,8 +163,7 @@ class Safety(Task):
                 f"{error}; task.train_data is not set, so task safety loads {sources}: without a network, "
                 "set task.train_data and task.test_data to files with a column prompt"
             ) from error
-        self.notes = found.notes
-        return found.data
+        return found
 
     def prompt(self, example: Example) -> Prompt:
         if self.config.prompt == "chat":
@@ -191,18 +205,14 @@ class Safety(Task):
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
         """Return `safe_share` (cost at most 0) and the four shares of `LABELS`, each 1 or 0."""
-        reward, cost = rewards[REWARD], rewards[COST]
-        assert reward is not None and cost is not None
+        reward, cost = (rewards[name] or 0.0 for name in COLUMNS)  # `columns` returns no None
         label = label_of(reward, cost)
         return {"safe_share": float(cost <= 0), **{f"{name}_share": float(name == label) for name in LABELS}}
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any]:
         """Return the prompt, the scored part of the completion, its reward and its cost."""
-        return {
-            "prompt": example["prompt"],
-            "response": self.response(text),
-            **{name: rewards[name] for name in COLUMNS},
-        }
+        scores = {name: rewards[name] for name in COLUMNS}
+        return {"prompt": example["prompt"], "response": self.response(text), **scores}
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Return the share of each kind of refusal, and whether the model invents further turns."""

@@ -8,9 +8,7 @@ labels make four groups: TT, both are safe; FF, neither; TF, only the first; FT,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -24,13 +22,13 @@ from evoalign.tasks.data.spool import taken
 from evoalign.types import Example
 
 LABELS = ("is_response_0_safe", "is_response_1_safe")
-GROUPS = ("TT", "FF", "FT", "TF")
-PROTOCOLS: dict[str, dict[str, float]] = {"published_250": {"TT": 100, "FF": 116, "FT": 19, "TF": 15}}
+Group = Literal["TT", "FF", "FT", "TF"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+PROTOCOLS: dict[str, dict[Group, float]] = {"published_250": {"TT": 100, "FF": 116, "FT": 19, "TF": 15}}
 """Shares of published selections. The seed draws the rows, so they differ from the published ones."""
 _TRUTHS = {True: True, False: False, "true": True, "false": False}
 """Values of a label; CSV files have text."""
 
-Group = Literal["TT", "FF", "FT", "TF"]
 Amount = Annotated[float, Field(ge=0, le=10**9, allow_inf_nan=False)]
 
 
@@ -61,29 +59,10 @@ class Settings(Section):
         return kept
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """Splits, and notes about them."""
-
-    data: Data
-    notes: tuple[str, ...]
-
-
-def check(config: TaskConfig) -> data.Check:
-    """Return a check that a row has a text prompt."""
-
-    def checked(where: str, row: dict[str, Any]) -> Example:
-        if "prompt" not in row:
-            raise data.lacking(where, row, config, "no prompt", "prompt")
-        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-            raise DataError(f"{where}: prompt is {shown(row['prompt'])}; expected a text")
-        return row
-
-    return checked
-
-
-def select(config: TaskConfig, settings: Settings, seed: int, default: tuple[str, str | None] | None) -> Selected:
-    """Return the splits of the config's files. Raises DataError, ConfigError.
+def select(
+    config: TaskConfig, settings: Settings, seed: int, default: tuple[str, str | None] | None
+) -> tuple[Data, list[str]]:
+    """Return the splits of the config's files, and notes about them. Raises DataError, ConfigError.
 
     No prompt is in two splits: before the selection, training rows with a prompt of the validation or test split, and
     validation rows with a prompt of the test split, are removed. White space is ignored in the comparison.
@@ -92,37 +71,52 @@ def select(config: TaskConfig, settings: Settings, seed: int, default: tuple[str
     whole = {} if wanted is None else {"train_size": None, "validation_size": None}
     if config.validation_data is not None:
         whole.pop("validation_size", None)
-    found = data.load(config.model_copy(update=whole), seed, check(config), default)
+
+    def check(where: str, row: dict[str, Any]) -> Example:
+        if "prompt" not in row:
+            raise data.lacking(where, row, config, "no prompt", "prompt")
+        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+            raise DataError(f"{where}: prompt is {shown(row['prompt'])}; expected a text")
+        return row
+
+    found = data.load(config.model_copy(update=whole), seed, check, default)
     test = _prompts(found.test)
     validation = _without(found.validation, test)
     pool = _without(found.train, test | _prompts(validation))
-    notes = _dropped("validation", len(found.validation) - len(validation), "the test split's")
-    notes += _dropped("training", len(found.train) - len(pool), "those of another split")
+    dropped = (
+        ("validation", len(found.validation) - len(validation), "the test split's"),
+        ("training", len(found.train) - len(pool), "those of another split"),
+    )
+    notes = [f"{n:,} {split} rows are left out: their prompts are also {others}" for split, n, others in dropped if n]
     if not pool:
         raise DataError("every training prompt is also a prompt of another split; use other files")
     train = pool if wanted is None else _stratified(pool, wanted, seed, settings.protocol)
     if wanted is not None and config.validation_size is not None and config.validation_data is None:
-        validation = _held_out(pool, train, config.validation_size, seed)
+        rest, size = _without(pool, _prompts(train)), config.validation_size
+        if size > len(rest):
+            raise DataError(
+                f"task.validation_size is {size}, but only {len(rest)} rows with other prompts than the training rows "
+                "are left; lower it, or set task.validation_data"
+            )
+        validation = taken(rest, sorted(data.random_state(seed).permutation(len(rest))[:size].tolist()))
     if wanted is not None:
         notes.append("training rows by their labels: " + ", ".join(f"{n} {group}" for group, n in wanted.items()))
     for split, rows in (("training", train), ("validation", validation), ("test", found.test)):
         distinct = len(_prompts(rows))
         if distinct < len(rows):
             notes.append(f"{len(rows):,} {split} rows have {distinct:,} different prompts: some repeat")
-    return Selected(Data(train, found.test, validation), tuple(notes))
+    return Data(train, found.test, validation), notes
 
 
 def counts(config: TaskConfig, settings: Settings) -> dict[str, int] | None:
     """Return the number of training rows of each group, or None without a selection. Raises ConfigError."""
     if settings.protocol is not None and settings.shares is not None:
         raise ConfigError("task.protocol and task.shares both select training rows; set one of them")
+    setting, shares = "task.shares", settings.shares
     if settings.protocol is not None:
-        shares = PROTOCOLS[settings.protocol]
-    elif settings.shares is not None:
-        shares = {str(group): amount for group, amount in settings.shares.items()}
-    else:
+        setting, shares = "task.protocol", PROTOCOLS[settings.protocol]
+    if shares is None:
         return None
-    setting = "task.protocol" if settings.protocol is not None else "task.shares"
     if config.split == "first_last":
         raise ConfigError(f"{setting} and task.split first_last both select training rows; set one of them")
     if _are_counts(shares) and not (_are_fractions(shares) and config.train_size is not None):
@@ -132,13 +126,10 @@ def counts(config: TaskConfig, settings: Settings) -> dict[str, int] | None:
                 f"{setting} {_listed(shares)} is {total} rows, but task.train_size is {config.train_size}; leave it out"
             )
         return {group: int(shares[group]) for group in GROUPS if group in shares}
-    if config.train_size is None:
+    total = config.train_size
+    if total is None:
         raise ConfigError(f"{setting} {dict(shares)} are fractions; set task.train_size to the total number of rows")
-    return _apportioned(shares, config.train_size)
-
-
-def _apportioned(shares: Mapping[str, float], total: int) -> dict[str, int]:
-    """Round to integers with this total by largest remainders; the earlier group wins a tie."""
+    # Rounded to integers with this total by largest remainders; the earlier group wins a tie.
     exact = {group: shares[group] * total for group in GROUPS if group in shares}
     found = {group: int(value) for group, value in exact.items()}
     rest = sorted(exact, key=lambda group: found[group] - exact[group])
@@ -152,31 +143,21 @@ def _stratified(
     places: dict[str, list[int]] = {group: [] for group in GROUPS}
     for place, row in enumerate(pool):
         places[_group(row)].append(place)
-    short = [f"{len(places[group])} {group} of {n}" for group, n in wanted.items() if len(places[group]) < n]
+    short = [(group, n, len(places[group])) for group, n in wanted.items() if len(places[group]) < n]
     if short and protocol is not None:
-        needs = ", ".join(f"{n} {group}" for group, n in wanted.items() if len(places[group]) < n)
-        have = ", ".join(f"{len(places[group])} {group}" for group, n in wanted.items() if len(places[group]) < n)
+        needs = ", ".join(f"{n} {group}" for group, n, _ in short)
+        have = ", ".join(f"{there} {group}" for group, _, there in short)
         raise DataError(
             f"task.protocol {protocol} needs {needs}, but the training data have {have}; use other data, or set "
             "task.shares instead"
         )
     if short:
-        raise DataError(f"too few training rows: {', '.join(short)}; lower task.shares or give more rows")
+        found = ", ".join(f"{there} {group} of {n}" for group, n, there in short)
+        raise DataError(f"too few training rows: {found}; lower task.shares or give more rows")
     random = data.random_state(seed)
     drawn = [random.permutation(len(places[group]))[:n] for group, n in wanted.items()]
     chosen = [places[group][int(i)] for group, picks in zip(wanted, drawn, strict=True) for i in picks]
     return taken(pool, sorted(chosen))
-
-
-def _held_out(pool: Sequence[Example], train: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
-    """Draw validation rows by the seed from rows with other prompts than the selected ones. Raises DataError."""
-    rest = _without(pool, _prompts(train))
-    if size > len(rest):
-        raise DataError(
-            f"task.validation_size is {size}, but only {len(rest)} rows with other prompts than the training rows are "
-            "left; lower it, or set task.validation_data"
-        )
-    return taken(rest, sorted(data.random_state(seed).permutation(len(rest))[:size].tolist()))
 
 
 def _without(rows: Sequence[Example], prompts: Set[str]) -> Sequence[Example]:
@@ -206,12 +187,8 @@ def _key(row: Example) -> str:
     return " ".join(row["prompt"].split())
 
 
-def _prompts(*splits: Sequence[Example]) -> set[str]:
-    return {_key(row) for row in chain(*splits)}
-
-
-def _dropped(split: str, count: int, others: str) -> list[str]:
-    return [f"{count:,} {split} rows are left out: their prompts are also {others}"] if count else []
+def _prompts(rows: Sequence[Example]) -> set[str]:
+    return set(map(_key, rows))
 
 
 def _listed(shares: Mapping[Any, float]) -> str:

@@ -58,8 +58,9 @@ def test_a_model_of_safe_rlhf_scores_as_by_hand(reward: Path, cost: Path) -> Non
         assert max(wanted) - min(wanted) > 0.5
 
 
-@pytest.mark.parametrize("padded", [0, None])
-@pytest.mark.parametrize("kind", ["score", "one label", "two labels", "bert"])
+@pytest.mark.parametrize(
+    ("kind", "padded"), [("score", 0), ("one label", 0), ("one label", None), ("two labels", 0), ("bert", 0)]
+)
 def test_scores_of_a_batch_are_those_of_single_pairs(
     kind: str, padded: int | None, tmp_path: Path, reward: Path
 ) -> None:
@@ -88,8 +89,7 @@ def bert(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("labels", [1, 2])
-@pytest.mark.parametrize("padded", [0, 2, None])
+@pytest.mark.parametrize(("labels", "padded"), [(1, 0), (1, 2), (1, None), (2, 0)])
 def test_a_classifier_scores_as_the_library_does(labels: int, padded: int | None, tmp_path: Path) -> None:
     """`padded` 2 is the end token: the library then reads the score one token before."""
     folder = classifier(tmp_path, labels=labels, pad_token_id=padded)
@@ -209,16 +209,15 @@ def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_
         local(folder)
 
 
-def test_models_with_other_label_counts_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="3 labels; use a model with one or two"):
-        local(classifier(tmp_path, labels=3))
-
-
-def test_missing_folder_error_names_the_setting(reward: Path) -> None:
+def test_models_that_do_not_fit_are_rejected(tmp_path: Path, reward: Path) -> None:
     with pytest.raises(ModelError, match=r"scorer.cost: no folder /nowhere/at/all"):
         local(reward, Path("/nowhere/at/all"))
     with pytest.raises(ModelError, match="Qwen2ForCausalLM"):
         local("tiny")
+    with pytest.raises(ModelError, match=r"scorer.reward_revision 'v1': scorer.reward .* is a folder"):
+        local(reward, reward_revision="v1")
+    with pytest.raises(ModelError, match="3 labels; use a model with one or two"):
+        local(classifier(tmp_path, labels=3))
 
 
 # --- text ---
@@ -335,10 +334,3 @@ def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path: Path, mon
         assert found.score(*asked) == wanted.score(*asked) and found.digest == wanted.digest
     with pytest.raises(ModelError, match=r"model our/cost"):
         hub(cost_revision="v2")
-
-
-def test_a_folder_has_no_revisions(reward: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"scorer.reward_revision 'v1': scorer.reward .* is a folder, which has no rev"
-    ):
-        local(reward, reward_revision="v1")

@@ -162,12 +162,8 @@ def test_measures() -> None:
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def test_raw_prompt_is_the_context() -> None:
-    assert task().prompt(ROWS[0]) == ROWS[0]["context"]
-    assert task(prompt="raw").prompt(ROWS[0]) == ROWS[0]["context"]
-
-
-def test_short_prompt_is_exact() -> None:
+def test_raw_prompt_is_the_context_and_short_is_exact() -> None:
+    assert task().prompt(ROWS[0]) == task(prompt="raw").prompt(ROWS[0]) == ROWS[0]["context"]
     assert task(prompt="short").prompt(ROW) == "Use [44 19 35] to make 98. <think>"
     assert task(prompt="short").prompt({"numbers": [7, 30, 5], "target": "-18"}) == "Use [7 30 5] to make -18. <think>"
 
@@ -209,11 +205,6 @@ def test_every_gold_answer_earns_the_maximum(prompt: str) -> None:
     form.self_check([*data.train, *data.test])
 
 
-def test_self_check_finds_a_wrong_solution() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 gold answers .* of row 1 earns"):
-        task().self_check([ROW, ROW | {"solution": "((44 + 44) + 10)"}])
-
-
 def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> None:
     wrong, unknown = ROW | {"solution": "44 + 19"}, ROW | {"solution": None}
     with pytest.raises(DataError) as error:
@@ -223,10 +214,6 @@ def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> N
     assert [f"of row {i} earns 0.1" in said for i in range(7)] == [False, True, False, True, True, False, False]
 
 
-def test_gold_is_none_without_solution() -> None:
-    assert task().gold({"numbers": [1], "target": "1", "context": "x", "solution": None}) is None
-
-
 # --- data -----------------------------------------------------------------------------------------------------------
 
 
@@ -234,16 +221,6 @@ def test_the_default_is_the_shipped_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)  # found from any folder
     data = create(TaskConfig(name="countdown")).load_data(33)
     assert (len(data.train), len(data.test)) == (1760, 440)
-
-
-def test_the_seeded_split_is_the_published_one() -> None:
-    import numpy as np
-
-    data = task().load_data(33)
-    order = np.random.RandomState(33).permutation(len(ROWS))
-    assert [row["id"] for row in [*data.train, *data.test]] == [ROWS[i]["id"] for i in order]
-    assert len(data.train) == len(ROWS) * 4 // 5
-    assert task().load_data(34).train != data.train
 
 
 def test_bad_rows_are_named(tmp_path: Path) -> None:

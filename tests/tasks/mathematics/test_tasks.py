@@ -142,14 +142,14 @@ def test_default_data_come_from_the_hub(task: Any, monkeypatch: pytest.MonkeyPat
         asked.append(source)
         raise DataError(f"cannot load {source}: ConnectionError")
 
-    monkeypatch.setattr("evoalign.tasks.data.splits._rows", offline)
+    monkeypatch.setattr("evoalign.tasks.data._rows", offline)
     with pytest.raises(DataError, match=r"cannot load hub:.*without a network, set task\.train_data and task\.test"):
         task().load_data(0)
     assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]
 
 
 def test_missing_math_verify_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    monkeypatch.setattr("evoalign.tasks.mathematics.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(f"gsm8k compares answers by math-verify: {install('math')}")):
         tasks.create(TaskConfig(name="gsm8k"))
 

@@ -29,7 +29,7 @@ from evoalign.tasks.safety import Lagrangian
 from evoalign.types import Example
 
 HERE = "test_lagrangian"
-GENERATIONS = 5
+GENERATIONS = 3
 numbers = st.floats(-20, 20).map(lambda x: round(x, 3))
 
 
@@ -217,11 +217,10 @@ def test_journal_and_metrics_contain_lambda(straight: Path) -> None:
         assert f"<figcaption>Kept by the objective: {name}, by generation<" in (straight / "report.html").read_text()
 
 
-@pytest.mark.parametrize("kept", [3, 6])
-def test_resume_restores_lambda_bit_for_bit(straight: Path, kept: int, tmp_path: Path) -> None:
+def test_resume_restores_lambda_bit_for_bit(straight: Path, tmp_path: Path) -> None:
     whole = (straight / "journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(straight, tmp_path / "run"))
-    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
+    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
     train(config(copy, straight.parent / "rows.jsonl"), resume=True)
     assert (copy / "journal.jsonl").read_bytes() == whole
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import evoalign
 from evoalign import models, setup
 from evoalign.baselines import planning
 from evoalign.config import ScorerConfig, TaskConfig, from_dict
-from evoalign.errors import ConfigError, DataError, ModelError, RewardError, StoppedError
+from evoalign.errors import ConfigError, DataError, ModelError, RewardError
 from evoalign.evaluation import evaluate
 from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
@@ -214,7 +213,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_run_trains_evaluates_and_resumes(files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files: dict[str, Any], tmp_path: Path) -> None:
     scorer = RuleScorer()
     result = train(config(tmp_path / "run", files), scorer)
     sizes = [len(call) for call in scorer.calls]
@@ -237,13 +236,9 @@ def test_a_run_trains_evaluates_and_resumes(files: dict[str, Any], tmp_path: Pat
     assert sum(measures[f"{label}_share"] for label in LABELS) == pytest.approx(1.0)
     assert {"refusal_template_share", "refusal_with_help_share", "refusal_citing_share"} <= measures.keys()
 
-    def stop(generation: Any) -> None:
-        if generation.index == 1:
-            signal.raise_signal(signal.SIGINT)
-
     tree = config(tmp_path / "again", files)
-    with pytest.raises(StoppedError):
-        train(tree, RuleScorer(), on_generation=stop)
+    with pytest.raises(RewardError, match="the scorer is gone"):
+        train(tree, Dies(after=6))
     train(tree, RuleScorer(), resume=True)
     ours, theirs = (rows_of(tmp_path / name / "journal.jsonl") for name in ("run", "again"))
     assert [line.get("objective") for line in ours[1:]] == [line.get("objective") for line in theirs[1:]]
@@ -259,16 +254,6 @@ class Dies(RuleScorer):
         if len(self.calls) == self.after:
             raise RewardError("the scorer is gone; start it again")
         return super().score(prompts, responses)
-
-
-def test_dead_scorer_stops_the_run_which_resumes_later(files: dict[str, Any], tmp_path: Path) -> None:
-    train(config(tmp_path / "run", files), RuleScorer())
-    tree = config(tmp_path / "again", files)
-    with pytest.raises(RewardError, match="the scorer is gone"):
-        train(tree, Dies(after=6))
-    train(tree, RuleScorer(), resume=True)
-    ours, theirs = (rows_of(tmp_path / name / "journal.jsonl") for name in ("run", "again"))
-    assert ours[-1]["weights_hash"] == theirs[-1]["weights_hash"]
 
 
 def test_run_prints_notes_about_rows(files: dict[str, Any], tmp_path: Path) -> None:
@@ -325,11 +310,6 @@ def test_eval_command_writes_points(
     both = [rows_of(tmp_path / f"two_points_{place}.jsonl") for place in (0, 1)]
     assert both[0] == both[1] and [point["prompt"] for point in both[0]] == [row["prompt"] for row in ROWS[:4]]
     assert not (tmp_path / "points.jsonl").exists()
-
-
-def test_dry_run_needs_the_scorer_section(files: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set the section scorer"):
-        dry_run(config(tmp_path / "run", files))
 
 
 def test_dry_run_rejects_a_scorer_that_cannot_load(files: dict[str, Any], tmp_path: Path) -> None:

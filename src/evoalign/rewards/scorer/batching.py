@@ -11,8 +11,9 @@ import asyncio
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from evoalign.rewards.scorer import Scorer
@@ -35,14 +36,14 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def lines(self, name: str) -> Iterator[str]:
-        """Yield the lines of the text format."""
+    def samples(self) -> Iterator[tuple[str, object]]:
+        """Yield suffixes and values of the text format."""
         total = 0
         for bound, count in zip((*(f"{b:g}" for b in self._bounds), "+Inf"), self._counts, strict=True):
             total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum:g}"
-        yield f"{name}_count {total}"
+            yield f'_bucket{{le="{bound}"}}', total
+        yield "_sum", f"{self._sum:g}"
+        yield "_count", total
 
 
 class Meter:
@@ -56,29 +57,22 @@ class Meter:
 
     def text(self) -> str:
         """Return the Prometheus text format 0.0.4."""
-        return "\n".join(self._lines()) + "\n"
-
-    def _lines(self) -> Iterator[str]:
-        yield from _head("requests_total", "counter", "Requests for scores, by status.")
-        yield from (f'evoalign_scorer_requests_total{{status="{s}"}} {n}' for s, n in sorted(self.statuses.items()))
-        plain = (
-            ("items_total", "counter", "Pairs scored.", self.items),
-            ("refused_total", "counter", "Requests rejected because the queue was full.", self.refused),
-            ("queue_length", "gauge", "Pairs waiting for a batch.", self.queued),
+        statuses = [(f'{{status="{status}"}}', n) for status, n in sorted(self.statuses.items())]
+        cut = [(f'{{part="{part}"}}', n) for part, n in sorted(self.cut.items())]
+        families: tuple[tuple[str, str, str, Iterable[tuple[str, object]]], ...] = (
+            ("requests_total", "counter", "Requests for scores, by status.", statuses),
+            ("items_total", "counter", "Pairs scored.", [("", self.items)]),
+            ("refused_total", "counter", "Requests rejected because the queue was full.", [("", self.refused)]),
+            ("queue_length", "gauge", "Pairs waiting for a batch.", [("", self.queued)]),
+            ("cut_total", "counter", "Pairs that were too long, by the part cut.", cut),
+            ("batch_size", "histogram", "Pairs in a batch.", self.batches.samples()),
+            ("seconds", "histogram", "Seconds from request to response.", self.seconds.samples()),
         )
-        for name, kind, text, value in plain:
-            yield from _head(name, kind, text)
-            yield f"evoalign_scorer_{name} {value}"
-        yield from _head("cut_total", "counter", "Pairs that were too long, by the part cut.")
-        yield from (f'evoalign_scorer_cut_total{{part="{part}"}} {count}' for part, count in sorted(self.cut.items()))
-        yield from _head("batch_size", "histogram", "Pairs in a batch.")
-        yield from self.batches.lines("evoalign_scorer_batch_size")
-        yield from _head("seconds", "histogram", "Seconds from request to response.")
-        yield from self.seconds.lines("evoalign_scorer_seconds")
-
-
-def _head(name: str, kind: str, text: str) -> tuple[str, str]:
-    return f"# HELP evoalign_scorer_{name} {text}", f"# TYPE evoalign_scorer_{name} {kind}"
+        lines = list[str]()
+        for name, kind, text, samples in families:
+            lines += [f"# HELP evoalign_scorer_{name} {text}", f"# TYPE evoalign_scorer_{name} {kind}"]
+            lines += [f"evoalign_scorer_{name}{suffix} {value}" for suffix, value in samples]
+        return "\n".join(lines) + "\n"
 
 
 class FullError(Exception):
@@ -95,10 +89,6 @@ class _Item:
     response: str
     done: asyncio.Future[dict[str, float]]
     since: float
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.response)
 
 
 class Batcher:
@@ -126,12 +116,10 @@ class Batcher:
             found = await asyncio.gather(*(item.done for item in items), return_exceptions=True)
         finally:  # also for a cancelled request
             self._drop(items)
-        scored = list[dict[str, float]]()
         for scores in found:
             if isinstance(scores, BaseException):
                 raise scores
-            scored.append(scores)
-        return {column: [scores[column] for scores in scored] for column in self._scorer.columns}
+        return {column: [item.done.result()[column] for item in items] for column in self._scorer.columns}
 
     def hurry(self) -> None:
         """Start batches without waiting from now on."""
@@ -151,27 +139,23 @@ class Batcher:
             if self._pending and (due or loop.time() - self._pending[0].since >= self._wait):
                 await self._score(self._next_batch())
             else:
-                await self._until_changed()
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._pending[0].since + self._wait if self._pending else None):
+                        await self._changed.wait()
         self._thread.shutdown()
-
-    async def _until_changed(self) -> None:
-        self._changed.clear()
-        rest = None
-        if self._pending:
-            rest = self._pending[0].since + self._wait - asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout(rest):
-                await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _next_batch(self) -> list[_Item]:
         """Remove and return the oldest pair and pairs of similar length."""
         oldest = self._pending[0]
-        order = sorted(self._pending[: WINDOW * self._size], key=lambda item: item.length)
+
+        def length(item: _Item) -> int:
+            return len(item.prompt) + len(item.response)
+
+        order = sorted(self._pending[: WINDOW * self._size], key=length)
         size, at = min(self._size, len(order)), order.index(oldest)
         starts = range(max(at - size + 1, 0), min(at, len(order) - size) + 1)
-        start = min(starts, key=lambda start: order[start + size - 1].length - order[start].length)
+        start = min(starts, key=lambda start: length(order[start + size - 1]) - length(order[start]))
         batch = order[start : start + size]
         self._drop(batch)
         return batch
@@ -183,10 +167,9 @@ class Batcher:
 
     async def _score(self, batch: Sequence[_Item]) -> None:
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        begun, prompts, responses = loop.time(), [item.prompt for item in batch], [item.response for item in batch]
         try:
-            texts = [item.prompt for item in batch], [item.response for item in batch]
-            found = await loop.run_in_executor(self._thread, self._scorer.score, *texts)
+            found = await loop.run_in_executor(self._thread, self._scorer.score, prompts, responses)
         except Exception as error:  # only the request that causes it gets the exception
             if len(batch) > 1:
                 for item in batch:

@@ -45,7 +45,11 @@ class Service:
 
     def __init__(self, config: ScorerConfig) -> None:
         """Connect. Raises ConfigError, or RewardError if no service responds."""
-        self._url, self._config = _checked(str(config.url)), config
+        self._url, self._config = str(config.url).rstrip("/"), config
+        if "@" in self._url or parts_of(self._url) is None:
+            raise ConfigError(
+                f"scorer.url {self._url!r} is not the address of a service; use one such as http://127.0.0.1:8011"
+            )
         self._closed, self._last_reply = threading.Event(), time.monotonic()
         self._http = HttpClient(self._url, _token(config.token_env, self._url), MOST_BYTES)
         self._loop = LoopThread("evoalign-scorer")
@@ -86,8 +90,22 @@ class Service:
                 f"a prompt and response take {len(body)} bytes, but the scorer at {self._url} accepts {self._bytes}: "
                 "start it with a larger --max-body"
             )
-        answer = self._request("POST", "/score", body, self._config.deadline, stop)
-        return _checked_scores(answer, self.columns, len(chunk), self._url)
+        tree = self._request("POST", "/score", body, self._config.deadline, stop)
+        if not isinstance(tree, dict) or {*cast("dict[str, Any]", tree)} != {*self.columns}:
+            columns = ", ".join(self.columns)
+            raise RewardError(
+                f"the scorer at {self._url} returns other columns than {columns}, which it had at the start"
+            )
+        found = cast("dict[str, Any]", tree)
+        for column, scores in found.items():
+            numbers = cast("list[Any]", scores) if isinstance(scores, list) else []
+            if len(numbers) != len(chunk):
+                raise RewardError(
+                    f"the scorer at {self._url} returns {len(numbers)} scores of {column} for {len(chunk)} pairs"
+                )
+            if any(type(n) not in (int, float) for n in numbers):  # the parser rejected NaN and infinity
+                raise RewardError(f"the scorer at {self._url} returns a {column} that is not a finite number")
+        return {column: [float(n) for n in found[column]] for column in self.columns}
 
     def _request(self, method: str, path: str, body: bytes | None, deadline: float, stop: threading.Event) -> Any:
         """Return the JSON of a response. Raises RewardError after `deadline` seconds without a score, or at once if a
@@ -185,12 +203,6 @@ class _RetryError(Exception):
         self.seconds, self.is_busy = seconds, is_busy
 
 
-def _checked(url: str) -> str:
-    if "@" in url or parts_of(url) is None:
-        raise ConfigError(f"scorer.url {url!r} is not the address of a service; use one such as http://127.0.0.1:8011")
-    return url.rstrip("/")
-
-
 def _token(variable: str | None, url: str) -> str | None:
     """Return the token. Raises ConfigError, which does not repeat it."""
     if variable is None:
@@ -237,22 +249,6 @@ def _chunks(pairs: Sequence[Pair], most: int, size: int) -> Iterator[list[Pair]]
 
 def _encoded(pairs: Sequence[Pair]) -> bytes:
     return json.dumps({"prompts": [p for p, _ in pairs], "responses": [r for _, r in pairs]}).encode()
-
-
-def _checked_scores(tree: Any, columns: Sequence[str], count: int, url: str) -> dict[str, list[float]]:
-    """Return a finite number per column and pair. Raises RewardError."""
-    if not isinstance(tree, dict) or {*cast("dict[str, Any]", tree)} != {*columns}:
-        raise RewardError(
-            f"the scorer at {url} returns other columns than {', '.join(columns)}, which it had at the start"
-        )
-    found = cast("dict[str, Any]", tree)
-    for column, scores in found.items():
-        numbers = cast("list[Any]", scores) if isinstance(scores, list) else []
-        if len(numbers) != count:
-            raise RewardError(f"the scorer at {url} returns {len(numbers)} scores of {column} for {count} pairs")
-        if any(type(n) not in (int, float) for n in numbers):  # the parser rejected NaN and infinity
-            raise RewardError(f"the scorer at {url} returns a {column} that is not a finite number")
-    return {column: [float(n) for n in found[column]] for column in columns}
 
 
 def _seconds(text: str | None) -> float | None:

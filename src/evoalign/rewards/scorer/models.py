@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -41,17 +41,8 @@ from evoalign.rewards.scorer.pairs import Pairs
 from evoalign.rundir.files import digest_of
 
 _OF_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spm.model",
-    "sentencepiece.bpe.model",
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json "
+    "chat_template.jinja vocab.txt vocab.json merges.txt spm.model sentencepiece.bpe.model"
 )
 _NORMALIZED = {"reward": (True, True), "cost": (False, True), "critic": (False, False)}
 """Score types: whether to subtract the mean, and whether to divide by the deviation."""
@@ -120,13 +111,12 @@ class ScoreModel:
         tree, self.kind = _checked(source)
         self.digest = _digest(source)
         tokenizer = _tokenizer(source)
-        self._model, self._head = (_scoring if self.kind == "score" else _classifying)(source, dtype, tree)
+        self._head = _head(source, tree) if self.kind == "score" else None
+        self._model = _loaded(source, dtype, self._head)
         self._model.eval().requires_grad_(False).to(self.device)
         if self._head is not None:
-            parts = (self._head.weight, self._head.bias)
-            weight, bias = (None if part is None else part.to(self.device) for part in parts)
-            assert weight is not None
-            self._head = Head(weight, bias, self._head.mean, self._head.deviation)
+            bias = None if self._head.bias is None else self._head.bias.to(self.device)
+            self._head = replace(self._head, weight=self._head.weight.to(self.device), bias=bias)
         self._has_pad = self._model.config.get_text_config().pad_token_id is not None
         self.pairs = _pairs(source, tokenizer, config, tree)
         vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
@@ -218,32 +208,6 @@ def _device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _scoring(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
-    from transformers import AutoModel
-
-    head = _head(source, config)
-    model = _loaded(AutoModel, source, dtype)
-    hidden = int(model.config.get_text_config().hidden_size)
-    if head.weight.shape != (1, hidden):
-        raise ModelError(
-            f"model {source.name}: score_head.weight has shape {tuple(head.weight.shape)}, expected (1, {hidden})"
-        )
-    return model, head
-
-
-def _classifying(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
-    from transformers import AutoModelForSequenceClassification
-
-    model = _loaded(AutoModelForSequenceClassification, source, dtype)
-    labels = model.config.num_labels
-    if labels not in (1, 2):
-        raise ModelError(f"model {source.name} has {labels} labels; use a model with one or two")
-    score = getattr(model, "score", None)
-    if isinstance(score, torch.nn.Linear):
-        score.float().register_forward_pre_hook(lambda _, given: (given[0].float(),))
-    return model, None
-
-
 @contextmanager
 def _explained(name: str) -> Generator[None]:
     """Convert any exception of the library to ModelError."""
@@ -255,9 +219,12 @@ def _explained(name: str) -> Generator[None]:
         raise ModelError(f"model {name} does not load: {why_not(error)}") from error
 
 
-def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
+def _loaded(source: _Source, dtype: torch.dtype, head: Head | None) -> Any:
+    """Load the body for a score head, or a classifier without one. Raises ModelError."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
     from transformers.utils import logging
 
+    kind: Any = AutoModelForSequenceClassification if head is None else AutoModel
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the body does not use the tensors of the head, which is loaded separately
     try:
@@ -274,13 +241,31 @@ def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
     finally:
         logging.set_verbosity(verbosity)
     check_whole(source.name, info)
+    if head is not None:
+        hidden = int(model.config.get_text_config().hidden_size)
+        if head.weight.shape != (1, hidden):
+            shape = tuple(head.weight.shape)
+            raise ModelError(f"model {source.name}: score_head.weight has shape {shape}, expected (1, {hidden})")
+        return model
+    labels = model.config.num_labels
+    if labels not in (1, 2):
+        raise ModelError(f"model {source.name} has {labels} labels; use a model with one or two")
+    if isinstance(score := getattr(model, "score", None), torch.nn.Linear):
+        score.float().register_forward_pre_hook(lambda _, given: (given[0].float(),))
     return model
 
 
 def _head(source: _Source, config: Mapping[str, Any]) -> Head:
     """Load the head. Old models have mean and variance in their config."""
     name = source.name
-    found = _tensors(source, {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"})
+    wanted = {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"}
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in source.weights():
+            with safe_open(file, framework="pt") as opened:
+                found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
     if "score_head.weight" not in found:
         raise ModelError(f"model {name} does not load: its files lack score_head.weight; fetch it again")
     weight, bias = found["score_head.weight"], found.get("score_head.bias")
@@ -310,21 +295,9 @@ def _number(tensor: torch.Tensor | None, listed: Any, otherwise: float, name: st
     return found
 
 
-def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
-    """Return the wanted tensors that exist, in float32."""
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for file in source.weights():
-            with safe_open(file, framework="pt") as opened:
-                found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"model {source.name} does not load: {why_not(error)}") from error
-    return found
-
-
 def _digest(source: _Source) -> str:
     """Hash weights, config and tokenizer: models with the same digest give the same scores."""
-    kept = (found for file in ("config.json", *_OF_TOKENIZER) if (found := source.find(file)) is not None)
+    kept = (found for file in ("config.json", *_OF_TOKENIZER.split()) if (found := source.find(file)) is not None)
     try:
         listed = [(file.name, digest_of(file)) for file in (*kept, *source.weights())]
     except DataError as error:

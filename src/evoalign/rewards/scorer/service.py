@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -23,7 +22,10 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp as App
+from starlette.types import Message, Receive, Scope, Send
 
 from evoalign.config.scorer import DIGEST, ScorerConfig
 from evoalign.config.secrets import public_path
@@ -38,10 +40,6 @@ Text = Annotated[str, Field(description="Plain text; the service adds the templa
 SHORTEST_TOKEN = 16
 CONNECTIONS = 1024
 """Maximum connections; the status for more is 503."""
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Allowed host names without a token. Any port is allowed, since a tunnel may change it."""
@@ -51,24 +49,20 @@ DRAINED = 1 << 24
 """Bytes of an oversized body to read and discard, so that the client gets the response."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Item(_Body):
+class Item(BaseModel, extra="forbid"):
     """One pair."""
 
     prompt: Text
     response: Text
 
 
-class Items(_Body):
+class Items(BaseModel, extra="forbid"):
     """Pairs as a list."""
 
     items: list[Item]
 
 
-class Lists(_Body):
+class Lists(BaseModel, extra="forbid"):
     """Pairs as two lists of the same length."""
 
     prompts: list[Text]
@@ -218,52 +212,54 @@ class Guard:
         self._token = None if token is None else f"Bearer {token}".encode()
         self._names = None if names is None else frozenset(names)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
             raise RuntimeError("a scorer only supports HTTP")
-        if not self._is_for_us(scope):
-            await _respond(send, 421, "unknown host name; use the address that the service was started with")
-            return
+        headers = Headers(scope=scope)
+        if not self._is_for_us(headers):
+            answer = _refused(421, "unknown host name; use the address that the service was started with")
         # Compared in constant time.
-        token = _header(scope, b"authorization")
-        if self._token is not None and not hmac.compare_digest(token, self._token):
-            await _respond(send, 401, "the bearer token of the service is required", ("www-authenticate", "Bearer"))
-            return
-        if scope["method"] == "POST" and not _header(scope, b"content-type").lower().startswith(b"application/json"):
-            await _respond(send, 415, "send JSON, as application/json")
-            return
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            await _respond(send, 408, f"the body did not arrive within {BODY_SECONDS:g} s")
-            return
-        if body is None:
-            await _respond(
-                send, 413, f"a body may have at most {self._max_body} bytes; send fewer pairs, or raise --max-body"
-            )
-            return
-        await self._app(scope, _replayed(body, receive), send)
+        elif self._token is not None and not hmac.compare_digest(
+            headers.get("authorization", "").encode("latin-1"), self._token
+        ):
+            required = {"WWW-Authenticate": "Bearer"}
+            answer = _refused(401, "the bearer token of the service is required", required)
+        elif scope["method"] == "POST" and not headers.get("content-type", "").lower().startswith("application/json"):
+            answer = _refused(415, "send JSON, as application/json")
+        else:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    body = await self._read(headers.get("content-length", ""), receive)
+            except TimeoutError:
+                answer = _refused(408, f"the body did not arrive within {BODY_SECONDS:g} s")
+            else:
+                if body is not None:
+                    await self._app(scope, _replayed(body, receive), send)
+                    return
+                answer = _refused(
+                    413, f"a body may have at most {self._max_body} bytes; send fewer pairs, or raise --max-body"
+                )
+        answer.headers["Connection"] = "close"
+        await answer(scope, receive, send)
 
-    def _is_for_us(self, scope: Message) -> bool:
+    def _is_for_us(self, headers: Headers) -> bool:
         if self._names is None:
             return True
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        hosts = headers.getlist("host")
         if len(hosts) != 1:
             return False
-        host = hosts[0].decode("latin-1").lower()
+        host = hosts[0].lower()
         name, _, port = host.partition("]:") if host.startswith("[") else host.partition(":")
         name = f"{name.removesuffix(']')}]" if host.startswith("[") else name
         return name in self._names and (port == "" or (port.isascii() and port.isdecimal()))
 
-    async def _read(self, scope: Message, receive: Receive) -> bytes | None:
+    async def _read(self, announced: str, receive: Receive) -> bytes | None:
         """Return the whole body, or None if it is too long."""
-        announced = _header(scope, b"content-length")
-        too_long = announced.isdigit() and int(announced) > self._max_body
+        too_long = announced.isascii() and announced.isdigit() and int(announced) > self._max_body
         parts, size, more = list[bytes](), 0, True
         while more:
             message = await receive()
@@ -279,35 +275,14 @@ class Guard:
         return None if too_long else b"".join(parts)
 
 
-def _header(scope: Message, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """Return a receiver of the body that was read, and then of further messages."""
-    given = False
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return messages.pop() if messages else await receive()
 
     return replay
-
-
-async def _respond(send: Send, status: int, words: str, *headers: tuple[str, str]) -> None:
-    body = json.dumps({"detail": words}).encode()
-    given = [
-        ("content-type", "application/json"),
-        ("content-length", str(len(body))),
-        ("connection", "close"),
-        *headers,
-    ]
-    encoded = [(name.encode(), value.encode()) for name, value in given]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
 
 
 def serve(

@@ -194,7 +194,7 @@ def _rows(path: Path, source: Source) -> Iterator[Row]:
     while not first and (part := source.read(1 << 16)):
         first = part.lstrip(b"\xef\xbb\xbf \t\r\n\v\f")
     source.seek(0)
-    return _json(path, source) if first[:1] == b"[" else _jsonl(path, source)
+    return _json(path, source, is_list=first[:1] == b"[")
 
 
 def _text(path: Path, part: bytes, offset: int = 0) -> str:
@@ -218,14 +218,13 @@ def _lines(path: Path, source: Source) -> Iterator[str]:
         offset += len(line)
 
 
-def _jsonl(path: Path, source: Source) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path, source), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _columns(_parse(line.removesuffix("\n"), where), where)
-
-
-def _json(path: Path, source: Source) -> Iterator[Row]:
+def _json(path: Path, source: Source, *, is_list: bool) -> Iterator[Row]:
+    if not is_list:
+        for number, line in enumerate(_lines(path, source), 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield where, _columns(_parse(line.removesuffix("\n"), where), where)
+        return
     packed = isinstance(source, gzip.GzipFile)
     content = source.read(LIST_BYTES + 1 if packed else -1)
     if packed and len(content) > LIST_BYTES:
@@ -337,16 +336,13 @@ def _batches(name: str, columns: list[str], batches: Iterable[Any]) -> Iterator[
 
 
 def _columns(row: object, where: str) -> dict[str, Any]:
-    """Return a row if it is an object with valid text. Raises DataError."""
+    """Return a row if it is an object with values that tokenizers, worker processes and files can handle.
+
+    Raises DataError.
+    """
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object such as {{...}}, found {shown(row)}")
     row = cast("dict[str, Any]", row)
-    _check_sound(row, where)
-    return row
-
-
-def _check_sound(row: dict[str, Any], where: str) -> None:
-    """Raise DataError for values that tokenizers, worker processes or files cannot handle."""
     for name, column in row.items():
         below: list[tuple[Any, int]] = [(name, 0), (column, 0)]
         while below:
@@ -358,13 +354,12 @@ def _check_sound(row: dict[str, Any], where: str) -> None:
                     raise DataError(f"{where}: {shown(name)} is nested deeper than {DEPTH} levels; make it flatter")
                 inner = cast("Any", [*value.keys(), *value.values()] if isinstance(value, dict) else value)
                 below += [(item, depth + 1) for item in inner]
+    return row
 
 
 def _check_text(text: str, name: str, where: str) -> None:
     if len(text) > MAX_TEXT:
         raise DataError(f"{where}: a text of {shown(name)} has {len(text):,} characters; at most {MAX_TEXT:,} are read")
-    if text.isascii():
-        return
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -8,9 +8,9 @@ import os
 import tempfile
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,10 @@ class Spooled(Sequence[Example]):
     """Ordered rows of a store. Each access returns a new dict; slices share the store."""
 
     def __init__(self, store: _Store, order: Order) -> None:
-        self._store, self._order = store, order
+        self.store, self.order = store, order
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     @overload
     def __getitem__(self, place: int) -> Example: ...
@@ -39,20 +39,11 @@ class Spooled(Sequence[Example]):
     def __getitem__(self, place: slice) -> Spooled: ...
     def __getitem__(self, place: int | slice) -> Example | Spooled:
         if isinstance(place, slice):
-            return Spooled(self._store, self._order[place])
-        return self._store.row(int(self._order[place]))
+            return Spooled(self.store, self.order[place])
+        return self.store.row(int(self.order[place]))
 
     def __repr__(self) -> str:
         return f"<{len(self):,} rows in a temporary file>"
-
-    def taken(self, places: Order) -> Spooled:
-        """Return the rows at these places, in this order."""
-        return Spooled(self._store, self._order[places])
-
-    def held(self) -> Iterator[tuple[int, Example]]:
-        """Return the rows that are in memory, with their places."""
-        kept = np.isin(self._order, np.fromiter(self._store.kept, np.int64))
-        return ((int(i), self._store.kept[int(self._order[i])]) for i in np.flatnonzero(kept))
 
 
 class _Store:
@@ -106,13 +97,17 @@ def gathered(rows: Iterable[Example]) -> Sequence[Example]:
 
 def taken(rows: Sequence[Example], places: Order | Sequence[int]) -> Sequence[Example]:
     """Return the rows at these places, in this order."""
-    order = np.asarray(places, dtype=np.int64)
-    return rows.taken(order) if isinstance(rows, Spooled) else [rows[i] for i in cast("list[int]", order.tolist())]
+    if isinstance(rows, Spooled):
+        return Spooled(rows.store, rows.order[np.asarray(places, dtype=np.int64)])
+    return [rows[int(i)] for i in places]
 
 
 def held(rows: Sequence[Example]) -> Iterable[tuple[int, Example]]:
     """Return the rows that are the same object at each access, with their places: for a list, all."""
-    return rows.held() if isinstance(rows, Spooled) else enumerate(rows)
+    if not isinstance(rows, Spooled):
+        return enumerate(rows)
+    kept, order = rows.store.kept, rows.order
+    return ((int(i), kept[int(order[i])]) for i in np.flatnonzero(np.isin(order, np.fromiter(kept, np.int64))))
 
 
 def encode(message: object) -> bytes:

@@ -54,9 +54,7 @@ class NoAnswerError(Exception):
 
     def __init__(self, message: str, reason: str, function: str | None, trace: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason
-        self.function = function
-        self.trace = trace
+        self.reason, self.function, self.trace = reason, function, trace
 
 
 class _Forked:
@@ -85,19 +83,14 @@ class Worker:
     """A worker process that is started when needed, killed with all its descendants, and then started again."""
 
     def __init__(self, task: Task, memory_gib: float | None = None) -> None:
-        self._task = task
-        self._memory_gib = memory_gib
+        self._task, self._memory_gib = task, memory_gib
         self._data: Data | None = None
         self._seed: int | None = None
-        self._folder = Path.cwd()
-        self._owner = os.getpid()
+        self._folder, self._owner, self._mark = Path.cwd(), os.getpid(), uuid.uuid4().hex
         self._child: subprocess.Popen[bytes] | _Forked | None = None
         self._end: socket.socket | None = None
-        self._is_ready = False
-        self._unread = bytearray()
-        self._requests = 0
+        self._is_ready, self._unread, self._requests = False, bytearray(), 0
         self._stopping: Event | None = None
-        self._mark = uuid.uuid4().hex
 
     def load(self, data: Data, seed: int | None) -> None:
         """Start with the data: a fork has them; a fresh process loads them itself if `seed` is not None."""
@@ -123,19 +116,14 @@ class Worker:
         try:
             if not self._is_ready:
                 self._start()
-                self._value(self._exchange(b"", 0, START_LIMIT, None))
+                self._exchange(b"", 0, START_LIMIT, None)
                 self._is_ready = True
-            return self._value(self._exchange(message, self._requests, limit, who or f"task {self._task.name}"))
-        except NoAnswerError as problem:
-            if problem.reason != "raised" or not self._is_ready:  # after an exception the worker and its state live on
+            return self._exchange(message, self._requests, limit, who or f"task {self._task.name}")
+        except BaseException as error:  # also Ctrl-C: the pending answer must not be taken for the next one
+            # After an exception of the task, the worker and its state live on.
+            raised = isinstance(error, NoAnswerError) and error.reason == "raised"
+            if not self._is_ready or not (raised or isinstance(error, EvoalignError)):
                 self.kill()
-            raise
-        except EvoalignError:
-            if not self._is_ready:
-                self.kill()
-            raise
-        except BaseException:  # Ctrl-C during a call: the pending answer must not be taken for the next one
-            self.kill()
             raise
 
     def kill(self) -> None:
@@ -216,8 +204,8 @@ class Worker:
         finally:
             os._exit(status)
 
-    def _exchange(self, message: bytes, request: int, limit: float, function: str | None) -> dict[str, Any]:
-        """Send one request and read its answer within `limit` seconds. Raises NoAnswerError."""
+    def _exchange(self, message: bytes, request: int, limit: float, function: str | None) -> Any:
+        """Send one request and return its value within `limit` seconds. Raises NoAnswerError, EvoalignError."""
         assert self._end is not None and self._child is not None
         deadline = time.monotonic() + limit
         self._end.settimeout(TICK)
@@ -232,14 +220,14 @@ class Worker:
                 else:
                     line = self._line(self._end)
             except TimeoutError:
-                if (status := self._child.poll()) is not None:
-                    raise _died(_exit_reason(status), function) from None
+                if self._child.poll() is not None:
+                    raise _died(_exit_reason(self._child), function) from None
             except (OSError, EOFError):
-                raise _died(_exit_reason(self._status()), function) from None
+                raise _died(_exit_reason(self._child), function) from None
             if line is not None:
                 answer = _answer(line, request, function)
                 if "calling" not in answer:
-                    return answer | {"function": function}
+                    return _value(answer, function)
                 function = answer["calling"]
             if len(self._unread) > LINE_LIMIT:
                 raise _died(f"an answer of more than {LINE_LIMIT >> 20} MiB", function)
@@ -258,54 +246,46 @@ class Worker:
         line, _, self._unread = self._unread.partition(b"\n")
         return bytes(line)
 
-    def _status(self) -> int | None:
-        """Return the exit status of a worker whose socket closed, or None if it still runs after a second."""
-        assert self._child is not None
-        for _ in range(20):
-            if (status := self._child.poll()) is not None:
-                return status
-            time.sleep(TICK)
-        return None
-
-    def _value(self, answer: dict[str, Any]) -> Any:
-        if "error" not in answer:
-            return answer["value"]
-        message, failed = answer["error"], answer["failed"]
-        if failed is not None and failed["reason"] == "raised":
-            function = None if answer["function"] is None else failed["function"]
-            raise NoAnswerError(message.removesuffix("; fix it"), "raised", function, failed["traceback"])
-        kind = getattr(errors, answer["kind"], RewardError)
-        raise RewardError(message, failed) if kind is RewardError else kind(message)
-
-
-def _who(function: str | None) -> str:
-    if function is None:
-        return "the worker of the reward functions, during its start,"
-    return function if function.startswith(("task ", "task.")) else f"reward function {function}"
-
 
 def _answer(line: bytes, request: int, function: str | None) -> dict[str, Any]:
     """Parse the answer to this request. Raises NoAnswerError for anything else.
 
     User code and its child processes can write to the socket too.
     """
-    try:
-        answer = decode(line)
-    except (ValueError, RecursionError):
-        answer = None
-    if isinstance(answer, dict):
-        answer = cast("dict[str, Any]", answer)
-        keys = answer.keys() - {"id"}
-        if answer.get("id") == request and keys in ({"value"}, {"calling"}, {"error", "kind", "failed"}):
-            return answer
+    with suppress(ValueError, RecursionError):
+        answer: Any = decode(line)
+        if isinstance(answer, dict):
+            answer = cast("dict[str, Any]", answer)
+            keys = answer.keys() - {"id"}
+            if answer.get("id") == request and keys in ({"value"}, {"calling"}, {"error", "kind", "failed"}):
+                return answer
     received = reprlib.repr(line.decode("utf-8", "replace"))
     raise _died(f"its connection carried {received}, which is no answer to this call", function)
 
 
-def _exit_reason(status: int | None) -> str:
-    if status is None:
-        return "it closed its connection"
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+def _value(answer: dict[str, Any], function: str | None) -> Any:
+    if "error" not in answer:
+        return answer["value"]
+    message, failed = answer["error"], answer["failed"]
+    if failed is not None and failed["reason"] == "raised":
+        function = None if function is None else failed["function"]
+        raise NoAnswerError(message.removesuffix("; fix it"), "raised", function, failed["traceback"])
+    kind = getattr(errors, answer["kind"], RewardError)
+    raise RewardError(message, failed) if kind is RewardError else kind(message)
+
+
+def _exit_reason(child: subprocess.Popen[bytes] | _Forked) -> str:
+    for _ in range(20):  # a worker closes its socket before it has an exit status
+        if (status := child.poll()) is not None:
+            return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        time.sleep(TICK)
+    return "it closed its connection"
+
+
+def _who(function: str | None) -> str:
+    if function is None:
+        return "the worker of the reward functions, during its start,"
+    return function if function.startswith(("task ", "task.")) else f"reward function {function}"
 
 
 def _died(how: str, function: str | None) -> NoAnswerError:

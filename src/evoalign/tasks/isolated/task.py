@@ -9,6 +9,7 @@ never a score.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -22,23 +23,22 @@ from typing import Any, NoReturn
 
 from evoalign.config import GraderConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
-from evoalign.rewards.functions import failure
+from evoalign.rewards.functions import failure, fresh
 from evoalign.rewards.objective import Columns, Objective
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.data.spool import Spooled, held, is_exact
 from evoalign.tasks.isolated.connection import START_LIMIT, NoAnswerError, Worker
+from evoalign.tasks.isolated.worker import work
 from evoalign.types import Example, Prompt
 
 logger = logging.getLogger("evoalign.grader")
 
 NO_MEMORY = re.compile("MemoryError|allocate memory|killed by SIG(KILL|ABRT)")
 """Messages that indicate out of memory (Python, torch, or a killed process)."""
-_MISTAKES = """
-KeyError IndexError TypeError ValueError AttributeError NameError UnboundLocalError ZeroDivisionError ImportError
-ModuleNotFoundError AssertionError NotImplementedError
-"""
-MISTAKES = frozenset(_MISTAKES.split())
+MISTAKES = re.compile(
+    "(Key|Index|Type|Value|Attribute|Name|UnboundLocal|ZeroDivision|Import|ModuleNotFound|Assertion|NotImplemented)Error"
+)
 """Exceptions that indicate a bug. The reply of a remote judge may cause one too, so that after a first success they are
 retried like others."""
 ASKED_ALONE = 20
@@ -48,30 +48,30 @@ SUPPORTED = hasattr(os, "fork")
 
 
 class Isolated(Task):
-    """Wraps a task so that it scores in a worker process. `load_data` starts it; call that before loading the engine.
+    """Holds a task and scores with it: in a worker process, or in this one if `grader.isolated` is false.
 
-    Data and prompts are made in this process. `close` it; the worker also ends with the object and with this process.
+    `load_data` starts the worker; call that before loading the engine. Data and prompts are made in this process.
+    `close` it; the worker also ends with the object and with this process.
     """
 
     def __init__(self, task: Task, grader: GraderConfig) -> None:
-        self.config, self.name = task.config, task.name
-        self.from_config = task.from_config
-        self.task = task
-        self.weighted = task.weighted
-        own = task.set_objective
-        self.set_objective = None if own is None else own.evaluated_by(self._set_values)
-        self.text_form, self.commands = task.text_form, task.commands
-        self._grader = grader
-        self.per_call = task.per_call
+        self.task, self._grader = task, grader
+        self.config, self.name, self.from_config = task.config, task.name, task.from_config
+        self.weighted, self.text_form, self.commands = task.weighted, task.text_form, task.commands
+        self.per_call = task.per_call or grader.batch
+        self.set_objective = copy.copy(task.set_objective)
+        if self.set_objective is not None:
+            self.set_objective.values = partial(self._ask, "fitness")
+        self._worker = Worker(task, grader.memory_gib) if grader.isolated else None
         # If the worker dies, a thread starts another; it must not fork while this process decodes.
-        self.scores_in_thread = task.from_config
+        self.scores_in_thread = grader.isolated and task.from_config
         self.stopping: Event | None = None
         """Set to cancel: `columns` then raises CancelledError."""
-        self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()
         self._place: dict[int, tuple[str, int]] = {}
         self._answered: set[str] = set()
-        weakref.finalize(self, self._worker.close)
+        if self._worker is not None:
+            weakref.finalize(self, self._worker.close)
 
     def __getattr__(self, name: str) -> Any:
         if name == "task":  # copy.copy looks it up before it is set
@@ -94,18 +94,18 @@ class Isolated(Task):
         Rows of large data sets stay in their file, except those that JSON cannot represent.
         """
         loaded = self.task.load_data(seed)
-        kept: dict[str, Sequence[Example]] = {}
-        for name in ("train", "test", "validation"):
-            rows = loaded.of(name)
-            kept[name] = rows if isinstance(rows, Spooled) else list(rows)
-        data = Data(kept["train"], kept["test"], kept["validation"] or ())
-        splits = (("train", data.train), ("test", data.test), ("validation", data.validation))
-        self._place = {id(row): (split, i) for split, own in splits for i, row in held(own)}
-        # A task may keep what it loads, and JSON cannot represent all rows: then the worker loads the data too.
-        wanted = type(self.task) is not Custom or any(
-            len(_exact_columns(row)) < len(row) for _, own in splits for _, row in held(own)
+        if self._worker is None:
+            return loaded
+        train, test, validation = (
+            rows if isinstance(rows, Spooled) else list(rows) for rows in (loaded.train, loaded.test, loaded.validation)
         )
-        self._worker.load(data, seed if wanted else None)
+        data = Data(train, test, validation or ())
+        splits = (("train", train), ("test", test), ("validation", validation))
+        in_memory = [(split, i, row) for split, rows in splits for i, row in held(rows)]
+        self._place = {id(row): (split, i) for split, i, row in in_memory}
+        # A task may keep what it loads, and JSON cannot represent all rows: then the worker loads the data too.
+        loads = type(self.task) is not Custom or not all(is_exact(row) for _, _, row in in_memory)
+        self._worker.load(data, seed if loads else None)
         return data
 
     def prompt(self, example: Example) -> Prompt:
@@ -130,33 +130,22 @@ class Isolated(Task):
         """Return the task's objective, which runs in this process: its state has to outlive a worker."""
         return self.set_objective or self.task.objective()
 
-    def _set_values(
-        self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]
-    ) -> list[float]:
-        """Evaluate all sets in one call to the worker. Raises RewardError."""
-        return self._ask("fitness", texts, examples, sets=[list(one) for one in sets])
-
     def gold(self, example: Example) -> str | None:
         return self._ask("gold", [""], [example]) if self._defines("gold") else self.task.gold(example)
 
     def is_right(self, text: str, example: Example) -> bool | None:
-        return (
-            self._ask("is_right", [text], [example]) if self._defines("is_right") else super().is_right(text, example)
-        )
+        is_own = self._defines("is_right")
+        return self._ask("is_right", [text], [example]) if is_own else super().is_right(text, example)
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        return (
-            self._ask("measures", [text], [example]) if self._defines("measures") else super().measures(text, example)
-        )
+        return self._ask("measures", [text], [example]) if self._defines("measures") else {}
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
         """Call the task in this process, since it only sees numbers."""
         return self.task.judged(rewards)
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any] | None:
-        if not self._defines("point"):
-            return super().point(text, example, rewards)
-        return self._ask("point", [text], [example], rewards=dict(rewards))
+        return self._ask("point", [text], [example], dict(rewards)) if self._defines("point") else None
 
     def clean(self, text: str) -> str:
         return self._ask("clean", [text], []) if self._defines("clean") else super().clean(text)
@@ -164,7 +153,7 @@ class Isolated(Task):
     def self_check(self, examples: Sequence[Example]) -> None:
         """Check in one call to the worker if the task defines its own check; else one call per gold and reward."""
         if self._defines("self_check"):
-            self._ask("self_check", [], examples, max(START_LIMIT, self._grader.timeout))
+            self._ask("self_check", [], examples, limit=max(START_LIMIT, self._grader.timeout))
         else:
             super().self_check(examples)
 
@@ -173,8 +162,9 @@ class Isolated(Task):
 
     def close(self) -> None:
         """End the worker. Scoring again starts another."""
-        with self._lock:
-            self._worker.close()
+        if self._worker is not None:
+            with self._lock:
+                self._worker.close()
         self.task.close()
 
     def _defines(self, method: str) -> bool:
@@ -186,21 +176,25 @@ class Isolated(Task):
         op: str,
         texts: Sequence[str],
         examples: Sequence[Example],
+        more: Any = None,
+        *,
         limit: float | None = None,
-        **more: Any,
     ) -> Any:
         """Call the task's method in the worker, with up to `grader.retries` retries. Raises EvoalignError.
 
-        `more` is added to the request. With `sets`, completions are scored together, so that none is blamed alone.
+        `more` is its third argument: the columns of a point, or the sets of completions that the fitness scores.
         """
-        limit = self._grader.timeout if limit is None else limit
-        started = time.monotonic()
-        attempt, before = 0, ""
+        if self._worker is None:
+            return work(self.task, op, texts, [fresh(example) for example in examples], more)
+        if op == "fitness":
+            more = [list(one) for one in more]
+        ask = partial(self._attempt, self._worker, op, more, self._grader.timeout if limit is None else limit)
+        started, attempt, before = time.monotonic(), 0, ""
         with self._lock:
             while True:
                 attempt += 1
                 try:
-                    value = self._attempt(op, limit, texts, examples, **more)
+                    value = ask(texts, examples)
                     self._answered.add(op)
                     return value
                 except RewardError as error:  # a wrong value: a retry would not help
@@ -209,27 +203,19 @@ class Isolated(Task):
                 except NoAnswerError as problem:
                     # The exception's type is in the last line of the traceback.
                     kind = (problem.trace or "").rstrip().rpartition("\n")[2].partition(":")[0]
-                    mistake = op not in self._answered and problem.reason == "raised" and kind in MISTAKES
+                    mistake = op not in self._answered and problem.reason == "raised" and MISTAKES.fullmatch(kind)
                     if attempt > self._grader.retries or (mistake and str(problem) == before):
-                        effort = _effort(attempt, started)
-                        alone = partial(self._attempt, op, limit)
-                        self._refuse(problem, effort, None if "sets" in more else alone, texts, examples)
+                        # A set of completions is scored together, so that none is blamed alone.
+                        self._refuse(
+                            problem, _effort(attempt, started), None if op == "fitness" else ask, texts, examples
+                        )
                     before, total = str(problem), self._grader.retries + 1
                     logger.warning("%s; attempt %d of %d failed, retrying", problem, attempt, total)
-                    if problem.reason == "raised" and not mistake:
-                        pause = min(2.0 ** (attempt - 1), 30.0)  # a remote judge may recover
-                        if self.stopping is None:
-                            time.sleep(pause)
-                        else:
-                            self.stopping.wait(pause)
+                    if problem.reason == "raised" and not mistake:  # a remote judge may recover
+                        (time.sleep if self.stopping is None else self.stopping.wait)(min(2.0 ** (attempt - 1), 30.0))
 
     def _attempt(
-        self,
-        op: str,
-        limit: float,
-        texts: Sequence[str],
-        examples: Sequence[Example],
-        **more: Any,
+        self, worker: Worker, op: str, more: Any, limit: float, texts: Sequence[str], examples: Sequence[Example]
     ) -> Any:
         unique = {id(example): example for example in examples}
         number = {key: i for i, key in enumerate(unique)}
@@ -238,14 +224,14 @@ class Isolated(Task):
             "texts": list(texts),
             "rows": [self._sent(row) for row in unique.values()],
             "row_of": [number[id(example)] for example in examples],
-            **more,
+            "more": more,
         }
-        who = self.set_objective.name if "sets" in more and self.set_objective is not None else None
-        return self._worker.ask(request, limit, who, self.stopping)
+        who = self.set_objective.name if op == "fitness" and self.set_objective is not None else None
+        return worker.ask(request, limit, who, self.stopping)
 
     def _sent(self, example: Example) -> dict[str, Any]:
         """Return the row as JSON, or its index if JSON would change it. Raises DataError."""
-        exact = _exact_columns(example)
+        exact = {name: value for name, value in example.items() if is_exact(name) and is_exact(value)}
         if len(exact) == len(example):
             return {"columns": exact}
         if id(example) in self._place:
@@ -305,7 +291,7 @@ def culprit(
         except NoAnswerError as found:
             return found
         except EvoalignError:
-            return None
+            pass
         return None
 
     suspects = range(len(texts))
@@ -326,10 +312,6 @@ def culprit(
         return suspects[0], problem, f"; the completion {text} causes it alone, and so do others"
     alone = "" if some == rest else f" that were scored alone, {len(some) + 1} of {len(texts)},"
     return suspects[0], problem, f"; all completions{alone} cause it, such as {text}"
-
-
-def _exact_columns(example: Example) -> dict[str, Any]:
-    return {name: value for name, value in example.items() if is_exact(name) and is_exact(value)}
 
 
 def _effort(attempts: int, started: float) -> dict[str, Any]:

@@ -84,7 +84,12 @@ class _Server:
         self._request = request
         who = "the task" if self._task is None else f"task {self._task.name}"
         try:
-            value = self._start() if self._task is None else _work(self._task, self._data, request)
+            if self._task is None:
+                value = self._start()
+            else:
+                rows = [_row(row, self._data) for row in request["rows"]]
+                examples = [fresh(rows[i]) for i in request["row_of"]]
+                value = work(self._task, request["op"], request["texts"], examples, request["more"])
             encode(value)  # raises for values that JSON cannot hold
             answer: dict[str, Any] = {"value": value}
         except EvoalignError as error:
@@ -180,17 +185,6 @@ def _redirect() -> None:
         )
 
 
-def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
-    rows = [_row(row, data) for row in request["rows"]]
-    texts, examples = request["texts"], [fresh(rows[i]) for i in request["row_of"]]
-    if "sets" in request and task.set_objective is not None:
-        return task.set_objective.compute(texts, examples, request["sets"])
-    if "rewards" in request:
-        found = task.point(texts[0], examples[0], request["rewards"])
-        return None if found is None else dict(found)
-    return OPERATIONS[request["op"]](task, texts, examples)
-
-
 def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
     """Return a row that was sent, or the row at this index, whose sent columns must be the same here."""
     if "at" not in sent:
@@ -207,18 +201,27 @@ def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
     return row
 
 
-OPERATIONS: dict[str, Callable[[Task, Sequence[str], Sequence[Example]], Any]] = {
-    "rewards": lambda task, texts, examples: task.checked(task.rewards(texts, examples), texts, examples),
-    "columns": lambda task, texts, examples: task.checked_columns(task.columns(texts, examples), texts, examples),
-    "compute_reward": lambda task, texts, examples: task.checked(
-        [task.compute_reward(texts[0], examples[0])], texts, examples
-    )[0],
-    "measures": lambda task, texts, examples: (
-        {str(name): float(value) for name, value in task.measures(texts[0], examples[0]).items()}
-    ),
-    "gold": lambda task, texts, examples: task.gold(examples[0]),
-    "is_right": lambda task, texts, examples: task.is_right(texts[0], examples[0]),
-    "clean": lambda task, texts, examples: task.clean(texts[0]),
-    "self_check": lambda task, texts, examples: task.self_check(examples),
-}
-"""Operations on the texts and examples of a request."""
+def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example], more: Any) -> Any:
+    """Call the task's method `op` and return its value as plain numbers, texts and dicts."""
+    match op:
+        case "rewards":
+            return task.checked(task.rewards(texts, examples), texts, examples)
+        case "columns":
+            return task.checked_columns(task.columns(texts, examples), texts, examples)
+        case "compute_reward":
+            return task.checked([task.compute_reward(texts[0], examples[0])], texts, examples)[0]
+        case "fitness":
+            return task.set_objective and task.set_objective.compute(texts, examples, more)
+        case "point":
+            point = task.point(texts[0], examples[0], more)
+            return None if point is None else dict(point)
+        case "measures":
+            return {str(name): float(value) for name, value in task.measures(texts[0], examples[0]).items()}
+        case "self_check":
+            return task.self_check(examples)
+        case "gold":
+            return task.gold(examples[0])
+        case "clean":
+            return task.clean(texts[0])
+        case _:
+            return task.is_right(texts[0], examples[0])
