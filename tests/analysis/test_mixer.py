@@ -36,15 +36,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A run of each kind of saved mean."""
-    root = tmp_path_factory.mktemp("mixer")
-    for space in ("lora", "full"):
-        evoalign.train({
-            "output_dir": str(root / space), "seed": 3, "space": space, "es": ES, "evaluation": {"max_tokens": 8},
-            "model": {"name": "tiny", "dtype": "float32"}, "checks": {"placebo": 0, "control_every": 0},
-        })  # fmt: skip
-    return {name: str(root / name) for name in ("lora", "full")}
+def runs(trained: Path) -> dict[str, str]:
+    return {name: str(trained / name) for name in ("lora", "full")}
 
 
 def plain(folder: str | Path = tiny()) -> Any:  # noqa: B008
@@ -393,7 +386,7 @@ def test_put_weights_are_evaluated() -> None:
 def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str, str]) -> None:
     """Each of the million answers counted: log-probabilities of plain transformers, weights of the saved checkpoint."""
     name = runs["full"]
-    with ModelMixer([name], None, EvalSettings(examples=3, max_tokens=2, kl_tokens=10**6)) as mixer:
+    with ModelMixer([name], None, EvalSettings(examples=1, max_tokens=2, kl_tokens=10**6)) as mixer:
         samples, sums_N4 = mixer.drawn({BASE: 1.0}, {name: 1.0})
         stops = sorted(tokens.load(mixer.config.model).stop_ids)
     policy, base = plain(locate(name, None).weights), plain()
