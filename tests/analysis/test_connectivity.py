@@ -35,9 +35,6 @@ def line_of(targets: list[str], settings: Settings, config: Config) -> Line:
         return measure(mixer, targets[0], targets[1], alphas(settings), settings)
 
 
-# --- the statistic ---
-
-
 def line(
     height: float, examples: int, points: int = 21, draws: int = 1, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -107,9 +104,6 @@ def test_alphas_have_both_ends_exactly_and_go_beyond() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             alphas(settings)
-
-
-# --- models ---
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,6 @@ SMALL = Settings(temperature=(0.7, 1.0), sigma=(0.004,), samples=4, examples=4, 
 HEAT, NOISE = Way("temperature", 1.0), Way("sigma", 0.01)
 
 
-# --- estimators ---
-
-
 def tried(shares: list[float], n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random((n, len(shares))) < np.array(shares)
 
@@ -128,9 +125,6 @@ def test_overlap_and_variety_against_counts_by_hand() -> None:
     sets = [set(text.split()) for text in texts]
     brute = [1 - len(x & y) / len(x | y) if x | y else 0.0 for x, y in combinations(sets, 2)]
     assert estimators.pairwise(texts) == pytest.approx(np.mean(brute))
-
-
-# --- models ---
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +236,6 @@ def test_under_noise_that_changes_nothing_sampled_tries_still_differ(config: Con
 def test_wrong_settings_are_refused(settings: Settings, said: str, config: Config) -> None:
     with pytest.raises(ConfigError, match=said):
         Coverage().run([BASE], settings, config)
-
-
-# --- words ---
 
 
 def planted(shares: dict[str, tuple[list[float], list[float]]], n: int = 16) -> dict[str, dict[Way, Tries]]:

@@ -57,9 +57,6 @@ def reaching(group: dict[str, Any], by: str) -> list[bool]:
     return [time["reached"] for time in group["times"][by]["runs"].values()]
 
 
-# --- whole analyses ---
-
-
 def test_runs_that_never_reach_it_are_censored_and_not_left_out(copy: Copy, tmp_path: Path) -> None:
     seeds(copy, "es", [2, 4, 4, 99, 99], 2.0)
     seeds(copy, "grpo", [2, 2, 2, 2, 4], 1.0, method="grpo")
@@ -132,9 +129,6 @@ def test_groups_without_an_end_or_a_cost_say_so(copy: Copy, tmp_path: Path, monk
     assert [p.name for p in found.draw(tmp_path)] == ["efficiency_ends.png", "efficiency_ends.svg"]
     assert words_of(drawn["efficiency_ends"]).count("no run is finished") == 1
     assert "costs not reported" in " ".join(found.sentences)
-
-
-# --- measures ---
 
 
 def times(values: list[float], never: int = 0) -> list[Time]:

@@ -75,9 +75,6 @@ def of_task(**sections: Any) -> Config:
     return from_dict({"model": model, "es": ES, "evaluation": {"max_tokens": 8}, **sections})
 
 
-# --- weights ---
-
-
 def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tmp_path: Path) -> None:
     """An adapter is merged before it is mixed with a checkpoint; the ends are the targets' own bits."""
     a, b = runs["lora"], runs["full"]
@@ -148,9 +145,6 @@ def test_a_noisy_model_answers_as_a_checkpoint_with_that_noise(runs: dict[str, s
     assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
 
 
-# --- answers ---
-
-
 def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]) -> None:
     name = runs["full"]
     with ModelMixer([name], None, ASKED) as mixer:
@@ -176,9 +170,6 @@ def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str])
         changed[1], changed[4] = replace(changed[1], text=""), replace(changed[4], reward=best)
         marked_E = mixer.hacked(replace(own, completions=tuple(changed)))
     assert marked_E.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
-
-
-# --- models of other kinds ---
 
 
 def test_where_one_model_has_a_head_of_its_own_all_have(tmp_path: Path) -> None:
@@ -274,9 +265,6 @@ def test_an_adapter_of_peft_is_merged_by_its_own_settings(tmp_path: Path) -> Non
         assert not torch.equal(tensors(mixer)["model.layers.0.self_attn.q_proj.weight"],
                                dict(plain().named_parameters())["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
         assert all(torch.equal(found, wanted[n]) for n, found in tensors(mixer).items())
-
-
-# --- what is wrong ---
 
 
 def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:

@@ -62,9 +62,6 @@ def overlap(one: Change, other: Change) -> dict[int, tuple[float, float]]:
     return {k: (float(of[0, 0, 1]), float(of[1, 0, 1])) for k, of in found.items()}
 
 
-# --- against numpy ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_directions_and_overlaps_are_those_of_full_svds(shape: tuple[int, int], monkeypatch: Any) -> None:
     """In blocks of a few rows; the two have something in common, and not all."""
@@ -129,9 +126,6 @@ def test_what_has_no_directions() -> None:
     assert overlaps_of([None, None]) == {}
 
 
-# --- planted, and by chance -------------------------------------------------------------------------------------------
-
-
 def test_a_planted_subspace_is_found_on_its_side_alone() -> None:
     generator = np.random.default_rng(3)
     shared, *rest = (np.linalg.qr(generator.normal(size=(300, 4)))[0] for _ in range(3))
@@ -177,9 +171,6 @@ def test_several_matrices_have_equal_weight() -> None:
     assert (alone.value, alone.chance, alone.matrices, alone.p) == (0.5, 0.04, 1, None)
     without = together([((10, 40), {4: small})])[4]
     assert without.pair(0, 2, []) == {} and without.pair(0, 1, [(0, 2)])["left"].placebos == ()
-
-
-# --- the command, and words -------------------------------------------------------------------------------------------
 
 
 def test_the_command_tells_of_parts_and_tensors(tmp_path: Path, run: Run) -> None:

@@ -89,9 +89,6 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-# --- every analysis ---
-
-
 @pytest.mark.parametrize("name", analysis.names())
 def test_every_analysis_reports_progress_writes_finite_json_and_figures_and_repeats(
     name: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,9 +147,6 @@ def test_progress_is_shown_on_stderr_only_at_a_terminal(trained: Path, run: Run,
     assert "elapsed" not in shown.out and shown.out.strip() == quiet.out.strip()
 
 
-# --- the registry ---
-
-
 def test_a_new_analysis_is_one_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(CUSTOM.format(name="Mine", lower="mine"))
     monkeypatch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path)])
@@ -206,9 +200,6 @@ def test_as_json_returns_fields_and_lists_and_no_nan() -> None:
 class Nested:
     flag: bool
     values: list[float]
-
-
-# --- distance, divergence, and what concerns several analyses ---
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])

@@ -156,9 +156,6 @@ def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
     assert drawn["hacking"].axes[0].get_xlim()[1] == pytest.approx(1.02)
 
 
-# --- the labelled rows ---
-
-
 def benchmark(name: str = "hacking_labels") -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None

@@ -50,9 +50,6 @@ def spectrum(change: Change) -> Spectrum | None:
     return None if found is None else found[0]
 
 
-# --- against numpy ----------------------------------------------------------------------------------------------------
-
-
 def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run, monkeypatch: Any) -> None:
     monkeypatch.setattr(measures, "BLOCK", 500)
     monkeypatch.setattr(measures, "LEAST", 1)
@@ -146,9 +143,6 @@ def test_a_planted_number_of_directions_is_recovered_within_the_stated_error(tmp
 
 def test_a_rank_of_nothing_is_none() -> None:
     assert spectrum(plain(np.zeros((4, 4)))) is None and spectrum(plain(np.ones(4))) is None
-
-
-# --- what chance gives, against draws ---------------------------------------------------------------------------------
 
 
 def draws(kind: str, generator: np.random.Generator, rows: int = 12) -> tuple[Any, Any]:
@@ -281,9 +275,6 @@ def test_columns_that_stand_for_targets() -> None:
     assert chance.placebo_columns((0, 1), placebos) == [(3, 5), (4, 6)]
     assert chance.placebo_columns((0, 2), placebos) == [(3, 2), (4, 2)]
     assert chance.placebo_columns((2,), placebos) == chance.placebo_columns((0, 1), {}) == []
-
-
-# --- the gain that low ranks keep -------------------------------------------------------------------------------------
 
 
 def test_the_minimal_rank_and_its_interval() -> None:

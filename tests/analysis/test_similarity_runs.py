@@ -52,18 +52,22 @@ def test_runs_and_their_placebos(trained: Path, run: Run) -> None:
 
 
 def test_what_drew_the_same_noise_is_no_common_direction(trained: Path, run: Run) -> None:
-    """A run and its own placebo, saved; and groups of settings whose seeds are the same."""
+    """A run and its own placebo, an earlier mean, and a copy of it."""
     replay(trained / "lora", to="placebo", counterfactual="shuffle", seed=0)
-    replay(trained / "lora", to="earlier", generation=2)
+    replay(trained / "lora", to="earlier", generation=1)
+    shutil.copytree(trained / "lora", "again")
     sets = ("--config", trained / "lora/config.yaml", "--set", "spectrum=false", "--to", "out")
-    done = run("analyze", "similarity", trained / "lora", trained / "lora2", "placebo", "earlier", *sets)
+    targets = (trained / "lora", trained / "lora2", "placebo", "earlier", "again")
+    done = run("analyze", "similarity", *targets, *sets)
     assert (done.code, done.err) == (0, "")
     pairs = json.loads(Path("out/similarity.json").read_text())["numbers"]["pairs"]
     same = {(Path(p["a"]).name, Path(p["b"]).name): p["same_noise"] for p in pairs}
-    assert same["lora", "placebo"] and same["lora", "earlier"]
+    assert same["lora", "placebo"] and same["lora", "earlier"] and same["lora", "again"]
     assert not same["lora", "lora2"] and not same["lora2", "placebo"]
-    (said,) = (line for line in done.out.splitlines() if "lora and placebo" in line)
-    assert "both drew the same noise" in said and "a common direction" not in said
+    lines = [line for line in done.out.splitlines() if "lora and placebo" in line or "lora and again" in line]
+    assert len(lines) == 2 and all("both drew the same noise" in line for line in lines)
+    assert not any("a common direction" in line for line in lines)
+    assert "without placebos signal and random walk" in done.out
 
 
 def test_a_run_whose_rewards_are_code_is_compared_by_the_config_that_is_given(tmp_path: Path, run: Run) -> None:
@@ -98,13 +102,6 @@ def test_the_gain_kept_is_that_of_the_saved_models(trained: Path, run: Run) -> N
         assert own["cuts"][1]["reward"] == pytest.approx(found, abs=1e-9)
         assert own["before"] == kept["before"]
     assert placebo["after"] != kept["after"]
-
-
-def test_runs_with_the_same_noise_are_marked(trained: Path, tmp_path: Path, run: Run) -> None:
-    shutil.copytree(trained / "lora", tmp_path / "again")
-    done = run("analyze", "similarity", trained / "lora", "again", "--set", "spectrum=false")
-    assert done.code == 0 and "cosine of the weight changes 1: both drew the same noise" in done.out
-    assert "common direction" not in done.out and "without placebos signal and random walk" in done.out
 
 
 def test_an_adapter_and_its_merged_checkpoint_are_one(
