@@ -248,7 +248,7 @@ def measure(located: Sequence[Target], settings: Settings) -> list[Course]:
     from evoalign.setup import as_config
     from evoalign.training.replay import replay
 
-    configs = [as_config(load([file], needs_es=False)) for file in settings.tasks]
+    configs = [as_config(load([file])) for file in settings.tasks]
     probes = [Accuracy(config, settings.measure) for config in configs]
     probes = [*probes, Text(settings.text, settings.pieces, settings.window)]
     saved = [

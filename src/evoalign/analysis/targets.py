@@ -74,7 +74,7 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
             raise ConfigError(f"{name} is of no run; set its base model and task with --config")
         if not path.is_dir():
             raise ConfigError(f"{name} is not a folder")
-        own = from_dict({"model": {"name": base}}, needs_es=False) if config is None else config
+        own = from_dict({"model": {"name": base}}) if config is None else config
         if base is not None:
             own = own.model_copy(update={"model": own.model.model_copy(update={"name": base, "revision": None})})
         return Target(name, path, own, None)

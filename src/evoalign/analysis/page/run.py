@@ -96,7 +96,7 @@ class _Reader:
 
     def view(self, name: str) -> View:
         """Return everything that the page shows."""
-        config = self._tried(lambda: load(self.path / "config.yaml", needs_es=False))
+        config = self._tried(lambda: load(self.path / "config.yaml"))
         manifest = self._read("manifest.json", Manifest) or Manifest()
         by_row = self._tried(self.run.read_metrics) or {}
         rows = [by_row[at] for at in sorted(by_row) if by_row[at].get("mean") is not None]

@@ -292,7 +292,7 @@ def settings(config: Config | None, method: Method) -> tuple[dict[str, str], dic
     if config is None:
         return {}, {}
     unused = {"es_" if name == "es" else name for name in config.unused(grpo=method == "grpo")}
-    usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}}, needs_es=False)
+    usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}})
     own, default = (_flat(c.model_dump(mode="json", exclude=unused)) for c in (config, usual))
     default["es.sigma"] = "none"
     return own, default
@@ -312,9 +312,7 @@ def total(config: Config | None, method: Method) -> int | None:
     """Return the configured number of generations or steps."""
     if config is None:
         return None
-    if method == "grpo":
-        return config.grpo.max_steps
-    return config.es_.num_generations if config.es_ is not None else None
+    return None if method == "es" and config.es_ is None else config.trained_by(method).steps
 
 
 def about(config: Config | None, manifest: Manifest) -> dict[str, str]:
