@@ -40,7 +40,7 @@ def base() -> dict[str, torch.Tensor]:
 
 
 def train(output: Path, space: str, dtype: str = "float32") -> tuple[Path, Any, str]:
-    es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 1, "population_size": 2}
+    es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 2, "population_size": 6}
     told, settings = io.StringIO(), {"name": "tiny", "dtype": dtype}
     config = {"output_dir": str(output), "seed": 1, "space": space, "es": es, "model": settings, "checks": UNCHECKED}
     result = evoalign.train({**config, "evaluation": {"max_tokens": 12}}, console=Console(file=told, width=200))
