@@ -130,9 +130,6 @@ def test_other_values_have_that_of_student_and_what_is_missing_does_not_count() 
     assert paired([math.nan], [1.0]).n == 0 and math.isnan(paired([math.nan], [1.0]).mean)
 
 
-# --- how often they hold what they are of -----------------------------------------------------------------------------
-
-
 def share(make: Callable[[np.random.Generator], Estimate], of: float, samples: int) -> float:
     random = np.random.default_rng(0)
     held = 0

@@ -84,22 +84,30 @@ def interquartile_mean(values: ArrayLike) -> Estimate:
     """Return the mean of the middle half of [N] values (IQM; Agarwal et al. 2021, arXiv 2108.13264) with a rank
     interval.
 
-    The interval is between the two order statistics whose coverage of the median is nearest to 95 % and above `RANKS`,
-    for any distribution (Conover 1999, section 3.2); the IQM is near the median. The bootstrap of that paper gives
-    intervals that are too short for a few values of one task.
+    The interval is that of the median, see `ranks_of`; the IQM is near it. The bootstrap of that paper gives intervals
+    that are too short for a few values of one task.
     """
-    from scipy.stats import binom, trim_mean
+    from scipy.stats import trim_mean
 
     values_N = np.sort(np.asarray(values, dtype=np.float64))
     n = len(values_N)
     middle = float(trim_mean(values_N, 0.25))
     if n < FEWEST_IQM:
         return Estimate(middle, n, why=f"{n} value{'s' if n > 1 else ''}: no interval of the interquartile mean")
-    ranks = range(1, n // 2 + 1)
-    held = {k: 1 - 2 * float(binom.cdf(k - 1, n, 0.5)) for k in ranks}
-    k = min((k for k in ranks if held[k] >= RANKS), key=lambda k: abs(held[k] - (1 - LEVEL)))
+    k = ranks_of(n)
     found = Estimate(middle, n, float(values_N[k - 1]), float(values_N[n - k]))
     return Estimate(middle, n, why="all alike: no interval") if found.low == found.high else found
+
+
+def ranks_of(n: int) -> int:
+    """Return the k for which the k-th smallest and the k-th largest of n values are an interval of the median.
+
+    Its coverage is the nearest to 95 % that is above `RANKS`, for any distribution (Conover 1999, section 3.2).
+    """
+    from scipy.stats import binom
+
+    held = {k: 1 - 2 * float(binom.cdf(k - 1, n, 0.5)) for k in range(1, n // 2 + 1)}
+    return min((k for k in held if held[k] >= RANKS), key=lambda k: abs(held[k] - (1 - LEVEL)))
 
 
 def crossed(values: ArrayLike) -> Estimate:
@@ -125,10 +133,10 @@ def crossed_difference(a: ArrayLike, b: ArrayLike, *, paired: bool) -> Estimate:
     fewest = min(len(a_SI), len(b_TI), len(gap_I))
 
     def half() -> float:
-        parts = [_parts(values) for values in (a_SI, b_TI)]
-        seeds, df = welch([(part.seeds, len(v) - 1) for part, v in zip(parts, (a_SI, b_TI), strict=True)])
+        (a_seeds, _, a_rest), (b_seeds, _, b_rest) = _parts(a_SI), _parts(b_TI)
+        seeds, df = welch([(a_seeds, len(a_SI) - 1), (b_seeds, len(b_TI) - 1)])
         items = float(gap_I.var(ddof=1)) / len(gap_I)
-        return _two_ways(seeds, df, items, len(gap_I) - 1, sum(part.rest for part in parts))
+        return _two_ways(seeds, df, items, len(gap_I) - 1, a_rest + b_rest)
 
     found = _of(float(a_SI.mean() - b_TI.mean()), min(len(a_SI), len(b_TI)), half, fewest)
     return replace(found, items=len(gap_I))
@@ -145,9 +153,9 @@ def beside(one: ArrayLike, others: ArrayLike) -> Estimate:
     gap_I = one_I - others_SI.mean(0)
 
     def half() -> float:
-        parts = _parts(others_SI)
+        seeds, _, rest = _parts(others_SI)
         items = float(gap_I.var(ddof=1)) / i
-        return _two_ways(parts.seeds * (s + 1), s - 1, items, i - 1, parts.rest * (s + 1))
+        return _two_ways(seeds * (s + 1), s - 1, items, i - 1, rest * (s + 1))
 
     return replace(_of(float(gap_I.mean()), s, half, min(s, i), of=[*one_I, *others_SI.flat]), items=i)
 
@@ -204,8 +212,7 @@ def bounded(found: Estimate, low: float = 0.0, high: float = 1.0) -> Estimate:
 
 def share(marked: ArrayLike) -> Estimate:
     """Estimate the mean of per-example shares [N]; it has an interval also where all of them are 0 or all 1."""
-    marked_N = np.asarray(marked, dtype=np.float64)
-    return bounded(paired(np.zeros(len(marked_N)), marked_N, shares=True))
+    return bounded(paired(np.zeros(np.shape(marked)), marked, shares=True))
 
 
 def between(values: Floats, low: float, high: float) -> Estimate:
@@ -226,9 +233,6 @@ def welch(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
     total = sum(v for v, _ in parts)
     spread = sum(v**2 / df for v, df in parts)
     return total, total**2 / spread if spread > 0 else min(df for _, df in parts)
-
-
-# --- halves of intervals ----------------------------------------------------------------------------------------------
 
 
 def _of(
@@ -264,28 +268,22 @@ def t_of(df: float) -> float:
     return float(stdtrit(df, 1 - LEVEL / 2))
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Squared standard errors of a mean over [S, I] by seeds and by items; both include the rest."""
+def _parts(values_SI: Floats) -> tuple[float, float, float]:
+    """Return squared standard errors of a mean over [S, I] by seeds, by items (both with the rest), and by the rest.
 
-    seeds: float
-    items: float
-    rest: float
-
-
-def _parts(values_SI: Floats) -> _Parts:
-    """Compute mean squares of a two-way layout without replication, over S I (Searle et al. 1992, chapter 4)."""
+    They are mean squares of a two-way layout without replication, over S I (Searle et al. 1992, chapter 4).
+    """
     s, i = values_SI.shape
     seeds_S, items_I = values_SI.mean(1), values_SI.mean(0)
     rest_SI = values_SI - seeds_S[:, None] - items_I[None, :] + values_SI.mean()
     rest = float((rest_SI**2).sum()) / ((s - 1) * (i - 1)) / (s * i)
-    return _Parts(float(seeds_S.var(ddof=1)) / s, float(items_I.var(ddof=1)) / i, rest)
+    return float(seeds_S.var(ddof=1)) / s, float(items_I.var(ddof=1)) / i, rest
 
 
 def _half_crossed(values_SI: Floats) -> float:
     s, i = values_SI.shape
-    parts = _parts(values_SI)
-    return _two_ways(parts.seeds, s - 1, parts.items, i - 1, parts.rest)
+    seeds, items, rest = _parts(values_SI)
+    return _two_ways(seeds, s - 1, items, i - 1, rest)
 
 
 def _two_ways(seeds: float, seeds_df: float, items: float, items_df: float, rest: float) -> float:

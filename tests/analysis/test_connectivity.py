@@ -35,9 +35,6 @@ def line_of(targets: list[str], settings: Settings, config: Config) -> Line:
         return measure(mixer, targets[0], targets[1], alphas(settings), settings)
 
 
-# --- the statistic ---
-
-
 def line(
     height: float, examples: int, points: int = 21, draws: int = 1, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -59,13 +56,13 @@ def test_dips_are_the_chord_less_the_reward_at_the_inner_points() -> None:
     assert (found.height, found.alpha, found.n, found.low, found.why) == (1.5, 0.5, 1, None, "1 examples: no interval")
 
 
-@pytest.mark.parametrize(("draws", "examples"), [(1, 12), (1, 60), (8, 40)])
+@pytest.mark.parametrize(("draws", "examples"), [(1, 12), (8, 40)])
 def test_the_interval_holds_the_largest_dip_and_seldom_sees_one_where_there_is_none(
     draws: int, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 95 % of lines or more; the interval of one point that is picked for its dip is wrong far more often."""
     monkeypatch.setattr(connectivity, "DRAWS", 2000)
-    times = 120
+    times = 80
     wrong = missed = naive = 0
     chance: list[float] = []
     for seed in range(times):
@@ -78,14 +75,14 @@ def test_the_interval_holds_the_largest_dip_and_seldom_sees_one_where_there_is_n
         dips_IE = dips(*line(0.0, examples, draws=draws, seed=seed)).mean(0)
         at = dips_IE[dips_IE.mean(1).argmax()]
         naive += at.mean() > t_of(len(at) - 1) * at.std(ddof=1) / len(at) ** 0.5
-    assert wrong <= 0.07 * times and missed <= 0.08 * times
+    assert wrong <= 0.07 * times and missed <= 0.1 * times
     assert naive > 3 * max(1, wrong)
     assert abs(np.mean(chance)) < 4 * np.std(chance) / times**0.5 + 0.02, "corrected has no bias where no point dips"
 
 
 def test_a_large_dip_is_sure_and_so_is_one_that_all_examples_share_alike() -> None:
     found = barrier(*line(2.0, 60))
-    assert found.is_sure and abs(found.alpha - 0.5) <= 0.1 and found.p is not None and found.p < 0.001
+    assert (found.low or 0) > 0 and abs(found.alpha - 0.5) <= 0.1 and found.p is not None and found.p < 0.001
     alphas_A = np.array([0.0, 0.5, 1.0])
     alike = barrier(alphas_A, np.array([[[1.0] * 20, [0.0] * 20, [1.0] * 20]]))
     assert alike.height == 1 and alike.low is not None and 0.7 < alike.low < 1 < (alike.high or 0) < 1.3
@@ -109,32 +106,35 @@ def test_alphas_have_both_ends_exactly_and_go_beyond() -> None:
             alphas(settings)
 
 
-# --- models ---
-
-
 @pytest.fixture(scope="module")
-def between(config: Config, negated: str) -> Line:
-    return line_of([BASE, negated], FIVE, config)
+def analysed(config: Config, negated: str) -> tuple[Finding, Line]:
+    """The finding, and the line that it was made of."""
+    lines: list[Line] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connectivity, "measure", lambda *given: lines.append(measure(*given)) or lines[0])
+        return Connectivity().run([BASE, negated], FIVE, config), lines[0]
 
 
-@pytest.fixture(scope="module")
-def found(config: Config, negated: str) -> Finding:
-    return Connectivity().run([BASE, negated], FIVE, config)
-
-
-def test_a_planted_barrier_is_found_where_it_is(between: Line, found: Finding) -> None:
+def test_a_planted_barrier_is_found_where_it_is(analysed: tuple[Finding, Line]) -> None:
     """Logits are those of the base times (1 - 2 alpha)^2: greedy completions are the base's but at alpha 0.5."""
+    found, between = analysed
     assert between.alphas_A.tolist() == [-0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.25]
     start_E = between.rewards_AE[1]
     assert (between.rewards_AE[[0, 2, 4, 5, 6]] == start_E).all() and start_E.mean() > 0.1
     assert (between.rewards_AE[3] == 0).all()
     known = between.barriers["barrier"]
-    assert known is not None and known.is_sure and known.alpha == 0.5 and known.height == pytest.approx(start_E.mean())
+    assert (
+        known is not None
+        and (known.low or 0) > 0
+        and known.alpha == 0.5
+        and known.height == pytest.approx(start_E.mean())
+    )
     assert found.numbers["lines"][0]["barrier"]["height"] == known.height
-    assert any("a barrier" in line and "at alpha 0.5" in line for line in found.sentences)
+    assert any("a barrier yes" in line and "at alpha 0.5" in line for line in found.sentences)
 
 
-def test_the_divergence_along_it_is_that_of_scaled_logits(between: Line) -> None:
+def test_the_divergence_along_it_is_that_of_scaled_logits(analysed: tuple[Finding, Line]) -> None:
+    between = analysed[1]
     kl = dict(zip(between.alphas_A.tolist(), between.estimates["kl"], strict=True))
     assert kl[0.0].mean == 0 and abs(kl[1.0].mean) < 1e-6
     assert kl[0.25].mean == pytest.approx(kl[0.75].mean, rel=1e-3) and kl[0.25].mean > 0.01
@@ -143,8 +143,8 @@ def test_the_divergence_along_it_is_that_of_scaled_logits(between: Line) -> None
 
 def test_there_is_none_where_the_function_is_one_all_along(config: Config, negated: str) -> None:
     """From the negated model to beyond itself no sign turns; the base and itself cannot be given."""
-    settings = Settings(points=3, low=0.0, high=1.0, examples=12, kl=False, sigma=1e-30, trials=3)
-    with ModelMixer([negated], config, EvalSettings(examples=12)) as mixer:
+    settings = Settings(points=3, low=0.0, high=1.0, examples=4, kl=False, sigma=1e-30, trials=3)
+    with ModelMixer([negated], config, EvalSettings(examples=4)) as mixer:
         at = [mixer.rewards(mixer.evaluate({negated: 1 + a, BASE: -a})) for a in (0.0, 0.1, 0.2)]
     assert barrier(np.array([0.0, 0.5, 1.0]), np.array([at])).height == 0
     between = line_of([BASE, negated], settings, config)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -15,11 +17,11 @@ import numpy as np
 import pytest
 from test_mixer import of_task, plain
 
-from evoalign import statistics, tokens
+from evoalign import tokens
 from evoalign.analysis import Finding
 from evoalign.analysis.base import BASE
 from evoalign.analysis.coverage import estimators, figures
-from evoalign.analysis.coverage.command import Coverage, Settings, against_base, beyond, compared, contest, measure
+from evoalign.analysis.coverage.command import Coverage, Settings, against_base, contest, differences, measure
 from evoalign.analysis.coverage.estimators import Problem, Tries, Way
 from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
 from evoalign.config import Config
@@ -30,9 +32,6 @@ SMALL = Settings(temperature=(0.7, 1.0), sigma=(0.004,), samples=4, examples=4, 
 HEAT, NOISE = Way("temperature", 1.0), Way("sigma", 0.01)
 
 
-# --- estimators ---
-
-
 def tried(shares: list[float], n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random((n, len(shares))) < np.array(shares)
 
@@ -41,7 +40,7 @@ def halves(n: int) -> list[tuple[list[int], list[int]]]:
     return [(list(a), [j for j in range(n) if j not in a]) for a in combinations(range(n), n // 2)]
 
 
-@pytest.mark.parametrize("k", range(1, 8))
+@pytest.mark.parametrize("k", [1, 3, 6, 7])
 def test_pass_at_k_is_the_mean_over_all_subsets(k: int) -> None:
     solved_NP = tried([0.0, 0.1, 0.3, 0.5, 0.9, 1.0], 7)
     brute = np.mean([solved_NP[list(chosen)].any(0) for chosen in combinations(range(7), k)], axis=0)
@@ -62,7 +61,7 @@ def test_pass_at_512_is_exact_where_floats_would_cancel() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("k", [1, 4, 12])
 def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int, shared: bool) -> None:
-    """500 times 100 problems of known chances and 12 tries; shared: a try is good or bad at all problems alike.
+    """300 times 100 problems of known chances and 12 tries; shared: a try is good or bad at all problems alike.
 
     A problem's chance is u^3, u uniform; a shared try of quality v, uniform from 0 to 2, solves it with v u^3 or 1.
     """
@@ -73,7 +72,7 @@ def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int,
     )
     held, held_alone, means, errors = 0, 0, list[float](), list[float]()
     fixed_P = np.linspace(0, 1, 100) ** 3
-    for _ in range(500):
+    for _ in range(300):
         quality_N1 = 2 * rng.random((12, 1)) if shared else np.ones((12, 1))
         solved_NP = rng.random((12, 100)) < quality_N1 * rng.random(100) ** 3
         found, alone = (estimators.estimate(solved_NP, k, shared=s) for s in (shared, False))
@@ -82,8 +81,8 @@ def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int,
         solved_NP = rng.random((12, 100)) < quality_N1 * fixed_P
         means.append(estimators.pass_at(solved_NP, k).mean())
         errors.append(estimators.error(estimators.gaps(solved_NP, k), shared=shared) ** 2)
-    assert held >= 465, held
-    assert not shared or k == 12 or held_alone < 450, "problems that share their tries are not independent"
+    assert held >= 277, held
+    assert not shared or k == 12 or held_alone < 270, "problems that share their tries are not independent"
     assert 0.85 < np.mean(errors) / np.var(means) < 2.6
 
 
@@ -101,10 +100,11 @@ def test_support_is_the_mean_over_all_halves(seed: int) -> None:
     for other in (own, base):
         found = estimators.support(base, other)
         pairs = [(base[a].any(0), other[b].any(0)) for a, b in halves(6)]
-        np.testing.assert_allclose(found.preserved_P, np.mean([a & b for a, b in pairs], axis=0), atol=1e-15)
-        np.testing.assert_allclose(found.shrunk_P, np.mean([a & ~b for a, b in pairs], axis=0), atol=1e-15)
-        np.testing.assert_allclose(found.expanded_P, np.mean([b & ~a for a, b in pairs], axis=0), atol=1e-15)
-        np.testing.assert_allclose(found.neither_P, np.mean([~a & ~b for a, b in pairs], axis=0), atol=1e-15)
+        brute = {"preserved": [a & b for a, b in pairs], "shrunk": [a & ~b for a, b in pairs]}
+        brute |= {"expanded": [b & ~a for a, b in pairs], "neither": [~a & ~b for a, b in pairs]}
+        assert found.keys() == brute.keys()
+        for part, marks in brute.items():
+            np.testing.assert_allclose(found[part], np.mean(marks, axis=0), atol=1e-15)
 
 
 def test_the_best_way_is_chosen_by_other_problems() -> None:
@@ -125,9 +125,6 @@ def test_overlap_and_variety_against_counts_by_hand() -> None:
     sets = [set(text.split()) for text in texts]
     brute = [1 - len(x & y) / len(x | y) if x | y else 0.0 for x, y in combinations(sets, 2)]
     assert estimators.pairwise(texts) == pytest.approx(np.mean(brute))
-
-
-# --- models ---
 
 
 @pytest.fixture(scope="module")
@@ -241,14 +238,11 @@ def test_wrong_settings_are_refused(settings: Settings, said: str, config: Confi
         Coverage().run([BASE], settings, config)
 
 
-# --- words ---
-
-
 def planted(shares: dict[str, tuple[list[float], list[float]]], n: int = 16) -> dict[str, dict[Way, Tries]]:
     """Tries of each target by temperature and by noise, with these chances to solve."""
     return {
         name: {
-            way: Tries(solved := tried(chances, n, 11 * i + j), [["text"] * n for _ in solved.T])
+            way: tries(tried(chances, n, 11 * i + j))
             for j, (way, chances) in enumerate(zip((HEAT, NOISE), both, strict=True))
         }
         for i, (name, both) in enumerate(shares.items())
@@ -258,27 +252,31 @@ def planted(shares: dict[str, tuple[list[float], list[float]]], n: int = 16) -> 
 def test_only_significant_differences_are_reported() -> None:
     easy, hard = [0.9] * 30, [0.02] * 30
     tries = planted({BASE: (hard, hard), "gains": (easy, hard), "same": (hard, hard)})
-    won, equal = (contest(tries, name, 16) for name in ("gains", "same"))
+    won, equal = contests = [contest(tries, name, 16) for name in ("gains", "same")]
     assert won["low"] > 0 and won["chosen"] == {"temperature": [1.0, 1.0], "sigma": [0.01, 0.01]}
     assert equal["low"] < 0 < equal["high"]
     rows = [against_base(tries, name, HEAT, [1, 16]) for name in ("gains", "same")]
-    lines = compared(rows, [1, 16])
-    assert lines[0].startswith("gains and base, temperature 1: pass@1 differs by +0.8")
-    assert any("solves more new problems than other tries of the base" in line for line in lines)
-    assert not any(line.startswith("same") for line in lines) and lines[-1].startswith("4 of 8 differences")
+    first, second, line, count = differences(contests, rows, [1, 16])
+    assert first.startswith("gains, sampling minus weight noise: pass@16 +") and second.startswith("same, ")
+    assert line.startswith("gains minus base, temperature 1: pass@1 +0.8") and "share expansion beyond chance +" in line
+    assert count.startswith("4 of 8 differences")
     lost = planted({BASE: (easy, easy), "lost": (hard, easy)})
-    assert any("solves less" in line for line in compared([against_base(lost, "lost", HEAT, [16])], [16]))
+    assert "share shrinkage beyond chance +" in differences([], [against_base(lost, "lost", HEAT, [16])], [16])[0]
 
 
 def test_luck_between_two_sets_of_tries_is_no_shrinkage() -> None:
-    """Of 200 pairs of models alike, the interval of what shrank beyond chance leaves out 0 in about one in twenty."""
+    """Of 100 pairs of models alike, the interval of what shrank beyond chance leaves out 0 in about one in twenty."""
     rare, sure = np.linspace(0.0, 0.2, 40), 0
-    for seed in range(200):
+    for seed in range(100):
         base, own = tried([*rare], 8, 2 * seed), tried([*rare], 8, 2 * seed + 1)
-        found = beyond(estimators.support(base, own).shrunk_P, estimators.support(base, base).shrunk_P)
-        sure += statistics.is_sure(found)
-        assert estimators.support(base, base).shrunk_P.mean() > 0, "chance alone shows some"
-    assert sure <= 20
+        (found,) = [against_base({BASE: {HEAT: tries(base)}, "own": {HEAT: tries(own)}}, "own", HEAT, [1])]
+        sure += not found["shrinkage_beyond_chance"]["low"] <= 0 <= found["shrinkage_beyond_chance"]["high"]
+        assert found["by_chance"]["shrunk"] > 0, "chance alone shows some"
+    assert sure <= 10
+
+
+def tries(solved_NP: np.ndarray) -> Tries:
+    return Tries(solved_NP, [["text"] * len(solved_NP) for _ in solved_NP.T])
 
 
 # --- page and command ---
@@ -296,5 +294,7 @@ def test_the_page_shows_hostile_text_as_text() -> None:
     assert policy is not None and policy[1].startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy[1] and not re.search(r"\bstyle=|\bon\w+=[\"']|https?://", html)
     script = re.search(r"<script>(.*)</script>", html, re.DOTALL)
-    assert script is not None and figures._hash(script[1]) in policy[1], "the hash is that of the script as it stands"  # pyright: ignore
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy[1], "the hash is that of the script as it stands"
     assert '<tr data-solved="0">' in html and '<tr data-solved="">' in html and '<td class="c2">1</td>' in html

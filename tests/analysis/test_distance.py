@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from families import make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.checks import distance
@@ -37,10 +39,10 @@ def base() -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in load_file(tiny() / "model.safetensors").items()}
 
 
-def train(output: Path, space: str, dtype: str = "float32", model: Path | None = None) -> tuple[Path, Any, str]:
+def train(output: Path, space: str, dtype: str = "float32") -> tuple[Path, Any, str]:
     es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 2, "population_size": 6}
-    told, settings = io.StringIO(), {"name": str(model or "tiny"), "dtype": dtype}
-    config = {"output_dir": str(output), "seed": 1, "space": space, "es": es, "model": settings}
+    told, settings = io.StringIO(), {"name": "tiny", "dtype": dtype}
+    config = {"output_dir": str(output), "seed": 1, "space": space, "es": es, "model": settings, "checks": UNCHECKED}
     result = evoalign.train({**config, "evaluation": {"max_tokens": 12}}, console=Console(file=told, width=200))
     return result.saved, json.loads((output / "results/evaluation.json").read_text())["distance"], told.getvalue()
 
@@ -70,23 +72,11 @@ def test_a_run_tells_the_distance_of_what_it_saved(space: str, dtype: str, tmp_p
     assert again.relative == pytest.approx(found["relative"], rel=1e-9)
 
 
-@pytest.mark.parametrize(("space", "dtype"), CASES)
-def test_the_start_is_at_zero_exactly(space: str, dtype: str) -> None:
-    served = serve(make_config("tiny", space, model={"name": "tiny", "dtype": dtype}))
-    try:
-        found = distance_of_mean(served)
-    finally:
-        served.close()
-    assert found == Distance(0, 0)
-
-
-def test_the_base_counts_as_it_is_served(random_qwen2: Path) -> None:
+def test_distance_is_0_at_the_start_as_the_base_is_served(random_qwen2: Path) -> None:
     """Files in float32, served in bfloat16: the run starts from the rounded weights."""
-    served = serve(make_config(random_qwen2, "full", model={"name": str(random_qwen2), "dtype": "bfloat16"}))
-    try:
-        assert distance_of_mean(served) == Distance(0, 0)
-    finally:
-        served.close()
+    for space, dtype, model in (*((*case, tiny()) for case in CASES), ("full", "bfloat16", random_qwen2)):
+        with closing(serve(make_config(model, space, model={"name": str(model), "dtype": dtype}))) as served:
+            assert distance_of_mean(served) == Distance(0, 0)
 
 
 def test_the_norm_of_a_product_needs_no_product() -> None:
@@ -105,9 +95,6 @@ def test_large_tensors_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     whole = distance_of(model, config)
     monkeypatch.setattr(distance, "BLOCK", 1000)
     assert distance_of(model, config).l2 == pytest.approx(whole.l2, rel=1e-12)
-
-
-# --- live models ----------------------------------------------------------------------------------------------------
 
 
 def live(dtype: torch.dtype = torch.float32) -> Any:
@@ -171,9 +158,6 @@ def test_an_adapter_that_does_more_is_refused(settings: dict[str, Any], named: s
         distance_of(tmp_path, config)
 
 
-# --- the files of the base ------------------------------------------------------------------------------------------
-
-
 def renamed(folder: Path, change: Mapping[str, str] | None = None) -> Path:
     """The tiny model with other names in its file: by `change`, or without their first part."""
     shutil.copytree(tiny(), folder)
@@ -183,21 +167,18 @@ def renamed(folder: Path, change: Mapping[str, str] | None = None) -> Path:
     return folder
 
 
-def test_a_base_in_several_files(tmp_path: Path) -> None:
-    live().save_pretrained(tmp_path / "base", max_shard_size="500KB")
-    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+@pytest.mark.parametrize("form", ["several files", "names without their first part"])
+def test_base_files_of_any_form_are_read(form: str, tmp_path: Path) -> None:
     model = live()
+    if form == "several files":
+        model.save_pretrained(tmp_path / "base", max_shard_size="500KB")
+        assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    else:
+        renamed(tmp_path / "base")
     with torch.no_grad():
         model.model.embed_tokens.weight[0, 0] += 2.0
     found = distance_of(model, make_config(tmp_path / "base", "full"))
     assert found.l2 == pytest.approx(2) and found.relative == pytest.approx(2 / norm(base()), rel=1e-6)
-
-
-def test_a_base_whose_names_lack_their_first_part(tmp_path: Path) -> None:
-    model = live()
-    with torch.no_grad():
-        model.model.embed_tokens.weight[0, 0] += 2.0
-    assert distance_of(model, make_config(renamed(tmp_path / "base"), "full")).l2 == pytest.approx(2)
 
 
 def test_models_of_another_base_are_refused(tmp_path: Path, random_qwen2: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -105,9 +106,6 @@ def reference() -> Iterator[Reference]:
         yield made
 
 
-# --- the estimators -------------------------------------------------------------------------------------------------
-
-
 def test_the_estimators_are_schulmans() -> None:
     p, q = np.log([0.5, 0.2, 0.9]), np.log([0.1, 0.4, 0.9])
     k1, k2, k3 = estimators(torch.tensor(p), torch.tensor(q))
@@ -143,45 +141,33 @@ def test_the_exact_kl_is_that_of_numpy_and_never_asks_for_the_log_of_nothing() -
     assert exact(never, torch.tensor([[0.5, 0.5]]).double().log()).item() == pytest.approx(np.log(2))
 
 
-# --- the measurement ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_start_is_at_zero_exactly(space: str, dtype: str) -> None:
-    with closing(served(config_of(space, model={"name": "tiny", "dtype": dtype}), move=False)) as start:
+def test_divergence_of_each_space_is_0_at_the_start_and_then_that_of_a_plain_model(space: str) -> None:
+    """The copy of the base is the base again to the bit after each measurement."""
+    with closing(served(config_of(space), move=False)) as start:
         assert Reference.of(start).divergence(start, SAMPLES) == NOTHING
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_the_mean_of_a_space_is_as_far_as_a_plain_model_with_its_weights(space: str) -> None:
     with closing(served(config_of(space))) as mean:
-        found = Reference.of(mean).divergence(mean, SAMPLES)
-        assert found.tokens == 9 and found.exact > 1e-3
-        np.testing.assert_allclose(values(found), expected(merged(mean), plain(), SAMPLES), rtol=2e-3, atol=1e-6)
+        reference = Reference.of(mean)
+        first = reference.divergence(mean, SAMPLES)
+        assert first.tokens == 9 and first.exact > 1e-3
+        np.testing.assert_allclose(values(first), expected(merged(mean), plain(), SAMPLES), rtol=2e-3, atol=1e-6)
+        assert weights_hash(reference.model.named_parameters()) == weights_hash(plain().named_parameters())
+        assert reference.divergence(plain(), SAMPLES) == NOTHING, "no adapter is left on it"
+        assert reference.divergence(mean, SAMPLES) == first
 
 
 def test_weights_count_as_they_are_served() -> None:
     """A mean in bfloat16: the weights are rounded, the arithmetic is not."""
-    with closing(served(config_of("full", model={"name": "tiny", "dtype": "bfloat16"}))) as mean:
+    config = config_of("full", model={"name": "tiny", "dtype": "bfloat16"})
+    with closing(served(config, move=False)) as start:
+        assert Reference.of(start).divergence(start, SAMPLES) == NOTHING
+    with closing(served(config)) as mean:
         rounded, state = plain(), dict(mean.engine.state())
         with torch.no_grad():
             for name, weight in rounded.named_parameters():
                 weight.copy_(state.get(name, weight).bfloat16())
         found = Reference.of(mean).divergence(mean, SAMPLES)
         np.testing.assert_allclose(values(found), expected(rounded, plain(), SAMPLES), rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_the_copy_is_the_base_again_to_the_bit(space: str) -> None:
-    with closing(served(config_of(space))) as mean:
-        reference = Reference.of(mean)
-        before = weights_hash(reference.model.named_parameters())
-        first = reference.divergence(mean, SAMPLES)
-        assert weights_hash(reference.model.named_parameters()) == before
-        assert weights_hash(reference.model.named_parameters()) == weights_hash(plain().named_parameters())
-        assert reference.divergence(plain(), SAMPLES) == NOTHING, "an adapter is left on it"
-        assert reference.divergence(mean, SAMPLES) == first
 
 
 def test_the_copy_is_the_base_again_where_the_measurement_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,23 +214,16 @@ def test_a_live_model_is_measured_and_left_in_its_mode(reference: Reference) -> 
     np.testing.assert_allclose(values(found), expected(model.merge_and_unload().eval(), plain(), SAMPLES), rtol=2e-3)
 
 
-def test_a_function_of_the_ids_will_do(reference: Reference) -> None:
+def test_a_function_of_the_ids_is_measured_and_leaves_the_random_numbers(reference: Reference) -> None:
     policy = plain()
     with torch.no_grad():
         policy.model.norm.weight.mul_(0.7)
-    found = reference.divergence(lambda ids: policy(input_ids=ids).logits, SAMPLES)
-    np.testing.assert_allclose(values(found), expected(policy, plain(), SAMPLES), rtol=1e-4)
-    np.testing.assert_allclose(values(found), values(reference.divergence(policy, SAMPLES)), rtol=1e-4)
-
-
-def test_it_leaves_the_random_numbers_of_others_alone(reference: Reference) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    reference.divergence(plain(), SAMPLES)
+    found = reference.divergence(lambda ids: policy(input_ids=ids).logits, SAMPLES)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# --- draws ----------------------------------------------------------------------------------------------------------
+    np.testing.assert_allclose(values(found), expected(policy, plain(), SAMPLES), rtol=1e-4)
+    np.testing.assert_allclose(values(found), values(reference.divergence(policy, SAMPLES)), rtol=1e-4)
 
 
 def many(mean: Served, temperature: float) -> list[Sample]:
@@ -290,18 +269,17 @@ def test_draws_are_the_means_own_at_temperature_1_and_the_same_each_time() -> No
 
 
 def test_prompts_are_sampled_again_until_there_are_enough_tokens() -> None:
-    config = config_of("lora", evaluation={"max_tokens": 9}, checks={"kl_prompts": 3, "kl_tokens": 150})
-    task = tasks.create(config.task)
-    examples = task.load_data(config.seed).test
-    with closing(served(config)) as mean:
-        found = draw(mean.engine, mean.tokens, task, examples, config)
-        once = draw(mean.engine, mean.tokens, task, examples, small := config_of(
-            "lora", evaluation={"max_tokens": 9}, checks={"kl_prompts": 3, "kl_tokens": 1}))  # fmt: skip
-    assert small.seed == config.seed and found[:3] == once, "the first answers are those of before"
-    prompts = {sample.prompt_ids: 0 for sample in found}
-    for sample in found:
-        prompts[sample.prompt_ids] += 1
-    assert len(prompts) == 3 and len(set(prompts.values())) == 1, "all equally often"
+    first, more = (
+        config_of("lora", evaluation={"max_tokens": 9}, checks={"kl_prompts": 3, "kl_tokens": tokens})
+        for tokens in (1, 150)
+    )
+    task = tasks.create(more.task)
+    examples = task.load_data(more.seed).test
+    with closing(served(more)) as mean:
+        once, found = (draw(mean.engine, mean.tokens, task, examples, config) for config in (first, more))
+    assert found[:3] == once, "the first completions are those of before"
+    counts = Counter(sample.prompt_ids for sample in found)
+    assert len(counts) == 3 and len(set(counts.values())) == 1, "all equally often"
     assert 150 <= sum(len(s.token_ids) for s in found) < 150 + 2 * 27
     assert len({s.token_ids for s in found}) > 3, "each time by another seed"
 
@@ -419,20 +397,19 @@ def test_prompts_are_the_units_of_the_interval() -> None:
     assert str(once).startswith("0.6667 nats per token") and "2 nats per completion (95 %: 0 to 4.48)" in str(once)
 
 
-# --- what cannot be measured ----------------------------------------------------------------------------------------
-
-
-def test_an_adapter_that_is_not_there_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(served(config_of("lora"))) as mean:
-        monkeypatch.setattr(mean.space, "adapter", lambda *_: None)
-        with pytest.raises(ModelError, match="space lora cannot be measured"):
-            Reference.of(mean).divergence(mean, SAMPLES)
-
-
-def test_an_evolved_tensor_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(served(config_of("full"))) as mean:
-        monkeypatch.setattr(mean.engine, "state", lambda: iter([("soft_prompt", torch.zeros(3))]))
-        with pytest.raises(ModelError, match=r"checks\.kl_every.*soft_prompt"):
+@pytest.mark.parametrize(
+    ("space", "part", "name", "value", "message"),
+    [
+        ("lora", "space", "adapter", lambda *_: None, "space lora cannot be measured"),
+        ("full", "engine", "state", lambda: iter([("soft_prompt", torch.zeros(3))]), r"checks\.kl_every.*soft_prompt"),
+    ],
+)
+def test_change_outside_weights_and_adapter_is_refused(
+    space: str, part: str, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(served(config_of(space))) as mean:
+        monkeypatch.setattr(getattr(mean, part), name, value)
+        with pytest.raises(ModelError, match=message):
             Reference.of(mean).divergence(mean, SAMPLES)
 
 
@@ -469,9 +446,6 @@ def test_no_room_for_the_copy_says_which_setting(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(divergence, "load_model", full)
     with pytest.raises(ModelError, match=r"set checks\.kl_every: 0"):
         Reference(config_of("lora")).divergence(plain(), SAMPLES)
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 def tree(output: Path, space: str, **sections: Any) -> dict[str, Any]:
@@ -527,9 +501,6 @@ def test_a_run_that_goes_on_measures_what_was_due(tmp_path: Path) -> None:
     assert after["divergence"] == report["divergence"] == rows[3]["divergence"]
 
 
-# --- the figure -----------------------------------------------------------------------------------------------------
-
-
 def row(generation: int, kl: float | None, reward: float | None) -> dict[str, Any]:
     return {
         "generation": generation,
@@ -554,18 +525,13 @@ def drawn(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]
 
 
 def test_the_figure_has_the_points_where_both_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels that would lie on each other are left out; without a measurement there is no figure."""
     rows = [row(0, 0.1, None), row(1, 0.2, -9.0), row(2, None, -8.0), row(3, 0.4, -7.0), row(4, None, None)]
     points, names = drawn(tmp_path / "a.png", monkeypatch, rows, baseline=-10.0, final=(0.5, -6.0))
     assert points == [(0, -10), (0.2, -9), (0.4, -7), (0.5, -6)]
     assert names == {(0, -10): "0", (0.2, -9): "2", (0.4, -7): "4", (0.5, -6): "5"}
-
-
-def test_names_that_would_lie_on_each_other_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(g, 0.001 * g, -10 + 0.001 * g) for g in range(50)] + [row(50, 1.0, 0.0)]
-    _, names = drawn(tmp_path / "a.png", monkeypatch, rows, baseline=-10.0)
+    _, names = drawn(tmp_path / "b.png", monkeypatch, rows, baseline=-10.0)
     assert len(names) < 4 and names[(1.0, 0.0)] == "51" and names[(0.0, -10.0)] == "0"
-
-
-def test_there_is_no_figure_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drawn(tmp_path / "a.png", monkeypatch, [], baseline=-10.0) is None
-    assert drawn(tmp_path / "a.png", monkeypatch, [row(0, None, -3.0), row(1, 0.1, None)], baseline=-10.0) is None
+    for rows in ([], [row(0, None, -3.0), row(1, 0.1, None)]):
+        assert drawn(tmp_path / "none.png", monkeypatch, rows, baseline=-10.0) is None

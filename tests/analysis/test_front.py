@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import caller
-from small_runs import UNCHECKED
 
-import evoalign
 from evoalign import statistics
 from evoalign.analysis.base import BASE
 from evoalign.analysis.front import Point, is_beaten, not_beaten, sentences
@@ -49,19 +47,20 @@ def test_sentences_count_the_tested_pairs() -> None:
     low = rng.normal(0, 1, 40)
     cheap, dear = point("cheap", list(low + rng.normal(1, 0.1, 40)), 0.1, 0.02), point("dear", list(low), 0.5, 0.02)
     base = statistics.mean(low)
-    *_, sure, counted = sentences(base, [cheap, dear, point("twin", list(low), 0.5, 0.02)], frozenset())
-    assert "cheap ends with more reward at less KL than twin" in sure and counted.startswith("6 ordered pairs")
-    (*_, counted) = sentences(base, [dear, point("twin", list(low), 0.5, 0.02)], frozenset())
-    assert counted.startswith("No target ends") and "2 ordered pairs" in counted
-    assert not any("ordered" in line for line in sentences(base, [dear], frozenset()))
+    twin = point("twin", list(low), 0.5, 0.02)
+    *_, sure = sentences(base, [cheap, dear, twin], frozenset())
+    assert "of 6 pairs" in sure and "cheap over dear, cheap over twin" in sure
+    *_, sure = sentences(base, [dear, twin], frozenset())
+    assert "of 2 pairs" in sure and sure.endswith("none")
+    assert not any("pairs" in line for line in sentences(base, [dear], frozenset()))
 
 
 def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
-    """Of 400 sets of 30 prompts with two answers each; lengths and nats go together."""
+    """Of 200 sets of 30 prompts with two answers each; lengths and nats go together."""
     rng = np.random.default_rng(1)
     found: list[list[float]] = []
     errors: list[list[float]] = []
-    for _ in range(400):
+    for _ in range(200):
         samples: list[Sample] = []
         sums: list[list[float]] = []
         for prompt in range(30):
@@ -74,27 +73,15 @@ def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
         whole = summarise(samples, sums_N4)
         found.append([whole.k1, whole.k2, whole.k3, whole.exact])
         errors.append([float(e) for e in standard_errors(samples, sums_N4).values() if e is not None])
-    np.testing.assert_allclose(np.mean(errors, 0), np.std(found, 0), rtol=0.1)
+    np.testing.assert_allclose(np.mean(errors, 0), np.std(found, 0), rtol=0.15)
     few = [Sample((prompt,), (1, 2)) for prompt in (0, 1)]
     assert set(standard_errors(few, torch.ones(2, 4)).values()) == {None}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A run that saved two means."""
-    folder = tmp_path_factory.mktemp("front") / "run"
-    evoalign.train({
-        "output_dir": str(folder), "seed": 3, "evaluation": {"max_tokens": 8}, "checks": UNCHECKED,
-        "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 2, "population_size": 4},
-        "checkpoint": {"every": 1}, "model": {"name": "tiny", "dtype": "float32"},
-    })  # fmt: skip
-    return str(folder)
-
-
 def test_every_saved_mean_is_a_point(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call = caller(monkeypatch, capsys, columns=200)
+    call, run = caller(monkeypatch, capsys, columns=200), str(trained / "lora")
     done = call("analyze", "front", run, BASE, "--set", "examples=4", "--set", "tokens=1", "--to", tmp_path)
     assert done.code == 0, done.err
     assert {"front.json", "front.png", "front.svg"} <= {path.name for path in tmp_path.iterdir()}
@@ -114,10 +101,10 @@ def test_every_saved_mean_is_a_point(
 
 
 def test_a_divergence_is_taken_from_any_model(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = caller(monkeypatch, capsys, columns=400)
-    first, last = (f"{run}/loras/generation_000{g}" for g in (1, 2))
+    first, last = (str(trained / f"lora/loras/generation_000{g}") for g in (1, 2))
     few = ["--set", "prompts=4", "--set", "tokens=1", "--to", tmp_path]
     done = call("analyze", "divergence", last, BASE, "--set", f"reference={first}", *few)
     assert done.code == 0, done.err

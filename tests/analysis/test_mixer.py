@@ -36,15 +36,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A run of each kind of saved mean."""
-    root = tmp_path_factory.mktemp("mixer")
-    for space in ("lora", "full"):
-        evoalign.train({
-            "output_dir": str(root / space), "seed": 3, "space": space, "es": ES, "evaluation": {"max_tokens": 8},
-            "model": {"name": "tiny", "dtype": "float32"}, "checks": {"placebo": 0, "control_every": 0},
-        })  # fmt: skip
-    return {name: str(root / name) for name in ("lora", "full")}
+def runs(trained: Path) -> dict[str, str]:
+    return {name: str(trained / name) for name in ("lora", "full")}
 
 
 def plain(folder: str | Path = tiny()) -> Any:  # noqa: B008
@@ -80,9 +73,6 @@ def write(folder: Path, weights: Tensors) -> Path:
 def of_task(**sections: Any) -> Config:
     model = {"name": "tiny", "dtype": "float32", **sections.pop("model", {})}
     return from_dict({"model": model, "es": ES, "evaluation": {"max_tokens": 8}, **sections})
-
-
-# --- weights ---
 
 
 def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tmp_path: Path) -> None:
@@ -155,9 +145,6 @@ def test_a_noisy_model_answers_as_a_checkpoint_with_that_noise(runs: dict[str, s
     assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
 
 
-# --- answers ---
-
-
 def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]) -> None:
     name = runs["full"]
     with ModelMixer([name], None, ASKED) as mixer:
@@ -183,9 +170,6 @@ def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str])
         changed[1], changed[4] = replace(changed[1], text=""), replace(changed[4], reward=best)
         marked_E = mixer.hacked(replace(own, completions=tuple(changed)))
     assert marked_E.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
-
-
-# --- models of other kinds ---
 
 
 def test_where_one_model_has_a_head_of_its_own_all_have(tmp_path: Path) -> None:
@@ -281,9 +265,6 @@ def test_an_adapter_of_peft_is_merged_by_its_own_settings(tmp_path: Path) -> Non
         assert not torch.equal(tensors(mixer)["model.layers.0.self_attn.q_proj.weight"],
                                dict(plain().named_parameters())["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
         assert all(torch.equal(found, wanted[n]) for n, found in tensors(mixer).items())
-
-
-# --- what is wrong ---
 
 
 def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:
@@ -393,7 +374,7 @@ def test_put_weights_are_evaluated() -> None:
 def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str, str]) -> None:
     """Each of the million answers counted: log-probabilities of plain transformers, weights of the saved checkpoint."""
     name = runs["full"]
-    with ModelMixer([name], None, EvalSettings(examples=3, max_tokens=2, kl_tokens=10**6)) as mixer:
+    with ModelMixer([name], None, EvalSettings(examples=1, max_tokens=2, kl_tokens=10**6)) as mixer:
         samples, sums_N4 = mixer.drawn({BASE: 1.0}, {name: 1.0})
         stops = sorted(tokens.load(mixer.config.model).stop_ids)
     policy, base = plain(locate(name, None).weights), plain()

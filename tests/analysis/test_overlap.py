@@ -15,8 +15,9 @@ from perturbed import MODEL, base, changed
 from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
 
-from evoalign.analysis.similarity import measures, report
+from evoalign.analysis.similarity import measures, results
 from evoalign.analysis.similarity.measures import (
+    SIDES,
     SIZES,
     Directions,
     Overlap,
@@ -26,7 +27,7 @@ from evoalign.analysis.similarity.measures import (
     together,
     variance_by_chance,
 )
-from evoalign.analysis.similarity.report import Cosine, Pair
+from evoalign.analysis.similarity.results import Cosine, Pair
 from evoalign.checks.distance import Change, Product, difference
 
 SHAPES = [(40, 90), (90, 40), (50, 50)]
@@ -61,9 +62,6 @@ def overlap(one: Change, other: Change) -> dict[int, tuple[float, float]]:
     return {k: (float(of[0, 0, 1]), float(of[1, 0, 1])) for k, of in found.items()}
 
 
-# --- against numpy ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_directions_and_overlaps_are_those_of_full_svds(shape: tuple[int, int], monkeypatch: Any) -> None:
     """In blocks of a few rows; the two have something in common, and not all."""
@@ -73,8 +71,8 @@ def test_directions_and_overlaps_are_those_of_full_svds(shape: tuple[int, int], 
     one, other = (common + 3 * generator.normal(size=shape) for _ in range(2))
     u, s, v = np.linalg.svd(one, full_matrices=False)
     own = directions(dense(one))
-    assert own is not None and own.left.dtype == own.right.dtype == torch.float32
-    for found, expected in ((own.left, u[:, :16]), (own.right, v[:16].T)):
+    assert own is not None and own[0].dtype == own[1].dtype == torch.float32
+    for found, expected in zip(own, (u[:, :16], v[:16].T), strict=True):
         assert found.shape == expected.shape
         assert np.abs((found.numpy() * expected).sum(0)) == pytest.approx(np.ones(16), abs=1e-5)
     assert s[15] > s[16]
@@ -114,8 +112,8 @@ def test_directions_of_very_unequal_size_stay_orthonormal() -> None:
     u, v = (np.linalg.qr(generator.normal(size=(n, 5)))[0] for n in (60, 30))
     for sides in ((u, v), (v, u)):
         own = directions(dense((sides[0] * [1, 0.1, 1e-2, 4e-7, 3e-7]) @ sides[1].T))
-        assert own is not None and own.left.shape[1] == 5
-        for found, planted in zip((own.left, own.right), sides, strict=True):
+        assert own is not None and own[0].shape[1] == 5
+        for found, planted in zip(own, sides, strict=True):
             np.testing.assert_allclose(found.T @ found, np.eye(5), atol=1e-6)
             assert np.abs((found.numpy() * planted).sum(0)) == pytest.approx(np.ones(5), abs=0.01)
 
@@ -126,9 +124,6 @@ def test_what_has_no_directions() -> None:
     found = overlaps_of([None, directions(dense(one)), None])
     assert found[1].shape == (2, 3, 3) and np.isnan(found[1]).sum() == 16 and found[1][0, 1, 1] == pytest.approx(1)
     assert overlaps_of([None, None]) == {}
-
-
-# --- planted, and by chance -------------------------------------------------------------------------------------------
 
 
 def test_a_planted_subspace_is_found_on_its_side_alone() -> None:
@@ -146,7 +141,7 @@ def test_a_planted_subspace_is_found_on_its_side_alone() -> None:
 def test_random_changes_are_at_chance(shape: tuple[int, int]) -> None:
     """Means over matrices, and their standard deviations, against those that are told."""
     generator = np.random.default_rng(4)
-    draws = 400
+    draws = 150
     drawn = [directions(dense(generator.normal(size=shape))) for _ in range(2 * draws)]
     each = [(shape, overlaps_of(pair)) for pair in zip(drawn[::2], drawn[1::2], strict=True)]
     for k, found in together(each).items():
@@ -158,7 +153,7 @@ def test_random_changes_are_at_chance(shape: tuple[int, int]) -> None:
             assert found.spreads_SKK[side, 0, 1] == pytest.approx(spread / np.sqrt(draws))
             assert found.values_SKK[side, 0, 1] == pytest.approx(values.mean(), rel=1e-9)
             assert values.mean() == pytest.approx(k / m, abs=4 * spread / np.sqrt(draws))
-            assert values.std() == pytest.approx(spread, rel=0.15)
+            assert values.std() == pytest.approx(spread, rel=0.2)
 
 
 def test_several_matrices_have_equal_weight() -> None:
@@ -167,18 +162,15 @@ def test_several_matrices_have_equal_weight() -> None:
     small[:, 2] = small[:, :, 2] = np.nan
     found = together([((100, 20), {4: big}), ((10, 40), {4: small}), ((3, 3), {})])
     assert list(found) == [4]
-    left, right = found[4].pair(0, 1, [(0, 2), (1, 2)])
+    left, right = found[4].pair(0, 1, [(0, 2), (1, 2)]).values()
     assert (left.value, left.matrices, left.placebos, left.p) == (pytest.approx(0.35), 2, (0.5, 0.5), 1.0)
     assert (left.chance, right.chance) == (pytest.approx((0.04 + 0.4) / 2), pytest.approx((0.2 + 0.1) / 2))
     expected = np.sqrt(variance_by_chance(np.array(100.0), 4) + variance_by_chance(np.array(10.0), 4)) / 2
     assert left.spread == pytest.approx(expected)
-    (alone, _) = found[4].pair(0, 2, [])
+    alone = found[4].pair(0, 2, [])["left"]
     assert (alone.value, alone.chance, alone.matrices, alone.p) == (0.5, 0.04, 1, None)
     without = together([((10, 40), {4: small})])[4]
-    assert without.pair(0, 2, []) == () and without.pair(0, 1, [(0, 2)])[0].placebos == ()
-
-
-# --- the command, and words -------------------------------------------------------------------------------------------
+    assert without.pair(0, 2, []) == {} and without.pair(0, 1, [(0, 2)])["left"].placebos == ()
 
 
 def test_the_command_tells_of_parts_and_tensors(tmp_path: Path, run: Run) -> None:
@@ -196,8 +188,8 @@ def test_the_command_tells_of_parts_and_tensors(tmp_path: Path, run: Run) -> Non
     done = run("analyze", "similarity", "a", "b", "c", "--set", "base=tiny", "--to", "out")
     assert (done.code, done.err) == (0, "")
     (line,) = (line for line in done.out.splitlines() if "overlap of the" in line)
-    assert line.startswith("a and b, overlap of the 4 largest singular directions over 29 matrices: left (output) ")
-    assert line.endswith(": beyond chance, left (output)")
+    assert line.startswith("a and b: overlap of the 4 largest left singular directions beyond chance ")
+    assert line.endswith("; matrices 29")
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
     pair = numbers["pairs"][0]["overlaps"]
     assert set(pair) == set(numbers["pairs"][0]["cosines"]) and pair["norms"] == {}
@@ -222,42 +214,35 @@ def test_the_command_tells_of_parts_and_tensors(tmp_path: Path, run: Run) -> Non
     assert pair["mlp"]["4"]["left"]["value"] > 0.9
 
 
-def test_without_the_spectrum_there_is_none(tmp_path: Path, run: Run) -> None:
-    changed(tmp_path / "a", 1), changed(tmp_path / "b", 2)
-    done = run("analyze", "similarity", "a", "b", "--set", "base=tiny", "--set", "spectrum=false", "--to", "out")
-    assert (done.code, done.err) == (0, "")
-    numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
-    assert not any(numbers["pairs"][0]["overlaps"].values()) and not any(t["overlaps"] for t in numbers["tensors"])
+def rows_of(
+    left: float, right: float, placebos: tuple[float, ...] = (), *, k: int = 4, same_noise: bool = False, pairs: int = 1
+) -> list[str]:
+    """The sides of a pair that are reported to overlap beyond chance."""
+    both = {side: Overlap(x, 0.1, 0.01, 28, placebos, p_of(x, placebos)) for side, x in zip(SIDES, (left, right))}  # noqa: B905
+    pair = Pair("a", "b", same_noise, {"all": Cosine(0.0, 0.001, (), None)}, {"all": {k: both}})
+    return [line.partition(f"the {k} largest ")[2].split()[0] for line in results.overlap_lines([pair] * pairs)]
 
 
-def pair(left: float, right: float, placebos: tuple[float, ...] = (), k: int = 4, *, same_noise: bool = False) -> Pair:
-    cosine = Cosine(0.0, 0.001, (), None)
-    both = tuple(Overlap(x, 0.1, 0.01, 28, placebos, p_of(x, placebos)) for x in (left, right))
-    return Pair(0, 1, {"all": cosine}, same_noise, {"all": {k: both}})
+FEW, MANY, FAR = (0.1,) * 5, tuple(np.linspace(0.08, 0.12, 19)), tuple(np.linspace(0.1, 0.5, 19))
+NEAR = tuple(np.linspace(0.08, 0.29, 19))
 
 
-def test_words_only_of_what_is_beyond_chance() -> None:
-    """And beyond placebos, where there are any; less than chance is not more."""
-    few, many, far = (0.1,) * 5, tuple(np.linspace(0.08, 0.12, 19)), tuple(np.linspace(0.1, 0.5, 19))
-
-    def told(*found: Pair) -> list[str]:
-        return report.overlap_lines(["a", "b"], found)
-
-    (line,) = told(pair(0.3, 0.11, many))
-    assert "left (output) 0.3 (0.1 +- 0.01 by chance, placebos 0.08 to 0.12 (19, p 0.05))" in line
-    assert line.endswith(": beyond chance, left (output)")
-    (line,) = told(pair(0.3, 0.3))
-    assert line.endswith(": beyond chance, left (output) and right (input)")
-    assert "the 1 largest singular directions" in told(pair(0.3, 0.1, k=1))[0]
-    assert told(pair(0.11, 0.0)) == told(pair(0.3, 0.3, few)) == told(pair(0.3, 0.3, far)) == []
-    assert told(pair(0.3, 0.3, k=16)) == []
-    assert told(pair(0.124, 0.1)) != [] and told(*[pair(0.124, 0.1)] * 4) == []  # 2.4 standard deviations, of 2 and 8
-
-
-def test_words_of_one_noise_rest_on_placebos() -> None:
-    many = tuple(np.linspace(0.08, 0.29, 19))
-    assert report.overlap_lines(["a", "b"], [pair(0.3, 0.3, same_noise=True)]) == []
-    assert report.overlap_lines(["a", "b"], [pair(0.2, 0.2, many, same_noise=True)]) == []
-    assert report.overlap_lines(["a", "b"], [pair(0.3, 0.2, many, same_noise=True)])[0].endswith(
-        "chance, left (output)"
-    )
+@pytest.mark.parametrize(
+    ("sides", "options", "expected"),
+    [
+        ((0.3, 0.11), {"placebos": MANY}, ["left"]),
+        ((0.3, 0.3), {}, ["left", "right"]),
+        ((0.3, 0.1), {"k": 1}, ["left"]),
+        ((0.11, 0.0), {}, []),  # less than chance is not more
+        ((0.3, 0.3), {"placebos": FEW}, []),
+        ((0.3, 0.3), {"placebos": FAR}, []),
+        ((0.3, 0.3), {"k": 16}, []),
+        ((0.124, 0.1), {}, ["left"]),  # 2.4 standard deviations, of 2 tests and of 8
+        ((0.124, 0.1), {"pairs": 4}, []),
+        ((0.3, 0.3), {"same_noise": True}, []),
+        ((0.2, 0.2), {"same_noise": True, "placebos": NEAR}, []),
+        ((0.3, 0.2), {"same_noise": True, "placebos": NEAR}, ["left"]),
+    ],
+)
+def test_overlap_is_reported_beyond_chance_and_placebos(sides: Any, options: Any, expected: list[str]) -> None:
+    assert rows_of(*sides, **options) == expected

@@ -79,28 +79,18 @@ def test_differences_are_paired_by_prompt_whatever_the_order(files: list[str]) -
     assert "reward" in found.sentences[-1] and f"minus {files[0]} on 30 prompts" in found.sentences[-1]
 
 
-def test_every_measure_has_a_verdict(files: list[str], tmp_path: Path) -> None:
+def test_significant_measures_are_named(files: list[str], tmp_path: Path) -> None:
     found = safety(files)
     (pair,) = found.numbers["differences"]
-    sentence = found.sentences[-1]
-    measures = ("safe", *LABELS, "reward", "cost")
+    sentence, measures = found.sentences[-1], ("safe", *LABELS, "reward", "cost")
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
-    parts = sentence.removesuffix(".").split("; ")[len(measures) - 1 :]
-    moved, others, unknown = (part.split(": ")[1].split(", ") for part in parts[-3:])
-    assert parts[-3].startswith("moved (0 is outside its 95 % interval, uncorrected for 7 measures): ")
-    assert parts[-2].startswith("not shown to have moved: ")
-    assert parts[-1] == "no interval: cost", "all of its differences are alike"
-    assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" in others
-    ends = {name: (pair[name]["low"], pair[name]["high"]) for name in moved}
-    assert all(low > 0 or high < 0 for low, high in ends.values()), ends
-    assert sorted([*moved, *others, *unknown]) == sorted(measures)
+    moved = sentence.partition("significant of 7 measures, uncorrected ")[2].split(", ")
+    ends = {name: (pair[name]["low"], pair[name]["high"]) for name in measures}
+    assert moved == [name for name, (low, high) in ends.items() if low is not None and (low > 0 or high < 0)]
+    assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" not in moved
+    assert ends["cost"] == (None, None), "all of its differences are alike"
     same = written(tmp_path / "same.jsonl", [(p["prompt"], p["reward"], p["cost"]) for p in read(files[0])])
-    shares = ", ".join(measures[:-2])
-    assert (
-        safety([files[0], same])
-        .sentences[-1]
-        .endswith(f"; not shown to have moved: {shares}; no interval: reward, cost.")
-    )
+    assert safety([files[0], same]).sentences[-1].endswith("uncorrected none")
 
 
 def test_answers_to_one_prompt_count_as_one(tmp_path: Path) -> None:
@@ -112,7 +102,7 @@ def test_answers_to_one_prompt_count_as_one(tmp_path: Path) -> None:
 
 def test_models_that_share_no_prompt_are_not_paired(tmp_path: Path) -> None:
     names = [written(tmp_path / f"{p}.jsonl", [(p, 1.0, 1.0)]) for p in "AB"]
-    assert safety(names).sentences[-1].endswith("nothing is paired.")
+    assert "prompts in common none" in safety(names).sentences[-1]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 from drawings import figures_of, words_of
-from small_runs import UNCHECKED
-from test_mixer import ES, of_task, write_negated
+from test_mixer import of_task, write_negated
 
-import evoalign
 from evoalign.analysis import Finding, hacking
 from evoalign.analysis.base import BASE
 from evoalign.analysis.hacking import SEVERAL, Hacking, Pair, Rate, Settings
@@ -31,13 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hacking") / "run"
-    evoalign.train({
-        "output_dir": str(folder), "task": {"name": "conciseness"}, "es": ES, "evaluation": {"max_tokens": 8},
-        "checks": UNCHECKED, "tracking": {"completions_every": 0},
-    })  # fmt: skip
-    return folder
+def real(trained: Path) -> Path:
+    return trained / "lora"
 
 
 def rewritten(run: Path, to: Path, changed: Callable[[int, dict[str, Any]], dict[str, Any]]) -> Path:
@@ -66,19 +59,15 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     assert planted["stored"] is True and planted["completions"] == {"before": len(before), "after": len(after)}
     rates = {kind: rate["after"]["mean"] for kind, rate in planted["rates"].items()}
     assert rates == {kind: theirs[kind] for kind in ("hacked", "degenerate", "earned_wrong", *SHARES)}
-    assert (rates["empty"], rates["other_script"], rates["repeated"], rates["degenerate"]) == (
-        2 / 8,
-        1 / 8,
-        1 / 8,
-        4 / 8,
-    )
+    some = ("empty", "other_script", "repeated", "degenerate")
+    assert [rates[kind] for kind in some] == [2 / 8, 1 / 8, 1 / 8, 4 / 8]
     for rate in planted["rates"].values():
         assert rate["after"]["low"] <= rate["after"]["mean"] <= rate["after"]["high"] and rate["after"]["n"] == 8
     empty, clean = planted["rates"]["empty"], [said_by(e, f"Answer {e}") for e in range(4)]
     assert empty["after"]["high"] > 0.5 and untouched["rates"]["empty"]["after"]["mean"] == 0
     assert untouched["rates"]["empty"]["after"]["high"] > 0, "none of eight is not none at all"
     (line,) = [line for line in found.sentences if line.startswith(f"{changed}, 8 completions of 8 examples, stored")]
-    assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), no significant change from 0 ", line)
+    assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), from 0 ", line)
     assert line.endswith("; other signs none") and "special token" not in line
     nothing = hacking._row("run", Pair(clean, clean, stored=True).rates())  # pyright: ignore[reportPrivateUsage]
     assert nothing == "run: other signs none; gold answers none"
@@ -97,9 +86,8 @@ def test_rates_are_of_examples_and_changes_are_paired() -> None:
     assert rates["empty"].after.mean == (30 + 10 / 2) / 40 and rates["empty"].after.n == 40
     change = rates["empty"].change
     assert change.low is not None and change.low > 0.5
-    assert ", up from 0 " in hacking._row("a", rates)  # pyright: ignore[reportPrivateUsage]
-    back = Pair(after, before, stored=True).rates()
-    assert ", down from 0.875 " in hacking._row("a", back)  # pyright: ignore[reportPrivateUsage]
+    back = Pair(after, before, stored=True).rates()["empty"].change
+    assert (back.low, back.high) == (-(change.high or 0), -change.low)
 
 
 def test_rewards_earned_with_wrong_gold_are_counted() -> None:
@@ -163,12 +151,9 @@ def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
     assert [label.get_text() for label in calm.get_yticklabels()] == ["hacked", "degenerate"]
     assert [label.get_text() for label in odd.get_yticklabels()] == ["hacked", "degenerate", "gibberish"]
     assert f"calm ({len(kinds) - 2} other kinds: none)" in words_of(drawn["hacking"])
-    assert calm.get_xlim()[1] == pytest.approx(1.02 * hacking.LEAST)
+    assert calm.get_xlim()[1] == pytest.approx(1.02 * 0.05)
     hacking.draw({"odd": {**kinds, "hacked": Rate(none.was, dict.fromkeys(range(500), 1.0))}}, tmp_path)
     assert drawn["hacking"].axes[0].get_xlim()[1] == pytest.approx(1.02)
-
-
-# --- the labelled rows ---
 
 
 def study(name: str = "hacking_labels") -> Any:

@@ -18,11 +18,10 @@ from drawings import figures_of, words_of
 from perturbed import MODEL, base, changed, measured
 from safetensors.torch import load_file, save_file
 
-from evoalign.analysis.similarity import chance, measures, report
-from evoalign.analysis.similarity.chance import Group, jackknifed, mean_of_halves
-from evoalign.analysis.similarity.kept import from_rewards
+from evoalign.analysis.similarity import chance, measures, results
+from evoalign.analysis.similarity.chance import Group, from_rewards, jackknifed, mean_of_halves
 from evoalign.analysis.similarity.measures import Spectrum, cut, decompose, measure, p_of, participation_of_noise
-from evoalign.analysis.similarity.report import Cosine, Pair
+from evoalign.analysis.similarity.results import Cosine, Pair
 from evoalign.checks.distance import Change, Difference, Product
 from evoalign.types import TensorSpec
 
@@ -51,9 +50,6 @@ def spectrum(change: Change) -> Spectrum | None:
     return None if found is None else found[0]
 
 
-# --- against numpy ----------------------------------------------------------------------------------------------------
-
-
 def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run, monkeypatch: Any) -> None:
     monkeypatch.setattr(measures, "BLOCK", 500)
     monkeypatch.setattr(measures, "LEAST", 1)
@@ -74,6 +70,7 @@ def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run,
     (pair,) = numbers["pairs"]
     assert set(pair["cosines"]) == {*sets, "layer 0", "layer 2", "layer 3"}
     assert numbers["unembedding"] == {"tensor": HEAD, "tied": True}
+    assert not any(pair["overlaps"].values()) and not any(t["overlaps"] for t in numbers["tensors"]), "no spectrum"
     for name, tensors in sets.items():
         u, v = (np.concatenate([side[n].ravel() for n in tensors]) for side in (c, d))
         assert pair["cosines"][name]["value"] == pytest.approx(u @ v / np.linalg.norm(u) / np.linalg.norm(v), abs=1e-12)
@@ -87,10 +84,10 @@ def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run,
     assert sum(shares[n] for n in ("attention", "mlp", "norms", "embeddings")) == pytest.approx(1)
     drawn = {f"similarity_{name}.{form}" for name in ("cosines", "pairs", "shares") for form in ("png", "svg")}
     assert {path.name for path in Path("out").iterdir()} == {"similarity.json", *drawn}
-    svgs = figures_of(report, monkeypatch)
-    small = Pair(0, 1, dict.fromkeys(("all", "mlp"), Cosine(0.005, 0.0014, (), None)), same_noise=False)
+    svgs = figures_of(results, monkeypatch)
+    small = Pair("a", "b", False, dict.fromkeys(("all", "mlp"), Cosine(0.005, 0.0014, (), None)))
     where = {"all": [1.0, 1.0], "mlp": [1.0, 1.0]}
-    report.draw(["a", "b"], [small, replace(small, same_noise=True)], where, Path("out"))
+    results.draw(["a", "b"], [small, replace(small, same_noise=True)], where, Path("out"))
     (shown,) = svgs["similarity_pairs"].axes[0].images
     assert shown.get_clim() == (-0.1, 0.1), "a cosine next to nothing has next to no colour"
     said = words_of(svgs["similarity_pairs"])
@@ -148,9 +145,6 @@ def test_a_rank_of_nothing_is_none() -> None:
     assert spectrum(plain(np.zeros((4, 4)))) is None and spectrum(plain(np.ones(4))) is None
 
 
-# --- what chance gives, against draws ---------------------------------------------------------------------------------
-
-
 def draws(kind: str, generator: np.random.Generator, rows: int = 12) -> tuple[Any, Any]:
     """Two independent changes of a matrix; those of an adapter have a frozen A of few directions."""
     if kind in ("dense", "few rows"):
@@ -169,11 +163,11 @@ def test_the_spread_of_cosines_by_chance(kind: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(measures, "LEAST", 1)
     generator = np.random.default_rng(3)
     cosines, spreads = list[float](), list[float]()
-    for _ in range(1000):
+    for _ in range(400):
         sums = sums_of(draws(kind, generator))
         cosines.append(float(sums.cosines[0, 1]))
         spreads.append(float(sums.spread[0, 1]))
-    assert np.std(cosines) == pytest.approx(np.sqrt(np.mean(np.square(spreads))), rel=0.1)
+    assert np.std(cosines) == pytest.approx(np.sqrt(np.mean(np.square(spreads))), rel=0.12)
     assert np.std(cosines) > 1 / np.sqrt(12 * 20) * (1.3 if kind in ("one A", "few rows") else 0.9)
 
 
@@ -189,9 +183,9 @@ def sums_of(pair: tuple[Any, Any]) -> measures.Sums:
 @pytest.mark.parametrize("kind", ["dense", "one A"])
 def test_the_participation_rank_of_noise(kind: str) -> None:
     generator = np.random.default_rng(4)
-    found = [spectrum(draws(kind, generator, 80)[0]) for _ in range(300)]
+    found = [spectrum(draws(kind, generator, 80)[0]) for _ in range(150)]
     mean = np.mean([s.participation for s in found if s is not None])
-    assert participation_of_noise(draws(kind, generator, 80)[0]) == pytest.approx(mean, rel=0.03)
+    assert participation_of_noise(draws(kind, generator, 80)[0]) == pytest.approx(mean, rel=0.04)
 
 
 def test_seeds_that_share_a_direction_and_seeds_that_do_not() -> None:
@@ -232,7 +226,7 @@ def test_a_common_direction_is_found_and_none_is_not_claimed(tmp_path: Path, run
 
 def cosine_of(value: float, placebos: tuple[float, ...]) -> Pair:
     one = Cosine(value, 0.001, placebos, p_of(value, placebos))
-    return Pair(0, 1, {"all": one}, same_noise=False)
+    return Pair("a", "b", False, {"all": one})
 
 
 def test_a_direction_that_placebos_have_too_is_not_claimed() -> None:
@@ -241,15 +235,15 @@ def test_a_direction_that_placebos_have_too_is_not_claimed() -> None:
     for value, placebos, verdict in (
         (0.1, small, "a common direction"),
         (-0.1, small, "opposite directions"),
-        (0.1, far, report.NONE),
-        (0.1, small[:5], f"{report.NONE}, which takes 19 placebos"),
-        (0.0015, (), report.NONE),
+        (0.1, far, results.NONE),
+        (0.1, small[:5], f"{results.NONE}, which takes 19 placebos"),
+        (0.0015, (), results.NONE),
     ):
-        assert report.verdict_of(cosine_of(value, placebos), 1) == verdict
-    (line,) = report.pair_lines(["a", "b"], [cosine_of(0.1, small)])
+        assert results.verdict_of(cosine_of(value, placebos), 1) == verdict
+    (line,) = results.pair_lines([cosine_of(0.1, small)])
     assert line.endswith("placebos -0.002 to 0.002 (19, p 0.05): a common direction")
-    lines = report.pair_lines(["a", "b"], [cosine_of(0.1, small[:5])] * 10 + [cosine_of(0.1, ())])
-    assert len(lines) == 2 and lines[1].startswith(f"10 other pairs: {report.NONE}")
+    lines = results.pair_lines([cosine_of(0.1, small[:5])] * 10 + [cosine_of(0.1, ())])
+    assert len(lines) == 2 and lines[1].startswith(f"10 other pairs: {results.NONE}")
 
 
 def test_agreement_of_seeds_and_of_their_placebos() -> None:
@@ -272,7 +266,7 @@ def test_agreement_of_seeds_and_of_their_placebos() -> None:
     assert across.placebos[0] == pytest.approx(cosines[np.ix_([6, 9, 12, 15], [4, 5])].mean()) and across.p == 1 / 4
     alike = chance.between(a, b, cosines, placebos, same_noise=True)
     assert (alike.cosine.mean, alike.cosine.low) == (across.cosine.mean, None)
-    assert "same noise" in report.seed_lines([], [alike])[0]
+    assert "same noise" in results.seed_lines([], [alike])[0]
     assert chance.agreement(b, products, placebos).p is None  # type: ignore[union-attr]
 
 
@@ -283,18 +277,15 @@ def test_columns_that_stand_for_targets() -> None:
     assert chance.placebo_columns((2,), placebos) == chance.placebo_columns((0, 1), {}) == []
 
 
-# --- the gain that low ranks keep -------------------------------------------------------------------------------------
-
-
 def test_the_minimal_rank_and_its_interval() -> None:
     generator = np.random.default_rng(6)
     before = generator.normal(size=80)
     gain = 1 + 0.1 * generator.normal(size=80)
     noise = {rank: 0.3 * generator.normal(size=80) for rank in (1, 2, 4)}
     shares = {1: 0.3, 2: 0.93, 4: 1.0}
-    cuts = {rank: list(before + share * gain + noise[rank]) for rank, share in shares.items()}
-    found = from_rewards(list(before), list(before + gain), cuts)
+    cuts = {rank: before + share * gain + noise[rank] for rank, share in shares.items()}
+    found = from_rewards(before, before + gain, cuts)
     assert [c.share.mean for c in found.cuts if c.share] == pytest.approx([0.3, 0.93, 1.0], abs=0.08)
     assert (found.minimal, found.low, found.high) == (2, 2, 4)
-    nothing = from_rewards(list(before), list(before + generator.normal(size=80)), cuts)
+    nothing = from_rewards(before, before + generator.normal(size=80), cuts)
     assert nothing.minimal is None and all(c.share is None for c in nothing.cuts)

@@ -32,20 +32,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return caller(monkeypatch, capsys, 400)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("similar")
-    for space, seed in (("lora", 1), ("lora", 2), ("full", 1)):
-        width = 0.02 if space == "lora" else 0.01
-        evoalign.train({
-            "output_dir": str(root / f"{space}{seed}"), "seed": seed, "space": space, "evaluation": {"max_tokens": 4},
-            "es": {"sigma": width, "learning_rate": width, "num_generations": 3, "population_size": 6},
-        })  # fmt: skip
-    return root
-
-
-def test_runs_and_their_placebos(folder: Path, run: Run) -> None:
-    names = [str(folder / name) for name in ("lora1", "lora2", "full1")]
+def test_runs_and_their_placebos(trained: Path, run: Run) -> None:
+    names = [str(trained / name) for name in ("lora", "lora2", "full")]
     done = run("analyze", "similarity", *names, "--set", "placebos=2", "--set", "spectrum=false", "--to", "out")
     assert (done.code, done.err) == (0, "")
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
@@ -53,29 +41,33 @@ def test_runs_and_their_placebos(folder: Path, run: Run) -> None:
     (group,) = numbers["groups"]
     assert group["seeds"] == [1, 2] and group["halves"]["why"] == "2 seeds: no interval"
     cosines = {(Path(p["a"]).name, Path(p["b"]).name): p["cosines"]["all"] for p in numbers["pairs"]}
-    assert cosines["lora1", "lora2"]["value"] == pytest.approx(group["cosine"]["mean"])
+    assert cosines["lora", "lora2"]["value"] == pytest.approx(group["cosine"]["mean"])
     for k, name in enumerate(names[:2]):  # as `evoalign replay --counterfactual shuffle` makes them
         for seed in (2 * k, 2 * k + 1):
             replay(name, to=f"p{seed}", counterfactual="shuffle", seed=seed)
     found = measured([Path(f"p{i}") for i in range(4)])
     whole = total(found, base())
-    assert cosines["lora1", "lora2"]["placebos"] == pytest.approx([whole.cosines[0, 2], whole.cosines[1, 3]], abs=1e-9)
-    assert cosines["lora1", "lora2"]["p"] in (1 / 3, 2 / 3, 1.0)
+    assert cosines["lora", "lora2"]["placebos"] == pytest.approx([whole.cosines[0, 2], whole.cosines[1, 3]], abs=1e-9)
+    assert cosines["lora", "lora2"]["p"] in (1 / 3, 2 / 3, 1.0)
 
 
-def test_what_drew_the_same_noise_is_no_common_direction(folder: Path, run: Run) -> None:
-    """A run and its own placebo, saved; and groups of settings whose seeds are the same."""
-    replay(folder / "lora1", to="placebo", counterfactual="shuffle", seed=0)
-    replay(folder / "lora1", to="earlier", generation=2)
-    sets = ("--config", folder / "lora1/config.yaml", "--set", "spectrum=false", "--to", "out")
-    done = run("analyze", "similarity", folder / "lora1", folder / "lora2", "placebo", "earlier", *sets)
+def test_what_drew_the_same_noise_is_no_common_direction(trained: Path, run: Run) -> None:
+    """A run and its own placebo, an earlier mean, and a copy of it."""
+    replay(trained / "lora", to="placebo", counterfactual="shuffle", seed=0)
+    replay(trained / "lora", to="earlier", generation=1)
+    shutil.copytree(trained / "lora", "again")
+    sets = ("--config", trained / "lora/config.yaml", "--set", "spectrum=false", "--to", "out")
+    targets = (trained / "lora", trained / "lora2", "placebo", "earlier", "again")
+    done = run("analyze", "similarity", *targets, *sets)
     assert (done.code, done.err) == (0, "")
     pairs = json.loads(Path("out/similarity.json").read_text())["numbers"]["pairs"]
     same = {(Path(p["a"]).name, Path(p["b"]).name): p["same_noise"] for p in pairs}
-    assert same["lora1", "placebo"] and same["lora1", "earlier"]
-    assert not same["lora1", "lora2"] and not same["lora2", "placebo"]
-    (said,) = (line for line in done.out.splitlines() if "lora1 and placebo" in line)
-    assert "both drew the same noise" in said and "a common direction" not in said
+    assert same["lora", "placebo"] and same["lora", "earlier"] and same["lora", "again"]
+    assert not same["lora", "lora2"] and not same["lora2", "placebo"]
+    lines = [line for line in done.out.splitlines() if "lora and placebo" in line or "lora and again" in line]
+    assert len(lines) == 2 and all("both drew the same noise" in line for line in lines)
+    assert not any("a common direction" in line for line in lines)
+    assert "without placebos signal and random walk" in done.out
 
 
 def test_a_run_whose_rewards_are_code_is_compared_by_the_config_that_is_given(tmp_path: Path, run: Run) -> None:
@@ -95,16 +87,16 @@ def test_a_run_whose_rewards_are_code_is_compared_by_the_config_that_is_given(tm
 
 
 @pytest.mark.slow
-def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> None:
+def test_the_gain_kept_is_that_of_the_saved_models(trained: Path, run: Run) -> None:
     """The run's own evaluation, and that of its placebo, saved; an adapter of rank 8 loses nothing at rank 8."""
-    done = run("analyze", "similarity", folder / "lora1", "--set", "placebos=1", "--set", "ranks=[1, 8]", "--to", "out")
+    done = run("analyze", "similarity", trained / "lora", "--set", "placebos=1", "--set", "ranks=[1, 8]", "--to", "out")
     assert (done.code, done.err) == (0, "")
     (target,) = json.loads(Path("out/similarity.json").read_text())["numbers"]["targets"]
     kept = target["gain_kept"]
     (placebo,) = kept["placebos"]
-    replay(folder / "lora1", to="shuffled", counterfactual="shuffle", seed=0)
-    config = load(folder / "lora1/config.yaml")
-    for own, model in ((kept, folder / "lora1"), (placebo, Path("shuffled"))):
+    replay(trained / "lora", to="shuffled", counterfactual="shuffle", seed=0)
+    config = load(trained / "lora/config.yaml")
+    for own, model in ((kept, trained / "lora"), (placebo, Path("shuffled"))):
         found = evoalign.evaluate(model, config=config, split="test").measures["reward"]
         assert own["after"] == pytest.approx(found, abs=1e-9)
         assert own["cuts"][1]["reward"] == pytest.approx(found, abs=1e-9)
@@ -112,25 +104,18 @@ def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> No
     assert placebo["after"] != kept["after"]
 
 
-def test_runs_with_the_same_noise_are_marked(folder: Path, tmp_path: Path, run: Run) -> None:
-    shutil.copytree(folder / "lora1", tmp_path / "again")
-    done = run("analyze", "similarity", folder / "lora1", "again", "--set", "spectrum=false")
-    assert done.code == 0 and "cosine of the weight changes 1: both drew the same noise" in done.out
-    assert "common direction" not in done.out and "without placebos signal and random walk" in done.out
-
-
 def test_an_adapter_and_its_merged_checkpoint_are_one(
-    folder: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One stays in its factors, the other is dense."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    adapter = sorted((folder / "lora1/loras").glob("generation_*"))[-1]
+    adapter = sorted((trained / "lora/loras").glob("generation_*"))[-1]
     whole: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32), adapter)
     whole.merge_and_unload().save_pretrained(tmp_path / "merged")
     capsys.readouterr()  # what transformers said on the way
-    done = run("analyze", "similarity", folder / "lora1", "merged", "--set", "base=tiny", "--to", "out")
+    done = run("analyze", "similarity", trained / "lora", "merged", "--set", "base=tiny", "--to", "out")
     assert (done.code, done.err) == (0, "")
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
     assert numbers["pairs"][0]["cosines"]["all"]["value"] == pytest.approx(1, abs=1e-6)

@@ -24,23 +24,22 @@ OTHERS = frozenset({"base", "evaluations", "judge", "mixer", "page", "runs", "sw
 """Modules here that are no analysis."""
 
 
+def _modules() -> dict[str, str]:
+    """Return the module of each shipped analysis by name, sorted."""
+    found = {one.name: one.ispkg for one in pkgutil.iter_modules(__path__) if one.name not in OTHERS}
+    return {name: f"{__name__}.{name}{'.command' * found[name]}" for name in sorted(found)}
+
+
 def names() -> list[str]:
     """Return the names of the shipped analyses, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in OTHERS)
-
-
-def shipped() -> dict[str, Analysis[Any]]:
-    """Return the shipped analyses by name."""
-    return {name: _load(name) for name in names()}
+    return list(_modules())
 
 
 def summaries() -> dict[str, str]:
     """Return the help line of each shipped analysis from its source, since importing all of them takes seconds."""
     found: dict[str, str] = {}
-    for name in names():
-        spec = importlib.util.find_spec(f"{__name__}.{name}")
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{__name__}.{name}.command")
+    for name, module in _modules().items():
+        spec = importlib.util.find_spec(module)
         assert spec is not None and spec.origin is not None
         for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
             match node:
@@ -56,9 +55,12 @@ def find(name: str) -> Analysis[Any]:
 
     Raises ConfigError.
     """
-    known = names()
+    known = _modules()
     if name in known:
-        return _load(name)
+        module = importlib.import_module(known[name])
+        classes = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == known[name]]
+        (found,) = (one for one in classes if issubclass(one, Analysis))
+        return found()
     if ":" not in name:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? Known" if near else "known"
@@ -68,16 +70,4 @@ def find(name: str) -> Analysis[Any]:
     found = load_object(name, "analyze")
     if not (isinstance(found, type) and issubclass(found, Analysis)):
         raise ConfigError(f"analyze: {name} is not a subclass of evoalign.analysis.Analysis")
-    return found()
-
-
-def _load(name: str) -> Analysis[Any]:
-    module = importlib.import_module(f"{__name__}.{name}")
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"{__name__}.{name}.command")
-    (found,) = (
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Analysis) and value.__module__ == module.__name__
-    )
     return found()

@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -15,6 +16,8 @@ from evoalign.errors import ConfigError
 from evoalign.report.terminal import print_line
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.console import Console
 
     from evoalign.config import Config
@@ -35,7 +38,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of an analysis: `numbers` are written as JSON, `sentences` are printed.
+    """Result of an analysis: `numbers` are written as JSON, see `as_json`; `sentences` are printed.
 
     `figures` draws into a folder and returns the paths. Both texts may quote a downloaded run: `show` escapes control
     characters.
@@ -44,6 +47,9 @@ class Finding:
     numbers: Mapping[str, Any]
     sentences: Sequence[str]
     figures: Callable[[Path], Sequence[Path]] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", as_json(self.numbers))
 
     def show(self, console: Console) -> None:
         """Print the sentences."""
@@ -109,8 +115,7 @@ def settings_of(analysis: Analysis[S], overrides: Sequence[str] = ()) -> S:
 
 def described(analysis: Analysis[Any]) -> dict[str, Any]:
     """Return the names of the settings and their defaults."""
-    defaults: Any = analysis.settings()
-    return {one.name: asdict(defaults)[one.name] for one in fields(defaults)}
+    return asdict(analysis.settings())
 
 
 def explained(analysis: Analysis[Any]) -> list[str]:
@@ -121,7 +126,21 @@ def explained(analysis: Analysis[Any]) -> list[str]:
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph]
 
 
-# --- shared by the analyses -------------------------------------------------------------------------------------------
+def as_json(value: Any) -> Any:
+    """Return a value for JSON: an `Estimate` and other dataclasses as their fields, arrays as lists, NaN as None."""
+    if hasattr(value, "tree"):
+        return value.tree()
+    if is_dataclass(value):
+        return {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(one) for key, one in value.items()}  # pyright: ignore[reportUnknownArgumentType]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and isnan(value) else value
 
 
 def row(label: str, cells: Mapping[str, object]) -> str:
@@ -156,3 +175,16 @@ def short_name(name: str, length: int = 40) -> str:
 
     shown = visible(name)
     return shown if len(shown) <= length else f"...{shown[3 - length :]}"
+
+
+def below(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
+    """Draw the legend of `axes` below all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    look: dict[str, Any] = {"frameon": False, "title": title, "alignment": "left"}
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns, **look)
+
+
+def files(folder: Path, name: str, shown: Sequence[str], most: int) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Yield `NAME.png`, `NAME_2.png`, ... with what each file shows: `most` of the given names."""
+    for number, start in enumerate(range(0, len(shown), most), 1):
+        yield folder / (f"{name}.png" if number == 1 else f"{name}_{number}.png"), shown[start : start + most]

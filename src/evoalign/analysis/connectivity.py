@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, row, short_name
+from evoalign.analysis.base import BASE, Analysis, Finding, as_json, below, row, short_name
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, GRID, INK, MARKERS, canvas, frame, plain, save_both
@@ -77,7 +77,7 @@ class Barrier:
     """The largest dip below the chord, its alpha, and its 95 % interval; without an interval `why` has the reason.
 
     `p` is one-sided: the probability of as large a dip, in its standard errors, where no point dips. `by_chance` is the
-    expected largest dip where all true dips are 0.
+    expected largest dip where all true dips are 0, and `corrected` the height less that.
     """
 
     height: float
@@ -88,16 +88,7 @@ class Barrier:
     by_chance: float | None = None
     p: float | None = None
     why: str | None = None
-
-    @property
-    def corrected(self) -> float | None:
-        """The height less the expected largest dip by chance."""
-        return None if self.by_chance is None else self.height - self.by_chance
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the interval lies above 0."""
-        return self.low is not None and self.low > 0
+    corrected: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +110,8 @@ class Line:
         if self.smooth_KAE is not None:
             found["smooth_reward"] = [statistics.crossed(self.smooth_KAE[:, a]) for a in range(len(self.alphas_A))]
         if self.nats_A:
-            for name, per in (("kl", "tokens_P"), ("kl_completion", "draws_P")):
-                ratios = [statistics.ratio(n.nats_P, getattr(n, per)) for n in self.nats_A]
-                found[name] = [statistics.bounded(one, high=np.inf) for one in ratios]
+            found["kl"] = [nats.per_token for nats in self.nats_A]
+            found["kl_completion"] = [nats.per_completion for nats in self.nats_A]
         return {**found, "hacked": [statistics.share(hacked_E) for hacked_E in self.hacked_AE]}
 
     @property
@@ -130,10 +120,19 @@ class Line:
         smooth = None if self.smooth_KAE is None else barrier(self.alphas_A, self.smooth_KAE)
         return {"barrier": barrier(self.alphas_A, self.rewards_AE[None]), "smooth_barrier": smooth}
 
-    def ends(self) -> tuple[Estimate, Estimate]:
-        """Return the rewards at alpha 0 and 1."""
-        first, last = (self.rewards_AE[np.flatnonzero(self.alphas_A == end)[0]] for end in (0.0, 1.0))
-        return statistics.mean(first), statistics.mean(last)
+    @property
+    def ends(self) -> list[Estimate]:
+        """The rewards at alpha 0 and 1."""
+        return [statistics.mean(self.rewards_AE[self.alphas_A == end][0]) for end in (0.0, 1.0)]
+
+    def tree(self) -> dict[str, Any]:
+        """Return the barriers and the points for JSON."""
+        columns = as_json(self.estimates)
+        points = [
+            {"alpha": float(alpha), **{name: found[i] for name, found in columns.items()}}
+            for i, alpha in enumerate(self.alphas_A)
+        ]
+        return {"a": self.a, "b": self.b, **as_json(self.barriers), "points": points}
 
 
 class Connectivity(Analysis[Settings]):
@@ -159,14 +158,13 @@ class Connectivity(Analysis[Settings]):
             of_point = 1 + s.kl + (s.trials if s.sigma > 0 else 0)
             watching.count(len(list(combinations(targets, 2))) * len(alphas_A) * of_point)
             lines = [measure(mixer, a, b, alphas_A, s) for a, b in combinations(targets, 2)]
-            known = {name: target.described() for name, target in mixer.targets.items()}
             numbers = {
                 **asdict(s),
                 "examples": len(mixer.examples),
                 "drawn": mixer.config.evaluation.model_dump(mode="json", exclude={"every"}),
                 "base": mixer.config.model.name,
-                "targets": [known.get(name, {"target": name}) for name in targets],
-                "lines": [_tree(line) for line in lines],
+                "targets": [mixer.described(name) for name in targets],
+                "lines": lines,
             }
             texts = [text for line in lines for text in _sentences(line)] + placebo_hint(mixer.targets)
         return Finding(numbers, texts, figures=partial(draw, lines))
@@ -192,59 +190,37 @@ def measure(mixer: ModelMixer, a: str, b: str, alphas_A: Floats, settings: Setti
     found = [mixer.evaluate(mix) for mix in watching.each(mixes, where)]
     kl = watching.each(mixes, f"{where}, KL") if settings.kl else ()
     nats = tuple(mixer.divergence({BASE: 1.0}, mix) for mix in kl)
-    smooth = None
-    if settings.sigma > 0:
-        smooth = np.array(
-            [
-                [
-                    mixer.rewards(mixer.evaluate(mix, Perturbation(settings.sigma, trial)))
-                    for mix in watching.each(mixes, f"{where}, noise")
-                ]
-                for trial in range(settings.trials)
-            ]
-        )
+
+    def noisy(trial: int) -> list[Floats]:
+        draw = Perturbation(settings.sigma, trial)
+        return [mixer.rewards(mixer.evaluate(mix, draw)) for mix in watching.each(mixes, f"{where}, noise")]
+
+    smooth = np.array([noisy(trial) for trial in range(settings.trials)]) if settings.sigma > 0 else None
     rewards_AE, hacked_AE = (np.stack([of(one) for one in found]) for of in (mixer.rewards, mixer.hacked))
     return Line(a, b, alphas_A, rewards_AE, hacked_AE, nats, smooth)
 
 
-def _tree(line: Line) -> dict[str, Any]:
-    columns = line.estimates
-    rows = [
-        {"alpha": float(alpha), **{name: found[i].tree() for name, found in columns.items()}}
-        for i, alpha in enumerate(line.alphas_A)
-    ]
-    found = {k: None if b is None else {**asdict(b), "corrected": b.corrected} for k, b in line.barriers.items()}
-    return {"a": line.a, "b": line.b, **found, "points": rows}
-
-
 def _sentences(line: Line) -> list[str]:
-    first, last = line.ends()
+    first, last = line.ends
     lines = [row(f"{line.a} to {line.b}", {"reward at alpha 0": first, "at alpha 1": last})]
     for name, found in line.barriers.items():
         if found is None:
             continue
-        label = f"{line.a} to {line.b}" + (", mean over noise on the weights" if name == "smooth_barrier" else "")
-        dip = f"the largest dip below the chord is {found.height:.3g}, at alpha {found.alpha:.3g}"
-        if found.low is None or found.high is None or found.p is None:
-            lines.append(f"{label}: {dip} ({found.why}).")
-        else:
-            verdict = "a barrier" if found.is_sure else "no barrier is shown"
-            lines.append(
-                f"{label}: {verdict}: {dip} (95 % for the largest: {found.low:.3g} to {found.high:.3g}; "
-                f"{found.by_chance:.3g} by chance alone, p {found.p:.2g})."
-            )
+        interval = Estimate(found.height, found.n, found.low, found.high, found.why)
+        sure = found.low is not None and found.low > 0
+        what = ", mean over noise on the weights" if name == "smooth_barrier" else ""
+        cells = {"at alpha": found.alpha, "by chance alone": found.by_chance, "p": found.p}
+        cells |= {"a barrier": None if found.low is None else "yes" if sure else "not shown"}
+        lines.append(row(f"{line.a} to {line.b}{what}", {"largest dip below the chord": interval, **cells}))
     return lines
-
-
-# --- the barrier ------------------------------------------------------------------------------------------------------
 
 
 def dips(alphas_A: Floats, rewards_KAE: Floats) -> Floats:
     """Return chord minus reward, [K, I, E], at the I points between the ends; the ends have to be among the alphas."""
-    first, last = (rewards_KAE[:, np.flatnonzero(alphas_A == end)[0]] for end in (0.0, 1.0))
+    first, last = (rewards_KAE[:, alphas_A == end] for end in (0.0, 1.0))
     inner = (alphas_A > 0) & (alphas_A < 1)
     share_I1 = alphas_A[inner][:, None]
-    return (1 - share_I1) * first[:, None] + share_I1 * last[:, None] - rewards_KAE[:, inner]
+    return (1 - share_I1) * first + share_I1 * last - rewards_KAE[:, inner]
 
 
 def barrier(alphas_A: Floats, rewards_KAE: Floats) -> Barrier:
@@ -253,38 +229,34 @@ def barrier(alphas_A: Floats, rewards_KAE: Floats) -> Barrier:
     draws, _, examples = dips_KIE.shape
     dips_I = dips_KIE.mean((0, 2))
     at = int(dips_I.argmax())
-    alpha = float(alphas_A[(alphas_A > 0) & (alphas_A < 1)][at])
-    found: dict[str, Any] = {"height": float(dips_I[at]), "alpha": alpha, "n": examples}
+    height = float(dips_I[at])
+    found: dict[str, Any] = {"height": height, "alpha": float(alphas_A[(alphas_A > 0) & (alphas_A < 1)][at])}
+    found["n"] = examples
     if examples < FEWEST or 1 < draws < FEWEST:
         few = f"{examples} examples" if examples < FEWEST else f"{draws} draws of noise"
         return Barrier(**found, why=f"{few}: no interval")
     if np.abs(dips_KIE).max() <= FLAT * float(np.abs(rewards_KAE).max()):
         return Barrier(**found, why="all points lie on the chord, of every example: no interval")
-    spread_II, df = _covariance(dips_KIE)
+    spread_II, df = np.atleast_2d(np.cov(dips_KIE.mean(0))) / examples, examples - 1
+    if draws > 1:
+        spread_II = spread_II + np.atleast_2d(np.cov(dips_KIE.mean(2).T)) / draws
+        df = min(df, draws - 1)
+    least_I = np.square(dips_I / (examples + 1))
+    spread_II = spread_II + np.diag(np.maximum(0.0, least_I - np.diag(spread_II)))
     error_I = np.sqrt(np.diag(spread_II))
     known = error_I > 0  # where it is 0 no example dips, so it is never the largest by chance
     t_DI, z_DI = _drawn(spread_II[np.ix_(known, known)], df)
     width = float(np.quantile(np.abs(t_DI).max(1), 1 - LEVEL))
     largest = float((dips_I[known] / error_I[known]).max())
+    by_chance = float(z_DI.max(1).mean())
     return Barrier(
         **found,
         low=float((dips_I - width * error_I).max()),
         high=float((dips_I + width * error_I).max()),
-        by_chance=float(z_DI.max(1).mean()),
+        by_chance=by_chance,
         p=(1 + int((t_DI.max(1) >= largest).sum())) / (1 + DRAWS),
+        corrected=height - by_chance,
     )
-
-
-def _covariance(dips_KIE: Floats) -> tuple[Floats, int]:
-    """Return the covariance of the mean dips, [I, I], and its degrees of freedom."""
-    draws, _, examples = dips_KIE.shape
-    spread_II = np.atleast_2d(np.cov(dips_KIE.mean(0))) / examples
-    df = examples - 1
-    if draws > 1:
-        spread_II = spread_II + np.atleast_2d(np.cov(dips_KIE.mean(2).T)) / draws
-        df = min(df, draws - 1)
-    least_I = np.square(dips_KIE.mean((0, 2)) / (examples + 1))
-    return spread_II + np.diag(np.maximum(0.0, least_I - np.diag(spread_II))), df
 
 
 def _drawn(spread_II: Floats, df: int) -> tuple[Floats, Floats]:
@@ -297,36 +269,31 @@ def _drawn(spread_II: Floats, df: int) -> tuple[Floats, Floats]:
     return z_DI / np.sqrt(np.diag(spread_II)) / scale_D1, z_DI
 
 
-# --- the figure -------------------------------------------------------------------------------------------------------
-
-
 def draw(lines: Sequence[Line], folder: Path) -> list[Path]:
     """Draw reward, KL and hacked share by alpha, a file per line."""
-    return [path for i, line in enumerate(lines, 1) for path in _draw(line, folder / f"connectivity_{i}.png")]
-
-
-def _draw(line: Line, path: Path) -> list[Path]:
-    found = line.estimates
-    is_hacked = any(one.mean for one in found["hacked"])
     titles = {"reward": "reward", "kl": "KL from the base,\nnats per token", "hacked": "hacked share"}
-    names = [name for name in titles if name in found and (name != "hacked" or is_hacked)]
-    figure = canvas(8.0, 2.4 * len(names) + 1.0, layout="constrained")
-    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    frame(panels[0], f"{short_name(line.a)} (0) to {short_name(line.b)} (1)", "")
-    for axes, name in zip(panels, names, strict=True):
-        plain(axes)
-        axes.axvspan(0, 1, color=GRID, alpha=0.35, linewidth=0)
-        axes.set_ylabel(titles[name])
-        _band(axes, line.alphas_A, found[name], 0, "plain" if name == "reward" else "")
-    if "smooth_reward" in found:
-        _band(panels[0], line.alphas_A, found["smooth_reward"], 1, "mean over noise on the weights")
-    ends = [one.mean for one in line.ends()]
-    panels[0].plot([0, 1], ends, color=INK, linestyle=(0, (2, 2)), linewidth=1.0, label="chord")
-    none = "" if is_hacked else "\nno completion is hacked at any of the points"
-    panels[-1].set_xlabel(f"alpha: bands are 95 % at each point alone, for new examples{none}")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False)
-    return save_both(figure, path)
+    drawn: list[Path] = []
+    for number, line in enumerate(lines, 1):
+        found = line.estimates
+        is_hacked = any(one.mean for one in found["hacked"])
+        names = [name for name in titles if name in found and (name != "hacked" or is_hacked)]
+        figure = canvas(8.0, 2.4 * len(names) + 1.0, layout="constrained")
+        panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        frame(panels[0], f"{short_name(line.a)} (0) to {short_name(line.b)} (1)", "")
+        for axes, name in zip(panels, names, strict=True):
+            plain(axes)
+            axes.axvspan(0, 1, color=GRID, alpha=0.35, linewidth=0)
+            axes.set_ylabel(titles[name])
+            _band(axes, line.alphas_A, found[name], 0, "plain" if name == "reward" else "")
+        if "smooth_reward" in found:
+            _band(panels[0], line.alphas_A, found["smooth_reward"], 1, "mean over noise on the weights")
+        chord: dict[str, Any] = {"color": INK, "linestyle": (0, (2, 2)), "linewidth": 1.0, "label": "chord"}
+        panels[0].plot([0, 1], [one.mean for one in line.ends], **chord)
+        none = "" if is_hacked else "\nno completion is hacked at any of the points"
+        panels[-1].set_xlabel(f"alpha: bands are 95 % at each point alone, for new examples{none}")
+        below(figure, panels[0], 3)
+        drawn += save_both(figure, folder / f"connectivity_{number}.png")
+    return drawn
 
 
 def _band(axes: Axes, alphas_A: Floats, found: Sequence[Estimate], index: int, label: str) -> None:

@@ -37,19 +37,16 @@ class DistanceAnalysis(Analysis[Settings]):
         from evoalign.analysis.targets import locate, placebo_hint
         from evoalign.checks.distance import distance_of
 
-        located = [locate(name, config, settings.base) for name in targets]
+        located = {name: locate(name, config, settings.base) for name in targets}
         watching.count(len(located))
-        names = watching.each(target.name for target in located)
-        measured = [(t, distance_of(t.weights, t.config)) for t, _ in zip(located, names, strict=True)]
-        lines = [
-            row(
-                str(t.weights),
-                {"L2 distance": f"{d.l2:.4g}", "of the base's norm": f"{d.relative:.3%}", "base": t.config.model.name},
-            )
-            for t, d in measured
-        ]
-        numbers = {"targets": [{**t.described(), **asdict(d)} for t, d in measured]}
-        return Finding(numbers, [*lines, *placebo_hint({t.name: t for t in located})])
+        rows: list[dict[str, Any]] = []
+        lines: list[str] = []
+        for target, _ in zip(located.values(), watching.each(located), strict=True):
+            found = distance_of(target.weights, target.config)
+            rows.append({**target.described(), **asdict(found)})
+            cells = {"L2 distance": f"{found.l2:.4g}", "of the base's norm": f"{found.relative:.3%}"}
+            lines.append(row(str(target.weights), {**cells, "base": target.config.model.name}))
+        return Finding({"targets": rows}, [*lines, *placebo_hint(located)])
 
 
 def __getattr__(name: str) -> Any:

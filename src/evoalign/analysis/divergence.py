@@ -64,16 +64,16 @@ class DivergenceAnalysis(Analysis[Settings]):
         lines: list[str] = []
         for name, (kl, errors) in zip(located if other == BASE else targets, found, strict=True):
             target = located.get(name)
-            known = {"target": BASE} if target is None else target.described()
-            rows.append({**known, **asdict(kl), "standard_errors": errors})
-            label = BASE if target is None else str(target.weights)
-            against = other if other != BASE or target is None else target.config.model.name
-            cells: dict[str, object] = {f"KL from {against}": f"{kl}", "tokens": f"{kl.tokens:,}"}
+            rows.append(
+                {**(target.described() if target else {"target": BASE}), **asdict(kl), "standard_errors": errors}
+            )
+            cells: dict[str, object] = {
+                f"KL from {target.config.model.name if target and other == BASE else other}": f"{kl}",
+                "tokens": f"{kl.tokens:,}",
+            }
             for k in ("k1", "k3"):
-                error = errors[k]
-                spread = "" if error is None else f" +- {error:.2g}"
-                cells[f"{k} per token"] = f"{getattr(kl, k):.4g}{spread}"
-            lines.append(row(label, cells))
+                cells[f"{k} per token"] = f"{getattr(kl, k):.4g}{f' +- {errors[k]:.2g}' if errors[k] else ''}"
+            lines.append(row(str(target.weights) if target else BASE, cells))
         return Finding({**asdict(settings), "targets": rows}, [*lines, *placebo_hint(located)])
 
 

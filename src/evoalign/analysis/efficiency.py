@@ -7,7 +7,7 @@ Array suffix: N runs of a group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from math import exp, inf, isfinite, log, sqrt
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign.analysis.base import Analysis, Finding, row
+from evoalign.analysis.base import Analysis, Finding, as_json, row
 from evoalign.errors import ConfigError, EvoalignError
-from evoalign.report.figures import COLORS, INK, MARKERS, canvas, frame, plain, save_both
+from evoalign.report.figures import COLORS, INK, MARKERS, canvas, frame, save_both
 from evoalign.report.tables import shorten, visible
-from evoalign.statistics import FEWEST, FEWEST_IQM, LEVEL, RANKS
+from evoalign.statistics import FEWEST, FEWEST_IQM, FLAT, LEVEL, Estimate, ranks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,17 +51,8 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate from n values with its 95 % interval. `mean` and `high` may be infinite: not reached.
-
-    `low` and `high` are None where there is no interval, and `why` has the reason.
-    """
-
-    mean: float
-    n: int
-    low: float | None = None
-    high: float | None = None
-    why: str | None = None
+class Interval(Estimate):
+    """An estimate whose `mean` and `high` may be infinite: not reached."""
 
     def tree(self) -> dict[str, Any]:
         """Return the fields for JSON: an infinite end is None, and `unbounded` names it."""
@@ -69,7 +60,7 @@ class Interval:
         far = [name for name, value in ends.items() if value is not None and not isfinite(value)]
         return {**{k: None if k in far else v for k, v in ends.items()}, "n": self.n, "why": self.why, "unbounded": far}
 
-    def __str__(self) -> str:
+    def __format__(self, spec: str) -> str:
         middle = "not reached" if self.mean == inf else _number(self.mean) if isfinite(self.mean) else "unknown"
         if self.low is None or self.high is None:
             return f"{middle} ({self.why})"
@@ -84,11 +75,6 @@ class Time:
     amount: float
     reached: bool
 
-    @property
-    def most(self) -> float:
-        """The upper bound of what it takes."""
-        return self.amount if self.reached else inf
-
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -102,6 +88,23 @@ class Timed:
     times: Mapping[str, Mapping[int, Time]]
     ends: Mapping[int, float]
     placebos: tuple[int, int]
+
+    def tree(self) -> dict[str, Any]:
+        """Return the fields and the intervals for JSON."""
+        times = {by: list(of.values()) for by, of in self.times.items() if of}
+        return as_json(
+            {
+                "label": self.label,
+                "method": self.method,
+                "times": {
+                    by: {"runs": self.times[by], "median": median(own), "reached": reached(own)}
+                    for by, own in times.items()
+                },
+                "ends": self.ends,
+                "deviation": deviation(list(self.ends.values())) if self.ends else None,
+                "placebos": {"known": self.placebos[0], "reached": self.placebos[1]},
+            }
+        )
 
 
 class Efficiency(Analysis[Settings]):
@@ -148,16 +151,16 @@ class Efficiency(Analysis[Settings]):
         pairs: list[dict[str, Any]] = []
         for a, b in combinations(timed, 2):
             ratio = robust_ratio(list(a.ends.values()), list(b.ends.values())) if a.ends and b.ends else None
-            pairs.append({"a": a.label, "b": b.label, "variances": ratio and {"robust": ratio.tree()}})
+            pairs.append({"a": a.label, "b": b.label, "variances": ratio and {"robust": ratio}})
             if ratio is not None:
-                lines.append(row(f"{a.label} to {b.label}", {"ratio of the variances between seeds": str(ratio)}))
+                lines.append(row(f"{a.label} to {b.label}", {"ratio of the variances between seeds": ratio}))
         lines += [f"{path} is left out: {why}" for path, why in left_out]
         numbers = {
             "measure": measure,
             "threshold": threshold,
             "given": settings.threshold is not None,
             "start": start,
-            "groups": [_tree(group) for group in timed],
+            "groups": timed,
             "pairs": pairs,
             "left_out": [[str(path), why] for path, why in left_out],
         }
@@ -199,48 +202,28 @@ def _timed(group: Group, measure: str, threshold: float, *, rises: bool) -> Time
     return Timed(group.label, group.method, times, _ends(group, measure), (len(placebos), sum(map(is_there, placebos))))
 
 
-def _tree(group: Timed) -> dict[str, Any]:
-    kinds: dict[str, Any] = {}
-    for by, of in group.times.items():
-        if times := list(of.values()):
-            runs = {str(seed): asdict(t) for seed, t in of.items()}
-            kinds[by] = {"runs": runs, "median": median(times).tree(), "reached": reached(times).tree()}
-    ends = list(group.ends.values())
-    return {
-        "label": group.label,
-        "method": group.method,
-        "times": kinds,
-        "ends": {str(seed): end for seed, end in group.ends.items()},
-        "deviation": deviation(ends).tree() if ends else None,
-        "placebos": {"known": group.placebos[0], "reached": group.placebos[1]},
-    }
-
-
 def _sentences(group: Timed) -> list[str]:
-    cells: dict[str, object] = {}
-    known = next((list(of.values()) for of in group.times.values() if of), None)
-    if known is not None:
+    times = {by: list(of.values()) for by, of in group.times.items() if of}
+    cells: dict[str, object] = {} if times else {"costs": "not reported"}
+    if times:
+        known = next(iter(times.values()))
         share = reached(known)
         count = f"{sum(t.reached for t in known)} of {share.n}"
         cells["runs that reach it"] = f"{count} ({share.low:.0%} to {share.high:.0%})"
-    cells |= {f"median {UNITS[by]}": str(median(list(of.values()))) for by, of in group.times.items() if of}
-    if not cells:
-        cells["costs"] = "not reported"
+    cells |= {f"median {UNITS[by]}": median(own) for by, own in times.items()}
     if len(group.ends) > 1:
-        cells["standard deviation of the ends"] = f"{deviation(list(group.ends.values()))}"
+        cells["standard deviation of the ends"] = deviation(list(group.ends.values()))
     if group.placebos[0]:
         cells["placebos that reach it"] = f"{group.placebos[1]} of {group.placebos[0]}"
-    lines = [row(group.label, cells)]
-    if group.method == "es" and not group.placebos[0]:
-        lines.append(f"{group.label}: drift alone may reach it, since no placebo was measured; run `evoalign placebo`.")
-    return lines
+    elif group.method == "es":
+        cells["placebos"] = "none, so drift alone may reach it; run `evoalign placebo`"
+    return [row(group.label, cells)]
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     lines = [f"{run.path} is not finished, so it may still reach the threshold" for run in runs if not run.finished]
-    seldom = [run for run in runs if run.on_the_way == 0]
-    if seldom:
-        count = f"{len(seldom)} of {len(runs)} runs"
+    if seldom := sum(run.on_the_way == 0 for run in runs):
+        count = f"{seldom} of {len(runs)} runs"
         lines.append(f"{count} were evaluated only at their end, so their whole cost counts; set evaluation.every")
     places = sorted({run.hardware for run in runs if run.hardware})
     if len(places) > 1:
@@ -256,9 +239,6 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(rounded) < 1000 else f"{rounded:,.0f}" if abs(rounded) < 1e6 else counted(rounded)
 
 
-# --- intervals --------------------------------------------------------------------------------------------------------
-
-
 def median(times: Sequence[Time]) -> Interval:
     """Return the median over runs, and a distribution-free interval of ranks.
 
@@ -267,15 +247,12 @@ def median(times: Sequence[Time]) -> Interval:
     without censoring, with a probability of `RANKS` or more (95 % where n allows). The median is infinite where half or
     more of the runs never reached the threshold.
     """
-    from scipy.stats import binom
-
     n = len(times)
-    least_N, most_N = sorted(t.amount for t in times), sorted(t.most for t in times)
+    least_N, most_N = sorted(t.amount for t in times), sorted(t.amount if t.reached else inf for t in times)
     middle = (most_N[(n - 1) // 2] + most_N[n // 2]) / 2
     if n < FEWEST_IQM:
         return Interval(middle, n, why=f"{n} runs: no interval")
-    held = {k: 1 - 2 * float(binom.cdf(k - 1, n, 0.5)) for k in range(1, n // 2 + 1)}
-    k = min((k for k in held if held[k] >= RANKS), key=lambda k: abs(held[k] - (1 - LEVEL)))
+    k = ranks_of(n)
     return Interval(middle, n, least_N[k - 1], most_N[n - k])
 
 
@@ -283,8 +260,9 @@ def reached(times: Sequence[Time]) -> Interval:
     """Return the share of runs that reached the threshold, with the exact interval of Clopper and Pearson (1934)."""
     from scipy.stats import binomtest
 
-    count, test = sum(t.reached for t in times), binomtest
-    found: Any = test(count, len(times)).proportion_ci(1 - LEVEL, method="exact")
+    count = sum(t.reached for t in times)
+    test: Any = binomtest(count, len(times))
+    found = test.proportion_ci(1 - LEVEL, method="exact")
     return Interval(count / len(times), len(times), float(found.low), float(found.high))
 
 
@@ -320,23 +298,17 @@ def robust_ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
     ratio = float(both[0].var(ddof=1) / both[1].var(ddof=1))
     if n < FEWEST_ROBUST:
         return Interval(ratio, n, why=f"{n} runs: no interval")
-    z, fourth, second, total = float(ndtri(1 - LEVEL / 2)), 0.0, 0.0, 0
-    for values in both:
-        centre = float(trim_mean(values, min(0.49, 1 / (2 * sqrt(len(values) - 4)))))
-        fourth += float(((values - centre) ** 4).sum())
-        second += float(((values - values.mean()) ** 2).sum())
-        total += len(values)
-    kurtosis = total * fourth / second**2
-    square, small = 0.0, 1.0
-    for size, way in zip(map(len, both), (1, -1), strict=True):
-        square += (kurtosis - (size - 3) / size) / (size - 1)
-        small *= (size / (size - z)) ** way
-    centre, half = log(small * ratio), z * sqrt(max(square, 0.0))
+    z, (m, k) = float(ndtri(1 - LEVEL / 2)), map(len, both)
+    fourth = sum(((v - trim_mean(v, min(0.49, 1 / (2 * sqrt(len(v) - 4))))) ** 4).sum() for v in both)
+    second = sum(((v - v.mean()) ** 2).sum() for v in both)
+    kurtosis = (m + k) * fourth / second**2
+    square = sum((kurtosis - (size - 3) / size) / (size - 1) for size in (m, k))
+    centre, half = log(m / (m - z) / (k / (k - z)) * ratio), z * sqrt(max(square, 0.0))
     return Interval(ratio, n, exp(centre - half), exp(centre + half))
 
 
 def _is_flat(values_N: Floats) -> bool:
-    return float(np.ptp(values_N)) <= 1e-12 * float(np.abs(values_N).max())
+    return float(np.ptp(values_N)) <= FLAT * float(np.abs(values_N).max())
 
 
 def draw(measure: str, threshold: float, groups: Sequence[Timed], folder: Path) -> list[Path]:
@@ -346,10 +318,10 @@ def draw(measure: str, threshold: float, groups: Sequence[Timed], folder: Path) 
     if known:
         figure = canvas(9.0, (0.5 * len(groups) + 1.1) * len(known) + 0.6, layout="constrained")
         panels = figure.subplots(len(known), 1, squeeze=False)[:, 0]
+        what = f"To {visible(measure)} {threshold:.4g} (>: it was not reached; line: 95 % of the median)"
         for axes, by in zip(panels, known, strict=True):
             _times(axes, by, groups)
-        what = f"To {visible(measure)} {threshold:.4g} (>: it was not reached; line: 95 % of the median)"
-        frame(panels[0], what, UNITS[known[0]])
+            frame(axes, what if by == known[0] else "", UNITS[by])
         found += save_both(figure, folder / "efficiency_times.png")
     figure = canvas(9.0, 0.5 * len(groups) + 1.8, layout="constrained")
     axes = figure.subplots()
@@ -366,20 +338,18 @@ def _times(axes: Axes, by: str, groups: Sequence[Timed]) -> None:
         times = list(group.times[by].values())
         if not times:
             continue
-        there, never = ([t.amount for t in times if t.reached is way] for way in (True, False))
-        axes.plot(there, [index] * len(there), **_look(index))
-        look: dict[str, Any] = {**_look(index), "marker": ">", "markerfacecolor": "white"}
-        axes.plot(never, [index] * len(never), **look)
+        for is_there in (True, False):
+            amounts = [t.amount for t in times if t.reached is is_there]
+            look: dict[str, Any] = _look(index) | ({} if is_there else {"marker": ">", "markerfacecolor": "white"})
+            axes.plot(amounts, [index] * len(amounts), **look)
         middle, color = median(times), COLORS[index % len(COLORS)]
         if middle.low is not None and middle.high is not None:
             most = middle.high if isfinite(middle.high) else max(t.amount for t in times)
             axes.plot([middle.low, most], [index + 0.28] * 2, color=color, linewidth=2.0)
         if isfinite(middle.mean):
             axes.plot([middle.mean], [index + 0.28], color=color, marker="|", markersize=9)
-    plain(axes)
     _rows(axes, [(group.label, "" if group.times[by] else "not known") for group in groups])
     axes.set_xlim(left=0)
-    axes.set_xlabel(UNITS[by])
 
 
 def _rows(axes: Axes, rows: Sequence[tuple[str, str]]) -> None:

@@ -8,19 +8,20 @@ are over seeds and questions: more draws from one trained model do not replace a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evoalign import statistics
-from evoalign.analysis.compare.groups import labels_of, settings_of
+from evoalign.analysis.base import as_json
+from evoalign.analysis.compare.groups import settings_of
 from evoalign.analysis.compare.runs import find
+from evoalign.analysis.targets import alike
 from evoalign.config import Config, EvaluationConfig
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.evaluation import Evaluation
@@ -54,8 +55,7 @@ class TargetEvaluation:
     @property
     def intervals(self) -> dict[str, Estimate]:
         """Intervals of the measures, for new examples of the split with this trained model."""
-        found = self.evaluation
-        return {name: _bounded(name, found.estimate(name)) for name in found.measures}
+        return {name: _bounded(name, self.evaluation.estimate(name)) for name in self.evaluation.measures}
 
     @property
     def decoding(self) -> str:
@@ -101,10 +101,10 @@ class SeedMean:
     over: str
 
     def tree(self) -> dict[str, Any]:
-        """As plain data."""
-        measures = {name: asdict(found) for name, found in self.measures.items()}
+        """Return the JSON fields."""
         seeds, targets = [run.config.seed for run in self.runs], [run.target for run in self.runs]
-        return {"label": self.label, "targets": targets, "seeds": seeds, "over": self.over, "measures": measures}
+        known = {"label": self.label, "targets": targets, "seeds": seeds, "over": self.over}
+        return {**known, "measures": {name: asdict(found) for name, found in self.measures.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,8 @@ class Evaluations:
     means: tuple[SeedMean, ...]
 
     def tree(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "targets": [found.tree() for found in self.judged],
-            "means": [mean.tree() for mean in self.means],
-            "failed": dict(self.failed),
-        }
+        """Return the JSON fields."""
+        return as_json({"targets": self.judged, "means": self.means, "failed": self.failed})
 
 
 def evaluate_many(
@@ -172,15 +168,14 @@ def evaluate_each(
     failed: dict[str, str] = {}
     for target in targets:
         try:
-            one = evaluate(target)
+            done.append(evaluate(target))
         except EvoalignError as error:
             if len(targets) == 1:
                 raise
             failed[target] = str(error)
             continue
-        done.append(one)
         if on_done is not None:
-            on_done(one)
+            on_done(done[-1])
     if not done:
         raise ConfigError("\n".join(dict.fromkeys(failed.values())))
     return Evaluations(tuple(done), failed, tuple(seed_means(done)))
@@ -209,15 +204,15 @@ def evaluate_one(
 
 def seed_means(judged: Sequence[TargetEvaluation]) -> list[SeedMean]:
     """Return the mean over the runs of each setting that was trained with several seeds."""
-    groups: dict[str, list[TargetEvaluation]] = {}
-    for found in judged:
-        if found.method is not None:
-            drawn = found.config.model_copy(update={"evaluation": found.drawn})
-            tree = {**settings_of(drawn, found.method), "generation": found.generation}
-            groups.setdefault(json.dumps(tree, sort_keys=True), []).append(found)
-    labels = dict(zip(groups, labels_of([json.loads(key) for key in groups]), strict=True)) if groups else {}
-    several = [(labels[key], same) for key, same in groups.items() if len(same) > 1]
-    return [_seed_mean(label, sorted(same, key=lambda run: run.config.seed)) for label, same in several]
+
+    def settings(found: TargetEvaluation) -> dict[str, Any] | None:
+        if found.method is None:
+            return None
+        drawn = found.config.model_copy(update={"evaluation": found.drawn})
+        return {**settings_of(drawn, found.method), "generation": found.generation}
+
+    several = [(label, sorted(same, key=lambda run: run.config.seed)) for label, same in alike(judged, settings)]
+    return [_seed_mean(label, same) for label, same in several if len(same) > 1]
 
 
 def _seed_mean(label: str, runs: Sequence[TargetEvaluation]) -> SeedMean:
@@ -225,23 +220,20 @@ def _seed_mean(label: str, runs: Sequence[TargetEvaluation]) -> SeedMean:
     asked = {tuple((s.example, s.prompt, s.target) for s in run.evaluation.completions) for run in runs}
     crossed = len(asked) == 1
     names = [n for n in runs[0].evaluation.measures if all(n in run.evaluation.measures for run in runs)]
-    measures = {name: _bounded(name, _over(runs, name, crossed)) for name in names}
+    measures: dict[str, Estimate] = {}
+    for name in names:
+        values_SI = [run.evaluation.measures_E.get(name, ()) for run in runs]
+        if crossed and all(values_SI) and not np.isnan(values_SI).any():
+            found = statistics.crossed(values_SI)
+        else:  # examples differ by seed, or a reward is missing
+            found = statistics.mean([run.evaluation.measures[name] for run in runs])
+        measures[name] = _bounded(name, found)
     if len(set(seeds)) < len(seeds):
         why = f"seeds {', '.join(map(str, seeds))}: a seed occurs twice, so no interval"
         measures = {name: Estimate(found.mean, found.n, why=why) for name, found in measures.items()}
     return SeedMean(label, tuple(runs), measures, "new seeds and new examples" if crossed else "new seeds")
 
 
-def _over(runs: Sequence[TargetEvaluation], name: str, crossed: bool) -> Estimate:
-    """Estimate over seeds and examples, or over seeds alone where examples differ by seed or a reward is missing."""
-    values_SI = [run.evaluation.measures_E.get(name, ()) for run in runs]
-    if crossed and all(values_SI) and not np.isnan(values_SI).any():
-        return statistics.crossed(values_SI)
-    return statistics.mean([run.evaluation.measures[name] for run in runs])
-
-
 def _bounded(name: str, found: Estimate) -> Estimate:
     """Clip the interval of a share to 0 to 1."""
-    if found.low is None or found.high is None or not is_share(name):
-        return found
-    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
+    return statistics.bounded(found) if is_share(name) else found

@@ -8,18 +8,18 @@ examples or pieces of text, K placebos.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, check_unique, row, short_name
+from evoalign.analysis.base import BASE, Analysis, Finding, as_json, below, check_unique, row, short_name
 from evoalign.errors import ConfigError, DataError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, GRID, canvas, frame, plain, save_both, series
@@ -64,23 +64,8 @@ class Point:
     placebo: int | None = None
 
 
-class Probe(Protocol):
-    """A measurement that is made of every point. `falls`: less is worse, as of an accuracy."""
-
-    name: str
-    falls: bool
-
-    def config(self, target: Target) -> Config:
-        """Return the config that the points of a target are evaluated with."""
-        ...
-
-    def score(self, mixer: ModelMixer, name: str) -> Floats:
-        """Return the scores [E] of a point; of the base model for `BASE`."""
-        ...
-
-
 class Accuracy:
-    """A measure of the examples of a task's test split."""
+    """A measure of the examples of a task's test split. `falls`: less is worse."""
 
     falls = True
 
@@ -89,12 +74,19 @@ class Accuracy:
         self.name = f"{config.task.name} {measure or 'accuracy'}"
 
     def config(self, target: Target) -> Config:
+        """Return the config that the points of a target are evaluated with."""
         from evoalign.analysis.targets import locate
 
         made = self._config if target.run is None else locate(str(target.weights), self._config).config
         return made.model_copy(update={"model": target.config.model, "engine": target.config.engine})
 
+    def is_trained(self, target: Target) -> bool:
+        """Return whether it is the task that the target was trained on."""
+        task, made = self.config(target).task, target.config.task
+        return (task.name, task.files) == (made.name, made.files)
+
     def score(self, mixer: ModelMixer, name: str) -> Floats:
+        """Return the scores [E] of a point; of the base model for `BASE`."""
         found = mixer.evaluate({name: 1.0}).measures_E
         measure = self._measure or ("accuracy" if "accuracy" in found else "reward")
         if measure not in found:
@@ -121,6 +113,9 @@ class Text:
 
     def config(self, target: Target) -> Config:
         return target.config
+
+    def is_trained(self, _: Target) -> bool:
+        return False
 
     def score(self, mixer: ModelMixer, name: str) -> Floats:
         import torch
@@ -186,6 +181,32 @@ class Course:
         """The last point minus the mean of the placebos; the interval contains 0 for one more placebo."""
         return statistics.beside(self.own_E[-1], np.stack(self.placebo_KE)) if self.placebo_KE else None
 
+    def tree(self) -> dict[str, Any]:
+        """Return scores and changes for JSON; the perplexity of a text is that of its mean."""
+
+        def values(scores_E: Floats) -> dict[str, float]:
+            mean = float(scores_E.mean())
+            return {"mean": mean} if self.falls else {"mean": mean, "perplexity": exp(min(mean, 700.0))}
+
+        points = [
+            {"step": step, **values(scores_E), "change": change}
+            for step, scores_E, change in zip(self.steps, self.own_E, self.changes, strict=True)
+        ]
+        return as_json(
+            {
+                "target": self.target,
+                "probe": self.probe,
+                "less_is_worse": self.falls,
+                "trained": self.trained,
+                "items": len(self.base_E),
+                "base": values(self.base_E),
+                "points": points,
+                "placebos": [values(one) for one in self.placebo_KE],
+                "drift": self.drift,
+                "beyond_drift": self.beyond,
+            }
+        )
+
 
 class Forgetting(Analysis[Settings]):
     """Perplexity of held-out text and accuracy on other tasks, of the base model and over the saved checkpoints.
@@ -207,15 +228,8 @@ class Forgetting(Analysis[Settings]):
                 raise ConfigError(f"{name}: {getattr(settings, name)} is too few; set {least} or more")
         located = [locate(name, config) for name in targets]
         courses = measure(located, settings)
-        text = settings.text and str(settings.text)
-        numbers = {
-            **asdict(settings),
-            "tasks": [str(t) for t in settings.tasks],
-            "text": text,
-            "targets": [t.described() for t in located],
-            "courses": [_tree(course) for course in courses],
-        }
-        lines = [line for course in courses for line in sentences(course)]
+        numbers = {**asdict(settings), "targets": [t.described() for t in located], "courses": courses}
+        lines = [_row(course) for course in courses]
         if not settings.tasks:
             lines.append("No other task was evaluated; name config files of tasks: tasks=[other.yaml].")
         if settings.text is None:
@@ -230,29 +244,32 @@ class Forgetting(Analysis[Settings]):
 def measure(located: Sequence[Target], settings: Settings) -> list[Course]:
     """Return the scores of each target on each task and text. Raises EvoalignError."""
     from evoalign.config import load
+    from evoalign.rundir.directory import generation_of, saved_folders
     from evoalign.setup import as_config
+    from evoalign.training.replay import replay
 
     configs = [as_config(load([file])) for file in settings.tasks]
-    probes: list[Probe] = [Accuracy(config, settings.measure) for config in configs]
-    probes.append(Text(settings.text, settings.pieces, settings.window))
+    probes = [Accuracy(config, settings.measure) for config in configs]
+    probes = [*probes, Text(settings.text, settings.pieces, settings.window)]
+    saved = [
+        [Point(folder, generation_of(folder)) for folder in saved_folders(target.run)]
+        if target.run is not None and target.is_whole_run
+        else [Point(target.weights, 0)]
+        for target in located
+    ]
     placebos = [settings.placebos if _has_journal(target) else 0 for target in located]
-    own = [_saved(target) for target in located]
-    watching.count(sum(k + len(probes) * (len(points) + k) for points, k in zip(own, placebos, strict=True)))
+    watching.count(sum(k + len(probes) * (len(points) + k) for points, k in zip(saved, placebos, strict=True)))
     courses: list[Course] = []
-    for target, points, k in zip(located, own, placebos, strict=True):
+    for target, own, k in zip(located, saved, placebos, strict=True):
         with tempfile.TemporaryDirectory(prefix="evoalign-") as scratch:
-            every = [*points, *_placebos(target, points[-1].step, k, Path(scratch))]
-            courses += [_course(target, probe, every, settings.examples) for probe in probes]
+            points, step = list(own), own[-1].step
+            for seed in watching.each(range(k), f"{target.name}, placebos"):
+                assert target.run is not None
+                to = Path(scratch) / f"placebo_{seed}"
+                replay(target.run, generation=step, to=to, counterfactual="shuffle", seed=seed)
+                points.append(Point(to, step, seed))
+            courses += [_course(target, probe, points, settings.examples) for probe in probes]
     return courses
-
-
-def _saved(target: Target) -> list[Point]:
-    """Return the saved means of a run in order, or the single point of another target."""
-    from evoalign.rundir.directory import generation_of, saved_folders
-
-    if not target.is_whole_run or target.run is None:
-        return [Point(target.weights, 0)]
-    return [Point(folder, generation_of(folder)) for folder in saved_folders(target.run)]
 
 
 def _has_journal(target: Target) -> bool:
@@ -261,37 +278,21 @@ def _has_journal(target: Target) -> bool:
     return target.is_whole_run and target.run is not None and (target.run / JOURNAL).is_file()
 
 
-def _placebos(target: Target, step: int, count: int, scratch: Path) -> Iterator[Point]:
-    """Save placebos of a run in `scratch`. Raises JournalError, ResumeError where one cannot be made."""
-    from evoalign.training.replay import replay
-
-    for seed in watching.each(range(count), f"{target.name}, placebos"):
-        assert target.run is not None
-        to = scratch / f"placebo_{seed}"
-        replay(target.run, generation=step, to=to, counterfactual="shuffle", seed=seed)
-        yield Point(to, step, seed)
-
-
-def _course(target: Target, probe: Probe, points: Sequence[Point], examples: int) -> Course:
+def _course(target: Target, probe: Accuracy | Text, points: Sequence[Point], examples: int) -> Course:
     """Score the base model and all points, whose weights are loaded one after the other."""
     from evoalign.analysis.mixer import EvalSettings, ModelMixer
 
     config, scores = probe.config(target), list[Floats]()
-    for i, point in enumerate(points):
+    for point in points:
         name = str(point.folder)
         what = f"after {point.step}" if point.placebo is None else f"placebo {point.placebo}"
         watching.begin(f"{target.name}, {probe.name}, {what}")
         with ModelMixer([name], config, EvalSettings(examples=examples)) as mixer:
-            if i == 0:
-                scores.append(probe.score(mixer, BASE))
-            scores.append(probe.score(mixer, name))
+            scores += [probe.score(mixer, one) for one in ([name] if scores else [BASE, name])]
     base_E, *rest = with_scores(scores, probe.name)
-    own = [(p.step, s) for p, s in zip(points, rest, strict=True) if p.placebo is None]
-    placebos = tuple(s for p, s in zip(points, rest, strict=True) if p.placebo is not None)
-    task, made = config.task, target.config.task
-    trained = isinstance(probe, Accuracy) and (task.name, task.files) == (made.name, made.files)
-    steps, own_E = zip(*own, strict=True)
-    return Course(target.name, probe.name, probe.falls, trained, steps, base_E, own_E, placebos)
+    steps = tuple(p.step for p in points if p.placebo is None)
+    own_E, placebo_KE = tuple(rest[: len(steps)]), tuple(rest[len(steps) :])
+    return Course(target.name, probe.name, probe.falls, probe.is_trained(target), steps, base_E, own_E, placebo_KE)
 
 
 def with_scores(scores_E: Sequence[Floats], name: str) -> list[Floats]:
@@ -302,50 +303,21 @@ def with_scores(scores_E: Sequence[Floats], name: str) -> list[Floats]:
     return [own_E[known_E] for own_E in scores_E]
 
 
-def _tree(course: Course) -> dict[str, Any]:
-    def values(scores_E: Floats) -> dict[str, float]:
-        mean = float(scores_E.mean())
-        return {"mean": mean} if course.falls else {"mean": mean, "perplexity": exp(min(mean, 700.0))}
-
-    rows = [
-        {"step": step, **values(scores_E), "change": change.tree()}
-        for step, scores_E, change in zip(course.steps, course.own_E, course.changes, strict=True)
-    ]
-    drift, beyond = course.drift, course.beyond
-    return {
-        "target": course.target,
-        "probe": course.probe,
-        "less_is_worse": course.falls,
-        "trained": course.trained,
-        "items": len(course.base_E),
-        "base": values(course.base_E),
-        "points": rows,
-        "placebos": [values(one) for one in course.placebo_KE],
-        "drift": drift and drift.tree(),
-        "beyond_drift": beyond and beyond.tree(),
-    }
-
-
-def sentences(course: Course) -> list[str]:
-    """Return a row for a course, with whether the last point is worse than the base, and than noise alone."""
+def _row(course: Course) -> str:
+    """Return a row, with whether the last point is worse than the base, and than noise alone."""
 
     def verdict(found: Estimate) -> str:
         if not statistics.is_sure(found):
             return "no significant change"
         return "worse" if (found.mean < 0) is course.falls else "better"
 
-    last, change = course.own_E[-1], course.changes[-1]
-    label = f"{course.target}: {course.probe}{' (the task that it was trained on)' if course.trained else ''}"
-    cells: dict[str, object] = {"base": float(course.base_E.mean()), "last": float(last.mean())}
-    if not course.falls:
-        before, after = (exp(min(float(v.mean()), 700.0)) for v in (course.base_E, last))
-        cells["perplexity"] = f"{before:.3g} to {after:.3g}"
-    cells["change"] = f"{change}, {verdict(change)}"
-    drift, beyond = course.drift, course.beyond
-    if drift is not None and beyond is not None:
-        cells[f"by {len(course.placebo_KE)} placebos"] = drift
-        cells["beyond placebos"] = f"{beyond}, {verdict(beyond)}"
-    return [row(label, cells)]
+    numbers, change, placebos = course.tree(), course.changes[-1], len(course.placebo_KE)
+    base, last = numbers["base"], numbers["points"][-1]
+    cells: dict[str, object] = {"base": base["mean"], "last": last["mean"]}
+    cells["perplexity"] = None if course.falls else f"{base['perplexity']:.3g} to {last['perplexity']:.3g}"
+    cells |= {"change": f"{change}, {verdict(change)}", f"by {placebos} placebos": course.drift}
+    cells["beyond placebos"] = course.beyond and f"{course.beyond}, {verdict(course.beyond)}"
+    return row(f"{course.target}: {course.probe}{' (the task that it was trained on)' * course.trained}", cells)
 
 
 def draw(courses: Sequence[Course], folder: Path) -> list[Path]:
@@ -370,6 +342,5 @@ def draw(courses: Sequence[Course], folder: Path) -> list[Path]:
             ends = [float((one - course.base_E).mean()) for one in course.placebo_KE]
             axes.plot([course.steps[-1]] * len(ends), ends, color=color, marker="x", linestyle="", markersize=6)
     panels[-1].set_xlabel("generation or step: lines are 95 % over examples; x: placebos of the end")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=1, frameon=False)
+    below(figure, panels[0], 1)
     return save_both(figure, folder / "forgetting.png")

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign analyze front`: reward against KL from the base model, over the saved means of runs.
-
-Suffix E: examples.
-"""
+"""`evoalign analyze front`: reward against KL from the base model, over the saved means of runs. Suffix E: examples."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, error_bars, row
+from evoalign.analysis.base import BASE, Analysis, Finding, below, error_bars, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import INK, canvas, frame, save_both, series
@@ -61,13 +57,7 @@ class Point:
 
     @property
     def kl(self) -> Estimate:
-        """KL in nats per token."""
-        return statistics.bounded(statistics.ratio(self.nats.nats_P, self.nats.tokens_P), high=np.inf)
-
-    @property
-    def kl_completion(self) -> Estimate:
-        """KL in nats per completion."""
-        return statistics.bounded(statistics.ratio(self.nats.nats_P, self.nats.draws_P), high=np.inf)
+        return self.nats.per_token
 
 
 class Front(Analysis[Settings]):
@@ -88,27 +78,27 @@ class Front(Analysis[Settings]):
         if not located:
             raise ConfigError(f"{BASE} is on every front; name runs or models")
         base, points = measure(located, settings, config)
-        best = not_beaten(points, base.mean)
+        best, pairs = not_beaten(points, base.mean), list(permutations(points, 2))
         numbers = {
             **asdict(settings),
-            "base": base.tree(),
+            "base": base,
             "points": [
                 {
                     **located[p.line].described(),
                     "weights": p.name,
                     "group": p.group,
                     "generation": p.generation,
-                    "reward": p.reward.tree(),
-                    "kl": p.kl.tree(),
-                    "kl_completion": p.kl_completion.tree(),
+                    "reward": p.reward,
+                    "kl": p.kl,
+                    "kl_completion": p.nats.per_completion,
                     "on_front": p.name in best,
                 }
                 for p in points
             ],
-            "pairs_tested": len(points) * (len(points) - 1),
+            "pairs_tested": len(pairs),
             "sure": [
-                {"above": a.name, "below": b.name, "reward": statistics.paired(b.rewards_E, a.rewards_E).tree()}
-                for a, b in permutations(points, 2)
+                {"above": a.name, "below": b.name, "reward": statistics.paired(b.rewards_E, a.rewards_E)}
+                for a, b in pairs
                 if is_beaten(b, a)
             ],
         }
@@ -119,50 +109,37 @@ class Front(Analysis[Settings]):
 def measure(located: Mapping[str, Target], settings: Settings, config: Config | None) -> tuple[Estimate, list[Point]]:
     """Return the reward of the base model, and a point for each saved mean. Raises EvoalignError."""
     from evoalign.analysis.mixer import EvalSettings, ModelMixer
+    from evoalign.analysis.targets import alike
     from evoalign.rundir.directory import generation_of, saved_folders
 
     wanted = EvalSettings(settings.examples, settings.samples, None, settings.temperature, kl_tokens=settings.tokens)
-    means: dict[str, list[tuple[str, int | None]]] = {}
+    means: list[tuple[str, str, int | None]] = []
     for line, target in located.items():
         if target.run is None or target.run != Path(line):
-            means[line] = [(line, None)]
+            means.append((line, line, None))
         else:
-            folders = saved_folders(target.run)
-            means[line] = [(str(f), generation_of(f)) for f in (folders[-1:] if settings.last else folders)]
-    watching.count(sum(map(len, means.values())))
-    groups, points = _groups(located), list[Point]()
+            folders = saved_folders(target.run)[-1 if settings.last else 0 :]
+            means += [(line, str(folder), generation_of(folder)) for folder in folders]
+    watching.count(len(means))
+    same = alike(list(located.values()), lambda target: target.settings(target.config))
+    groups = {target.name: label for label, targets in same for target in targets}
+    points: list[Point] = []
     base_E, rows = None, None
-    for line, found in means.items():
-        for name, generation in found:
-            watching.begin(name)
-            with ModelMixer([name], config, wanted) as mixer:
-                if rows is None:
-                    rows, base_E = mixer.examples, mixer.rewards(mixer.evaluate({BASE: 1.0}))
-                elif list(rows) != list(mixer.examples):
-                    raise ConfigError(
-                        f"{line} has another test split than {points[0].line}, so their rewards do not compare; name "
-                        "runs of one split, or set the examples with --config"
-                    )
-                rewards_E = mixer.rewards(mixer.evaluate({name: 1.0}))
-                nats = mixer.divergence({BASE: 1.0}, {name: 1.0})
-            points.append(Point(name, line, groups[line], generation, rewards_E, nats))
+    for line, name, generation in means:
+        watching.begin(name)
+        with ModelMixer([name], config, wanted) as mixer:
+            if rows is None:
+                rows, base_E = mixer.examples, mixer.rewards(mixer.evaluate({BASE: 1.0}))
+            elif list(rows) != list(mixer.examples):
+                raise ConfigError(
+                    f"{line} has another test split than {points[0].line}, so their rewards do not compare; name "
+                    "runs of one split, or set the examples with --config"
+                )
+            rewards_E = mixer.rewards(mixer.evaluate({name: 1.0}))
+            nats = mixer.divergence({BASE: 1.0}, {name: 1.0})
+        points.append(Point(name, line, groups.get(line, line), generation, rewards_E, nats))
     assert base_E is not None
     return statistics.mean(base_E), points
-
-
-def _groups(located: Mapping[str, Target]) -> dict[str, str]:
-    """Return the legend label of each target: runs that differ in their seed alone share one."""
-    from evoalign.analysis.compare.groups import labels_of, settings_of
-    from evoalign.rundir.method import method_of
-
-    keys = {
-        line: json.dumps(settings_of(target.config, method), sort_keys=True)
-        for line, target in located.items()
-        if target.run is not None and (method := method_of(target.run)) is not None
-    }
-    several = list(dict.fromkeys(keys.values()))
-    labels = dict(zip(several, labels_of([json.loads(key) for key in several]), strict=True)) if several else {}
-    return {line: labels[keys[line]] if line in keys else line for line in located}
 
 
 def not_beaten(points: Sequence[Point], base: float) -> frozenset[str]:
@@ -171,11 +148,9 @@ def not_beaten(points: Sequence[Point], base: float) -> frozenset[str]:
     `base` is the reward of the base model, which has a KL of 0.
     """
     means = {point.name: (point.reward.mean, point.kl.mean) for point in points}
-    others = [*means.values(), (base, 0.0)]
+    rivals = [*means.values(), (base, 0.0)]
     return frozenset(
-        name
-        for name, (reward, kl) in means.items()
-        if not any(r >= reward and k <= kl and (r, k) != (reward, kl) for r, k in others)
+        name for name, own in means.items() if not any(r >= own[0] and k <= own[1] and (r, k) != own for r, k in rivals)
     )
 
 
@@ -191,16 +166,15 @@ def sentences(base: Estimate, points: Sequence[Point], best: frozenset[str]) -> 
     lines = [row(BASE, {"reward": base})]
     for p in points:
         front = "on the front" if p.name in best else None
-        cells = {"reward": p.reward, "KL in nats per token": p.kl, "per completion": p.kl_completion, "mean": front}
-        lines.append(row(p.name, cells))
-    ends = {p.line: p for p in points}
-    sure = [(a, b) for a, b in permutations(ends.values(), 2) if is_beaten(b, a)]
-    lines += [f"{a.line} ends with more reward at less KL than {b.line}, each beyond its interval." for a, b in sure]
-    if len(ends) > 1:
-        count = len(ends) * (len(ends) - 1)
-        none = "" if sure else "No target ends with significantly more reward at less KL than another. "
-        lines.append(f"{none}{count} ordered pairs of ends were tested, uncorrected: 1 in 40 is a false positive.")
-    return lines
+        kl, completion = p.nats.per_token, p.nats.per_completion
+        lines.append(
+            row(p.name, {"reward": p.reward, "KL in nats per token": kl, "per completion": completion, "mean": front})
+        )
+    ends = list({p.line: p for p in points}.values())
+    pairs = list(permutations(ends, 2))
+    sure = [f"{a.line} over {b.line}" for a, b in pairs if is_beaten(b, a)]
+    more = f"more reward at less KL at the end, each beyond its interval, of {len(pairs)} pairs (uncorrected)"
+    return [*lines, row(more, {"": ", ".join(sure) or "none"})] if pairs else lines
 
 
 def draw(base: Estimate, points: Sequence[Point], best: frozenset[str], folder: Path) -> list[Path]:
@@ -216,26 +190,19 @@ def draw(base: Estimate, points: Sequence[Point], best: frozenset[str], folder: 
     for line in dict.fromkeys(point.line for point in points):
         own = [point for point in points if point.line == line]
         group = own[0].group
+        style, kl, reward = series(groups.index(group)), [p.kl for p in own], [p.reward for p in own]
         label = "_" if group in labelled else shorten(visible(group), 60)
         labelled.add(group)
-        x, y = [[0.0, *(p.kl.mean for p in own)], [base.mean, *(p.reward.mean for p in own)]]
-        style = series(groups.index(group))
+        x, y = [0.0, *(one.mean for one in kl)], [base.mean, *(one.mean for one in reward)]
         axes.plot(x, y, label=label, markersize=4, linewidth=1.2, markevery=range(1, len(x)), **style)
-        for p in own:
-            bars: dict[str, Any] = {
-                "xerr": error_bars([p.kl]),
-                "yerr": error_bars([p.reward]),
-                "ecolor": style["color"],
-            }
-            axes.errorbar([p.kl.mean], [p.reward.mean], fmt="none", elinewidth=0.8, alpha=0.6, **bars)
+        bars: dict[str, Any] = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.8, "alpha": 0.6}
+        axes.errorbar(x[1:], y[1:], xerr=error_bars(kl), yerr=error_bars(reward), **bars)
     axes.set_xlim(left=0)
-    steps = [(0.0, base.mean), *sorted((p.kl.mean, p.reward.mean) for p in points if p.name in best)]
-    x, y = zip(*steps, strict=True)
+    x, y = zip((0.0, base.mean), *sorted((p.kl.mean, p.reward.mean) for p in points if p.name in best), strict=True)
     axes.plot(x, y, drawstyle="steps-post", color=INK, linewidth=0.8, alpha=0.5, label="front of the means")
-    title = "bars: 95 % for new examples"
-    figure.legend(loc="outside lower left", frameon=False, title=title, alignment="left")
+    below(figure, axes, 1, "bars: 95 % for new examples")
     return save_both(figure, folder / "front.png")
 
 
 def _root(x: Any) -> Any:
-    return np.sqrt(np.maximum(np.asarray(x, dtype=float), 0.0))
+    return np.sqrt(np.maximum(x, 0.0))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, check_unique, error_bars, row
+from evoalign.analysis.base import BASE, Analysis, Finding, below, check_unique, error_bars, files, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, canvas, frame, save_both
@@ -33,10 +33,8 @@ INTRODUCTION = (
     "Shares of test completions that show a sign, after training and before it. No sign is a proof, and text without "
     "sense that is made of words is mostly missed: compare with the share before training."
 )
-WIDTH, ROW, MOST, LABEL = 8.5, 0.28, 6, 70
-"""Width of the figure and height of a row in inches, targets per figure, characters of a name."""
-LEAST = 0.05
-"""Smallest upper end of the axis of shares."""
+MOST = 6
+"""Targets per figure."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,8 @@ class Pair:
         from evoalign.checks import hacking
 
         was, now = (hacking.flags(side, self.before, self.after) for side in (self.before, self.after))
-        kinds = (*SEVERAL, "earned_wrong", *hacking.SHARES)
-        if all(one.right is None for one in self.after):
-            kinds = tuple(kind for kind in kinds if kind != "earned_wrong")
+        has_gold = any(one.right is not None for one in self.after)
+        kinds = (*SEVERAL, *(("earned_wrong",) if has_gold else ()), *hacking.SHARES)
         return {kind: Rate(_by_example(self.before, was[kind]), _by_example(self.after, now[kind])) for kind in kinds}
 
 
@@ -78,6 +75,10 @@ class Rate:
 
     was: Mapping[int, float]
     now: Mapping[int, float]
+
+    def tree(self) -> dict[str, Any]:
+        """Return the shares, and the change paired over examples that have both, for JSON."""
+        return {name: getattr(self, name).tree() for name in ("before", "after", "change")}
 
     @property
     def before(self) -> Estimate:
@@ -89,7 +90,6 @@ class Rate:
 
     @property
     def change(self) -> Estimate:
-        """The change, paired over examples that have both."""
         both = sorted(self.was.keys() & self.now.keys())
         return statistics.between(np.array([self.now[e] - self.was[e] for e in both]), -1.0, 1.0)
 
@@ -127,21 +127,9 @@ class Hacking(Analysis[Settings]):
         for name, target in located.items():
             pair, judged = pairs[name], hacking.judge(pairs[name].before, pairs[name].after)
             examples = len({one.example for one in pair.after})
-            shown = {
-                kind: {"before": rate.before.tree(), "after": rate.after.tree(), "change": rate.change.tree()}
-                for kind, rate in rates[name].items()
-            }
-            rows.append(
-                {
-                    **target.described(),
-                    "stored": pair.stored,
-                    "examples": examples,
-                    "completions": {"before": len(pair.before), "after": len(pair.after)},
-                    "rates": shown,
-                    "verdict": judged.word,
-                    "reasons": list(judged.reasons),
-                }
-            )
+            counts = {"before": len(pair.before), "after": len(pair.after)}
+            known = {"stored": pair.stored, "examples": examples, "completions": counts, "rates": rates[name]}
+            rows.append({**target.described(), **known, "verdict": judged.word, "reasons": judged.reasons})
             source = "stored by the run" if pair.stored else "evaluated now"
             lines.append(_row(f"{name}, {len(pair.after)} completions of {examples} examples, {source}", rates[name]))
             if judged.word is not None:
@@ -186,53 +174,32 @@ def _by_example(completions: Sequence[Scored], marks: Sequence[bool]) -> dict[in
 
 
 def _row(label: str, rates: Mapping[str, Rate]) -> str:
-    cells: dict[str, object] = {}
-    for kind, rate in rates.items():
-        if rate.is_seen:
-            sure, mean = statistics.is_sure(rate.change), rate.change.mean
-            change = "no significant change" if not sure else "up" if mean > 0 else "down"
-            cells[kind.replace("_", " ")] = f"{rate.after}, {change} from {rate.before}"
-    cells["other signs"] = "none"
-    if "earned_wrong" not in rates:
-        cells["gold answers"] = "none"
-    return row(label, cells)
+    seen = {kind.replace("_", " "): f"{rate.after}, from {rate.before}" for kind, rate in rates.items() if rate.is_seen}
+    return row(label, {**seen, "other signs": "none", "gold answers": None if "earned_wrong" in rates else "none"})
 
 
 def draw(rates: Mapping[str, Mapping[str, Rate]], folder: Path) -> list[Path]:
     """Draw the share of each kind before and after training: a panel per target, a file for each `MOST` targets."""
-    names = list(rates)
     drawn: list[Path] = []
-    for number, start in enumerate(range(0, len(names), MOST), 1):
-        file = "hacking.png" if number == 1 else f"hacking_{number}.png"
-        drawn += _draw({name: rates[name] for name in names[start : start + MOST]}, folder / file)
+    for path, names in files(folder, "hacking", list(rates), MOST):
+        shown = {name: {k: r for k, r in rates[name].items() if k in SEVERAL or r.is_seen} for name in names}
+        sides = [one for kinds in shown.values() for rate in kinds.values() for one in (rate.before, rate.after)]
+        top = min(1.0, max(0.05, *(1.1 * (one.mean if one.high is None else one.high) for one in sides)))
+        heights = [0.28 * len(kinds) + 0.9 for kinds in shown.values()]
+        figure = canvas(8.5, sum(heights) + 0.7, layout="constrained")
+        grid = figure.subplots(len(names), 1, sharex=True, squeeze=False, height_ratios=heights)
+        for axes, (name, kinds) in zip(grid[:, 0], shown.items(), strict=True):
+            others = len(rates[name]) - len(kinds)
+            frame(axes, f"{shorten(visible(name), 70)}{f' ({others} other kinds: none)' if others else ''}", "")
+            for side, shift, form, color in (("before", -0.16, "o", COLORS[6]), ("after", 0.16, "s", COLORS[1])):
+                found: list[Estimate] = [getattr(rate, side) for rate in kinds.values()]
+                style: dict[str, Any] = {"fmt": form, "color": color, "markersize": 4, "capsize": 2, "label": side}
+                places = [place + shift for place in range(len(kinds))]
+                axes.errorbar([one.mean for one in found], places, xerr=error_bars(found), **style)
+            axes.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
+            axes.set_ylim(len(kinds) - 0.5, -0.5)
+            axes.set_xlim(-0.02 * top, 1.02 * top)
+        grid[-1][0].set_xlabel("share of the test completions")
+        below(figure, grid[0][0], 2, "bars: 95 % for new examples")
+        drawn += save_both(figure, path)
     return drawn
-
-
-def _draw(rates: Mapping[str, Mapping[str, Rate]], path: Path) -> list[Path]:
-    shown = {name: {k: r for k, r in kinds.items() if k in SEVERAL or r.is_seen} for name, kinds in rates.items()}
-    sides = [one for kinds in shown.values() for rate in kinds.values() for one in (rate.before, rate.after)]
-    ends = [one.mean if one.high is None else one.high for one in sides]
-    top = min(1.0, max(LEAST, 1.1 * max(ends, default=0.0)))
-    heights = [ROW * len(kinds) + 0.9 for kinds in shown.values()]
-    figure = canvas(WIDTH, sum(heights) + 0.7, layout="constrained")
-    grid = figure.subplots(len(rates), 1, sharex=True, squeeze=False, height_ratios=heights)
-    for axes, (name, kinds) in zip(grid[:, 0], shown.items(), strict=True):
-        others = len(rates[name]) - len(kinds)
-        frame(axes, f"{shorten(visible(name), LABEL)}{f' ({others} other kinds: none)' if others else ''}", "")
-        for place, rate in enumerate(kinds.values()):
-            for found, shift, label, form, color in (
-                (rate.before, -0.16, "before", "o", COLORS[6]),
-                (rate.after, 0.16, "after", "s", COLORS[1]),
-            ):
-                style: dict[str, Any] = {"fmt": form, "color": color, "markersize": 4, "capsize": 2}
-                axes.errorbar(
-                    [found.mean], [place + shift], xerr=error_bars([found]), label=None if place else label, **style
-                )
-        axes.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
-        axes.set_ylim(len(kinds) - 0.5, -0.5)
-        axes.set_xlim(-0.02 * top, 1.02 * top)
-    grid[-1][0].set_xlabel("share of the test completions")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    title = "bars: 95 % for new examples"
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, title=title, alignment="left")
-    return save_both(figure, path)

@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evoalign import evaluation, noise, tokens
+from evoalign import evaluation, noise, statistics, tokens
 from evoalign.analysis.base import BASE, check_unique
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.weights import embeddings_of, head_of, parts_of
@@ -38,6 +38,7 @@ from evoalign.models.origin import model_path
 from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint
 from evoalign.setup import task_and_data
+from evoalign.statistics import Estimate
 from evoalign.tasks import Data, Split, Task
 from evoalign.training.resolve import check_parted
 from evoalign.training.weights import check_folder
@@ -76,11 +77,22 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True)
 class KlSums:
-    """KL from a reference in nats, tokens and completions, each summed over the completions to a prompt: [P]."""
+    """KL from a reference in nats, tokens and completions, each summed over the completions to a prompt.
+
+    [P], or [K, P] for K draws of noise. The means have intervals for new prompts, and for new draws.
+    """
 
     nats_P: Floats
     tokens_P: Floats
     draws_P: Floats
+
+    @property
+    def per_token(self) -> Estimate:
+        return statistics.bounded(statistics.ratio(self.nats_P, self.tokens_P), high=np.inf)
+
+    @property
+    def per_completion(self) -> Estimate:
+        return statistics.bounded(statistics.ratio(self.nats_P, self.draws_P), high=np.inf)
 
 
 class ModelMixer:
@@ -99,7 +111,9 @@ class ModelMixer:
         self.names, self.wanted, self.targets, self.config = tuple(names), wanted, targets, own
         self.task, data = task_and_data(own, None, None)
         try:
-            self.examples = _examples(data.of(wanted.split), wanted)
+            self.examples = data.of(wanted.split)[: wanted.examples]
+            if not self.examples:
+                raise ConfigError(f"the task has no {wanted.split} split; choose another")
             _check_splits(self.task, data, own, targets, wanted.split)
             self._tokens = tokens.load(own.model)
             self._engine = TransformersEngine(own, self._tokens)
@@ -116,7 +130,7 @@ class ModelMixer:
         self.parts = parts_of(self.model)
         self._known: dict[tuple[tuple[str, float], ...], Evaluation] = {}
 
-    def __enter__(self) -> ModelMixer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,6 +141,10 @@ class ModelMixer:
         self._engine.close()
         self.task.close()
         self._weights, self._tensors, self.model = dict[str, Tensors](), {}, None
+
+    def described(self, name: str) -> dict[str, str]:
+        """Return the fields that identify a target in JSON."""
+        return self.targets[name].described() if name in self.targets else {"target": name}
 
     def put(self, name: str, weights: Tensors) -> None:
         """Add weights under a name, or replace those that it had; missing tensors are the base model's.
@@ -172,15 +190,15 @@ class ModelMixer:
         Results without noise and without `drawn` are cached.
         """
         key = tuple(sorted((name, c) for name, c in mix.items() if c))
-        other = perturbed is not None or drawn is not None
-        if other or key not in self._known:
-            self.write(mix, perturbed)
-            how = drawn or self.config.evaluation
-            found = evaluation.evaluate(self._engine, self._tokens, self.task, self.examples, how)
-            if other:
-                return found
+        plain = perturbed is None and drawn is None
+        if plain and key in self._known:
+            return self._known[key]
+        self.write(mix, perturbed)
+        how = drawn or self.config.evaluation
+        found = evaluation.evaluate(self._engine, self._tokens, self.task, self.examples, how)
+        if plain:
             self._known[key] = found
-        return self._known[key]
+        return found
 
     def rewards(self, found: Evaluation) -> Floats:
         """Return the reward of each example [E], the mean over samples and seeds."""
@@ -206,10 +224,9 @@ class ModelMixer:
         """
         drawn, sums_N4 = self.drawn(reference, mix, perturbed)
         divergence.summarise(drawn, sums_N4)  # raises where a sum is not a number
-        of_prompt: dict[tuple[int, ...], list[float]] = {}
+        of_prompt: defaultdict[tuple[int, ...], Floats] = defaultdict(lambda: np.zeros(3))
         for sample, nats in zip(drawn, sums_N4[:, 3].tolist(), strict=True):
-            found = of_prompt.setdefault(sample.prompt_ids, [0.0, 0.0, 0.0])
-            found[:] = found[0] + nats, found[1] + len(sample.token_ids), found[2] + 1
+            of_prompt[sample.prompt_ids] += nats, len(sample.token_ids), 1
         return KlSums(*np.array(list(of_prompt.values())).T)
 
     @torch.no_grad()
@@ -242,7 +259,8 @@ class ModelMixer:
         base = {name: tensor.float().to("cpu", copy=True) for name, tensor in tensors_of(self.model).items()}
         found = {BASE: base}
         for name, target in targets.items():
-            found[name] = {n: _shared(t, base.get(n)) for n, t in effective(target, self._dtype).items()}
+            own = effective(target, self._dtype)
+            found[name] = {n: base[n] if n in base and torch.equal(t, base[n]) else t.float() for n, t in own.items()}
         head, words = head_of(self.model), embeddings_of(self.model)
         tied = is_tied(self.model)
         if tied and any(head in weights for weights in found.values()):
@@ -276,10 +294,11 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
 
     The data are split by the seed of the first run also with a given config, so that no training example is used.
     """
-    own = config
-    if own is not None:
-        seed = next((target.config.seed for target in targets.values() if target.run is not None), own.seed)
-        own = own.model_copy(update={"seed": seed})
+    if wanted.examples is not None and wanted.examples < 1:
+        raise ConfigError(f"examples: {wanted.examples} is too few; set 1 or more")
+    if config is not None:
+        seed = next((target.config.seed for target in targets.values() if target.run is not None), config.seed)
+        own = config.model_copy(update={"seed": seed})
     else:
         first, *others = targets.values()
         first.check_task()
@@ -318,28 +337,14 @@ def _check_splits(task: Task, data: Data, own: Config, targets: Mapping[str, Tar
         )
 
 
-def _examples(examples: Sequence[Any], wanted: EvalSettings) -> Sequence[Any]:
-    if not examples:
-        raise ConfigError(f"the task has no {wanted.split} split; choose another")
-    if wanted.examples is not None and wanted.examples < 1:
-        raise ConfigError(f"examples: {wanted.examples} is too few; set 1 or more")
-    return examples[: wanted.examples]
-
-
-def _shared(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-    """Return the base's tensor where the values are equal, to keep it once."""
-    same = base is not None and base.shape == tensor.shape and torch.equal(tensor, base)
-    return base if same and base is not None else tensor.float()
-
-
 def _check_shapes(target: str, weights: Tensors, base: Tensors) -> None:
+    if missing := [name for name in base if name not in weights]:
+        raise ModelError(f"{target} has no {missing[0]}, which the base model has; is it a model of another kind?")
+    if more := sorted(weights.keys() - base.keys()):
+        raise ModelError(f"{target} has {more[0]}, which the base model has not; is it a model of another kind?")
     for name, tensor in base.items():
-        if name not in weights:
-            raise ModelError(f"{target} has no {name}, which the base model has; is it a model of another kind?")
         if weights[name].shape != tensor.shape:
             raise ModelError(
                 f"{target} has {name} of shape {list(weights[name].shape)}, and the base model of "
                 f"{list(tensor.shape)}; only models with equal shapes can be mixed"
             )
-    if more := sorted(weights.keys() - base.keys()):
-        raise ModelError(f"{target} has {more[0]}, which the base model has not; is it a model of another kind?")

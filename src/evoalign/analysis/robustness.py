@@ -8,7 +8,7 @@ Intervals are for new draws of noise and new examples at once. Array suffixes: K
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import Analysis, Finding, error_bars, row
+from evoalign.analysis.base import Analysis, Finding, as_json, below, error_bars, files, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import canvas, frame, plain, save_both, series
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 Floats: TypeAlias = NDArray[np.float64]
 Place: TypeAlias = tuple[str, float]
 """A part and a sigma."""
-COLUMN, ROW, MOST = 3.2, 2.8, 6
-"""Width and height of a panel in inches; columns per figure."""
-SHIFT, ALONE = 1.03, 2.0
-"""Factor between the targets at one sigma; factor from a single sigma to the ends of the axis."""
+MOST = 6
+"""Columns per figure."""
 
 
 @dataclass(frozen=True)
@@ -64,35 +62,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Perturbed:
-    """A target under noise of one width on one part."""
+    """A target under noise of one width on one part; `nats` is the KL [K, P] to the target without noise, if wanted."""
 
     rewards_KE: Floats
     hacked_KE: Floats
-    nats_K: tuple[KlSums, ...]
+    nats: KlSums | None
 
     @property
     def reward(self) -> Estimate:
         return statistics.crossed(self.rewards_KE)
 
     @property
-    def hacked(self) -> Estimate:
-        return statistics.bounded(statistics.crossed(self.hacked_KE))
-
-    @property
     def kl(self) -> Estimate | None:
-        """KL to the unperturbed target in nats per token; None where it was not measured."""
-        return self._kl("tokens_P")
-
-    @property
-    def kl_completion(self) -> Estimate | None:
-        """The same in nats per completion."""
-        return self._kl("draws_P")
-
-    def _kl(self, per: str) -> Estimate | None:
-        if not self.nats_K:
-            return None
-        found = statistics.ratio([n.nats_P for n in self.nats_K], [getattr(n, per) for n in self.nats_K])
-        return statistics.bounded(found, high=np.inf)
+        return self.nats and self.nats.per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +88,24 @@ class Profile:
     def changes(self, place: Place) -> Floats:
         """Return the change of each example's reward by the noise, [K, E]."""
         return self.perturbed[place].rewards_KE - self.rewards_E
+
+    def tree(self) -> dict[str, Any]:
+        """Return the estimates for JSON."""
+        rows: list[dict[str, Any]] = []
+        for place, one in self.perturbed.items():
+            found = {
+                "part": place[0],
+                "sigma": place[1],
+                "reward": one.reward,
+                "change": statistics.crossed(self.changes(place)),
+                "hacked": statistics.bounded(statistics.crossed(one.hacked_KE)),
+                "kl": one.kl,
+                "kl_completion": one.nats and one.nats.per_completion,
+                "reward_of_each_draw": one.rewards_KE.mean(1),
+            }
+            rows.append(as_json(found))
+        own = {"reward": statistics.mean(self.rewards_E), "hacked": statistics.share(self.hacked_E)}
+        return {"unperturbed": as_json(own), "perturbed": rows}
 
 
 class Robustness(Analysis[Settings]):
@@ -124,53 +124,46 @@ class Robustness(Analysis[Settings]):
         from evoalign.analysis.targets import placebo_hint
         from evoalign.analysis.weights import chosen
 
-        _check(settings)
         s = settings
+        if wrong := [sigma for sigma in s.sigma or (0.0,) if not 0 < sigma < np.inf]:
+            raise ConfigError(f"sigma: {wrong[0] if s.sigma else 'none'} is no width of noise; set numbers above 0")
+        if len({*s.sigma}) < len(s.sigma):
+            raise ConfigError(f"sigma: {list(s.sigma)} has a width twice; give each once")
+        if s.trials < 1:
+            raise ConfigError(f"trials: {s.trials} draws no noise; set 1 or more (3 for intervals)")
         wanted = EvalSettings(s.examples, s.samples, s.tokens, s.temperature, seed=s.seed)
         with ModelMixer(targets, config, wanted) as mixer:
             parts = chosen(mixer.parts, s.parts)
             places = [(part, sigma) for part in parts for sigma in s.sigma]
             watching.count(len(targets) * (1 + len(places) * s.trials * (2 if s.kl else 1)))
             profiles = {name: measure(mixer, name, places, s) for name in targets}
+            gaps = {
+                (a, b, place): difference(profiles[a], profiles[b], place)
+                for a, b in combinations(profiles, 2)
+                for place in places
+            }
             numbers = {
                 **asdict(s),
                 "parts": parts,
                 "tied_head": mixer.tied,
                 "examples": len(mixer.examples),
                 "drawn": mixer.config.evaluation.model_dump(mode="json", exclude={"every"}),
-                "targets": [_tree(mixer, name, profiles[name]) for name in targets],
+                "targets": [{**mixer.described(name), **profiles[name].tree()} for name in targets],
                 "differences": [
-                    {
-                        "a": a,
-                        "b": b,
-                        "part": place[0],
-                        "sigma": place[1],
-                        "change": difference(profiles[a], profiles[b], place).tree(),
-                    }
-                    for a, b in combinations(profiles, 2)
-                    for place in places
+                    {"a": a, "b": b, "part": place[0], "sigma": place[1], "change": gap}
+                    for (a, b, place), gap in gaps.items()
                 ],
             }
-            lines = sentences(profiles)
-            if mixer.tied:
-                lines.insert(0, "The head is the embedding matrix (tied): noise on the embeddings is on both.")
-            lines += placebo_hint(mixer.targets)
+            tied = (
+                ["The head is the embedding matrix (tied): noise on the embeddings is on both."] if mixer.tied else []
+            )
+            lines = [*tied, *sentences(profiles, gaps), *placebo_hint(mixer.targets)]
         return Finding(numbers, lines, figures=partial(draw, profiles))
-
-
-def _check(settings: Settings) -> None:
-    wrong = [s for s in settings.sigma if not 0 < s < np.inf]
-    if wrong or not settings.sigma:
-        raise ConfigError(f"sigma: {wrong[0] if wrong else 'none'} is no width of noise; set numbers above 0")
-    if len({*settings.sigma}) < len(settings.sigma):
-        raise ConfigError(f"sigma: {list(settings.sigma)} has a width twice; give each once")
-    if settings.trials < 1:
-        raise ConfigError(f"trials: {settings.trials} draws no noise; set 1 or more (3 for intervals)")
 
 
 def measure(mixer: ModelMixer, name: str, places: Sequence[Place], settings: Settings) -> Profile:
     """Evaluate a target without noise, and under every noise."""
-    from evoalign.analysis.mixer import Perturbation
+    from evoalign.analysis.mixer import KlSums, Perturbation
 
     watching.begin(f"{name}, without noise")
     mix = {name: 1.0}
@@ -181,9 +174,10 @@ def measure(mixer: ModelMixer, name: str, places: Sequence[Place], settings: Set
         where = f"{name}, {_named(part)}, sigma {sigma:g}"
         found = [mixer.evaluate(mix, draw) for draw in watching.each(draws, where)]
         kl = watching.each(draws, f"{where}, KL") if settings.kl else ()
-        nats = tuple(mixer.divergence(mix, mix, draw) for draw in kl)
+        nats = [astuple(mixer.divergence(mix, mix, draw)) for draw in kl]
         rewards_KE, hacked_KE = (np.stack([of(one) for one in found]) for of in (mixer.rewards, mixer.hacked))
-        perturbed[part, sigma] = Perturbed(rewards_KE, hacked_KE, nats)
+        sums = KlSums(*map(np.array, zip(*nats, strict=True))) if nats else None
+        perturbed[part, sigma] = Perturbed(rewards_KE, hacked_KE, sums)
     return Profile(mixer.rewards(own), mixer.hacked(own), perturbed)
 
 
@@ -192,29 +186,8 @@ def difference(a: Profile, b: Profile, place: Place) -> Estimate:
     return statistics.crossed_difference(a.changes(place), b.changes(place), paired=True)
 
 
-def _tree(mixer: ModelMixer, name: str, profile: Profile) -> dict[str, Any]:
-    known = mixer.targets[name].described() if name in mixer.targets else {"target": name}
-    rows: list[dict[str, Any]] = []
-    for place, one in profile.perturbed.items():
-        found = {
-            "reward": one.reward,
-            "change": statistics.crossed(profile.changes(place)),
-            "hacked": one.hacked,
-            "kl": one.kl,
-            "kl_completion": one.kl_completion,
-        }
-        estimates = {key: None if value is None else value.tree() for key, value in found.items()}
-        means = one.rewards_KE.mean(1).tolist()
-        rows.append({"part": place[0], "sigma": place[1], **estimates, "reward_of_each_draw": means})
-    own = {
-        "reward": statistics.mean(profile.rewards_E).tree(),
-        "hacked": statistics.share(profile.hacked_E).tree(),
-    }
-    return {**known, "unperturbed": own, "perturbed": rows}
-
-
-def sentences(profiles: Mapping[str, Profile]) -> list[str]:
-    """Return a row for each target and noise, and a verdict for each pair of targets."""
+def sentences(profiles: Mapping[str, Profile], gaps: Mapping[tuple[str, str, Place], Estimate]) -> list[str]:
+    """Return a row for each target and noise, and for each significant difference of two targets."""
     lines: list[str] = []
     for name, profile in profiles.items():
         own = {"reward": statistics.mean(profile.rewards_E), "hacked": f"{profile.hacked_E.mean():.1%}"}
@@ -223,20 +196,12 @@ def sentences(profiles: Mapping[str, Profile]) -> list[str]:
             change = f"{statistics.crossed(profile.changes(place)):+.3g}"
             cells = {"change of the reward": change, "KL in nats per token": one.kl}
             lines.append(row(f"{name}, {_named(place[0])}, sigma {place[1]:g}", cells))
-    pairs = list(combinations(profiles, 2))
-    for a, b in pairs:
-        found = {place: difference(profiles[a], profiles[b], place) for place in profiles[a].perturbed}
-        sure = {place: e for place, e in found.items() if statistics.is_sure(e)}
-        for place, e in sure.items():
-            keeps, other = (b, a) if e.mean < 0 else (a, b)
-            lines.append(
-                f"{a} and {b}: {_named(place[0])}, sigma {place[1]:g}: {keeps} keeps more of its reward than {other}: "
-                f"difference {e:+.3g}."
-            )
-        lines.append(f"{a} and {b}: {len(sure)} of {len(found)} differences under the same noise are significant.")
-    if pairs:
-        lines.append("Differences are not corrected for their number: 1 in 20 is a false positive.")
-    return lines
+    sure = {key: gap for key, gap in gaps.items() if statistics.is_sure(gap)}
+    for (a, b, (part, sigma)), gap in sure.items():
+        cells = {"difference": f"{gap:+.3g}", "keeps more of its reward": b if gap.mean < 0 else a}
+        lines.append(row(f"{a} and {b}, {_named(part)}, sigma {sigma:g}", cells))
+    count = f"{len(sure)} of {len(gaps)} differences under the same noise are significant"
+    return [*lines, f"{count}; 1 in 20 is a false positive."] if gaps else lines
 
 
 def _named(part: str) -> str:
@@ -246,36 +211,28 @@ def _named(part: str) -> str:
 def draw(profiles: Mapping[str, Profile], folder: Path) -> list[Path]:
     """Draw reward and KL by the width of the noise, a column per part; a file for each `MOST` parts."""
     parts = list(dict.fromkeys(part for profile in profiles.values() for part, _ in profile.perturbed))
+    has_kl = any(one.nats for profile in profiles.values() for one in profile.perturbed.values())
     drawn: list[Path] = []
-    for number, start in enumerate(range(0, len(parts), MOST), 1):
-        file = "robustness.png" if number == 1 else f"robustness_{number}.png"
-        drawn += _draw(profiles, parts[start : start + MOST], folder / file)
+    for path, shown in files(folder, "robustness", parts, MOST):
+        rows = 1 + has_kl
+        size = 3.2 * max(len(shown), 2) + 0.6, 2.8 * rows + 0.4 + 0.25 * len(profiles)
+        figure = canvas(*size, layout="constrained")
+        grid = figure.subplots(rows, len(shown), sharex=True, sharey="row", squeeze=False)
+        for column, part in enumerate(shown):
+            frame(grid[0][column], "whole model" if part == "all" else part, "")
+            _panel(grid[0][column], profiles, part, lambda one: one.reward)
+            for index, profile in enumerate(profiles.values()):
+                style = {**series(index), "marker": ""}
+                grid[0][column].axhline(float(profile.rewards_E.mean()), linewidth=0.8, alpha=0.6, **style)
+            if has_kl:
+                plain(grid[1][column])
+                _panel(grid[1][column], profiles, part, lambda one: one.kl)
+            grid[-1][column].set_xlabel("sigma of the noise")
+        for axes, label in zip(grid[:, 0], ("reward", "KL to no noise, nats per token"), strict=False):
+            axes.set_ylabel(label)
+        below(figure, grid[0][0], 1, "bars: 95 % for new draws and examples; thin lines: without noise")
+        drawn += save_both(figure, path)
     return drawn
-
-
-def _draw(profiles: Mapping[str, Profile], parts: Sequence[str], path: Path) -> list[Path]:
-    has_kl = any(one.nats_K for profile in profiles.values() for one in profile.perturbed.values())
-    rows = 2 if has_kl else 1
-    width = max(COLUMN * len(parts), 2 * COLUMN) + 0.6
-    figure = canvas(width, ROW * rows + 0.4 + 0.25 * len(profiles), layout="constrained")
-    grid = figure.subplots(rows, len(parts), sharex=True, sharey="row", squeeze=False)
-    for column, part in enumerate(parts):
-        frame(grid[0][column], "whole model" if part == "all" else part, "" if has_kl else "sigma of the noise")
-        _panel(grid[0][column], profiles, part, lambda one: one.reward)
-        for index, profile in enumerate(profiles.values()):
-            style = {**series(index), "marker": ""}
-            grid[0][column].axhline(float(profile.rewards_E.mean()), linewidth=0.8, alpha=0.6, **style)
-        if has_kl:
-            plain(grid[1][column])
-            grid[1][column].set_xlabel("sigma of the noise")
-            _panel(grid[1][column], profiles, part, lambda one: one.kl)
-    grid[0][0].set_ylabel("reward")
-    if has_kl:
-        grid[1][0].set_ylabel("KL to no noise, nats per token")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    title = "bars: 95 % for new draws and examples; thin lines: without noise"
-    figure.legend(handles, labels, loc="outside lower left", frameon=False, title=title, alignment="left")
-    return save_both(figure, path)
 
 
 def _panel(
@@ -284,14 +241,13 @@ def _panel(
     sigmas = sorted({sigma for profile in profiles.values() for _, sigma in profile.perturbed})
     axes.set_xscale("log")
     if len(sigmas) == 1:  # else the axis would span only the shift between the targets
-        axes.set_xlim(sigmas[0] / ALONE, sigmas[0] * ALONE)
+        axes.set_xlim(sigmas[0] / 2, sigmas[0] * 2)
     axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
     axes.set_xticks([], minor=True)
     for index, (name, profile) in enumerate(profiles.items()):
         known = {sigma: measured(one) for (of, sigma), one in sorted(profile.perturbed.items()) if of == part}
-        points = [(sigma, found) for sigma, found in known.items() if found is not None]
-        shift = SHIFT ** (index - (len(profiles) - 1) / 2)
-        x, y = [sigma * shift for sigma, _ in points], [found.mean for _, found in points]
-        halves = error_bars([found for _, found in points])
-        label = shorten(visible(name), 60)
-        axes.errorbar(x, y, yerr=halves, label=label, capsize=2.5, markersize=4, linewidth=1.4, **series(index))
+        points = {sigma: found for sigma, found in known.items() if found is not None}
+        shift, found = 1.03 ** (index - (len(profiles) - 1) / 2), list(points.values())
+        x, y = [sigma * shift for sigma in points], [one.mean for one in found]
+        style: dict[str, Any] = {**series(index), "label": shorten(visible(name), 60)}
+        axes.errorbar(x, y, yerr=error_bars(found), capsize=2.5, markersize=4, linewidth=1.4, **style)

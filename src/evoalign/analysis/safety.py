@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`evoalign analyze safety`: how helpful and how safe the completions of several models are, compared by prompt.
 
-Suffixes: N points, E prompts.
+Suffix N: points.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import Analysis, Finding, row
+from evoalign.analysis.base import Analysis, Finding, below, row
 from evoalign.errors import ConfigError, DataError, shown
 from evoalign.report.figures import COLORS, INK, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
@@ -35,8 +35,6 @@ VALUES = ("reward", "cost")
 MEASURES = (*SHARES, *VALUES)
 GIVE = "give a finished run of task safety, or a points file (JSON lines of prompt, response, reward, cost)"
 COLOR: dict[str, str] = dict(zip(LABELS, (COLORS[2], COLORS[1], COLORS[0], COLORS[3]), strict=True))
-ACROSS = 3
-"""Panels in a row of the figure."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,22 @@ class Safety(Analysis[Settings]):
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
         """Raises ConfigError, DataError for a target that is neither a run of task safety nor a file of points."""
         models = [read(name) for name in dict.fromkeys(targets)]
-        pairs = [(a, b) for a, b in combinations(models, 2) if settings.all_pairs or a is models[0]]
         rows: list[dict[str, Any]] = []
         lines: list[str] = []
         for model in models:
-            counts = {"answers": len(model.reward_N), "prompts": len(model.by_prompt)}
-            rows.append({"target": model.name, **counts, **{name: e.tree() for name, e in model.measures.items()}})
-            lines.append(row(model.name, {**counts, **model.measures}))
+            own = {"answers": len(model.reward_N), "prompts": len(model.by_prompt), **model.measures}
+            rows.append({"target": model.name, **own})
+            lines.append(row(model.name, own))
         changes: list[dict[str, Any]] = []
-        for a, b in pairs:
+        for a, b in combinations(models, 2):
+            if not settings.all_pairs and a is not models[0]:
+                continue
             count, found = differences(a, b)
-            trees = {name: estimate.tree() for name, estimate in found.items()}
-            changes.append({"target": b.name, "beside": a.name, "prompts": count, **trees})
-            lines.append(_compared(a.name, b.name, count, found))
+            changes.append({"target": b.name, "beside": a.name, "prompts": count, **found})
+            cells = {what: f"{one:+.3g}" for what, one in found.items()} if count else {"prompts in common": "none"}
+            moved = [what for what in MEASURES if statistics.is_sure(found[what])]
+            cells |= {f"significant of {len(MEASURES)} measures, uncorrected": ", ".join(moved) or "none"}
+            lines.append(row(f"{b.name} minus {a.name} on {count:,} prompts", cells))
         return Finding({"models": rows, "differences": changes}, lines, figures=partial(draw, models))
 
 
@@ -102,20 +103,18 @@ def read(target: str) -> Model:
     if path.is_dir():
         if not is_run(path):
             raise ConfigError(f"{target} is a folder and no run; {GIVE}")
-        if not (path / POINTS).is_file():
-            raise ConfigError(f"{path / POINTS} is missing: only finished runs of task safety have points")
         path = path / POINTS
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing: only finished runs of task safety have points")
     elif not path.is_file():
         raise ConfigError(f"no file {target}; {GIVE}")
     rewards, costs, by_prompt = list[float](), list[float](), dict[str, list[dict[str, float]]]()
     for where, line in data.rows_of(str(path)):
-        for name in VALUES:
-            value = line.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        point = {name: line.get(name) for name in ("prompt", *VALUES)}
+        for name, value in point.items():
+            if not (isinstance(value, str) and value.strip() if name == "prompt" else _is_number(value)):
                 raise DataError(f"{where}: {name} is {shown(value)}; a point has prompt, response, reward and cost")
-        prompt, reward, cost = line.get("prompt"), float(line["reward"]), float(line["cost"])
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise DataError(f"{where}: prompt is {shown(prompt)}; a point has prompt, response, reward and cost")
+        prompt, reward, cost = str(point["prompt"]), float(line["reward"]), float(line["cost"])
         label = label_of(reward, cost)
         found = {"reward": reward, "cost": cost, "safe": float(cost <= 0), **{n: float(n == label) for n in LABELS}}
         rewards.append(reward)
@@ -125,6 +124,10 @@ def read(target: str) -> Model:
     return Model(target, np.array(rewards), np.array(costs), means)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def differences(first: Model, other: Model) -> tuple[int, dict[str, Estimate]]:
     """Return the number of prompts of both, and on these the other's measures minus the first's."""
     shared = [prompt for prompt in first.by_prompt if prompt in other.by_prompt]
@@ -132,27 +135,12 @@ def differences(first: Model, other: Model) -> tuple[int, dict[str, Estimate]]:
     return len(shared), {n: statistics.paired(*both, shares=n in SHARES) for n, both in sides.items()}
 
 
-def _compared(first: str, name: str, count: int, found: Mapping[str, Estimate]) -> str:
-    if not count:
-        return f"{name} and {first} have no prompt in common: nothing is paired."
-    moved = [what for what in MEASURES if statistics.is_sure(found[what])]
-    known = [what for what in MEASURES if found[what].low is not None]
-    verdicts = {
-        f"moved (0 is outside its 95 % interval, uncorrected for {len(MEASURES)} measures)": moved,
-        "not shown to have moved": [what for what in known if what not in moved],
-        "no interval": [what for what in MEASURES if what not in known],
-    }
-    ends = "; ".join(f"{words}: {', '.join(names)}" for words, names in verdicts.items() if names)
-    cells: dict[str, object] = {what: f"{found[what]:+.3g}" for what in MEASURES}
-    return f"{row(f'{name} minus {first} on {count:,} prompts', cells)}; {ends}."
-
-
 def draw(models: Sequence[Model], folder: Path) -> list[Path]:
     """Draw reward over cost, a panel per model, and the shares of the four labels as stacked bars.
 
     All panels share their axes; cost grows to the left, so that up and right is better.
     """
-    rows, columns = -(-len(models) // ACROSS), min(ACROSS, len(models))
+    rows, columns = -(-len(models) // 3), min(3, len(models))
     names = [shorten(visible(model.name), 24) for model in models]
     figure = canvas(max(6.0, 3.6 * columns), 3.4 * rows + 1.4 + 0.35 * len(models), layout="constrained")
     grid = figure.add_gridspec(rows + 1, columns, height_ratios=[3.4] * rows + [0.6 + 0.35 * len(models)])
@@ -168,16 +156,16 @@ def draw(models: Sequence[Model], folder: Path) -> list[Path]:
         axes.axvline(0, color=INK, linewidth=0.7)
         axes.set_ylabel("reward")
     first.invert_xaxis()
-    bars, left = figure.add_subplot(grid[rows, :]), [0.0] * len(models)
+    bars, left = figure.add_subplot(grid[rows, :]), np.zeros(len(models))
     for label in LABELS:
-        widths = [model.measures[label].mean for model in models]
-        words = label.replace("_", " and ")
-        bars.barh(range(len(models)), widths, left=left, color=COLOR[label], label=words, height=0.7)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        widths = np.array([model.measures[label].mean for model in models])
+        style: dict[str, Any] = {"color": COLOR[label], "label": label.replace("_", " and "), "height": 0.7}
+        bars.barh(range(len(models)), widths, left=left, **style)
+        left = left + widths
     bars.set_yticks(range(len(models)), names)
     bars.invert_yaxis()
     bars.set_xlim(0, 1)
     bars.set_xlabel("share of answers")
     plain(bars)
-    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+    below(figure, bars, 2)
     return save_both(figure, folder / "safety.png")

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+from evoalign.analysis.compare.groups import labels_of, settings_of
 from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.rundir import checkpoint
-from evoalign.rundir.method import method_of
+from evoalign.rundir.method import Method, method_of
 from evoalign.tasks import Split
 from evoalign.training.resolve import check_saved, last_saved, refuse_lost_task, to_ask
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,18 @@ class Target:
         return (self.weights / "adapter_config.json").is_file()
 
     @property
+    def method(self) -> Method | None:
+        """The method that trained it; None without a run."""
+        return None if self.run is None else method_of(self.run)
+
+    @property
     def is_whole_run(self) -> bool:
         """Whether the run itself was named, instead of a saved mean."""
         return self.run is not None and Path(self.name).resolve() == self.run.resolve()
+
+    def settings(self, config: Config) -> dict[str, Any] | None:
+        """Return the settings in `config` that identify the run apart from its seed; None without a run."""
+        return None if self.method is None else settings_of(config, self.method)
 
     def described(self) -> dict[str, str]:
         """Return the fields that identify it in JSON."""
@@ -51,7 +65,8 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
     ConfigError, also where with `config` examples of `split` may be training examples of the run.
     """
     path = Path(name)
-    run = next((p for p in (path, path.parent.parent) if _is_run(p)), None)
+    places = (path, path.parent.parent)
+    run = next((p for p in places if (p / "config.yaml").is_file() and method_of(p) is not None), None)
     if run is None:
         if not path.exists():
             raise ConfigError(f"{name} does not exist; give a run, a saved mean of a run, a model folder or an adapter")
@@ -59,8 +74,9 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
             raise ConfigError(f"{name} is of no run; set its base model and task with --config")
         if not path.is_dir():
             raise ConfigError(f"{name} is not a folder")
-        own = config if base is None else with_base(base, config)
-        assert own is not None
+        own = from_dict({"model": {"name": base}}) if config is None else config
+        if base is not None:
+            own = own.model_copy(update={"model": own.model.model_copy(update={"name": base, "revision": None})})
         return Target(name, path, own, None)
     weights = last_saved(run) if run == path else path
     own = to_ask(run, config, split)
@@ -70,11 +86,13 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
     return Target(name, weights, own, run)
 
 
-def with_base(base: str, config: Config | None = None) -> Config:
-    """Return a config whose model is `base`, a folder or a hub name."""
-    if config is None:
-        return from_dict({"model": {"name": base}})
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": base, "revision": None})})
+def alike(items: Sequence[T], settings: Callable[[T], Mapping[str, Any] | None]) -> list[tuple[str, list[T]]]:
+    """Return the items grouped by equal settings, each group with a label; items without settings are left out."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        if (tree := settings(item)) is not None:
+            groups.setdefault(json.dumps(tree, sort_keys=True), []).append(item)
+    return list(zip(labels_of([json.loads(key) for key in groups]), groups.values(), strict=True))
 
 
 def placebo_hint(targets: Mapping[str, Target]) -> list[str]:
@@ -83,16 +101,10 @@ def placebo_hint(targets: Mapping[str, Target]) -> list[str]:
     Shuffled coefficients move the weights too: compare a run with its placebo.
     """
     marks = [checkpoint.mark_of(target.weights) for target in targets.values()]
-    if any(mark is not None and mark.counterfactual for mark in marks):
-        return []
-    runs = [name for name, target in targets.items() if target.run is not None and method_of(target.run) == "es"]
-    if not runs:
+    runs = [name for name, target in targets.items() if target.method == "es"]
+    if not runs or any(mark is not None and mark.counterfactual for mark in marks):
         return []
     return [
         f"{', '.join(runs)}: no placebo is among the targets, so signal and random walk cannot be distinguished; "
         "`evoalign replay RUN --counterfactual shuffle --to FOLDER` makes one."
     ]
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() and method_of(path) is not None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign.analysis.base import Analysis, Finding, check_unique, row, short_name
+from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_name
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
@@ -62,6 +62,17 @@ class Walk:
     def signal_share(self) -> Estimate:
         return signal_share(self.distances_P[-1], self.placebos_KP[:, -1])
 
+    def tree(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {
+            "target": self.target,
+            "steps": list(self.steps),
+            "distance": self.distances_P.tolist(),
+            "expected_distance": self.expected_P and list(self.expected_P),
+            "placebos": [{"distance": one_P.tolist()} for one_P in self.placebos_KP],
+            "signal_share": self.signal_share.tree(),
+        }
+
 
 class Trajectory(Analysis[Settings]):
     """Distance of a run of ES from its start over generations, with its placebos and the random-walk formula.
@@ -76,25 +87,19 @@ class Trajectory(Analysis[Settings]):
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
         """Loads the base model once. Raises EvoalignError."""
         walks, base = measure(targets, settings, config)
-        numbers = {
-            **asdict(settings),
-            "base": base,
-            "paths": [
-                {
-                    "target": walk.target,
-                    "steps": list(walk.steps),
-                    "distance": walk.distances_P.tolist(),
-                    "expected_distance": None if walk.expected_P is None else list(walk.expected_P),
-                    "placebos": [{"distance": one_P.tolist()} for one_P in walk.placebos_KP],
-                    "signal_share": walk.signal_share.tree(),
-                }
-                for walk in walks
-            ],
-        }
-        lines = [line for walk in walks for line in _sentences(walk)]
+        lines: list[str] = []
+        for walk in walks:
+            share, placebos_K = walk.signal_share, walk.placebos_KP[:, -1]
+            cells = {
+                "distance from the start": f"{walk.distances_P[-1]:.4g}",
+                "random walk by formula": f"{walk.expected_P[-1]:.4g}" if walk.expected_P else None,
+                f"mean of {len(placebos_K)} placebos": f"{placebos_K.mean():.4g}" if len(placebos_K) else None,
+                "share of the squared distance that is signal": share if isfinite(share.mean) else share.why,
+            }
+            lines.append(row(f"{walk.target}, {walk.steps[-1]} generations", cells))
         if not settings.placebos:
             lines.append("There are no placebos, so signal and random walk cannot be distinguished; set placebos=20.")
-        return Finding(numbers, lines, figures=partial(draw, walks))
+        return Finding({**asdict(settings), "base": base, "paths": walks}, lines, figures=partial(draw, walks))
 
 
 def measure(targets: Sequence[str], settings: Settings, config: Config | None) -> tuple[list[Walk], str]:
@@ -140,20 +145,14 @@ def measure(targets: Sequence[str], settings: Settings, config: Config | None) -
                 f"{name} was made with other base weights, or in another dtype ({whole.header.dtype}), than the loaded "
                 "model; set the model and dtype of the run with --config"
             )
-        walks.append(_walk(name, JournalReplay(name, whole, config_of(whole, model_config), base, specs, settings)))
+        replay = JournalReplay(name, whole, config_of(whole, model_config), base, specs, settings.points)
+        watching.begin(name)
+        own_P = replay.distances(None)
+        replay.check()
+        shuffled = watching.each(range(settings.placebos), f"{name}, placebos")
+        placebos_KP = np.array([replay.distances(seed) for seed in shuffled]).reshape(-1, len(own_P))
+        walks.append(Walk(name, replay.steps, own_P, placebos_KP, replay.expected()))
     return walks, model_config.name
-
-
-def _walk(name: str, replay: JournalReplay) -> Walk:
-    watching.begin(name)
-    own_P = replay.distances(None)
-    replay.check()
-    placebos: list[Floats] = []
-    for seed in range(replay.placebos):
-        watching.begin(f"{name}, placebos")
-        placebos.append(replay.distances(seed))
-    placebos_KP = np.array(placebos).reshape(len(placebos), len(own_P))
-    return Walk(name, replay.steps, own_P, placebos_KP, replay.expected())
 
 
 class JournalReplay:
@@ -169,7 +168,7 @@ class JournalReplay:
         config: Config,
         base: Mapping[str, torch.Tensor],
         specs: Sequence[TensorSpec],
-        settings: Settings,
+        points: int,
     ) -> None:
         import torch
 
@@ -178,9 +177,8 @@ class JournalReplay:
 
         self.name, self.log, self.config, self.base = name, log, config, base
         count = log.sealed
-        parts = min(settings.points or count, count)
+        parts = min(points or count, count)
         self.steps = tuple(sorted({round(count * i / parts) for i in range(parts + 1)}))
-        self.placebos = settings.placebos
         self.space = spaces.create(config)
         self.layout = layout_of(self.space, specs, getattr(torch, log.header.dtype))
         if self.space.carrier != "adapter" and not self.space.evolves_model:
@@ -229,10 +227,8 @@ class JournalReplay:
             )
 
     def _start(self, name: str, slices: Slices) -> torch.Tensor:
-        import torch
-
         if self.space.evolves_model:
-            return self.base[name][slices].to(torch.float32, copy=True)
+            return self.base[name][slices].float().clone()
         return self.space.start(self.layout, name, "cpu")[slices]
 
     def _means(self, name: str, slices: Slices, way: Counterfactual | None) -> torch.Tensor:
@@ -282,21 +278,6 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
     return Estimate(share, n, share - half, min(1.0, share + half))
 
 
-def _sentences(walk: Walk) -> list[str]:
-    share = walk.signal_share
-    cells = {
-        "distance from the start": f"{walk.distances_P[-1]:.4g}",
-        "random walk by formula": f"{walk.expected_P[-1]:.4g}" if walk.expected_P else None,
-        f"mean of {len(walk.placebos_KP)} placebos": f"{walk.placebos_KP[:, -1].mean():.4g}" if share.n else None,
-        "share of the squared distance that is signal": share if isfinite(share.mean) else share.why,
-    }
-    lines = [row(f"{walk.target}, {walk.steps[-1]} generations", cells)]
-    if share.low is not None:
-        verdict = "it went further than its placebos" if share.low > 0 else "no movement beyond a random walk is shown"
-        lines.append(f"{walk.target}: {verdict}.")
-    return lines
-
-
 def draw(walks: Sequence[Walk], folder: Path) -> list[Path]:
     """Draw the distance from the start by generation, a file per run."""
     drawn: list[Path] = []
@@ -313,6 +294,6 @@ def draw(walks: Sequence[Walk], folder: Path) -> list[Path]:
         if walk.expected_P is not None:
             law: dict[str, Any] = {"color": INK, "linestyle": (0, (2, 2)), "linewidth": 1.2}
             axes.plot(steps, walk.expected_P, label="random walk, by formula", **law)
-        figure.legend(loc="outside lower left", ncols=3, frameon=False)
+        below(figure, axes, 3)
         drawn += save_both(figure, folder / f"trajectory_{i}.png")
     return drawn

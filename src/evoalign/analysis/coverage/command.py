@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign import statistics
 from evoalign.analysis.base import BASE, Analysis, Finding, row
 from evoalign.analysis.coverage import estimators as of
-from evoalign.analysis.coverage import figures
-from evoalign.analysis.coverage.estimators import SIGMA, TEMPERATURE, All, Floats, Problem, Support, Tries, Way
+from evoalign.analysis.coverage.estimators import SIGMA, TEMPERATURE, All, Problem, Tries, Way
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.statistics import Estimate, between
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
     from evoalign.analysis.mixer import ModelMixer
     from evoalign.config import Config, EvaluationConfig
     from evoalign.evaluation import Scored
-
-VERDICTS = {
-    "shrinkage_beyond_chance": ("solves less", "keeps more"),
-    "expansion_beyond_chance": ("solves more new problems", "solves fewer new problems"),
-}
-"""Words for a value above 0 and below 0, compared with other tries of the base."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +50,9 @@ class Settings:
     seed: int = 0
 
 
+BEYOND = ("shrinkage_beyond_chance", "expansion_beyond_chance")
+
+
 class Coverage(Analysis[Settings]):
     """pass@k by temperature and by noise on the weights, at equal numbers of samples, and the problems in common.
 
@@ -71,11 +66,12 @@ class Coverage(Analysis[Settings]):
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
         """Loads one model, which takes the weights of every target; raises EvoalignError for one that does not fit."""
+        from evoalign.analysis.coverage import figures
         from evoalign.analysis.mixer import EvalSettings, ModelMixer
         from evoalign.analysis.targets import placebo_hint
         from evoalign.types import text_of
 
-        ways, ks = _ways(settings), _ks(settings)
+        ways, ks = _ways(settings)
         both = bool(settings.temperature and settings.sigma)
         names = [BASE, *(name for name in targets if name != BASE)]
         wanted = EvalSettings(examples=settings.examples, max_tokens=settings.tokens, seed=settings.seed)
@@ -85,46 +81,50 @@ class Coverage(Analysis[Settings]):
             tries = {name: {way: measure(mixer, name, way, settings, is_solved) for way in ways} for name in names}
             task = mixer.task
             problems = [Problem(text_of(task.prompt(e)), task.gold(task.handed(e))) for e in mixer.examples]
-            known = {name: target.described() for name, target in mixer.targets.items()}
+            contests = [contest(tries, n, k) for n in names for k in ks if both]
+            compared = [against_base(tries, n, way, ks) for n in names[1:] for way in ways]
             numbers = {
                 **asdict(settings),
                 "k": ks,
                 "examples": len(problems),
                 "solved_is": rule,
                 "drawn": mixer.config.evaluation.model_dump(mode="json", include={"max_tokens", "top_p", "stop"}),
-                "targets": [{**known.get(n, {"target": n}), "ways": _of_ways(tries[n], ks)} for n in names],
-                "temperature_less_noise": [contest(tries, n, k) for n in names for k in ks if both],
-                "against_base": [against_base(tries, n, way, ks) for n in names[1:] for way in ways],
+                "targets": [{**mixer.described(n), "ways": _of_ways(tries[n], ks)} for n in names],
+                "temperature_less_noise": contests,
+                "against_base": compared,
                 "overlap": [_overlap(tries, a, b, way) for a, b in combinations(names, 2) for way in ways],
                 "problems": [_problem(problem, i, tries) for i, problem in enumerate(problems)],
             }
-            lines = [*sentences(numbers), *placebo_hint(mixer.targets)]
+            few = 1 - 0.05 ** (1 / settings.samples)
+            lines = [
+                f"{len(problems)} problems, {settings.samples} tries of each in each way; solved is: {rule}. A problem "
+                f"that no try solved may still be solved by up to {few:.1%} of further tries (95 %).",
+                *_rows(tries, ks),
+                *differences(contests, compared, ks),
+                *placebo_hint(mixer.targets),
+            ]
         return Finding(numbers, lines, figures=partial(figures.draw, tries, problems, ks, rule, lines))
 
 
-def _ways(settings: Settings) -> list[Way]:
+def _ways(settings: Settings) -> tuple[list[Way], list[int]]:
+    """Return the ways and the numbers k. Raises ConfigError."""
     for name, values, least in (("temperature", settings.temperature, 1e-6), ("sigma", settings.sigma, 1e-12)):
         if wrong := [v for v in values if not least <= v < math.inf]:
             raise ConfigError(f"{name}: {wrong[0]:g} does not vary the completions; set numbers above 0")
         if len({*values}) < len(values):
             raise ConfigError(f"{name}: {list(values)} has a value twice; give each once")
-    if settings.samples < 2 or settings.samples % 2:
-        raise ConfigError(
-            f"samples: {settings.samples} cannot be halved for the comparison with the base; set an even number"
-        )
+    n = settings.samples
+    if n < 2 or n % 2:
+        raise ConfigError(f"samples: {n} cannot be halved for the comparison with the base; set an even number")
     ways = [*(Way(TEMPERATURE, v) for v in settings.temperature), *(Way(SIGMA, v) for v in settings.sigma)]
     if not ways:
         raise ConfigError("temperature and sigma are both empty; give a value of one of them")
-    return ways
-
-
-def _ks(settings: Settings) -> list[int]:
-    wrong = [k for k in settings.k if k < 1]
-    found = sorted({k for k in settings.k if 1 <= k <= settings.samples})
-    if wrong or not found:
-        value = wrong[0] if wrong else list(settings.k)
-        raise ConfigError(f"k: {value} does not fit {settings.samples} samples; set numbers from 1 to that")
-    return found
+    ks = sorted({k for k in settings.k if k <= n})
+    if not ks or ks[0] < 1:
+        raise ConfigError(
+            f"k: {ks[0] if ks else list(settings.k)} does not fit {n} samples; set numbers from 1 to that"
+        )
+    return ways, ks
 
 
 def _rule(mixer: ModelMixer, settings: Settings) -> tuple[str, Callable[[Scored], bool]]:
@@ -170,26 +170,16 @@ def measure(mixer: ModelMixer, name: str, way: Way, settings: Settings, is_solve
     return Tries(solved_PN.T.copy(), [[one.text for one in line] for line in by_problem])
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def _of_ways(tries: Mapping[Way, Tries], ks: Sequence[int]) -> list[dict[str, Any]]:
-    return [
-        {
-            way.kind: way.value,
-            "solved": int(one.solved_NP.any(0).sum()),
-            "pass": [
-                {
-                    "k": k,
-                    **of.estimate(one.solved_NP, k, shared=way.shared).tree(),
-                    "sampling_error": of.error(of.gaps(one.solved_NP, k), shared=way.shared),
-                }
-                for k in ks
-            ],
-            **{name: found.tree() for name, found in one.variety().items()},
-        }
-        for way, one in tries.items()
-    ]
+    found: list[dict[str, Any]] = []
+    for way, one in tries.items():
+        passes: list[dict[str, Any]] = []
+        for k in ks:
+            error = of.error(of.gaps(one.solved_NP, k), shared=way.shared)
+            estimate = of.estimate(one.solved_NP, k, shared=way.shared)
+            passes.append({"k": k, **estimate.tree(), "sampling_error": error})
+        found.append({way.kind: way.value, "solved": int(one.solved_NP.any(0).sum()), "pass": passes, **one.variety()})
+    return found
 
 
 def contest(tries: All, name: str, k: int) -> dict[str, Any]:
@@ -199,12 +189,11 @@ def contest(tries: All, name: str, k: int) -> dict[str, Any]:
     solved: dict[str, of.Solved] = {}
     used: dict[str, list[float]] = {}
     for kind in (TEMPERATURE, SIGMA):
-        ways = [way for way in tries[name] if way.kind == kind]
-        solved[kind], places = of.chosen_elsewhere([tries[name][way].solved_NP for way in ways], k)
-        used[kind] = [ways[i].value for i in places]
-    heat_P, noise_P = (of.pass_at(solved[kind], k) for kind in (TEMPERATURE, SIGMA))
-    found = between(heat_P - noise_P, -1.0, 1.0)
-    found = of.widened(found, of.gaps(solved[SIGMA], k), shared=True, least=-1.0)
+        ways = {way.value: one.solved_NP for way, one in tries[name].items() if way.kind == kind}
+        solved[kind], places = of.chosen_elsewhere(list(ways.values()), k)
+        used[kind] = [list(ways)[i] for i in places]
+    heat_P, noise_P = (of.pass_at(own, k) for own in solved.values())
+    found = of.widened(between(heat_P - noise_P, -1.0, 1.0), of.gaps(solved[SIGMA], k), shared=True, least=-1.0)
     means = {"by_temperature": float(heat_P.mean()), "by_sigma": float(noise_P.mean())}
     return {"target": name, "k": k, **found.tree(), **means, "chosen": used}
 
@@ -219,91 +208,66 @@ def against_base(tries: All, name: str, way: Way, ks: Sequence[int]) -> dict[str
         way.kind: way.value,
         "pass": changes,
         "tries_of_each": len(own_NP) // 2,
-        "support": _shares(found),
-        "by_chance": _shares(chance),
-        "shrinkage_beyond_chance": beyond(found.shrunk_P, chance.shrunk_P).tree(),
-        "expansion_beyond_chance": beyond(found.expanded_P, chance.expanded_P).tree(),
+        "support": {part: float(own_P.mean()) for part, own_P in found.items()},
+        "by_chance": {part: float(own_P.mean()) for part, own_P in chance.items()},
+        "shrinkage_beyond_chance": between(found["shrunk"] - chance["shrunk"], -1.0, 1.0).tree(),
+        "expansion_beyond_chance": between(found["expanded"] - chance["expanded"], -1.0, 1.0).tree(),
     }
-
-
-def beyond(found_P: Floats, chance_P: Floats) -> Estimate:
-    """Estimate how far shares of problems exceed those by chance."""
-    return between(found_P - chance_P, -1.0, 1.0)
-
-
-def _shares(found: Support) -> dict[str, float]:
-    return {part: float(getattr(found, f"{part}_P").mean()) for part in ("preserved", "shrunk", "expanded", "neither")}
 
 
 def _overlap(tries: All, a: str, b: str, way: Way) -> dict[str, Any]:
     a_NP, b_NP = tries[a][way].solved_NP, tries[b][way].solved_NP
     a_P, b_P = a_NP.any(0), b_NP.any(0)
     counts = {"both": a_P & b_P, "a_only": a_P & ~b_P, "b_only": b_P & ~a_P, "neither": ~a_P & ~b_P}
-    whole = {key: int(marks.sum()) for key, marks in counts.items()}
-    return {"a": a, "b": b, way.kind: way.value, **whole, "jaccard": of.jaccard(a_NP, b_NP).tree()}
+    return {
+        "a": a,
+        "b": b,
+        way.kind: way.value,
+        **{k: m.sum() for k, m in counts.items()},
+        "jaccard": of.jaccard(a_NP, b_NP),
+    }
 
 
 def _problem(problem: Problem, index: int, tries: All) -> dict[str, Any]:
-    solved = {
-        name: {way.name: int(one.solved_NP[:, index].sum()) for way, one in ways.items()}
-        for name, ways in tries.items()
-    }
+    solved = {n: {way.name: one.solved_NP[:, index].sum() for way, one in ways.items()} for n, ways in tries.items()}
     return {"prompt": problem.prompt, "target": problem.target, "solved": solved}
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
-def sentences(numbers: Mapping[str, Any]) -> list[str]:
-    """Return a row for each target and way, and the significant differences."""
-    n, ks = numbers["samples"], numbers["k"]
-    few = 1 - 0.05 ** (1 / n)
-    lines = [
-        f"{numbers['examples']} problems, {n} tries of each in each way; solved is: {numbers['solved_is']}. A problem "
-        f"that no try solved may still be solved by up to {few:.1%} of further tries (95 %)."
-    ]
-    for target in numbers["targets"]:
-        for one in target["ways"]:
-            cells: dict[str, object] = {f"pass@{p['k']}": _read(p) for p in one["pass"] if p["k"] in (ks[0], ks[-1])}
-            cells |= {"entropy": one["entropy"]["mean"], "mean difference": one["pairwise"]["mean"]}
-            lines.append(row(f"{target['target']}, {_way(one)}", cells))
-    lines += [_won(one) for one in numbers["temperature_less_noise"] if one["k"] == ks[-1] and "mean" in one]
-    return [*lines, *compared(numbers["against_base"], sorted({ks[0], ks[-1]}))]
-
-
-def _read(tree: Mapping[str, Any]) -> Estimate:
-    mean = math.nan if tree["mean"] is None else tree["mean"]
-    return Estimate(mean, tree["n"], tree["low"], tree["high"], tree["why"], tree["items"])
-
-
-def _way(tree: Mapping[str, Any]) -> str:
-    kind = TEMPERATURE if TEMPERATURE in tree else SIGMA
-    return f"{kind} {tree[kind]:g}"
-
-
-def _won(tree: Mapping[str, Any]) -> str:
-    found = _read(tree)
-    verdict = "no significant difference"
-    if statistics.is_sure(found):
-        verdict = "sampling solves more" if found.mean > 0 else "weight noise solves more"
-    what = f"{tree['target']}: sampling minus weight noise, pass@{tree['k']} with equally many tries"
-    return f"{what}: {found:+.3g}: {verdict}."
-
-
-def compared(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[str]:
-    """Return the significant differences of targets from the base."""
-    if not rows:
-        return ["No target but the base: nothing to compare with it."]
+def _rows(tries: All, ks: Sequence[int]) -> list[str]:
+    """Return a row for each target and way."""
     lines: list[str] = []
-    for one in rows:
-        label = f"{one['target']} and base, {_way(one)}"
-        for change in one["pass"]:
-            if change["k"] in ks and statistics.is_sure(_read(change)):
-                lines.append(f"{label}: pass@{change['k']} differs by {_read(change):+.3g}.")
-        for key, (more, less) in VERDICTS.items():
-            if statistics.is_sure(found := _read(one[key])):
-                verdict = more if found.mean > 0 else less
-                lines.append(f"{label}: it {verdict} than other tries of the base: {found:+.3g}.")
-    count = len(rows) * (len(ks) + len(VERDICTS))
-    lines.append(f"{len(lines)} of {count} differences from the base are significant; 1 in 20 is a false positive.")
+    for name, ways in tries.items():
+        for way, one in ways.items():
+            cells: dict[str, object] = {
+                f"pass@{k}": of.estimate(one.solved_NP, k, shared=way.shared) for k in sorted({ks[0], ks[-1]})
+            }
+            variety = one.variety()
+            cells |= {"entropy": variety["entropy"].mean, "mean difference": variety["pairwise"].mean}
+            lines.append(row(f"{name}, {way.name}", cells))
     return lines
+
+
+def differences(
+    contests: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]], ks: Sequence[int]
+) -> list[str]:
+    """Return sampling minus weight noise of each target, and its significant differences from the base."""
+    lines = [
+        row(f"{one['target']}, sampling minus weight noise", {f"pass@{one['k']}": _shown(one)})
+        for one in contests
+        if one["k"] == ks[-1] and "mean" in one
+    ]
+    tested, sure = 0, 0
+    for one in compared:
+        kind = TEMPERATURE if TEMPERATURE in one else SIGMA
+        found = {f"pass@{change['k']}": change for change in one["pass"] if change["k"] in (ks[0], ks[-1])}
+        found |= {f"share {key.partition('_')[0]} beyond chance": one[key] for key in BEYOND}
+        cells = {name: _shown(tree) for name, tree in found.items() if tree["low"] and tree["low"] * tree["high"] > 0}
+        tested, sure = tested + len(found), sure + len(cells)
+        if cells:
+            lines.append(row(f"{one['target']} minus base, {kind} {one[kind]:g}", cells))
+    count = f"{sure} of {tested} differences from the base are significant; 1 in 20 is a false positive."
+    return [*lines, count if compared else "No target but the base: nothing to compare with it."]
+
+
+def _shown(tree: Mapping[str, Any]) -> str:
+    return f"{Estimate(*(tree[name] for name in ('mean', 'n', 'low', 'high', 'why', 'items'))):+.3g}"

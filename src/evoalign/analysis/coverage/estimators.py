@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -58,11 +58,16 @@ class Tries:
     def variety(self) -> dict[str, Estimate]:
         """Estimate the entropy of the completions (nats), distinct n-grams, and the mean difference of two of them."""
         alike = [[normalized(text) for text in texts] for texts in self.texts_PN]
-        return {
-            "entropy": _over_problems(alike, entropy, math.log(len(self.solved_NP))),
-            **{f"distinct_{n}": _over_problems(self.texts_PN, lambda t, n=n: distinct(t, n), 1.0) for n in (1, 2)},
-            "pairwise": _over_problems(self.texts_PN, pairwise, 1.0),
-        }
+        values = {"entropy": [entropy(texts) for texts in alike]}
+        values |= {f"distinct_{n}": [distinct(texts, n) for texts in self.texts_PN] for n in (1, 2)}
+        values["pairwise"] = [pairwise(texts) for texts in self.texts_PN]
+        found: dict[str, Estimate] = {}
+        for name, value_P in values.items():
+            known = [value for value in value_P if not math.isnan(value)]
+            most = math.log(len(self.solved_NP)) if name == "entropy" else 1.0
+            none = Estimate(math.nan, 0, why="no words: no interval")
+            found[name] = bounded(statistics.mean(known), high=most) if known else none
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,6 @@ class Problem:
 
 All: TypeAlias = Mapping[str, Mapping[Way, Tries]]
 """Tries by target and way."""
-
-
-def _over_problems(
-    texts_PN: Sequence[Sequence[str]], measure: Callable[[Sequence[str]], float], high: float
-) -> Estimate:
-    """Estimate the mean over problems of a measure of their completions, for new problems."""
-    found = np.array([measure(texts) for texts in texts_PN])
-    known = found[~np.isnan(found)]
-    if not len(known):
-        return Estimate(math.nan, 0, why="no words: no interval")
-    return bounded(statistics.mean(known), high=high)
 
 
 @lru_cache(maxsize=256)
@@ -158,21 +152,12 @@ def chosen_elsewhere(ways: Sequence[Solved], k: int) -> tuple[Solved, tuple[int,
     return found_NP, best
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Probability, for each problem [P], that both solve it, the first alone, the second alone, or neither."""
-
-    preserved_P: Floats
-    shrunk_P: Floats
-    expanded_P: Floats
-    neither_P: Floats
-
-
-def support(base_NP: Solved, target_NP: Solved) -> Support:
+def support(base_NP: Solved, target_NP: Solved) -> dict[str, Floats]:
     """Return who solves what with N / 2 tries of the base and the N / 2 others of the target, averaged over all halves.
 
-    The halves are disjoint, so that tries of both with the same seed do not count as agreement. The base compared with
-    itself gives what chance alone shows. N is even.
+    For each problem [P], the probability that both solve it (`preserved`), the base alone (`shrunk`), the target alone
+    (`expanded`), or `neither`. The halves are disjoint, so that tries of both with the same seed do not count as
+    agreement. The base compared with itself gives what chance alone shows. N is even.
     """
     n = len(base_NP)
     half, ways = n // 2, math.comb(n, n // 2)
@@ -187,16 +172,13 @@ def support(base_NP: Solved, target_NP: Solved) -> Support:
         neither = math.comb(n - b - t, half - t) / ways if apart and t <= half else 0.0
         shrunk, expanded = all_in_half(t) - neither, all_in_half(b) - neither
         rows.append((1 - shrunk - expanded - neither, shrunk, expanded, neither))
-    return Support(*np.array(rows).T)
+    return dict(zip(("preserved", "shrunk", "expanded", "neither"), np.array(rows).T, strict=True))
 
 
 def jaccard(a_NP: Solved, b_NP: Solved) -> Estimate:
     """Estimate the Jaccard index of the solved problems, with Fieller's interval for new problems."""
     a_P, b_P = a_NP.any(0), b_NP.any(0)
     return bounded(statistics.ratio((a_P & b_P).astype(float), (a_P | b_P).astype(float)))
-
-
-# --- variety ----------------------------------------------------------------------------------------------------------
 
 
 def entropy(answers: Sequence[str]) -> float:

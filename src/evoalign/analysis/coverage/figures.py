@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from evoalign.analysis.base import BASE, error_bars
+import jinja2
+from markupsafe import Markup
+
+from evoalign.analysis import base as drawing
+from evoalign.analysis.base import BASE
 from evoalign.analysis.coverage import estimators as of
 from evoalign.analysis.coverage.estimators import TEMPERATURE, All, Problem, Tries, Way
 from evoalign.report.figures import COLORS, GRID, canvas, frame, plain, save_both, series
@@ -23,10 +26,8 @@ from evoalign.report.tables import shorten, visible
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMN, ROW, MOST, LABEL = 4.6, 2.9, 6, 28
-"""Width and height of a panel in inches, targets per figure, characters of a target's name."""
-APART = 1.06
-"""Factor between the intervals of the largest k."""
+MOST, LABEL = 6, 28
+"""Targets per figure, characters of a target's name."""
 PARTS = (("preserved", COLORS[0]), ("shrunk", COLORS[1]), ("expanded", COLORS[2]), ("neither", GRID))
 """Shares of the problems, and their colours."""
 HERE = Path(__file__).resolve().parent
@@ -41,20 +42,17 @@ def draw(
     from evoalign.rundir.files import write_text
 
     drawn: list[Path] = []
-    for kind, draw_one, names in (
-        ("coverage", _curves, list(tries)),
-        ("coverage_support", _bars, [name for name in tries if name != BASE]),
-    ):
-        for number, start in enumerate(range(0, len(names), MOST), 1):
-            file = folder / (f"{kind}.png" if number == 1 else f"{kind}_{number}.png")
-            drawn += draw_one(tries, names[start : start + MOST], ks, file)
+    for path, names in drawing.files(folder, "coverage", list(tries), MOST):
+        drawn += _curves(tries, names, ks, path)
+    for path, names in drawing.files(folder, "coverage_support", [name for name in tries if name != BASE], MOST):
+        drawn += _bars(tries, names, path)
     write_text(folder / "coverage.html", page(tries, problems, rule, sentences))
     return [*drawn, folder / "coverage.html"]
 
 
 def _curves(tries: All, names: Sequence[str], ks: Sequence[int], path: Path) -> list[Path]:
     kinds = list(dict.fromkeys(way.kind for way in tries[names[0]]))
-    figure = canvas(COLUMN * len(kinds) + 1.4, ROW * len(names) + 0.6, layout="constrained")
+    figure = canvas(4.6 * len(kinds) + 1.4, 2.9 * len(names) + 0.6, layout="constrained")
     grid = figure.subplots(len(names), len(kinds), sharex=True, sharey=True, squeeze=False)
     for index, name in enumerate(names):
         for column, kind in enumerate(kinds):
@@ -76,14 +74,14 @@ def _panel(axes: Axes, ways: Mapping[Way, Tries], ks: Sequence[int]) -> None:
         found = [of.estimate(one.solved_NP, k, shared=way.shared) for k in ks]
         style, last = series(index), found[-1]
         axes.plot(list(ks), [e.mean for e in found], label=f"{way.value:g}", markersize=3, linewidth=1.3, **style)
-        x, halves = ks[-1] * APART ** (index + 1), error_bars([last])
-        axes.errorbar([x], [last.mean], yerr=halves, fmt="none", capsize=2, color=style["color"])
+        bar: dict[str, Any] = {"fmt": "none", "capsize": 2, "color": style["color"]}
+        axes.errorbar([ks[-1] * 1.06 ** (index + 1)], [last.mean], yerr=drawing.error_bars([last]), **bar)
 
 
-def _bars(tries: All, names: Sequence[str], _: Sequence[int], path: Path) -> list[Path]:
+def _bars(tries: All, names: Sequence[str], path: Path) -> list[Path]:
     """Draw what becomes of the problems; hatched next to it the base compared with itself, as by chance."""
     ways = list(tries[BASE])
-    figure = canvas(max(6.0, 0.62 * len(ways) + 2.6), ROW * len(names) + 0.5, layout="constrained")
+    figure = canvas(max(6.0, 0.62 * len(ways) + 2.6), 2.9 * len(names) + 0.5, layout="constrained")
     grid = figure.subplots(len(names), 1, sharex=True, squeeze=False)
     for axes, name in zip(grid[:, 0], names, strict=True):
         frame(axes, f"{shorten(visible(name), LABEL)} and the base", "")
@@ -93,7 +91,7 @@ def _bars(tries: All, names: Sequence[str], _: Sequence[int], path: Path) -> lis
             for shift, other, hatch in ((-0.2, tries[name][way].solved_NP, None), (0.2, base, "///")):
                 found, bottom = of.support(base, other), 0.0
                 for part, color in PARTS:
-                    height = float(getattr(found, f"{part}_P").mean())
+                    height = float(found[part].mean())
                     label = part if place == 0 and hatch is None else None
                     style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
                     axes.bar(place + shift, height, 0.36, bottom=bottom, label=label, **style)
@@ -101,99 +99,48 @@ def _bars(tries: All, names: Sequence[str], _: Sequence[int], path: Path) -> lis
         axes.set_ylabel("share of the problems")
         axes.set_ylim(0, 1)
     grid[-1][0].set_xticks(range(len(ways)), [way.short for way in ways], rotation=45, ha="right", fontsize=8)
-    title = "hatched: the base compared with itself"
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, title=title, alignment="left")
+    drawing.below(figure, grid[0][0], 4, "hatched: the base compared with itself")
     return save_both(figure, path)
 
 
 def page(tries: All, problems: Sequence[Problem], rule: str, sentences: Sequence[str]) -> str:
     """Return the HTML page: a row per problem with its solved counts, and a solved and a failed completion of each."""
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    allowed = {
-        "default-src": "'none'",
-        "style-src": _hash(style),
-        "script-src": _hash(script),
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    policy = "; ".join(f"{name} {value}" for name, value in allowed.items())
-    names = list(tries)
-    n = len(next(iter(tries[names[0]].values())).solved_NP)
-    targets = "".join(f'<option value="{i}">{_text(name)}</option>' for i, name in enumerate(names))
-    lines = "".join(f"<li>{_text(line)}</li>" for line in sentences)
-    head = "".join(f'<th scope="colgroup" colspan="{len(tries[name])}">{_text(name)}</th>' for name in names)
-    ways = "".join(f'<th scope="col">{_text(way.short)}</th>' for name in names for way in tries[name])
-    rows = "\n".join(_row(problem, i, tries) for i, problem in enumerate(problems))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Solved problems</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>Solved problems</h1>
-<p>How many of {n} tries in each way solved each problem; solved is: {_text(rule)}. T: sampled at this temperature.
-σ: each try with other noise of this width on all weights.</p>
-<details><summary>In words</summary><ul>{lines}</ul></details>
-<form id="filter">
-<label>Solved by <select id="by"><option value="any">any or none</option><option value="none">none</option>
-{targets}</select></label>
-<label>and not by <select id="not"><option value="any">-</option>{targets}</select></label>
-<label>Prompt has <input id="text" type="search"></label>
-<output id="count"></output>
-</form>
-<div class="wide"><table>
-<thead><tr><th scope="col" rowspan="2">Problem</th>{head}</tr><tr>{ways}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _row(problem: Problem, index: int, tries: All) -> str:
-    solved = [
-        str(i) for i, ways in enumerate(tries.values()) if any(t.solved_NP[:, index].any() for t in ways.values())
-    ]
-    cells = ""
-    for one in (one for ways in tries.values() for one in ways.values()):
-        count, n = int(one.solved_NP[:, index].sum()), len(one.solved_NP)
-        cells += f'<td class="c{-(-4 * count // n)}">{count}</td>'
-    gold = "" if problem.target is None else f"<h2>Gold</h2><pre>{_text(problem.target, SHOWN)}</pre>"
-    texts = "".join(_completions(name, ways, index) for name, ways in tries.items())
-    return (
-        f'<tr data-solved="{" ".join(solved)}"><th scope="row"><details><summary>{_text(problem.prompt, PROMPT)}'
-        f"</summary><h2>Prompt</h2><pre>{_text(problem.prompt, SHOWN)}</pre>{gold}{texts}</details></th>{cells}</tr>"
+    digests = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (style, script)]
+    policy = "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'".format(*digests)
+    loader = jinja2.FileSystemLoader(HERE)
+    env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
+    return env.get_template("page.html.jinja").render(
+        policy=Markup(policy + "; base-uri 'none'; form-action 'none'"),
+        style=Markup(style),
+        script=Markup(script),
+        samples=len(next(iter(next(iter(tries.values())).values())).solved_NP),
+        rule=rule,
+        sentences=sentences,
+        tries=tries,
+        rows=[_row(problem, i, tries) for i, problem in enumerate(problems)],
     )
 
 
-def _completions(name: str, ways: Mapping[Way, Tries], index: int) -> str:
-    """Return the first solved and the first failed completion of a target."""
-    found: list[str] = []
-    for heading, wanted in (("solved", True), ("failed", False)):
-        for way, one in ways.items():
-            hits = (one.solved_NP[:, index] == wanted).nonzero()[0]
-            if len(hits):
-                text = one.texts_PN[index][int(hits[0])]
-                shown = _text(text, SHOWN) if text else "(empty)"
-                found.append(f"<h2>{_text(name)} {heading}, {way.name}</h2><pre>{shown}</pre>")
-                break
-    return "".join(found)
+def _row(problem: Problem, index: int, tries: All) -> dict[str, Any]:
+    """Return what the page shows of a problem; of each target the first solved and the first failed completion."""
+    counts = [[int(one.solved_NP[:, index].sum()) for one in ways.values()] for ways in tries.values()]
+    texts = [("Prompt", problem.prompt)] + ([] if problem.target is None else [("Gold", problem.target)])
+    for name, ways in tries.items():
+        for heading, wanted in (("solved", True), ("failed", False)):
+            hits = ((way, one, (one.solved_NP[:, index] == wanted).nonzero()[0]) for way, one in ways.items())
+            for way, one, tried in [hit for hit in hits if len(hit[2])][:1]:
+                texts.append((f"{name} {heading}, {way.name}", one.texts_PN[index][int(tried[0])] or "(empty)"))
+    return {
+        "solved": " ".join(str(i) for i, own in enumerate(counts) if any(own)),
+        "heading": shorten(problem.prompt, PROMPT),
+        "texts": [(heading, shorten(text, SHOWN)) for heading, text in texts],
+        "counts": sum(counts, list[int]()),
+    }
 
 
-def _text(text: str, length: int = 10**6) -> str:
-    """Escape a text for HTML; new lines stay, other control characters are written out."""
-    lines = shorten(text, length).split("\n")
-    return html.escape("\n".join(visible(line) for line in lines))
-
-
-def _hash(source: str) -> str:
-    digest = hashlib.sha256(source.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def _shown(value: object) -> object:
+    """Write out control characters of a text; new lines stay."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "\n".join(map(visible, value.split("\n")))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -47,6 +49,26 @@ class Similarity(Analysis[Settings]):
 
         Raises EvoalignError; ModelError names a tensor that is missing or has another shape.
         """
-        from evoalign.analysis.similarity.finding import similarity
+        from evoalign.analysis.similarity.chance import gains_kept, placebos_of
+        from evoalign.analysis.similarity.measures import measure
+        from evoalign.analysis.similarity.results import finding
+        from evoalign.analysis.targets import locate
+        from evoalign.analysis.weights import read
+        from evoalign.report import watching
 
-        return similarity(targets, config, **vars(settings))
+        located = [locate(name, config, settings.base) for name in targets]
+        with TemporaryDirectory(prefix="evoalign-placebos-") as folder:
+            columns: dict[int, list[int]] = {}
+            every = list(located)
+            for k, target in enumerate(located):
+                seeds = range(k * settings.placebos, (k + 1) * settings.placebos)  # other shuffles for each target
+                watching.stage(f"{target.name}, placebos")
+                if made := placebos_of(target, seeds, Path(folder) / str(k)):
+                    columns[k] = list(range(len(every), len(every) + len(made)))
+                    every += made
+            weights = read(every)
+            found = measure(weights, settings.absolute, settings.relative, spectra=settings.spectrum)
+            own = [[weights[i] for i in (k, *columns.get(k, ()))] for k in range(len(located))]
+            kept = [gains_kept(one, settings.ranks) for one in own] if settings.ranks else []
+        limits = {"absolute": settings.absolute, "relative": settings.relative}
+        return finding(weights[: len(located)], found, columns, kept, limits)

@@ -130,9 +130,9 @@ def measure(
         with one_thread():
             sums = _sums(spec, weights, absolute, relative)
         changes = [w.changes.get(spec.name) if spectra else None for w in weights]
-        parted = [None if c is None else decompose(c) for c in changes]
-        overlaps = overlaps_of([None if one is None else one[1] for one in parted])
-        found.append(Measured(spec, sums, tuple(None if one is None else one[0] for one in parted), overlaps))
+        parted = [change and decompose(change) for change in changes]
+        overlaps = overlaps_of([one and one[1] for one in parted])
+        found.append(Measured(spec, sums, tuple(one and one[0] for one in parted), overlaps))
     return found
 
 
@@ -168,9 +168,6 @@ def _sums(spec: TensorSpec, weights: Sequence[Weights], absolute: Sequence[float
     return Sums(numbers, base, products_KK, squares_KK, below_KT)
 
 
-# --- singular values and directions -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Spectrum:
     """Ranks of one matrix's change. `of_noise`: participation rank of random entries of its shape, or of its factors.
@@ -184,15 +181,11 @@ class Spectrum:
     energy: dict[int, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Directions:
-    """The largest singular directions of a matrix [m, n], at most 16: `left` [m, k] and `right` [n, k], float32.
+Directions: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The largest singular directions of a matrix [m, n], at most 16: left [m, k] and right [n, k], float32.
 
-    Columns are orthonormal, largest singular value first. Directions with a singular value of 0 are left out.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
+Columns are orthonormal, largest singular value first. Directions with a singular value of 0 are left out.
+"""
 
 
 def decompose(change: Change) -> tuple[Spectrum, Directions] | None:
@@ -244,7 +237,7 @@ def _of_factors(change: Product) -> tuple[torch.Tensor, Directions]:
     u, s, v = torch.linalg.svd(core)
     energies = s.square()
     k = _above(energies, change.shape)
-    return energies, Directions((q @ u[:, :k]).float(), (v[:k] @ p).T.float())
+    return energies, ((q @ u[:, :k]).float(), (v[:k] @ p).T.float())
 
 
 def _of_rows(change: Difference) -> tuple[torch.Tensor, Directions]:
@@ -256,11 +249,11 @@ def _of_rows(change: Difference) -> tuple[torch.Tensor, Directions]:
     energies = torch.where(found > _floor(found, change.shape), found, 0.0)
     k, n = _above(energies, change.shape), len(gram)
     if k == 0:
-        return energies, Directions(torch.empty(change.shape[0], 0), torch.empty(change.shape[1], 0))
+        return energies, (torch.empty(change.shape[0], 0), torch.empty(change.shape[1], 0))
     vectors = torch.from_numpy(eigh(gram.numpy(), subset_by_index=[n - k, n - 1], driver="evr")[1]).flip(1)
     other = torch.linalg.qr(_other_side(change, whole, vectors))[0]
     left, right = (other, vectors) if whole is None else (vectors, other)
-    return energies, Directions(left.float(), right.float())
+    return energies, (left.float(), right.float())
 
 
 def _floor(energies: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -299,9 +292,6 @@ def _other_side(change: Difference, whole: torch.Tensor | None, vectors: torch.T
     return torch.cat([change.rows(at) @ vectors for at in blocks(change.shape, MATRIX_BLOCK)])
 
 
-# --- overlap of singular directions -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Overlap of one pair on one side, the mean over `matrices` matrices, and of its `placebos` with their `p`.
@@ -319,27 +309,20 @@ class Overlap:
 
 def overlaps_of(found: Sequence[Directions | None]) -> dict[int, Floats]:
     """Return the overlaps of one matrix by number of directions: [S, K, K], NaN where a change has fewer."""
-    ranks_K = np.array([0 if one is None else one.left.shape[1] for one in found])
+    ranks_K = np.array([0 if one is None else one[0].shape[1] for one in found])
     sizes = [k for k in SIZES if k <= ranks_K.max(initial=0)]
-    sides = [[getattr(one, side) for one in found if one is not None] for side in SIDES]
-    squares = [_squared_cosines(one) for one in sides] if sizes else []
-    kept, starts_K = np.flatnonzero(ranks_K), np.cumsum(ranks_K) - ranks_K
+    joined = [torch.cat(side, dim=1) for side in zip(*(one for one in found if one is not None), strict=True) if sizes]
+    squares = [(side.T @ side).double().square().numpy() for side in joined]  # of all directions with all
+    starts_K = np.cumsum(ranks_K) - ranks_K
     result: dict[int, Floats] = {}
     for k in sizes:
-        able = np.array([i for i in kept if ranks_K[i] >= k])
+        able = np.flatnonzero(ranks_K >= k)
         at = (starts_K[able][:, None] + np.arange(k)).ravel()
-        own_SKK = np.full((len(SIDES), len(found), len(found)), np.nan)
-        for own_KK, square in zip(own_SKK, squares, strict=True):
+        result[k] = np.full((len(SIDES), len(found), len(found)), np.nan)
+        for own_KK, square in zip(result[k], squares, strict=True):
             cells = square[np.ix_(at, at)].reshape(len(able), k, len(able), k)
             own_KK[np.ix_(able, able)] = cells.sum((1, 3)) / k
-        result[k] = own_SKK
     return result
-
-
-def _squared_cosines(vectors: Sequence[torch.Tensor]) -> Floats:
-    """Return the squared cosines of all vectors with all."""
-    joined = torch.cat(list(vectors), dim=1)
-    return (joined.T @ joined).double().square().numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,17 +334,15 @@ class Overlaps:
     spreads_SKK: Floats
     matrices_KK: NDArray[np.int64]
 
-    def pair(self, i: int, j: int, at: Sequence[tuple[int, ...]]) -> tuple[Overlap, ...]:
-        """Return the overlaps of two targets, left and right, with those of their placebos; () without a matrix."""
+    def pair(self, i: int, j: int, at: Sequence[tuple[int, ...]]) -> dict[str, Overlap]:
+        """Return the overlaps of two targets by side, with those of their placebos; {} without a matrix."""
         count = int(self.matrices_KK[i, j])
-        if count == 0:
-            return ()
-        found: list[Overlap] = []
-        for values_KK, chances_KK, spreads_KK in zip(self.values_SKK, self.chances_SKK, self.spreads_SKK, strict=True):
-            placebos = tuple(float(values_KK[a, b]) for a, b in at if self.matrices_KK[a, b])
-            value, expected, spread = (float(of[i, j]) for of in (values_KK, chances_KK, spreads_KK))
-            found.append(Overlap(value, expected, spread, count, placebos, p_of(value, placebos)))
-        return tuple(found)
+        found: dict[str, Overlap] = {}
+        for s, side in enumerate(SIDES if count else ()):
+            value, chance, spread = (float(of[s, i, j]) for of in (self.values_SKK, self.chances_SKK, self.spreads_SKK))
+            placebos = tuple(float(self.values_SKK[s, a, b]) for a, b in at if self.matrices_KK[a, b])
+            found[side] = Overlap(value, chance, spread, count, placebos, p_of(value, placebos))
+        return found
 
 
 def together(found: Sequence[tuple[tuple[int, ...], Mapping[int, Floats]]]) -> dict[int, Overlaps]:
