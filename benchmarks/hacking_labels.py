@@ -135,7 +135,7 @@ def again() -> tuple[int, int]:
     texts = {(row["run"], row["prompt"]): row["text"] for row in labelled if row["source"] == "tiny"}
     same = 0
     for task, sigma, temperature, tokens in TINY:
-        config = from_dict({"model": {"name": "tiny", "dtype": "float32"}, "task": {"name": task}}, needs_es=False)
+        config = from_dict({"model": {"name": "tiny", "dtype": "float32"}, "task": {"name": task}})
         asked = EvalSettings(examples=8, max_tokens=tokens, temperature=temperature)
         with ModelMixer([BASE], config, asked) as mixer:
             said = mixer.evaluate({BASE: 1.0}, Perturbation(sigma, 0) if sigma else None).completions

@@ -136,7 +136,6 @@ def asked(way: Way, half: str, own: Path, folder: Path) -> list[Row]:
             },
             "evaluation": {"seeds": [trial], "temperature": way.temperature, "max_tokens": way.tokens},
         },
-        needs_es=False,
     )  # fmt: skip
     with ModelMixer([BASE], config, EvalSettings()) as mixer:
         said = mixer.evaluate({BASE: 1.0}, Perturbation(way.sigma, trial) if way.sigma else None).completions

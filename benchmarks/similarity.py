@@ -53,7 +53,7 @@ def shards(
     settings |= {} if words is None else {"vocab_size": words}
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model("qwen2", **settings).save_pretrained(folder)
-        specs = specs_of_config(from_dict({"model": {"name": folder}}, needs_es=False))
+        specs = specs_of_config(from_dict({"model": {"name": folder}}))
         text = (Path(folder) / "config.json").read_text()
     names = {spec.name: "rest" if spec.layer is None else f"{spec.layer:05d}" for spec in specs}
     files: dict[str, dict[str, list[int]]] = {}

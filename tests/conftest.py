@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from matplotlib.figure import Figure
 
-import interpreted  # noqa: F401  before anything that imports Triton
 from evoalign.models import tiny
 from evoalign.preflight import work
 

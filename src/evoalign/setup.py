@@ -93,11 +93,11 @@ def object_given(task: object, reward: object) -> str | None:
     return "task" if task is not None else "reward" if reward is not None else None
 
 
-def as_config(config: ConfigLike, *, needs_es: bool = True) -> Config:
-    """Return a validated Config from any of its forms; see `from_dict` for `needs_es`. Raises ConfigError."""
+def as_config(config: ConfigLike) -> Config:
+    """Return a validated Config from any of its forms. Raises ConfigError."""
     if isinstance(config, str | Path):
-        config = load(config, needs_es=needs_es)
-    return engines.read(config if isinstance(config, Config) else from_dict(config, needs_es=needs_es))
+        config = load(config)
+    return engines.read(config if isinstance(config, Config) else from_dict(config))
 
 
 def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:

@@ -64,7 +64,7 @@ def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path) -> No
         model.load_state_dict({**model.state_dict(), **merged})
         model.tie_weights()
         np.testing.assert_allclose(own_E, nats(model, 12, 5), rtol=1e-4)
-    asked = load([folder / "other.yaml"], needs_es=False)
+    asked = load([folder / "other.yaml"])
     wanted = evoalign.evaluate(str(saved[-1]), config=asked, split="test").measures_E["accuracy"]
     assert list(task.own_E[-1]) == list(wanted[:6])
     assert len(task.placebo_KE) == len(text.placebo_KE) == 3

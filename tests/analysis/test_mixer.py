@@ -374,7 +374,7 @@ def test_placebo_hint_names_runs_without_a_placebo(
 def test_put_weights_are_evaluated() -> None:
     """They are read anew each time they are put, and what they lack is the base model's."""
     norm = "model.norm.weight"
-    with ModelMixer([BASE], from_dict({"model": {"name": "tiny"}}, needs_es=False), ASKED) as mixer:
+    with ModelMixer([BASE], from_dict({"model": {"name": "tiny"}}), ASKED) as mixer:
         own = mixer.mixed(norm, {BASE: 1.0})
         before = mixer.evaluate({BASE: 1.0})
         for factor in (-1.0, 1.0):

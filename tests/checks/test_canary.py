@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import Bench, ByLibrary, build, make_config
 
 from evoalign import engines
 from evoalign.checks import canary
@@ -19,7 +20,6 @@ from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, Layout, Member, Plan, Request, Rollout, Sampling, Update
-from families import Bench, ByLibrary, build, make_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import build, make_config, unfused
 from safetensors.torch import load_file, save_file
 
 from evoalign.checks.distance import Base, Difference, Product, blocks, changes_of
 from evoalign.errors import ModelError
 from evoalign.models import tensors, tiny
-from families import build, make_config, unfused
 
 NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
 

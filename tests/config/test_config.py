@@ -332,7 +332,7 @@ def test_a_section_that_is_no_mapping() -> None:
 
 def test_es_is_needed_and_so_is_one_width() -> None:
     with pytest.raises(ConfigError, match="missing setting es; es needs at least sigma or noise_multiplier"):
-        from_dict({})
+        _ = from_dict({}).es
     told = error(es={})
     assert told.startswith("es: set exactly one of es.sigma and es.noise_multiplier; to begin with, es.sigma: 0.01 in")
     assert "evoalign probe" in told

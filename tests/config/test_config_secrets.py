@@ -65,7 +65,7 @@ def test_what_only_looks_like_one_is_taken(options: dict[str, Any]) -> None:
 
 def test_the_folder_that_a_shell_is_in_is_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", "/home/ann/project2")
-    assert from_dict({"model": {"name": "/home/ann/project2/base"}}, needs_es=False).model.name.endswith("base")
+    assert from_dict({"model": {"name": "/home/ann/project2/base"}}).model.name.endswith("base")
 
 
 def test_a_value_from_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

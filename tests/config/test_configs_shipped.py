@@ -346,7 +346,7 @@ def test_what_a_config_changes_is_the_config(path: Path) -> None:
     """A dry run shows no default, and what it shows loads to the same."""
     config = load([path])
     shown = to_yaml(config, changed=True)
-    assert from_dict(yaml.safe_load(shown), needs_es=False) == config
+    assert from_dict(yaml.safe_load(shown)) == config
     assert len(shown.splitlines()) < 0.7 * len(to_yaml(config, without=config.unused(grpo=is_grpo(path))).splitlines())
 
 

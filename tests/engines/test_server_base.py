@@ -16,7 +16,7 @@ from evoalign.engines.server.dialect import Completion
 from evoalign.engines.transformers.engine import load_model
 from evoalign.models import tiny
 
-CONFIG = from_dict({"model": {"name": "tiny"}}, needs_es=False)
+CONFIG = from_dict({"model": {"name": "tiny"}})
 DTYPES = list(TOLERANCE)
 
 

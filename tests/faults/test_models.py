@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import COMMON, VOCABULARY, build, make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -23,7 +24,6 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models import templates, tiny
 from evoalign.tokens import Tokens
-from families import COMMON, VOCABULARY, build, make_config
 
 
 @pytest.fixture

@@ -236,9 +236,7 @@ def _reference(raw: bytes) -> list[Row] | None:
 
 def _read(settings: dict[str, Any]) -> tuple[list[Row], list[Row], list[Any]]:
     """The rows of both splits as they are read, and after they were scored; and their prompts."""
-    made = tasks.create(
-        from_dict({"task": settings}, needs_es=False).task, [spoil] if settings["name"] == "custom" else None
-    )
+    made = tasks.create(from_dict({"task": settings}).task, [spoil] if settings["name"] == "custom" else None)
     data = made.load_data(0)
     rows = [*data.train, *data.test]
     before = json.loads(json.dumps(rows, default=repr))

@@ -111,7 +111,7 @@ class ModelFolders:
         self.weights = load_file(self.whole / WEIGHTS)
 
     def _config(self, folder: Path) -> Any:
-        return from_dict({"model": {"name": str(folder), "dtype": "float32"}}, needs_es=False)
+        return from_dict({"model": {"name": str(folder), "dtype": "float32"}})
 
     def attempt(self, draw: random.Random) -> bool:
         shutil.rmtree(self.folder, ignore_errors=True)

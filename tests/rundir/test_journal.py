@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from families import JOURNAL_HEADER as HEADER
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from evoalign.errors import JournalError
 from evoalign.rundir import journal
 from evoalign.rundir.journal import Journal
 from evoalign.types import Update, population
-from families import JOURNAL_HEADER as HEADER
 
 
 def update(index=0, coefficients=(0.1, -0.2, 1 / 3, 0.0), **changes):

@@ -130,7 +130,7 @@ def test_a_policy_of_grpo_is_held_against_its_record(tune: str, tmp_path: Path) 
     mark = checkpoint.Mark(1, weights_hash(trained), checkpoint.NO_JOURNAL)
     model.save_pretrained(tmp_path / "saved")
     checkpoint.seal(tmp_path / "saved", mark)
-    config = from_dict({"grpo": {"tune": tune}}, needs_es=False)
+    config = from_dict({"grpo": {"tune": tune}})
     weights.check(tmp_path / "saved", mark, config)
     with pytest.raises(CheckpointError, match="does not hold the weights of"):
         weights.check(tmp_path / "saved", dataclasses.replace(mark, weights_hash="0" * 64), config)

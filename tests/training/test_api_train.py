@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from families import Bench, next_logits
+from own_task import Vowels
 from pyarrow import parquet
 from rich.console import Console
 from safetensors.torch import save_file
@@ -26,8 +28,6 @@ from evoalign.models import tiny
 from evoalign.rollouts import batch
 from evoalign.rundir import journal
 from evoalign.types import Example
-from families import Bench, next_logits
-from own_task import Vowels
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_task import Vowels
 from rich.console import Console
 
 import evoalign
@@ -20,7 +21,6 @@ from evoalign.errors import ModelError
 from evoalign.evaluation import Scored, summarise
 from evoalign.rundir.directory import RunDir
 from evoalign.training.result import judged_again, show
-from own_task import Vowels
 
 
 def short(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:

@@ -193,10 +193,7 @@ def evaluate_one(
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     evaluation = resolve.evaluate(target, config=config, split=split, overrides=overrides)
-    if method is None and config is not None:
-        own = as_config(config, needs_es=False)
-    else:
-        own = resolve.to_ask(path, config, split)
+    own = as_config(config) if method is None and config is not None else resolve.to_ask(path, config, split)
     saved = saved_folders(path)
     return TargetEvaluation(
         target=str(target),

@@ -232,7 +232,7 @@ def measure(located: Sequence[Target], settings: Settings) -> list[Course]:
     from evoalign.config import load
     from evoalign.setup import as_config
 
-    configs = [as_config(load([file], needs_es=False)) for file in settings.tasks]
+    configs = [as_config(load([file])) for file in settings.tasks]
     probes: list[Probe] = [Accuracy(config, settings.measure) for config in configs]
     probes.append(Text(settings.text, settings.pieces, settings.window))
     placebos = [settings.placebos if _has_journal(target) else 0 for target in located]

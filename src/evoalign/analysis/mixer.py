@@ -292,7 +292,7 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
                 )
     changed = {"samples": wanted.samples, "max_tokens": wanted.max_tokens, "temperature": wanted.temperature}
     tree = own.evaluation.model_dump() | {name: value for name, value in changed.items() if value is not None}
-    checked = from_dict({**own.model_dump(), "evaluation": tree}, needs_es=False).evaluation
+    checked = from_dict({**own.model_dump(), "evaluation": tree}).evaluation
     prompts = 2**31 if wanted.examples is None else wanted.examples
     checks = own.checks.model_copy(update={"kl_prompts": prompts, "kl_tokens": wanted.kl_tokens})
     return own.model_copy(update={"evaluation": checked, "checks": checks, "engine": own.engine.in_process()})

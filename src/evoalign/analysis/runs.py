@@ -37,7 +37,7 @@ def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         console = kwargs.get("console")
         console = console if isinstance(console, Console) else Console()
         try:
-            if load(path / "config.yaml", needs_es=False).report:
+            if load(path / "config.yaml").report:
                 print_line(console, f"{'report':<12} {shown(write_report(path))}")
         except Exception as error:
             why = (str(error).strip().splitlines() or [""])[0]

@@ -73,7 +73,7 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
 def with_base(base: str, config: Config | None = None) -> Config:
     """Return a config whose model is `base`, a folder or a hub name."""
     if config is None:
-        return from_dict({"model": {"name": base}}, needs_es=False)
+        return from_dict({"model": {"name": base}})
     return config.model_copy(update={"model": config.model.model_copy(update={"name": base, "revision": None})})
 
 

@@ -150,7 +150,7 @@ def step_lines(config: Config) -> list[str]:
 
 def _generator(config: Config) -> str:
     """Return the text on what generates the training completions."""
-    if config.grpo.rollouts != "es" or config.es_ is None:
+    if not config.grpo.samples_members or config.es_ is None:
         return config.grpo.rollouts
     es, group = config.es, config.grpo.num_generations
     prompts = settings.round_size(config.grpo) * settings.rounds(config.grpo) // group

@@ -77,7 +77,7 @@ def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str,
         "use_cpu": on_cpu,
         "max_completion_length": longest(config),
         # Members decode greedily, and their log-probabilities are those of temperature 1.
-        "temperature": 1.0 if grpo.rollouts == "es" else grpo.temperature,
+        "temperature": 1.0 if grpo.samples_members else grpo.temperature,
         "warmup_steps": int(grpo.warmup_ratio * grpo.max_steps),
         "logging_steps": 1,
         "save_strategy": "no",
@@ -106,7 +106,7 @@ def check(config: Config) -> None:
         )
     if _splits_weights(config.grpo.trl):
         raise ConfigError(f"grpo.trl: {SPLIT}")
-    if config.grpo.rollouts == "es" and config.es.antithetic and config.grpo.num_generations % 2:
+    if config.grpo.samples_members and config.es.antithetic and config.grpo.num_generations % 2:
         raise ConfigError(
             f"es.antithetic needs an even grpo.num_generations, not {config.grpo.num_generations}: members form pairs"
         )
@@ -119,14 +119,14 @@ def check_stopping(config: Config) -> None:
             "the section stopping is for ES: a run of GRPO ends after grpo.max_steps; remove the section, for example "
             "with --set stopping=null, and lower grpo.max_steps if needed"
         )
-    if config.grpo.rollouts == "es" and config.es_ is not None and config.es_.sigma_schedule.name == "plateau":
+    if config.grpo.samples_members and config.es_ is not None and config.es_.sigma_schedule.name == "plateau":
         raise ConfigError("es.sigma_schedule plateau is for ES: with grpo.rollouts: es set constant, linear or cosine")
 
 
 def check_objective(config: Config, objective: Objective) -> None:
     """Raise ConfigError for an objective that GRPO cannot serve."""
     refuse_whole_members(objective, "GRPO")
-    if objective.asks_mean and config.grpo.rollouts == "es":
+    if objective.asks_mean and config.grpo.samples_members:
         raise ConfigError(
             f"objective {objective.name} needs completions of the policy, and with grpo.rollouts: es only members "
             "around it generate; set grpo.rollouts to engine or trl"

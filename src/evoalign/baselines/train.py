@@ -294,7 +294,7 @@ def make_trainer(
             warnings.simplefilter("ignore")  # about experimental features and deprecated names
             trainer = Trainer(
                 tokens,
-                corrected=config.grpo.rollouts == "es" and config.grpo.off_policy == "clip",
+                corrected=config.grpo.samples_members and config.grpo.off_policy == "clip",
                 model=model,
                 reward_funcs=[reward],
                 args=arguments,

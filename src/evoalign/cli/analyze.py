@@ -54,7 +54,7 @@ def analyze(
     from evoalign.rundir.files import ANALYSES, make_folder
     from evoalign.setup import as_config
 
-    own = as_config(load(config, needs_es=False)) if config else None
+    own = as_config(load(config)) if config else None
     with _progress(chosen.name):
         finding = chosen.run(targets, settings, own)
     finding.show(console())

@@ -88,14 +88,14 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
                 f"--set {next(text for text in sets if text.startswith('seed='))}: a run keeps its training seed, "
                 "which determines its splits; --seeds sets the sampling seeds"
             )
-        ours = load([own, *files], sets, needs_es=False)
+        ours = load([own, *files], sets)
         if task is not None and task != ours.task.name:  # the run's data files belong to another task
-            ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)
+            ours = from_dict({**ours.model_dump(), "task": {"name": task}})
         refuse_own(own.parent, ours, files, [*sets, *extra], EVALUATION_SKIPS)
         return ours
     if files:
-        return load(files, [*sets, *extra], needs_es=False)
-    return from_dict(parse_overrides({}, [*sets, *extra]), needs_es=False) if task else None
+        return load(files, [*sets, *extra])
+    return from_dict(parse_overrides({}, [*sets, *extra])) if task else None
 
 
 def _is_run(path: Path) -> bool:

@@ -49,7 +49,7 @@ def placebo(
             run,
             shuffles=shuffles,
             config=load(config) if config else None,
-            off_task=load([off_task], needs_es=False) if off_task else None,
+            off_task=load([off_task]) if off_task else None,
             model=model,
             generation=generation,
         )

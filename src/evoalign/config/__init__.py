@@ -10,7 +10,7 @@ from typing import Any
 from evoalign.config.base import FORMAT_VERSION, Section
 from evoalign.config.decoding import EvaluationConfig, SamplingConfig
 from evoalign.config.engines import ENGINES, EngineConfig, EngineSettings
-from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
+from evoalign.config.es import EsConfig, OptimizerConfig, ScheduleConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.load import code_of, from_dict, from_record, load, parse_overrides, read, to_yaml, with_engine
 from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, ModelConfig, TrackingConfig
@@ -21,7 +21,6 @@ from evoalign.config.task import GraderConfig, ObjectiveConfig, TaskConfig
 __all__ = [
     "ENGINES",
     "FORMAT_VERSION",
-    "NO_ES",
     "SPACES",
     "CheckpointConfig",
     "ChecksConfig",

@@ -9,9 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from evoalign.config.base import Count, Delta, Positive, Section, Share, named
 
-NO_ES = "missing setting es; es needs at least sigma or noise_multiplier"
-
-
 BY_PROMPT = ("centered",)
 """Shapings that need the scores per prompt. The others use each member's mean over prompts."""
 
@@ -108,6 +105,11 @@ class EsConfig(Section):
         if self.learning_rate_schedule.name == "plateau":
             raise ValueError("es.learning_rate_schedule: plateau is only for es.sigma_schedule; use linear or cosine")
         return self
+
+    @property
+    def steps(self) -> int:
+        """Length of a whole run: its generations."""
+        return self.num_generations
 
     @property
     def width(self) -> float:

@@ -195,6 +195,16 @@ class GrpoConfig(Section):
         return read
 
     @property
+    def steps(self) -> int:
+        """Length of a whole run: its optimizer steps."""
+        return self.max_steps
+
+    @property
+    def samples_members(self) -> bool:
+        """Whether the completions are those of members of a population, which the sections `es` and `space` set."""
+        return self.rollouts == "es"
+
+    @property
     def by_name(self) -> dict[str, Any]:
         """All settings by name, those of `OF_TRL` with their defaults; the other fields of TRL under `trl`."""
         others = {name: value for name, value in self.trl.items() if name not in OF_TRL}
@@ -221,7 +231,7 @@ class GrpoConfig(Section):
                 f"a round of completions lasts for {whole} passes (grpo.steps_per_generation x grpo.num_iterations) "
                 f"and a step for {step} (grpo.gradient_accumulation_steps): one must be a multiple of the other"
             )
-        if self.rollouts == "es" and self.tune != "full":
+        if self.samples_members and self.tune != "full":
             raise ValueError("grpo.rollouts es perturbs the model's own weights: it needs grpo.tune full")
         if self.rollouts != "trl" and self.by_name["use_vllm"]:
             raise ValueError(f"grpo.trl.use_vllm draws completions itself: set grpo.rollouts trl, not {self.rollouts}")

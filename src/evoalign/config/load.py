@@ -18,7 +18,6 @@ from evoalign.config import outside
 from evoalign.config.base import named
 from evoalign.config.decoding import SamplingConfig
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
-from evoalign.config.es import NO_ES
 from evoalign.config.grpo import OF_TRL, in_place, place_of
 from evoalign.config.outside import CODE, SCRIPT, TRACKER
 from evoalign.config.reading import YAML_CHARACTERS, YAML_DEPTH, MissingError, parse_yaml, read_bytes
@@ -60,12 +59,12 @@ def locate(source: str | Path) -> Path:
     return next((place / path for place in (package, package.parents[1]) if (place / path).is_file()), path)
 
 
-def load(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
+def load(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     """Read YAML files, of which later ones win, and `a.b=c` overrides, and check them with `from_dict`.
 
     A `configs/..` that is missing in the working folder is read from the package. Raises ConfigError.
     """
-    return from_dict(read(files, overrides), needs_es=needs_es)
+    return from_dict(read(files, overrides))
 
 
 def read(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -90,10 +89,10 @@ def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return merged
 
 
-def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
+def from_dict(tree: Mapping[str, Any]) -> Config:
     """Check a nested mapping. Raises ConfigError naming each wrong value, and for secrets (`evoalign.config.secrets`).
 
-    It needs a section es or grpo, unless `needs_es` is false, as for an evaluation.
+    Neither a section es nor grpo is needed, as for an evaluation; `Config.es` raises where it is missing.
     """
     refuse_secrets(tree)
     try:
@@ -102,8 +101,6 @@ def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
         shared = ("sampling", "evaluation")
         errors = [e for e in error.errors() if not e["loc"] or e["loc"][0] not in shared or _at(tree, e["loc"])]
         raise _refused(errors, _section(tree)) from None
-    if needs_es and config.es_ is None and "grpo" not in config.model_fields_set:
-        raise ConfigError(NO_ES)
     return config
 
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from evoalign.config.base import FORMAT_VERSION, Count, Every, Place, Section, Seed, listed, named
 from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
-from evoalign.config.es import NO_ES, EsConfig, StoppingConfig
+from evoalign.config.es import EsConfig, StoppingConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.outside import INSIDE, MODEL, TRACKER
 from evoalign.config.scorer import ScorerConfig
@@ -172,8 +172,15 @@ class Config(Section):
     def es(self) -> EsConfig:
         """The section `es`. Raises ConfigError where it is missing, as in a config for GRPO only."""
         if self.es_ is None:
-            raise ConfigError(NO_ES)
+            raise ConfigError(
+                "missing setting es; es needs at least sigma or noise_multiplier. A config with a section grpo alone "
+                "is for GRPO: evoalign grpo CONFIG, or --method grpo"
+            )
         return self.es_
+
+    def trained_by(self, method: Literal["es", "grpo"]) -> EsConfig | GrpoConfig:
+        """Return the section of a training method. Raises ConfigError where it is missing."""
+        return self.grpo if method == "grpo" else self.es
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +216,7 @@ class Config(Section):
     def unused(self, *, grpo: bool) -> list[str]:
         """Return the sections that a run of GRPO, or of ES, does not read. A custom space may read those of all
         spaces."""
-        has_members = not grpo or self.grpo.rollouts == "es"
+        has_members = not grpo or self.grpo.samples_members
         own = has_members and type(self.section) is SpaceSection
         adapter = [self.lora] if grpo and self.grpo.tune == "lora" else []
         used = [*([self.section] if has_members else []), *adapter]

@@ -184,7 +184,7 @@ def _of_mean(name: str, saved: Path, base: str | None, depth: int, source: Sourc
     _verified(saved, signature(saved))
     if not (saved / ADAPTER_CONFIG).is_file():
         return Origin(str(saved), None, (str(saved), None), sources=(source,))
-    model = load([saved.resolve().parent.parent / "config.yaml"], needs_es=False).model
+    model = load([saved.resolve().parent.parent / "config.yaml"]).model
     below = _below(name, "the config of the run", base, model, depth)
     return replace(below, adapters=(*below.adapters, saved), sources=(*below.sources, source))
 

@@ -214,7 +214,7 @@ def open_run(
     with ExitStack() as stack:
         off = None
         if off_task is not None:
-            off_config = as_config(off_task, needs_es=False)
+            off_config = as_config(off_task)
             other, data = task_and_data(off_config, None, None)
             off = _OffTask(off_config, stack.enter_context(closing(other)), data)
         parts = stack.enter_context(closing(assemble(chosen, task, reward)))

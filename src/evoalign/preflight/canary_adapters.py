@@ -171,7 +171,7 @@ def random_adapter(model: str | None, rank: int, allowed: Collection[str] | None
     try:
         if model is None or not (Path(model) / "config.json").is_file():
             raise ConfigError(f"the server's model, {model}, is not a folder that can be read here: {advice}")
-        specs = specs_of_config(from_dict({"model": {"name": model}}, needs_es=False))
+        specs = specs_of_config(from_dict({"model": {"name": model}}))
     except OSError as error:
         raise ConfigError(f"the server's model, {model}, cannot be read here ({error.strerror}): {advice}") from error
     except ConfigError:

@@ -56,8 +56,8 @@ class Case:
 
     @property
     def method(self) -> Method:
-        """The training method: GRPO if the config has no section es."""
-        return "es" if self.config.es_ is not None else "grpo"
+        """The training method: GRPO if the config has a section grpo and none es."""
+        return "es" if self.config.es_ is not None or "grpo" not in self.config.model_fields_set else "grpo"
 
     def close(self) -> None:
         """Free the model and end the task's worker."""

@@ -28,7 +28,7 @@ PASS = 3
 def check_config(case: Case) -> Finding:
     """Report the step sizes that follow from the settings, and settings that are unlikely to be intended."""
     config = case.config
-    if config.grpo.rollouts == "es":
+    if config.grpo.samples_members:
         _ = config.es  # raises ConfigError if missing: members come from the sections es and space
     first, *warnings = planning.step_lines(config)
     detail = f"GRPO, task {config.task.name}, model {config.model.name}; {first}"

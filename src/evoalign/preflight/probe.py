@@ -37,7 +37,7 @@ from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
 from evoalign.checks.rules import CutOff
 from evoalign.checks.signs import is_foreign, scripts
-from evoalign.config import NO_ES, Config
+from evoalign.config import Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
 from evoalign.preflight.advice import ETA, Baseline, ProbeResult, Width, recommend
@@ -97,8 +97,7 @@ def probe(
     ProbeStoppedError, whose `result` has the widths that were done.
     """
     config = as_config(config)
-    if config.es_ is None:
-        raise ConfigError(f"{NO_ES}; probe measures the noise of ES and is for ES alone, not for GRPO")
+    _ = config.es  # raises ConfigError if missing
     widths = _ladder(config, sigmas)
     if members is not None and (members < 4 or members % 2):
         raise ConfigError(f"members {members}: a probe needs an even number, at least 4")

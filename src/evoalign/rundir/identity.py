@@ -49,7 +49,7 @@ def identity(config: Config, method: Method = "es") -> dict[str, Any]:
 
 def _identity_of_grpo(config: Config) -> dict[str, Any]:
     unused = {"full"}
-    if config.grpo.rollouts != "es":
+    if not config.grpo.samples_members:
         unused |= {"es_", "space", "lowrank"}
         unused |= {"lora"} if config.grpo.tune == "full" else set()
     unsampled = {"temperature", "top_p", "stop", "keep_stop"}

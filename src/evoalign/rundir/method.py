@@ -48,7 +48,7 @@ def resume_command(path: Path, method: Method | None = None) -> str:
     """Return the command that resumes the run in a directory."""
     words = f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
     try:
-        return words + own_option(path, load(path / "config.yaml", needs_es=False))
+        return words + own_option(path, load(path / "config.yaml"))
     except ConfigError:  # missing or damaged; the command itself reports that
         return words
 

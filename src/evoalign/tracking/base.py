@@ -147,7 +147,7 @@ def last_step(config: Config, run: Path) -> int:
         done = read_object(run / "results" / "evaluation.json")
         if "ending" in done:
             return int(done["generation"])
-    return config.grpo.max_steps if method_of(run) == "grpo" else config.es.num_generations
+    return config.trained_by(method_of(run) or "es").steps
 
 
 @contextmanager

@@ -190,7 +190,9 @@ def config_of(log: Log, model: str | ModelConfig | None = None, skip: Sequence[s
     the journal may come from an untrusted source. Raises JournalError for an invalid config.
     """
     try:
-        tree = from_record(log.header.config).model_dump()
+        recorded = from_record(log.header.config)
+        _ = recorded.es  # raises ConfigError if missing
+        tree = recorded.model_dump()
     except ConfigError as error:
         wrong = "; ".join(str(error).splitlines())
         raise JournalError(f"{log.path}, line 1 holds an invalid config: {wrong}") from error

@@ -59,7 +59,7 @@ def evaluate(
         if task is None and reward is None:
             refuse_lost_task(Path(target))
         settings = {**found.evaluation.model_dump(), **(overrides or {})}
-        return from_dict({**found.model_dump(), "evaluation": settings}, needs_es=False), adapter
+        return from_dict({**found.model_dump(), "evaluation": settings}), adapter
 
     there = saved_folders(Path(target))
     resolved = [again_if_pruned(Path(target), resolve)]
@@ -131,7 +131,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
             f"{target} is not a run directory (config.yaml, and journal.jsonl or manifest.json); for a model, name the "
             "task with --task or --config"
         )
-    own = as_config(config, needs_es=False)
+    own = as_config(config)
     weights.check_folder(path)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
@@ -142,7 +142,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
                 "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
         tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
         model = {"name": base, "revision": peft.get("revision"), "dtype": own.model.dtype}
-        return from_dict({**tree, "model": model}, needs_es=False), path
+        return from_dict({**tree, "model": model}), path
     return _with_model(own, str(target)), None
 
 
@@ -168,7 +168,7 @@ def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Confi
     """
     if config is None:
         return load_own(run, skip=EVALUATION_SKIPS)
-    given, made = as_config(config, needs_es=False), load([run / "config.yaml"])
+    given, made = as_config(config), load([run / "config.yaml"])
     found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
     check_parted(str(run), made.task, found.task, split)
     return found

@@ -19,7 +19,7 @@ from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
 from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.checks.signs import scripts
-from evoalign.config import NO_ES, Config, from_record
+from evoalign.config import Config, from_record
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.specs import specs_of_config
@@ -131,8 +131,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
 def _place(config: Config, *, resume: bool) -> RunDir:
     """Return the run directory of ES. Raises ResumeError, ConfigError for a run or a config of GRPO."""
     run = place(config, "es", resume=resume)
-    if config.es_ is None:
-        raise ConfigError(f"{NO_ES}; a config with a section grpo and no es is for: evoalign grpo CONFIG")
+    _ = config.es  # raises ConfigError if missing
     return run
 
 

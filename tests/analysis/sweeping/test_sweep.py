@@ -316,7 +316,7 @@ def test_grpo_cells_need_no_es_settings() -> None:
     (cell,) = make_cells(base, [{"grpo.beta": 0.02}], "grpo")
     only = make_run(base, cell, 0, "grpo", Path("to"))
     assert (cell.name, only.steps) == ("beta=0.02", only.config.grpo.max_steps)
-    with pytest.raises(ConfigError, match=r"missing setting es.*; for GRPO: --method grpo"):
+    with pytest.raises(ConfigError, match=r"missing setting es.*--method grpo"):
         make_cells({**base, "grpo": {}}, [{"lora.rank": 2}], "es")
 
 

@@ -137,14 +137,14 @@ def test_scorer_failures_raise_errors(scorer: Any, error: type[Exception], told:
 
 def test_safety_is_not_isolated_and_has_no_gold(files: dict[str, Any]) -> None:
     made = create(TaskConfig.model_validate({"name": "safety", **files}))
-    assert isolate(made, from_dict({}, needs_es=False).grader) is made
+    assert isolate(made, from_dict({}).grader) is made
     assert made.gold(ROWS[0]) is None and made.is_right("x", ROWS[0]) is None
 
     class Own(Safety):
         pass
 
     own = Own(TaskConfig.model_validate({"name": "safety", **files}), RuleScorer())
-    assert isolate(own, from_dict({}, needs_es=False).grader) is own
+    assert isolate(own, from_dict({}).grader) is own
 
 
 def test_unreachable_hub_error_names_the_settings() -> None:
@@ -206,7 +206,7 @@ def config(output: Path, files: dict[str, Any], **settings: Any) -> dict[str, An
 
 
 def train(tree: dict[str, Any], scorer: Any, **arguments: Any) -> evoalign.Result:
-    given = Safety(from_dict(tree, needs_es=False).task, scorer)
+    given = Safety(from_dict(tree).task, scorer)
     return evoalign.train(tree, task=given, console=Console(file=io.StringIO(), width=200), **arguments)
 
 

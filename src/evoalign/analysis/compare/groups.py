@@ -117,11 +117,10 @@ def settings_of(config: Config, method: Method) -> dict[str, Any]:
     """Return the flat settings that identify a run apart from its seed, with its length."""
     tree = identity(config, method)
     del tree["seed"]
-    length = config.es.num_generations if method == "es" else config.grpo.max_steps
     unused = set(SECTIONS) - {tree["space"]["name"]} if "space" in tree else set[str]()
     flat = dict(_flat({key: value for key, value in tree.items() if key not in unused}))
     ends = {} if config.stopping is None else dict(_flat(config.stopping.model_dump(mode="json"), "stopping."))
-    return {"method": method, **flat, **ends, LENGTHS[method == "grpo"]: length}
+    return {"method": method, **flat, **ends, LENGTHS[method == "grpo"]: config.trained_by(method).steps}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ OPTION = "--judge-model"
 
 def check(name: str) -> tuple[ModelConfig, tokens.Tokens]:
     """Return a model's settings and tokenizer. Raises ModelError if it cannot load, without reading its weights."""
-    config = from_dict({"model": {"name": name}}, needs_es=False).model
+    config = from_dict({"model": {"name": name}}).model
     with set_by(OPTION):
         tokenizer = tokens.load(config)
         empty_model(config)

@@ -95,7 +95,7 @@ class _Reader:
 
     def view(self, name: str) -> View:
         """Return everything that the page shows."""
-        config, is_es = self._tried(lambda: load(self.path / "config.yaml", needs_es=False)), self.method == "es"
+        config, is_es = self._tried(lambda: load(self.path / "config.yaml")), self.method == "es"
         manifest = self._read("manifest.json", Manifest) or Manifest()
         by_row = self._tried(self.run.read_metrics) or {}
         rows = [by_row[at] for at in sorted(by_row) if by_row[at].get("mean") is not None]
@@ -124,7 +124,7 @@ class _Reader:
             drift = [first, estimates.beyond_drift(known.reward)]
         total = None
         if config is not None:
-            total = (config.es_ and config.es_.num_generations) if is_es else config.grpo.max_steps
+            total = None if is_es and config.es_ is None else config.trained_by(self.method).steps
         aim = "reward" if result is None else aim_of(result.after)
         return View(
             name=name,

@@ -278,7 +278,7 @@ def pairs(before: Sequence[Completion], after: Sequence[Completion]) -> list[Pai
 def settings(config: Config, method: Method) -> tuple[dict[str, str], dict[str, str]]:
     """Return the settings that the method reads, by dotted name, and their defaults with this engine."""
     unused = {"es_" if name == "es" else name for name in config.unused(grpo=method == "grpo")}
-    usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}}, needs_es=False)
+    usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}})
     own, default = (_flat(c.model_dump(mode="json", exclude=unused)) for c in (config, usual))
     default["es.sigma"] = "none"
     return own, default

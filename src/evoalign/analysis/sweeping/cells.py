@@ -24,7 +24,7 @@ from typing import Any, cast
 import yaml
 
 from evoalign import engines
-from evoalign.config import NO_ES, Config, from_dict, load, outside, parse_overrides
+from evoalign.config import Config, from_dict, load, outside, parse_overrides
 from evoalign.config.grpo import place_of
 from evoalign.config.reading import parse_yaml, read_object
 from evoalign.errors import ConfigError, DataError, RunExistsError, shown
@@ -71,7 +71,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Number of generations or optimizer steps of the whole run."""
-        return self.config.es.num_generations if self.method == "es" else self.config.grpo.max_steps
+        return self.config.trained_by(self.method).steps
 
     def evaluation(self) -> Tree | None:
         """Return results/evaluation.json if the run is finished with these settings, else None.
@@ -153,8 +153,7 @@ def unread(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Conf
     }
     tree = parse_overrides(base, [f"{k}={text.strip().removesuffix('...').strip()}" for k, text in texts.items()])
     config = from_dict({**tree, **fixed})
-    if method == "es" and config.es_ is None:
-        raise ConfigError(f"{NO_ES}; for GRPO: --method grpo")
+    config.trained_by(method)  # raises ConfigError if the section is missing
     return config
 
 
