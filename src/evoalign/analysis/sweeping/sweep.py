@@ -150,7 +150,9 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
     """
     if measure in (*SHARED_MEASURES, *more):
         return
-    for name, config in {config.task.name: config for config in configs if config.task.name in PLAIN}.items():
+    for name, config in {config.task.name: config for config in configs}.items():
+        if name not in PLAIN:
+            continue
         task, data = task_and_data(config, None, None)
         with closing(task):
             right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
