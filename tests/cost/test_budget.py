@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,14 @@ def run(folder: Path, seen: list[Generation] | None = None, resume: bool = False
     train(settings(folder, **changes), on_generation=hook, resume=resume, console=Console(quiet=True))
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Generation]]:
+    """A run that is evaluated after two of three generations."""
+    folder, seen = tmp_path_factory.mktemp("cost") / "run", list[Generation]()
+    run(folder, seen, evaluation={"max_tokens": 12, "every": 2}, lora={"rank": 2})
+    return folder, seen
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -86,7 +95,7 @@ def test_the_formula_against_what_the_engine_and_training_run() -> None:
         assert abs(row.error) < EXACT, row
 
 
-@pytest.mark.first("qwen2", "llama", others="long")
+@pytest.mark.first("llama", others="long")
 @pytest.mark.parametrize("family", sorted(flops.FAMILIES))
 def test_the_formula_against_every_family(family: str) -> None:
     for row in flop_counts.family_rows(family):
@@ -157,11 +166,10 @@ def test_costs_add_up_and_keep_unknown_parts() -> None:
     assert budget.cost_of({"prompts": 1}) is None
 
 
-def test_tokens_of_a_run_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
-    seen: list[Generation] = []
-    run(tmp_path / "run", seen, evaluation={"max_tokens": 12, "every": 2})
+def test_tokens_of_a_run_are_those_of_a_count_by_hand(done: tuple[Path, list[Generation]]) -> None:
+    folder, seen = done
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny())
-    rows = rows_of(tmp_path / "run")
+    rows, totals = rows_of(folder), totals_of(folder)
     assert len(rows) == len(seen) == 3
     for row, generation in zip(rows, seen, strict=True):
         cost, seconds = row["budget"], row["seconds"]
@@ -172,11 +180,10 @@ def test_tokens_of_a_run_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
         assert cost["device_seconds"] == cost["wall_seconds"]
         assert cost["backward_flops"] == 0 < cost["forward_flops"]
         assert cost["peak_memory_bytes"] > 2**26
-    totals = totals_of(tmp_path / "run")
     assert (totals["method"], totals["devices"], totals["rows"], totals["rows_missing"]) == ("es", 1, 3, 0)
     for key in ("completions", "prompt_tokens", "generated_tokens", "forward_flops"):
         assert totals["training"][key] == sum(row["budget"][key] for row in rows)
-    files = [parquet.read(tmp_path / f"run/results/completions/{name}.parquet") for name in ("before", "after")]
+    files = [parquet.read(folder / f"results/completions/{name}.parquet") for name in ("before", "after")]
     evaluation = totals["evaluation"]
     assert evaluation["completions"] == 3 * len(files[0])  # start, after two generations, end
     between = evaluation["generated_tokens"] - sum(c["tokens"] for file in files for c in file)
@@ -186,13 +193,12 @@ def test_tokens_of_a_run_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
     assert evaluation["prompt_tokens"] == 3 * by_hand
 
 
-def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> None:
+def test_flops_of_a_run_are_the_formula_over_its_rollouts(done: tuple[Path, list[Generation]]) -> None:
     """Count by hand: the common prefix once per member, each prompt and completion, members and update."""
-    seen: list[Generation] = []
-    run(tmp_path / "run", seen, lora={"rank": 2})
+    folder, seen = done
     model = tiny_shape()
     adapted = Adapted(2, frozenset(m.name for m in model.matrices))
-    generation, row = seen[0], rows_of(tmp_path / "run")[0]
+    generation, row = seen[0], rows_of(folder)[0]
     first, second = generation.prompts
     common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     spent = 0
@@ -273,18 +279,19 @@ def test_stopped_run_writes_its_budget(tmp_path: Path) -> None:
     assert totals["training"]["generated_tokens"] == rows_of(tmp_path / "run")[0]["tokens"]
 
 
-def test_evaluation_cost_is_unknown_without_its_file(tmp_path: Path) -> None:
+def test_evaluation_cost_is_unknown_without_its_file(done: tuple[Path, list[Generation]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run(folder)
+    shutil.copytree(done[0], folder)
     (folder / "results" / "budget.json").write_text("{")
-    run(folder, resume=True)
+    run(folder, resume=True, evaluation={"max_tokens": 12, "every": 2}, lora={"rank": 2})
     assert totals_of(folder)["evaluation"] is None
     assert totals_of(folder)["training"]["generated_tokens"] > 0
 
 
 def test_run_of_an_unknown_model_has_no_flops(tmp_path: Path) -> None:
     model = build("mpt", tmp_path / "mpt")
-    run(tmp_path / "run", model={"name": str(model)}, space="full")
+    es = {"num_generations": 1, "population_size": 2, "learning_rate": 0.01, "sigma": 0.02}
+    run(tmp_path / "run", model={"name": str(model)}, space="full", es=es)
     totals = totals_of(tmp_path / "run")
     assert totals["training"]["forward_flops"] is None and totals["evaluation"]["forward_flops"] is None
     assert totals["training"]["generated_tokens"] > 0
@@ -331,14 +338,13 @@ def test_without_a_formula_a_step_of_grpo_counts_tokens_alone() -> None:
     assert (step.forward_flops, step.backward_flops, step.generated_tokens) == (None, None, 3)
 
 
-def test_the_file_formats_name_every_field(tmp_path: Path) -> None:
-    run(tmp_path / "run")
+def test_the_file_formats_name_every_field(done: tuple[Path, list[Generation]]) -> None:
     text = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
     of_row, of_run = (
         text.split(f"{title}\n", 1)[1].split("\n## ")[0] for title in ("### budget", "## results/budget.json")
     )
     assert all(f"`{name}`" in of_row for name in Cost().as_dict())
-    assert all(f"`{name}`" in of_run for name in totals_of(tmp_path / "run"))
+    assert all(f"`{name}`" in of_run for name in totals_of(done[0]))
 
 
 def test_device_seconds_include_idle_devices() -> None:

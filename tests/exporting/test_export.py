@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -67,9 +67,19 @@ def train(output: Path, model: str, space: str, /, **sections: Mapping[str, Any]
     return evoalign.train(tree, console=Console(file=io.StringIO())).path
 
 
+class Runs(dict[str, Path]):
+    """Runs by space, each trained when a test first takes it."""
+
+    def __init__(self, make: Callable[[str], Path]) -> None:
+        self._make = make
+
+    def __missing__(self, space: str) -> Path:
+        return self.setdefault(space, self._make(space))
+
+
 @pytest.fixture(scope="module")
 def runs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {space: train(tmp_path_factory.mktemp(space) / "run", str(base), space) for space in SPACES}
+    return Runs(lambda space: train(tmp_path_factory.mktemp(space) / "run", str(base), space))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,12 @@ from evoalign.types import MEAN_PLAN, Sampling
 
 Run = tuple[str, str, dict[str, Any]]
 TOKENS = 8
-CASES = [("qwen3_moe", "lora"), ("mixtral", "lora"), ("mixtral", "lowrank"), ("qwen3_moe", "full")]
+CASES = [
+    ("qwen3_moe", "lora"),
+    ("mixtral", "lowrank"),
+    pytest.param(("mixtral", "lora"), marks=pytest.mark.slow),
+    pytest.param(("qwen3_moe", "full"), marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import Bench
 from small_runs import UNCHECKED
-from test_export import PROMPTS, QUESTIONS, SPACES, TOKENS, base, of_plain, plain, train
+from test_export import PROMPTS, QUESTIONS, TOKENS, Runs, base, of_plain, plain, train
 from typer.testing import CliRunner
 
 from evoalign import cli
@@ -36,7 +36,7 @@ def runs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
         parts = {"es": {"antithetic": True, **optimizer}, "checks": UNCHECKED}
         return train(tmp_path_factory.mktemp(space) / "run", str(base), space, **parts)
 
-    return {space: made(space) for space in SPACES}
+    return Runs(made)
 
 
 def of_engine(run: Path, generation: int, member: int | None) -> tuple[list[tuple[int, ...]], list[list[int]]]:

@@ -18,23 +18,14 @@ from evoalign.statistics import Estimate
 Draw = Callable[..., None]
 BOTH = pytest.mark.parametrize("draw", [figures.evolution, figures.time_breakdown])
 PIXELS = (600, 1080)
+FITNESS = {"mean": 100.0, "best": 50.0, "worst": 150.0, "p20": 120.0, "p80": 80.0}
+SECONDS = {"rollout": 1.0, "score": 0.1, "update": 0.2, "other": 0.05}
 
 
 def rows(count: int, **changes: Any) -> list[dict[str, Any]]:
     return [
-        {
-            "generation": g,
-            "mean": -100.0 / (g + 1),
-            "best": -50.0 / (g + 1),
-            "worst": -150.0 / (g + 1),
-            "p20": -120.0 / (g + 1),
-            "p80": -80.0 / (g + 1),
-            "zero_variance": False,
-            "tokens": 1000,
-            "seconds": {"rollout": 1.0, "score": 0.1, "update": 0.2, "other": 0.05},
-            "evaluation": None,
-        }
-        | changes
+        {name: -value / (g + 1) for name, value in FITNESS.items()}
+        | {"generation": g, "zero_variance": False, "tokens": 1000, "seconds": SECONDS, "evaluation": None, **changes}
         for g in range(count)
     ]
 
@@ -49,7 +40,7 @@ def has_color(image: np.ndarray, color: str) -> bool:
 
 
 @BOTH
-@pytest.mark.parametrize("count", [0, 1, 2, 40])
+@pytest.mark.parametrize("count", [0, 1, 40])
 def test_a_picture_of_the_right_size(draw: Draw, count: int, tmp_path: Path) -> None:
     path = tmp_path / "figures" / "picture.png"
     draw(rows(count), path, title="a $ title_with^marks")
@@ -59,32 +50,18 @@ def test_a_picture_of_the_right_size(draw: Draw, count: int, tmp_path: Path) -> 
     assert [p.name for p in path.parent.iterdir()] == ["picture.png"]
 
 
-def test_the_validation_split_is_drawn_where_there_is_one(tmp_path: Path) -> None:
-    measured = rows(3, evaluation={"reward": -60.0})
-    start = Ends(before=Estimate(-90.0, 1))
-    figures.evolution(measured, tmp_path / "test.png", test=start)
-    measured = [{**row, "validation": {"reward": -20.0}} for row in measured]
-    figures.evolution(measured, tmp_path / "both.png", test=start)
-    test, both = pixels(tmp_path / "test.png"), pixels(tmp_path / "both.png")
-    assert (has_color(test, figures.VALIDATION), has_color(both, figures.VALIDATION)) == (False, True)
-    assert has_color(both, figures.TEST)
-
-
 def test_everything_asked_for_is_drawn(tmp_path: Path) -> None:
-    data = rows(20)
+    data, start = rows(20), Ends(before=Estimate(-90.0, 1))
     figures.evolution(data, tmp_path / "plain.png")
     plain = pixels(tmp_path / "plain.png")
-    assert has_color(plain, figures.MEAN)
-    assert has_color(plain, figures.BEST)
-    assert not has_color(plain, figures.TEST)
-    assert not has_color(plain, figures.ZERO)
-
+    assert has_color(plain, figures.MEAN) and has_color(plain, figures.BEST)
+    assert not any(has_color(plain, color) for color in (figures.TEST, figures.ZERO, figures.VALIDATION))
     data[9]["evaluation"] = {"reward": -20.0}
     data[5]["zero_variance"] = True
-    figures.evolution(data, tmp_path / "full.png")
+    data[7]["validation"] = {"reward": -20.0}
+    figures.evolution(data, tmp_path / "full.png", test=start)
     full = pixels(tmp_path / "full.png")
-    assert has_color(full, figures.TEST)
-    assert has_color(full, figures.ZERO)
+    assert all(has_color(full, color) for color in (figures.TEST, figures.ZERO, figures.VALIDATION))
 
 
 def drawn(color: str, image: np.ndarray) -> np.ndarray:
@@ -96,14 +73,12 @@ def drawn(color: str, image: np.ndarray) -> np.ndarray:
 def test_the_test_split_before_and_after_training_are_points_with_their_intervals(tmp_path: Path) -> None:
     """The start at the left, the end at the right, and a bar as long as its interval."""
     start, end = Estimate(-110.0, 9, -115.0, -105.0), Estimate(-20.0, 9, -50.0, 10.0)
-    columns: dict[str, np.ndarray] = {}
-    for name, ends in {"start": Ends(start), "end": Ends(None, end), "both": Ends(start, end)}.items():
-        figures.evolution(rows(5), tmp_path / f"{name}.png", test=ends)
-        columns[name] = drawn(figures.TEST, pixels(tmp_path / f"{name}.png"))
-    middle = PIXELS[1] // 2
-    assert columns["start"][:middle].max() > 5 and columns["start"][middle:].max() == 0
-    assert columns["end"][:middle].max() == 0 and columns["end"][middle:].max() > 5
-    both = columns["both"]
+    columns: list[np.ndarray] = []
+    for ends in (Ends(start), Ends(start, end)):
+        figures.evolution(rows(5), tmp_path / "picture.png", test=ends)
+        columns.append(drawn(figures.TEST, pixels(tmp_path / "picture.png")))
+    (alone, both), middle = columns, PIXELS[1] // 2
+    assert alone[:middle].max() > 5 and alone[middle:].max() == 0
     assert both[middle:].max() > 3 * both[:middle].max() > 10, "60 against 10 high"
 
 
@@ -115,47 +90,36 @@ def test_the_end_takes_the_place_of_an_evaluation_of_the_same_mean(tmp_path: Pat
     assert (tmp_path / "rows.png").read_bytes() == (tmp_path / "both.png").read_bytes()
 
 
-def test_every_phase_has_its_colour_one_of_an_engines_own_too(tmp_path: Path) -> None:
-    seconds = {"rollout": 1.0, "score": 0.4, "update": 0.4, "other": 0.3, "weights sync": 0.5}
+def test_phases_are_as_high_as_long_and_each_has_its_colour(tmp_path: Path) -> None:
+    """Also one of an engine's own. The update takes as long as the rollout, and covers as much of the figure."""
+    seconds = {"rollout": 1.0, "score": 0.4, "update": 1.0, "other": 0.3, "weights sync": 0.5}
     figures.time_breakdown(rows(8, seconds=seconds), tmp_path / "figure.png")
     image = pixels(tmp_path / "figure.png")
-    for color in (*figures.PHASES.values(), figures.EXTRA[0]):
-        assert has_color(image, color)
-
-
-def test_the_stack_is_as_high_as_the_generation_is_long(tmp_path: Path) -> None:
-    """Half of each column is the update's: its colour covers as much as the rollout's."""
-    figures.time_breakdown(rows(10, seconds={"rollout": 1.0, "update": 1.0}), tmp_path / "figure.png")
-    image = pixels(tmp_path / "figure.png")
+    assert all(has_color(image, color) for color in (*figures.PHASES.values(), figures.EXTRA[0]))
 
     def share(color: str) -> float:
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         return float((np.abs(image - wanted).max(axis=-1) < 0.02).mean())
 
     assert share(figures.PHASES["update"]) == pytest.approx(share(figures.PHASES["rollout"]), rel=0.05)
-    assert share(figures.PHASES["update"]) > 0.2
+    assert share(figures.PHASES["update"]) > 0.1
 
 
-@BOTH
-def test_a_picture_is_replaced_in_one_step(draw: Draw, tmp_path: Path) -> None:
+def test_a_picture_is_replaced_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
-    draw(rows(3), path)
+    figures.time_breakdown(rows(3), path)
     first = path.read_bytes()
     with pytest.raises(KeyError):
-        draw([{"generation": 0}], path)
+        figures.time_breakdown([{"generation": 0}], path)
     assert path.read_bytes() == first
-    draw(rows(30), path)
+    figures.time_breakdown(rows(30), path)
     assert path.read_bytes() != first
+    figures.time_breakdown(rows(3), path)
+    assert path.read_bytes() == first, "the same rows give the same bytes"
     assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]
 
 
-@BOTH
-def test_the_same_rows_give_the_same_bytes(draw: Draw, tmp_path: Path) -> None:
-    draw(rows(7), tmp_path / "a.png")
-    draw(rows(7), tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
+@pytest.mark.slow
 def test_no_pyplot_and_no_matplotlib_before_the_first_figure(tmp_path: Path) -> None:
     code = (
         "import sys; from evoalign.report import figures\n"

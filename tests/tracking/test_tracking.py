@@ -301,6 +301,7 @@ def test_wandb_continues_under_the_same_id(tmp_path: Path) -> None:
     assert [row["_step"] for row in second["history"]] == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_new_run_has_a_new_id(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tell(run, "wandb", ROWS[:1])
@@ -309,6 +310,7 @@ def test_new_run_has_a_new_id(tmp_path: Path) -> None:
     assert first["id"] != second["id"]
 
 
+@pytest.mark.first("tensorboard")
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "trackio"])
 def test_tracker_added_at_resume_starts(tmp_path: Path, backend: str) -> None:
     tell(tmp_path / "run", backend, ROWS[2:], resumed_at=2)
@@ -559,6 +561,7 @@ def test_two_runs_of_one_process_are_separate(tmp_path: Path) -> None:
         assert told["name"] == name and len(told["logs"]) == 5
 
 
+@pytest.mark.slow
 def test_open_wandb_run_of_the_user_continues(tmp_path: Path) -> None:
     import wandb as library
 

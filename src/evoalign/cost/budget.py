@@ -194,21 +194,16 @@ def grpo_generation(
     which has no factors (`reference`: beta is not 0). `all_logits`: the head computes all positions, not only those of
     completions, as TRL does without a GPU. `adapted` None: all weights train. `shape` None: FLOPs are not known.
     """
+    tokens = sum(prompt_lengths), sum(completion_lengths)
+    if shape is None:
+        return Cost(prompts, len(completion_lengths), *tokens, forward_flops=None, backward_flops=None)
     forward = generation_flops or 0
-    for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
-        assert shape is not None
+    for p, c in zip(prompt_lengths, completion_lengths, strict=True):
         logits = p + c - 1 if all_logits else c
         forward += forward_flops(shape, p, c, adapted) if generation_flops is None else 0
         forward += old_logprobs * sequence_flops(shape, 0, p + c, logits, adapted)
         forward += reference * sequence_flops(shape, 0, p + c, logits)
-    return Cost(
-        prompts=prompts,
-        completions=len(completion_lengths),
-        prompt_tokens=sum(prompt_lengths),
-        generated_tokens=sum(completion_lengths),
-        forward_flops=float(forward) if shape else None,
-        backward_flops=0.0 if shape else None,
-    )
+    return Cost(prompts, len(completion_lengths), *tokens, forward_flops=float(forward))
 
 
 def grpo_update(
@@ -224,16 +219,14 @@ def grpo_update(
 
     Prompts and tokens are counted by `grpo_generation`, since several steps may use the same completions.
     """
-    forward = backward = 0
-    for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
-        assert shape is not None
+    if shape is None:
+        return Cost(forward_flops=None, backward_flops=None)
+    forward, backward = 0, ADAM_FLOPS * (adapted.numbers(shape) if adapted else shape.parameters)
+    for p, c in zip(prompt_lengths, completion_lengths, strict=True):
         logits = p + c - 1 if all_logits else c
         forward += sequence_flops(shape, 0, p + c, logits, adapted)
         backward += backward_flops(shape, p + c, logits, adapted, checkpointing=checkpointing, recompute_head=True)
-    if shape:
-        backward += ADAM_FLOPS * (adapted.numbers(shape) if adapted else shape.parameters)
-    known = shape is not None
-    return Cost(forward_flops=float(forward) if known else None, backward_flops=float(backward) if known else None)
+    return Cost(forward_flops=float(forward), backward_flops=float(backward))
 
 
 class Meter:

@@ -94,11 +94,14 @@ def memory_lines(
     base = 0 if on_gpu(config) else resident() or 0
     bound = "about" if batch_size else need.own.bound
     total = need.kept + base + (batch_size or need.own.cache)
-    parts = {
-        "this process so far (Python and its libraries)": base, "weights": need.weights, "float32 master": need.master,
-        "starting weights for decay": need.start,
-    }  # fmt: skip
-    listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    names = (
+        "this process so far (Python and its libraries)",
+        "weights",
+        "float32 master",
+        "starting weights for decay",
+    )
+    sizes = (base, need.weights, need.master, need.start)
+    listed = ", ".join(f"{name} {gib(size)}" for name, size in zip(names, sizes, strict=True) if size)
     return [
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
@@ -194,18 +197,13 @@ def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> 
     others = _names((s for s in rest if len(s.shape) > 1), listed=some)
     line = f"{verb} {percent(some, specs)} of the weights: {_names(some)}" + (f"; not: {others}" if others else "")
     warnings = _left_out(config, space, specs, rest) if space.carrier == "adapter" else []
-    warnings += _few_layers(config, specs, some)
-    return [line, *(f"warning: {warning}" for warning in warnings)]
-
-
-def _few_layers(config: Config, specs: Sequence[TensorSpec], some: Sequence[TensorSpec]) -> list[str]:
-    """Return a warning if `target_layers` selects few of this model's layers."""
-    layers, reached = ({s.layer for s in tensors} - {None} for tensors in (specs, some))
+    every, few = ({s.layer for s in tensors} - {None} for tensors in (specs, some))
     chosen = getattr(getattr(config, config.space.name, None), "target_layers", None)
-    if chosen is None or len(reached) * FEW >= len(layers):
-        return []
-    setting = f"{config.space.name}.target_layers"
-    return [f"{len(reached)} of {len(layers)} layers evolves, {setting} {chosen}; set {setting}=null for all layers"]
+    if chosen is not None and len(few) * FEW < len(every):
+        setting = f"{config.space.name}.target_layers"
+        count = f"{len(few)} of {len(every)} layers evolves"
+        warnings.append(f"{count}, {setting} {chosen}; set {setting}=null for all layers")
+    return [line, *(f"warning: {warning}" for warning in warnings)]
 
 
 def percent(some: Iterable[TensorSpec], every: Iterable[TensorSpec]) -> str:

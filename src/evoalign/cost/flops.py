@@ -141,11 +141,8 @@ def sequence_flops(shape: ModelShape, start: int, tokens: int, logits: int, adap
 
 
 def _sequence_flops(shape: ModelShape, factors: int, start: int, tokens: int, logits: int) -> int:
-    return (
-        2 * (shape.numbers + factors) * tokens
-        + _attention(shape, start, tokens, shape.kinds)
-        + 2 * shape.head.numbers * logits
-    )
+    linear = 2 * (shape.numbers + factors) * tokens
+    return linear + _attention(shape, start, tokens, shape.kinds) + 2 * shape.head.numbers * logits
 
 
 def _attention(shape: ModelShape, start: int, tokens: int, kinds: Counter[int | None]) -> int:
@@ -203,11 +200,12 @@ def backward_flops(
     have weight gradients. `checkpointing` recomputes the layers except for their last product, which is not needed.
     `recompute_head`: the head's logits are recomputed as well.
     """
-    low = 0 if adapted is None or checkpointing else min(_layers(shape, adapted), default=0)
-    through = [m for m in shape.matrices if adapted is None or checkpointing or _passes(shape, m, low)]
-    flops = 2 * tokens * sum(m.numbers for m in through) + 2 * _attention(
-        shape, 0, tokens, Counter(shape.windows[low:])
-    )
+    low, through = 0, list(shape.matrices)
+    if adapted is not None and not checkpointing:
+        low = min((m.layer for m in through if m.name in adapted.weights and m.layer is not None), default=0)
+        through = [m for m in through if _passes(shape, m, low)]
+    flops = 2 * tokens * sum(m.numbers for m in through)
+    flops += 2 * _attention(shape, 0, tokens, Counter(shape.windows[low:]))
     if adapted is None:
         flops += 2 * tokens * sum(m.numbers for m in shape.matrices)
     else:
@@ -216,27 +214,19 @@ def backward_flops(
         flops += tokens * (4 * adapted.numbers(shape) - 2 * adapted.rank * unused)
     head = 1 + (adapted is None) + recompute_head
     flops += 2 * head * shape.head.numbers * logits
-    return flops + (_again(shape, tokens, adapted) if checkpointing else 0)
-
-
-def _layers(shape: ModelShape, adapted: Adapted) -> set[int]:
-    return {m.layer for m in shape.matrices if m.name in adapted.weights and m.layer is not None}
+    if checkpointing:
+        flops += sequence_flops(shape, 0, tokens, 0, adapted)
+    if checkpointing and not shape.last_again:  # recomputing stops (torch: early stop) before a layer's last product
+        last = {m.layer: m for m in shape.matrices if m.layer is not None}.values()
+        saved = [adapted.rank * m.rows if adapted and m.name in adapted.weights else m.numbers for m in last]
+        flops -= 2 * tokens * sum(saved)
+    return flops
 
 
 def _passes(shape: ModelShape, matrix: Matrix, lowest: int) -> bool:
     """Return whether a gradient flows to the input: not through the first weights of the lowest layer."""
     first = matrix.name.removesuffix(".weight").endswith(shape.first)
     return matrix.layer is None or matrix.layer > lowest or (matrix.layer == lowest and not first)
-
-
-def _again(shape: ModelShape, tokens: int, adapted: Adapted | None) -> int:
-    """Return the FLOPs of recomputing the layers, which stops (torch: early stop) before the last product of each."""
-    flops = sequence_flops(shape, 0, tokens, 0, adapted)
-    if shape.last_again:
-        return flops
-    last = {m.layer: m for m in shape.matrices if m.layer is not None}.values()
-    saved = [adapted.rank * m.rows if adapted and m.name in adapted.weights else m.numbers for m in last]
-    return flops - 2 * tokens * sum(saved)
 
 
 def noise_numbers(space: Space, layout: Layout) -> int:

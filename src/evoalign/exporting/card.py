@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -70,14 +70,6 @@ class Sample:
     reward_before: float
     after: str
     reward_after: float
-
-    def parts(self) -> list[tuple[str, str]]:
-        """Return titles and texts in the order of the card."""
-        return [
-            ("prompt", self.prompt),
-            (f"before, reward {self.reward_before:.4g}", self.before),
-            (f"after, reward {self.reward_after:.4g}", self.after),
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +144,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.filters |= {"plain": plain, "code": code, "block": block}
+    env.filters |= {"plain": plain, "code": code, "block": block, "repr": repr}
     return env.get_template("card.md.jinja")
 
 
@@ -165,7 +157,7 @@ def card(facts: Facts) -> str:
     base = facts.base if facts.base_on_hub else "FOLDER_OF_THE_BASE"
     cores = f"{hardware['cores']} CPU cores" if "cores" in hardware else "not recorded"
     text = to_yaml(config).rstrip()
-    saved = facts.saved or facts.dtype
+    saved, alarms = facts.saved or facts.dtype, (found or {}).get("alarms") or {}
 
     def release(library: str = "evoalign") -> str:
         return plain(str(versions.get(library, "")).strip()) or "(release not recorded)"
@@ -194,16 +186,14 @@ def card(facts: Facts) -> str:
         total=config.es.num_generations if is_es else config.grpo.max_steps,
         ended="ending" in (found or {}),
         place=place,
-        alarms=((found or {}).get("alarms") or {}) if ((found or {}).get("alarms") or {}).get("verdict") else None,
-        decoding="" if found is None else _decoding(found["settings"]),
-        intervals="" if found is None else _intervals(found),
+        alarms=alarms if alarms.get("verdict") else None,
+        trained="" if found is None else aim_of(found["after"]),
         interval=interval,
         placebo_lines=[] if found is None else placebo_lines(found, facts.placebo),
         figure=FIGURE,
-        load="\n".join(_load(facts, saved)),
+        adapter=facts.kind == "adapter",
+        question=QUESTION,
         sizes=[f"{count} {name} examples" for count, name in named if count],
-        width=_width(config) if is_es else "",
-        drawn="" if is_es else _drawn(config),
         drawing=config.evaluation,
         saved=saved,
         versions=", ".join(f"{k} {v}" for k, v in versions.items()) or "not recorded",
@@ -265,24 +255,6 @@ def _model_index(facts: Facts) -> dict[str, Any]:
     return {"model_name": facts.name.rsplit("/", 1)[-1], "eval_results": results} if results else {}
 
 
-def _decoding(settings: Mapping[str, Any]) -> str:
-    if settings["temperature"] <= 0:
-        return "greedy"
-    return (
-        f"sampled at temperature {settings['temperature']:g}, top_p {settings['top_p']:g}, {settings['samples']} "
-        f"completions for each of the seeds {', '.join(map(str, settings['seeds']))}"
-    )
-
-
-def _intervals(found: Mapping[str, Any]) -> str:
-    """Return the kind of intervals; earlier releases used the bootstrap and did not record it."""
-    if "intervals" not in found:
-        return "BCa bootstrap"
-    trained = aim_of(found["after"])
-    whole = "" if trained == "reward" else f"; of {plain(trained)}, one value of all completions, by resampling"
-    return f"t, or Bonett and Price where a measure is 0 or 1{whole}"
-
-
 def placebo_lines(found: Mapping[str, Any], kept: PlaceboResults | None = None) -> list[str]:
     """Return the drift of the gain, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
     own = parse(found["placebo"], "results/evaluation.json") if "placebo" in found else None
@@ -292,55 +264,6 @@ def placebo_lines(found: Mapping[str, Any], kept: PlaceboResults | None = None) 
     whole = [] if known.fitness is None else [f"{plain(known.fitness.line())}."]
     reward = f"Reward: {sentence(known.reward)}; {beyond_drift(known.reward, advise=False)}."
     return ["", " ".join(["**Signal and drift.**", *whole, reward])]
-
-
-def _width(config: Config) -> str:
-    es = config.es
-    return f"sigma {es.sigma:g}" if es.sigma is not None else f"noise_multiplier {es.noise_multiplier:g}"
-
-
-def _drawn(config: Config) -> str:
-    grpo = config.grpo
-    return {
-        "trl": f"drawn by TRL{' on vLLM' if grpo.by_name['use_vllm'] else ''} at temperature {grpo.temperature:g}",
-        "engine": f"drawn by evoalign's engine at temperature {grpo.temperature:g}",
-        "es": f"greedy ones of members of a population (off_policy {grpo.off_policy})",
-    }[grpo.rollouts]
-
-
-def _load(facts: Facts, saved: str) -> Iterator[str]:
-    """Yield the lines of Python that load the export and ask it one question."""
-    adapter, pinned = facts.kind == "adapter", facts.config.model.revision
-    tiny = adapter and facts.base == "tiny"
-    source = "here" if not adapter else f"base, revision={pinned!r}" if pinned else "base"
-    if adapter:
-        yield "from peft import PeftModel"
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig"
-    if tiny:
-        yield "from evoalign.models import tiny"
-    yield from ("", f"here = {facts.name!r}  # this folder: its path where you are, or its name on the hub")
-    if adapter:
-        comment = "" if tiny or facts.base_on_hub else "  # the folder of the base model"
-        yield f"base = {'str(tiny())' if tiny else repr(facts.base)}{comment}"
-    yield f"tokenizer = AutoTokenizer.from_pretrained({source})"
-    yield f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={facts.dtype if adapter else saved!r})"
-    if adapter:
-        yield "model = PeftModel.from_pretrained(model, here)"
-    yield f"settings = GenerationConfig.from_pretrained(here, max_new_tokens={facts.config.evaluation.max_tokens})"
-    yield ""
-    if not facts.chat:
-        yield f'inputs = tokenizer("{QUESTION}", return_tensors="pt")'
-    else:
-        user = f'{{"role": "user", "content": "{QUESTION}"}}'
-        if facts.system is None:
-            yield f"messages = [{user}]"
-        else:
-            yield from ("messages = [", f'    {{"role": "system", "content": {facts.system!r}}},', f"    {user},", "]")
-        yield "inputs = tokenizer.apply_chat_template("
-        yield '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        yield ")"
-    yield "output = model.generate(**inputs, generation_config=settings)"
-    yield 'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))'
 
 
 def gather(

@@ -208,25 +208,18 @@ def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
 
     x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
     axes.plot(x, y, color=TEST, linewidth=0.9, alpha=0.5)
-    axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white",
-              label="test split, unperturbed model; the numbers are generations done")  # fmt: skip
-    for i in _apart(x, y):
-        axes.annotate(
-            str(points[i][0]), (x[i], y[i]), xytext=(0, 7), textcoords="offset points", ha="center", color=INK,
-            fontsize=9, path_effects=[withStroke(linewidth=3, foreground="white")],
-        )  # fmt: skip
-    axes.margins(0.06, 0.1)
-    axes.set_ylabel("reward")
-
-
-def _apart(x: Sequence[float], y: Sequence[float]) -> list[int]:
-    """Return points whose labels do not overlap: the last, the first, and others with room."""
+    label = "test split, unperturbed model; the numbers are generations done"
+    axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white", label=label)
     wide, high = 0.04 * (max(x) - min(x)), 0.08 * (max(y) - min(y))
+    style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": INK, "fontsize": 9}
     labelled: list[int] = []
-    for i in (len(x) - 1, *range(len(x) - 1)):
+    for i in (len(x) - 1, *range(len(x) - 1)):  # the last, the first, and others whose labels do not overlap
         if all(abs(x[i] - x[j]) > wide or abs(y[i] - y[j]) > high for j in labelled):
             labelled.append(i)
-    return labelled
+            stroke = withStroke(linewidth=3, foreground="white")
+            axes.annotate(str(points[i][0]), (x[i], y[i]), xytext=(0, 7), path_effects=[stroke], **style)
+    axes.margins(0.06, 0.1)
+    axes.set_ylabel("reward")
 
 
 def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -> None:
@@ -244,17 +237,9 @@ def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -
         axes.plot([], [], color=INK, linestyle="", marker="|", markersize=9, label="95 % interval over examples")
     still = [row["generation"] for row in rows if row["zero_variance"]]
     if still:
-        axes.plot(
-            still,
-            [0.012] * len(still),
-            linestyle="",
-            marker="|",
-            markersize=9,
-            markeredgewidth=1.5,
-            color=ZERO,
-            transform=axes.get_xaxis_transform(),
-            label=f"{words.still} ({len(still)} of {len(rows)})",
-        )
+        style: dict[str, Any] = {"linestyle": "", "marker": "|", "markersize": 9, "markeredgewidth": 1.5}
+        label, low = f"{words.still} ({len(still)} of {len(rows)})", [0.012] * len(still)
+        axes.plot(still, low, color=ZERO, transform=axes.get_xaxis_transform(), label=label, **style)
     axes.set_ylabel(words.aim)
 
 
@@ -271,18 +256,8 @@ def _measured(axes: Axes, rows: Rows, key: str, ends: Ends, *, color: str, marke
         x, y, *reach = zip(*bars, strict=True)
         axes.errorbar(x, y, reach, fmt="none", ecolor=color, elinewidth=1.6, capsize=4, zorder=4)
     if points:
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            color=color,
-            linewidth=1.0,
-            linestyle=":",
-            marker=marker,
-            markersize=6,
-            markeredgecolor="white",
-            label=label,
-            zorder=5,
-        )
+        style: dict[str, Any] = {"linewidth": 1.0, "linestyle": ":", "markersize": 6, "markeredgecolor": "white"}
+        axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=label, zorder=5, **style)
 
 
 def _time_breakdown(axes: Axes, rows: Rows) -> None:
@@ -291,7 +266,10 @@ def _time_breakdown(axes: Axes, rows: Rows) -> None:
     edges = [x[0] - 0.5, *(generation + 0.5 for generation in x)] if x else []
     bottom = [0.0] * len(rows)
     total = sum(sum(row["seconds"].values()) for row in rows)
-    for phase, color in _colors(rows).items():
+    known = dict.fromkeys(phase for row in rows for phase in row["seconds"])
+    own = [phase for phase in known if phase not in PHASES]
+    colors = PHASES | {phase: EXTRA[i % len(EXTRA)] for i, phase in enumerate(own)}
+    for phase, color in ((phase, color) for phase, color in colors.items() if phase in known):
         seconds = [row["seconds"].get(phase, 0.0) for row in rows]
         top = [low + height for low, height in zip(bottom, seconds, strict=True)]
         label = f"{phase} ({sum(seconds) / total:.0%})" if total else phase
@@ -306,14 +284,6 @@ def _limit(axes: Axes, x: Sequence[int], right: int = 0) -> None:
     first, last = (x[0], max(x[-1] + right, x[0] + 1)) if x else (0, 1)
     air = 0.5 + 0.01 * (last - first)
     axes.set_xlim(first - air, last + air)
-
-
-def _colors(rows: Rows) -> dict[str, str]:
-    """Return a colour for each phase, the known ones first."""
-    found = dict.fromkeys(phase for row in rows for phase in row["seconds"])
-    own = [phase for phase in found if phase not in PHASES]
-    spare = {phase: EXTRA[i % len(EXTRA)] for i, phase in enumerate(own)}
-    return {phase: color for phase, color in (PHASES | spare).items() if phase in found}
 
 
 def _draw(path: str | Path, title: str, paint: Callable[[Axes], None], across: str) -> None:

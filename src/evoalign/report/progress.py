@@ -35,7 +35,6 @@ LOG_SECONDS = 60.0
 """Without a terminal, seconds between lines within a generation."""
 
 
-COLUMNS = 100
 NOTEBOOK_SECONDS = 1.0
 """Seconds between two updates in a notebook."""
 PRE = '<pre style="line-height: normal; font-family: monospace; background: none">{code}</pre>'
@@ -87,7 +86,7 @@ class NotebookLive:
 
 def as_html(drawn: RenderableType) -> str:
     """Return what rich draws as HTML, with all text escaped."""
-    console = Console(record=True, file=io.StringIO(), width=COLUMNS, force_jupyter=False, color_system="truecolor")
+    console = Console(record=True, file=io.StringIO(), width=100, force_jupyter=False, color_system="truecolor")
     console.print(drawn)
     return console.export_html(inline_styles=True, code_format=PRE)
 
@@ -279,9 +278,12 @@ class Display:
         figures += [(weighed(n, weights.get(n, 1.0)), _short(mean)) for n, mean in means.items() if mean is not None]
         state: Mapping[str, float] = row.get("objective") or {}
         figures += [(name, _short(value)) for name, value in [*state.items()][:MOST_STATE]]
-        figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
-        figures.append(("left", _clock_face(self._seconds_left())))
-        return figures
+        seconds = sum(s for s, _ in self._recent)
+        speed = sum(tokens for _, tokens in self._recent) / seconds if seconds > 0 else 0.0
+        each, since = seconds / len(self._recent), self._clock() - self._last
+        left = _clock_face(max(0.0, each * (self.total - self._done) - since))
+        figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{speed:,.0f}"), elapsed]
+        return [*figures, ("left", left)]
 
     def _measured(self) -> list[tuple[str, str]]:
         """Return the latest evaluations."""
@@ -289,14 +291,6 @@ class Display:
             (f"{split} {self.aim}", f"{_short(value)} ({self.unit} {after})")
             for split, (value, after) in sorted(self._evaluated.items(), reverse=True)
         ]
-
-    def _speed(self) -> float:
-        seconds = sum(s for s, _ in self._recent)
-        return sum(tokens for _, tokens in self._recent) / seconds if seconds > 0 else 0.0
-
-    def _seconds_left(self) -> float:
-        each = sum(s for s, _ in self._recent) / len(self._recent)
-        return max(0.0, each * (self.total - self._done) - (self._clock() - self._last))
 
 
 def _live(

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.report.terminal import print_line
-from evoalign.rundir.journal import Header, Log, Recorded
+from evoalign.rundir.journal import Log, Recorded
 from evoalign.types import Prompt
 
 SHARES = frozenset({"accuracy", "exact", "format", "high_reward", "right"})
@@ -29,6 +29,8 @@ NAMES = {"right": "right by gold"}
 """Labels of measures."""
 Interval = tuple[float, float, float]
 """Mean of the paired differences, and its 95 % interval; both ends are the mean if there is none."""
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories of characters that are written as escapes."""
 WHOLE = 20
 """Longest name of a measure, in terminal cells, that is not wrapped."""
 LINES = 4
@@ -58,7 +60,25 @@ def before_after(
 
     `placebo` has the means over placebos, shown in a column; `names` are labels of measures.
     """
-    console.print(_measures(before, after, intervals or {}, placebo, {**NAMES, **(names or {})}))
+    intervals, labels = intervals or {}, {**NAMES, **(names or {})}
+    table = Table(title="test split", title_justify="left", title_style="bold")
+    common = [name for name in before if name in after]
+    named = [labels.get(name, name.removesuffix("_share").replace("_", " ")) for name in common]
+    table.add_column("", overflow="fold", no_wrap=all(cell_len(name) <= WHOLE for name in named))
+    more = [*(["95 % interval"] if intervals else []), *(["mean placebo"] if placebo is not None else [])]
+    for heading in ("before", "after", "change", *more):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, shown in zip(common, named, strict=True):
+        change = _signed(name, after[name] - before[name]) + (" points" if is_share(name) else "")
+        cells = [_value(name, before[name]), _value(name, after[name]), change]
+        if intervals:
+            _, low, high = intervals.get(name, (0.0, 0.0, 0.0))
+            none = "-" if name in intervals else ""
+            cells.append(f"{_signed(name, low)} to {_signed(name, high)}" if low < high else none)
+        if placebo is not None:
+            cells.append(_value(name, placebo[name]) if name in placebo else "")
+        table.add_row(Text(shown), *cells)
+    console.print(table)
     if samples:
         console.print(_samples(samples, console))
 
@@ -72,34 +92,6 @@ def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console:
         console.print(Text(visible(line, ascii_only=ascii_only), style=style), soft_wrap=not console.is_jupyter)
     if samples:
         console.print(_samples(samples, console, "for example"))
-
-
-def _measures(
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-    intervals: Mapping[str, Interval],
-    placebo: Mapping[str, float] | None,
-    names: Mapping[str, str],
-) -> Table:
-    table = Table(title="test split", title_justify="left", title_style="bold")
-    common = [name for name in before if name in after]
-    named = [names.get(name, name.removesuffix("_share").replace("_", " ")) for name in common]
-    table.add_column("", overflow="fold", no_wrap=all(cell_len(name) <= WHOLE for name in named))
-    more = [*(["95 % interval"] if intervals else []), *(["mean placebo"] if placebo is not None else [])]
-    for heading in ("before", "after", "change", *more):
-        table.add_column(heading, justify="right", overflow="fold")
-    for name, shown in zip(common, named, strict=True):
-        old, new = before[name], after[name]
-        cells = [_value(name, old), _value(name, new), _change(name, new - old)]
-        if name in intervals:
-            _, low, high = intervals[name]
-            cells.append(f"{_signed(name, low)} to {_signed(name, high)}" if low < high else "-")
-        elif intervals:
-            cells.append("")
-        if placebo is not None:
-            cells.append(_value(name, placebo[name]) if name in placebo else "")
-        table.add_row(Text(shown), *cells)
-    return table
 
 
 def headline(
@@ -133,42 +125,27 @@ def _signed(name: str, change: float) -> str:
     return f"{100 * change:+.1f}" if is_share(name) else f"{change:+.4g}"
 
 
-def _change(name: str, change: float) -> str:
-    return _signed(name, change) + (" points" if is_share(name) else "")
-
-
 def _samples(samples: Sequence[Sample], console: Console, title: str = "sample completions") -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True, expand=True)
-    columns = {"prompt": 3, "target": 2, "before": 4, "after": 4}
+    columns, ascii_only = {"prompt": 3, "target": 2, "before": 4, "after": 4}, not console.encoding.startswith("utf")
     if all(sample.target is None for sample in samples):
         del columns["target"]
     for heading, ratio in columns.items():
         table.add_column(heading, ratio=ratio, overflow="fold")
     for sample in samples:
-        texts = {
-            "prompt": _prompt_text(sample.prompt),
-            "target": "-" if sample.target is None else sample.target,
-            "before": sample.before,
-            "after": sample.after,
-        }
-        table.add_row(*(_cell(texts[heading], console, ratio) for heading, ratio in columns.items()))
+        prompt = sample.prompt
+        if not isinstance(prompt, str):
+            roles = [f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt]
+            prompt = "\n".join(roles) if len(prompt) != 1 else prompt[0].get("content", "")
+        target = "-" if sample.target is None else sample.target
+        texts = {"prompt": prompt, "target": target, "before": sample.before, "after": sample.after}
+        cells: list[Text] = []
+        for heading, ratio in columns.items():
+            room = LINES * max(8, console.width * ratio // 13 - 3)
+            text = shorten(visible(texts[heading], ascii_only=ascii_only), room)
+            cells.append(Text(text) if text else Text("(empty)", style="dim italic"))
+        table.add_row(*cells)
     return table
-
-
-def _prompt_text(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return prompt[0].get("content", "")
-    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
-
-
-def _cell(text: str, console: Console, ratio: int) -> Text:
-    """Return text for at most `LINES` lines of a column with `ratio` / 13 of the width."""
-    if not text:
-        return Text("(empty)", style="dim italic")
-    ascii_only = not console.encoding.startswith("utf")
-    return Text(shorten(visible(text, ascii_only=ascii_only), LINES * max(8, console.width * ratio // 13 - 3)))
 
 
 def shorten(text: str, length: int) -> str:
@@ -178,24 +155,24 @@ def shorten(text: str, length: int) -> str:
 
 def visible(text: str, *, ascii_only: bool = False) -> str:
     """Return text on one line, with newlines, tabs and invisible characters written as escapes."""
-    shown = text if text.isprintable() else "".join(map(_visible, text))
-    return shown.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else shown
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "\\n"
-    if character == "\t":
-        return "\\t"
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-        return character.encode("unicode_escape", "backslashreplace").decode("ascii")
-    return character
+    if not text.isprintable():
+        text = "".join(
+            c.encode("unicode_escape", "backslashreplace").decode("ascii") if unicodedata.category(c) in HIDDEN else c
+            for c in text
+        )
+    return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
 
 
 def journal_table(log: Log, console: Console) -> None:
     """Print the header of a journal, one row per generation, and whether it is whole."""
     ascii_only = not console.encoding.startswith("utf")
-    for line in _header_lines(log.header):
+    header, model = log.header, log.header.config.get("model")
+    named = cast(dict[str, object], model) if isinstance(model, dict) else {}
+    for line in (
+        f"model {named.get('name')}, revision {named.get('revision')}, {header.dtype}, hash {header.model_hash[:16]}",
+        f"space {header.space}, {header.evolved_parameters:,} evolved numbers, seed {header.config.get('seed')}",
+        f"made on {header.device} with {', '.join(f'{k} {v}' for k, v in header.versions.items())}",
+    ):
         print_line(console, visible(line, ascii_only=ascii_only))
     table = Table("generation", "mean", "best", "worst", "std", "rms c", "sigma", "step", "weights_hash")
     for column in table.columns[:-1]:
@@ -214,14 +191,6 @@ def journal_table(log: Log, console: Console) -> None:
             f"the update of generation {len(log.generations)} was recorded but never sealed: --resume applies it",
             highlight=False,
         )
-
-
-def _header_lines(header: Header) -> Iterator[str]:
-    model: object = header.config.get("model")
-    named = cast(dict[str, object], model) if isinstance(model, dict) else {}
-    yield f"model {named.get('name')}, revision {named.get('revision')}, {header.dtype}, hash {header.model_hash[:16]}"
-    yield f"space {header.space}, {header.evolved_parameters:,} evolved numbers, seed {header.config.get('seed')}"
-    yield f"made on {header.device} with {', '.join(f'{k} {v}' for k, v in header.versions.items())}"
 
 
 def _journal_cells(recorded: Recorded) -> Iterator[str]:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from command_line import Run, caller
 from judging_server import Answer, Say, by_length, completion, parts, serving, slow
 from tournaments import written
 
-from evoalign.analysis.judge import asking, judges
+from evoalign.analysis.judge import asking, judges, ratings, report
 from evoalign.analysis.judge.asking import MAX_FAILURES, rubric_hash
 from evoalign.analysis.judge.judges import Endpoint, checked
 from evoalign.analysis.judge.judgments import read
@@ -34,17 +36,25 @@ Judging = Callable[..., Any]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """In a folder with answers of three models to four prompts; no wait between attempts."""
+    """In a folder with answers of three models to four prompts; no wait between attempts, no bootstrap, no figure."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(judges, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(report, "draw", lambda found, to: [])
+    monkeypatch.setattr(ratings, "_bootstrap", lambda counts, settings: np.stack([counts.sum(0)] * 9))
     for name, answer in (("short", "S"), ("middle", "M" * 3), ("long", "L" * 6)):
         written(tmp_path / f"{name}.jsonl", [{"prompt": f"P{i}", "response": answer + str(i)} for i in range(4)])
     return caller(monkeypatch, capsys, 200)
 
 
+TWO = ("short.jsonl", "long.jsonl")
+
+
+def asked(url: str) -> list[str]:
+    return ["--endpoint", url, "--judge-model", "j"]
+
+
 def judged(run: Run, server: Any, *words: object, models: tuple[str, ...] = ("short", "long")) -> Any:
-    targets = [f"{name}.jsonl" for name in models]
-    return run("judge", "ask", *targets, "--endpoint", server.url, "--judge-model", "j", "--to", "out", *words)
+    return run("judge", "ask", *(f"{name}.jsonl" for name in models), *asked(server.url), "--to", "out", *words)
 
 
 def lines() -> list[dict[str, Any]]:
@@ -117,9 +127,7 @@ def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
         parquet.write(folder / f"results/completions/{name}.parquet", rows)
     before = f"start={folder / 'results/completions/before.parquet'}"
     with serving(by_length) as server:
-        done = run(
-            "judge", "ask", folder, before, "short.jsonl", "--endpoint", server.url, "--judge-model", "j", "--to", "out"
-        )
+        done = run("judge", "ask", folder, before, "short.jsonl", *asked(server.url), "--to", "out")
     assert done.code == 0 and len(lines()) == 4 * 3 * 4
     assert "es: left out 2 prompts" in done.err and "6 further answers" in done.err
     assert "warning: es was trained with the scores of J" in done.err and "scores of other" not in done.err
@@ -128,10 +136,7 @@ def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
 
 def test_dry_run_prints_cost_and_sends_no_request(run: Run) -> None:
     with serving(by_length) as server:
-        done = run(
-            "judge", "ask", "short.jsonl", "long.jsonl", "--endpoint", server.url, "--judge-model", "j", "--dry-run"
-        )
-        letters = 0
+        done = run("judge", "ask", *TWO, *asked(server.url), "--dry-run")
         assert done.code == 0 and server.prompts == [] and not Path("out").exists()
         judged(run, server)
         letters = sum(map(len, server.prompts))
@@ -152,7 +157,7 @@ def test_dry_run_refuses_a_judge_that_does_not_load(run: Run, tmp_path: Path) ->
     (tmp_path / "over").mkdir()
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "./gone"}
     (tmp_path / "over/adapter_config.json").write_text(json.dumps(adapter))
-    words = ("judge", "ask", "short.jsonl", "long.jsonl", "--questions", 1, "--max-tokens", 8, "--to", "out")
+    words = ("judge", "ask", *TWO, "--questions", 1, "--max-tokens", 8, "--to", "out")
     wrong = {
         "./nowhere": "no folder ./nowhere",
         "empty": "no tokenizer that loads",
@@ -203,22 +208,23 @@ def test_failed_requests_are_recorded_without_scores(name: str, run: Run) -> Non
     assert "8 (100.0%) without scores" in done.out
 
 
-def test_reply_without_a_verdict_is_recorded(run: Run) -> None:
-    with serving(lambda p, n: (200, completion("Both are fine: 7 out of 10 for either."))) as server:
-        done = judged(run, server)
-    assert done.code == 2 and len(server.prompts) == 16, "what was said is not asked for again"
-    assert "no judgment has scores; 16: its last line is no verdict" in done.err
-    assert {(row["raw"], row["why"]) for row in lines()} == {
-        ("Both are fine: 7 out of 10 for either.", "its last line is no verdict")
-    }
+BOTH = "Both are fine: 7 out of 10 for either."
 
 
-def test_cut_off_verdict_is_ignored(run: Run) -> None:
-    """`7 1` may have been on its way to `7 10`."""
-    with serving(lambda p, n: (200, completion(f"verdict {parts(p)['mark']}: 7 1", "length"))) as server:
+@pytest.mark.parametrize(
+    ("say", "why", "more"),
+    [
+        (lambda p: completion(BOTH), "its last line is no verdict", ""),
+        # `7 1` may have been on its way to `7 10`.
+        (lambda p: completion(f"verdict {parts(p)['mark']}: 7 1", "length"), "the reply was cut off", "--max-tokens"),
+    ],
+)
+def test_replies_without_a_verdict_are_recorded(say: Callable[[str], Any], why: str, more: str, run: Run) -> None:
+    with serving(lambda p, n: (200, say(p))) as server:
         done = judged(run, server)
-    assert "no judgment has scores; 16: the reply was cut off (raise --max-tokens)" in done.err
-    assert {row["why"] for row in lines()} == {"the reply was cut off"} and all(r["scores"] is None for r in lines())
+    assert done.code == 2 and len(server.prompts) == 16, "a reply is not requested again"
+    assert f"no judgment has scores; 16: {why}" in done.err and more in done.err
+    assert {(row["why"], row["scores"]) for row in lines()} == {(why, None)} and all(row["raw"] for row in lines())
 
 
 def test_error_lists_all_reasons_without_scores(run: Run) -> None:
@@ -368,20 +374,7 @@ def test_key_is_sent_but_never_written(run: Run, tmp_path: Path, monkeypatch: py
 )
 def test_key_is_refused_for_unencrypted_remote_endpoints(url: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
-    done = run(
-        "judge",
-        "ask",
-        "short.jsonl",
-        "long.jsonl",
-        "--endpoint",
-        url,
-        "--judge-model",
-        "j",
-        "--key-env",
-        "MY_KEY",
-        "--to",
-        "out",
-    )
+    done = run("judge", "ask", *TWO, *asked(url), "--key-env", "MY_KEY", "--to", "out")
     assert done.code == 2 and "is not encrypted" in done.err and KEY not in done.err and not Path("out").exists()
 
 
@@ -420,11 +413,10 @@ def test_checked_accepts_urls_with_or_without_route(url: str, to: str) -> None:
         "",
         "host:8000",
         "ftp://host",
-        "http://",
         "http://user:pw@host/v1",
         "http://h:99999",
         "https://h/v1?api_key=1",
-        "http://h/\x1b[1m",
+        "http://h/\x1b",
     ],
 )
 def test_checked_refuses_invalid_urls(url: str) -> None:
@@ -438,8 +430,11 @@ def test_checked_refuses_invalid_urls(url: str) -> None:
 
 def test_ask_resumes(run: Run) -> None:
     with serving(by_length) as server:
+        judged(run, server, "--questions", 2)
+        assert len(lines()) == 8
         judged(run, server)
         whole = lines()
+        assert len(whole) == 16 == len(server.prompts)
         text = Path("out/judgments.jsonl").read_text().splitlines(keepends=True)
         Path("out/judgments.jsonl").write_text("".join(text[:5]) + text[5][:40])  # killed while it wrote
         server.prompts.clear()
@@ -457,28 +452,9 @@ def test_ask_resumes(run: Run) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_stopped_process_keeps_all_judgments(number: signal.Signals, tmp_path: Path, run: Run) -> None:
     with serving(slow(0.05)) as server:
-        words = [
-            "judge",
-            "ask",
-            "short.jsonl",
-            "long.jsonl",
-            "--endpoint",
-            server.url,
-            "--judge-model",
-            "j",
-            "--to",
-            "out",
-            "--concurrency",
-            "1",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "evoalign.cli", *words],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        words = ["judge", "ask", *TWO, *asked(server.url), "--to", "out", "--concurrency", "1"]
+        command, quiet = [sys.executable, "-m", "evoalign.cli", *words], subprocess.DEVNULL
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=quiet, stderr=quiet)
         deadline = time.monotonic() + 120
         while len(server.prompts) < 4 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -506,8 +482,6 @@ def test_transcript_of_other_judgments_is_refused(change: list[str], said: str, 
         server.prompts.clear()
         done = judged(run, server, *change)
     assert done.code == 2 and server.prompts == [] and "with --to" in done.err
-    import re
-
     assert re.search(said, done.err), done.err
     assert Path("out/judgments.jsonl").read_bytes() == before
 
@@ -522,14 +496,6 @@ def test_other_answers_or_another_rubric_are_refused(run: Run, tmp_path: Path, m
         written(tmp_path / "long.jsonl", [{"prompt": f"P{i}", "response": "new"} for i in range(4)])
         done = judged(run, server)
         assert done.code == 2 and "other answers" in done.err
-
-
-def test_more_questions_resume(run: Run) -> None:
-    with serving(by_length) as server:
-        judged(run, server, "--questions", 2)
-        assert len(lines()) == 8
-        judged(run, server)
-    assert len(lines()) == 16 == len(server.prompts)
 
 
 @pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"a": 1}\n'])
@@ -556,69 +522,44 @@ def test_transcript_is_locked(run: Run) -> None:
 
 def test_local_judge_replies_are_recorded(run: Run) -> None:
     """The tiny model does not know what a verdict is: its words are kept, without scores."""
-    done = run(
-        "judge",
-        "ask",
-        "short.jsonl",
-        "long.jsonl",
-        "--judge-model",
-        "tiny",
-        "--to",
-        "out",
-        "--questions",
-        1,
-        "--max-tokens",
-        12,
-    )
+    words = ("--judge-model", "tiny", "--to", "out", "--questions", 1, "--max-tokens", 12)
+    done = run("judge", "ask", *TWO, *words)
     assert done.code == 2, done.err
     assert len(lines()) == 4 and all(row["scores"] is None and row["raw"] and row["judge"] == "tiny" for row in lines())
     assert {row["why"] for row in lines()} <= {"its last line is no verdict", "the reply was cut off"}
     assert "no ratings: no judgment has scores" in done.out
 
 
-def test_local_judge_loads_its_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_judge_decodes_greedily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against plain transformers, token by token. Its tokenizer is loaded once."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from evoalign import tokens
     from evoalign.analysis.judge.local import Local
 
     load, loaded = tokens.load, list[Any]()
     monkeypatch.setattr(tokens, "load", lambda config: (loaded.append(config), load(config))[1])
-    Local("tiny", max_tokens=8)
-    assert len(loaded) == 1
-
-
-def test_local_judge_decodes_greedily() -> None:
-    """Against plain transformers, token by token."""
-    import asyncio
-
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from evoalign.analysis.judge.local import Local
-    from evoalign.models import tiny
-
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32),
-        AutoTokenizer.from_pretrained(tiny()),
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny())
     question = "What is the capital of France?"
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)[
-        "input_ids"
-    ]
+    message = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
     said: list[int] = []
     while len(said) < 16 and (not said or said[-1] != tokenizer.eos_token_id):
         with torch.inference_mode():
             said.append(int(model(torch.tensor([[*ids, *said]])).logits[0, -1].argmax()))
     found = asyncio.run(Local(str(tiny()), max_tokens=16).ask(question))
     assert found.text == tokenizer.decode(said, skip_special_tokens=True)
-    assert found.is_cut is (said[-1] != tokenizer.eos_token_id)
+    assert found.is_cut is (said[-1] != tokenizer.eos_token_id) and len(loaded) == 1
 
 
 def test_prompt_larger_than_the_context_has_no_scores(run: Run, tmp_path: Path) -> None:
     """As often as it is: such questions are no sign that the judge is gone."""
     for name in ("short", "long"):
-        rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(MAX_FAILURES)]
+        rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(6)]
         written(tmp_path / f"{name}.jsonl", rows)
-    done = run("judge", "ask", "short.jsonl", "long.jsonl", "--judge-model", "tiny", "--to", "out", "--questions", 6)
+    done = run("judge", "ask", *TWO, "--judge-model", "tiny", "--to", "out")
     assert done.code == 2 and len(lines()) == 24 > MAX_FAILURES
     assert "no judgment has scores; 24: no reply, the last: the prompt has" in done.err
     assert all("context is 2048" in row["raw"] and row["why"] == "no reply" for row in lines())
@@ -626,8 +567,6 @@ def test_prompt_larger_than_the_context_has_no_scores(run: Run, tmp_path: Path) 
 
 def test_local_judge_breaks_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Special tokens in an answer are text: the model sees as many as with any other answer."""
-    import asyncio
-
     from evoalign.analysis.judge.local import Local
 
     judge, seen = Local("tiny", max_tokens=8), list[list[int]]()

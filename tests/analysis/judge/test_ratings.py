@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from math import inf, log, log10, nan
 from typing import Any
 
@@ -170,7 +171,7 @@ def endless(seen: Any, models: int) -> np.ndarray:
         if tied:
             rows += [wins - 2 * e[-1], -wins - 2 * e[-1]]
     found = np.zeros((models, models))
-    for i, j in np.ndindex(models, models):
+    for i, j in permutations(range(models), 2):
         goal = np.eye(models + 1)[j] - np.eye(models + 1)[i]
         up, down = (
             -linprog(s * goal, A_ub=rows or None, b_ub=[0.0] * len(rows) or None, bounds=(-9, 9)).fun > 1e-6
@@ -185,7 +186,7 @@ def endless(seen: Any, models: int) -> np.ndarray:
 def test_limits_match_linear_programs(models: int) -> None:
     random = np.random.default_rng(models)
     kinds = set[str]()
-    for density in np.repeat([0.15, 0.3, 0.45, 0.6], 12):
+    for density in np.repeat([0.15, 0.3, 0.45, 0.6], 12 if models == 4 else 4):
         seen = random.random((len(pairs_of(models)), 3)) < density
         found = limits(seen, models)
         np.testing.assert_array_equal(found, endless(seen, models))

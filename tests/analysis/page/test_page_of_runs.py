@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from command_line import Run, caller
 from copied_runs import copy_run, edit, real_run
+from markupsafe import escape
 from rich.console import Console
 
 import evoalign
@@ -22,7 +23,6 @@ from evoalign import analysis
 from evoalign.analysis import Finding
 from evoalign.analysis.compare.runs import find_in_order
 from evoalign.analysis.page import page
-from evoalign.analysis.page.charts import text
 from evoalign.analysis.page.run import names_of, stamp, views_of, write_report
 from evoalign.checks import diagnosis
 from evoalign.config import load
@@ -305,7 +305,9 @@ def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path,
     assert (done.code, done.err) == (0, "")
     part = (tmp_path / "page.html").read_text().split('id="analyses"', 1)[1].split("</section>", 1)[0]
     summary = json.loads((tmp_path / "both/comparison.json").read_text())["summary"]
-    assert part.index("<h3>comparison</h3>") < part.index(str(text(summary[0]))) < part.index("data:image/png;base64,")
+    assert (
+        part.index("<h3>comparison</h3>") < part.index(str(escape(summary[0]))) < part.index("data:image/png;base64,")
+    )
     assert "<h3>distance</h3>" in part and "L2 distance" in part
     (tmp_path / "both/distance.json").write_text('{"format_version": 1}')
     assert "distance.json" in go("report", run, "--analyses", "both").err

@@ -10,7 +10,6 @@ from matplotlib.image import imread
 
 from evoalign.analysis.sweeping import report as sweeps
 from evoalign.analysis.sweeping.report import Point
-from evoalign.report.figures import canvas
 
 
 def point(
@@ -60,13 +59,6 @@ def test_heat_map_outlines_the_safe_band(tmp_path: Path) -> None:
     assert none == 0
     assert all_ > one > 0
     assert all_ < 2.5 * one, "the edges between safe cells are drawn"
-
-
-def test_legend_explains_the_safe_band() -> None:
-    figure = canvas(6, 4, layout="constrained")
-    sweeps._key(figure, has_band=True, has_gaps=False)
-    (entry,) = figure.legends[0].get_texts()
-    assert entry.get_text() == "safe band: at most 1% hacked in each seed, reward above the start"
 
 
 def test_heat_map_hatches_cells_that_were_not_run(tmp_path: Path) -> None:

@@ -221,7 +221,12 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str, plan: Pla
                     f"{group.label} has no curve: one of its runs ended before {measure} was first measured in "
                     f"another; let them finish{more}"
                 )
-    standings = [_standing(group, runs, measure) for group, runs in zip(groups, matched, strict=True)]
+    standings: list[Standing] = []
+    for group, runs in zip(groups, matched, strict=True):
+        reached = [m.point.measures[measure] for m in runs]
+        questions = over_questions([(m.run, m.point) for m in runs], measure) if runs else None
+        estimates = (mean(reached), interquartile_mean(reached)) if runs else (None, None)
+        standings.append(Standing(group, tuple(runs), *estimates, questions))
     at = [s for s in standings if s.matched]
     pairs = [_pair(a, b, measure) for i, a in enumerate(at) for b in at[i + 1 :]]
     decided = adjust([p for p in pairs if plan is None or plan.settings.is_primary(p.a, p.b)])
@@ -235,14 +240,6 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str, plan: Pla
         return _values(_within(by_label[label], by, share * limit, plan), measure)
 
     return replace(found, sensitivity=tuple(sensitivity(pair.a, pair.b, values) for pair in decided))
-
-
-def _standing(group: Group, matched: Sequence[MatchedRun], measure: str) -> Standing:
-    if not matched:
-        return Standing(group, (), None, None, None)
-    values = [m.point.measures[measure] for m in matched]
-    questions = over_questions([(m.run, m.point) for m in matched], measure)
-    return Standing(group, tuple(matched), mean(values), interquartile_mean(values), questions)
 
 
 def _values(matched: Sequence[MatchedRun], measure: str) -> dict[int, float]:

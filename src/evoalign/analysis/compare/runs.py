@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,51 +133,46 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def find_in_order(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the same as `find`, in the order of the paths."""
+    """Return the same as `find`, in the order of the paths, and seed_2 before seed_10."""
+
+    def natural(name: str) -> list[int | str]:
+        return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
+
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        runs = [path] if _is_readable(path) else _below(path)
+        runs: list[Path] = []
+        for where, names, _ in os.walk(path):
+            names.sort(key=natural)
+            if (Path(where) / "config.yaml").exists() and is_run(Path(where)):
+                runs.append(Path(where))
+                names.clear()  # a run holds no runs
         if not runs:
             raise ConfigError(f"{path} is not a run and contains none; give run directories, or a folder with runs")
         found.update({run.resolve(): run for run in runs})
     return list(found.values())
 
 
-def _below(folder: Path) -> list[Path]:
-    runs: list[Path] = []
-    for where, names, _ in os.walk(folder):
-        names.sort(key=_natural)
-        if _is_readable(Path(where)):
-            runs.append(Path(where))
-            names.clear()  # a run holds no runs
-    return runs
-
-
-def _natural(name: str) -> list[int | str]:
-    """Sort seed_2 before seed_10."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
-
-
-def _is_readable(path: Path) -> bool:
-    return (path / "config.yaml").exists() and is_run(path)
-
-
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a missing or damaged file."""
     verified = verify(path)
-    manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
+    manifest = _valid(path / MANIFEST, read_json, _Manifest.model_validate) or _Manifest()
     method = method_of(path)
     if method is None:
         raise DataError(f"{path / 'manifest.json'} names no method, and there is no journal")
     config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
-    result = _json(path / "results" / "evaluation.json", _Result)
-    before, after = (_completions(path / "results" / "completions" / f"{n}.parquet") for n in ("before", "after"))
-    costs = _totals(rows)
+    result = _valid(path / "results" / "evaluation.json", read_json, _Result.model_validate)
+    tables = [path / "results" / "completions" / f"{name}.parquet" for name in ("before", "after")]
+    before, after = (_valid(table, parquet.read, _COMPLETIONS.validate_python) for table in tables)
+    costs: list[Cost | None] = [Cost()]  # before the first row and after each; None after a row without a cost
+    for row in rows:
+        last = costs[-1]
+        costs.append(None if last is None or row.budget is None else last + row.budget)
     end = len(rows) if result is None or result.generation is None else result.generation
     if end > len(rows):
         raise DataError(f"{path / 'metrics.jsonl'} has {len(rows)} rows, but results/evaluation.json is of step {end}")
     name = (manifest.task or {}).get("name") or config.task.name
     given = (manifest.task or {}).get("given_as")
+    asked = sorted({(c.example, c.prompt, c.target or "") for c in before or after or ()})
     return Run(
         path=path,
         method=method,
@@ -193,7 +189,7 @@ def read(path: Path) -> Run:
         alarm=result.alarms.verdict if result and result.alarms else None,
         verified=verified,
         placebo=estimates.largest(result.placebo if result else None, placebo_file.read(path, config)),
-        questions=_questions(before or after),
+        questions=hashlib.sha256(json.dumps(asked).encode()).hexdigest() if asked else None,
         items=_items(after or ()),
     )
 
@@ -253,14 +249,14 @@ class _Completion(_Plain):
     right: bool | None = None
 
 
-M = TypeVar("M", bound=_Plain)
+T = TypeVar("T")
 _COMPLETIONS = TypeAdapter(list[_Completion])
 
 
-def _json(path: Path, model: type[M]) -> M | None:
-    """Read a JSON file; None if it does not exist."""
+def _valid(path: Path, read: Callable[[Path], Any], check: Callable[[Any], T]) -> T | None:
+    """Read and validate a file; None if it does not exist."""
     try:
-        return model.model_validate(read_json(path))
+        return check(read(path))
     except MissingError:
         return None
     except ValidationError as error:
@@ -286,15 +282,6 @@ def _rows(path: Path) -> list[_Row]:
     return rows
 
 
-def _completions(path: Path) -> list[_Completion] | None:
-    try:
-        return _COMPLETIONS.validate_python(parquet.read(path))
-    except MissingError:
-        return None
-    except ValidationError as error:
-        raise DataError(f"{path} is damaged ({_first(error)}); {MEND}") from None
-
-
 def _first(error: ValidationError) -> str:
     """Return the place and kind of the first error, without the value, which is untrusted."""
     found = error.errors(include_input=False, include_url=False, include_context=False)[0]
@@ -303,15 +290,6 @@ def _first(error: ValidationError) -> str:
 
 
 # --- derived values -------------------------------------------------------------------------------------------------
-
-
-def _totals(rows: Sequence[_Row]) -> list[Cost | None]:
-    """Return the total cost before the first row and after each; None from the first row without a cost on."""
-    totals: list[Cost | None] = [Cost()]
-    for row in rows:
-        last = totals[-1]
-        totals.append(None if last is None or row.budget is None else last + row.budget)
-    return totals
 
 
 def _points(
@@ -335,20 +313,12 @@ def _points(
     return [points[step] for step in sorted(points)]
 
 
-def _questions(completions: Sequence[_Completion] | None) -> str | None:
-    if not completions:
-        return None
-    asked = sorted({(c.example, c.prompt, c.target or "") for c in completions})
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-
-
 def _items(completions: Sequence[_Completion]) -> dict[str, tuple[float, ...]]:
-    rewards: dict[int, list[float]] = {}
-    right: dict[int, list[float]] = {}
+    rewards, right = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for c in completions:
-        rewards.setdefault(c.example, []).append(c.reward)
+        rewards[c.example].append(c.reward)
         if c.right is not None:
-            right.setdefault(c.example, []).append(float(c.right))
+            right[c.example].append(float(c.right))
     kinds = {"reward": rewards, **({"right": right} if right.keys() == rewards.keys() else {})}
     return {name: tuple(sum(of[e]) / len(of[e]) for e in sorted(of)) for name, of in kinds.items() if of}
 

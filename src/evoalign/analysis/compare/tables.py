@@ -12,7 +12,7 @@ from typing import Any
 from evoalign.analysis.compare.comparison import Comparison, Match
 from evoalign.analysis.compare.runs import Matching, Run
 from evoalign.analysis.compare.statistics import SHARES, Pair
-from evoalign.placebos.estimates import PlaceboResults, Split, Whole, drift_together
+from evoalign.placebos.estimates import Split, Whole, drift_together
 from evoalign.statistics import LEVEL, Estimate, mean
 
 FEW = 3
@@ -65,17 +65,8 @@ def pair_grids(match: Match) -> list[Grid]:
     """Return the tests, a row per pair of groups, and the sensitivity of those that are decided on."""
     if not match.pairs:
         return []
-    header = (
-        "pair",
-        "n",
-        "difference [95 %]",
-        "[95 %, over runs and questions]",
-        "effect size [95 %]",
-        "deciding test",
-        "p",
-        "p, Holm",
-        "other tests",
-    )
+    header = ("pair", "n", "difference [95 %]", "[95 %, over runs and questions]", "effect size [95 %]")
+    header += ("deciding test", "p", "p, Holm", "other tests")
     rows = [_pair_row(pair) for pair in match.pairs]
     shown = [i for i in range(len(header)) if i != 3 or any(row[i] != "-" for row in rows)]
     cut = [tuple(row[i] for i in shown) for row in (header, *rows)]
@@ -124,29 +115,23 @@ def end_grid(comparison: Comparison) -> Grid:
         rows.append((f"{name} [95 %]", *(_interval(mean(of)) if of else "-" for of in values)))
     for name, path, shown, pick in QUANTITIES:
         rows.append((name, *(_averaged([_number(run, path) for run in runs], shown, pick) for runs in columns)))
-        if name == PLACEBO:
-            rows += _drift_rows(columns)
+        if name == PLACEBO:  # then the drift of the reward, and of each `task.fitness` that runs were trained for
+            rows.append((DRIFT, *(_drift(runs, "reward") for runs in columns)))
+            known = [run.placebo.fitness for runs in columns for run in runs if run.placebo]
+            for own in sorted({fitness.name for fitness in known if fitness}):
+                means = [[found and found.mean for found in _placebos(runs, own)] for runs in columns]
+                rows.append((f"{own} of the mean placebo", *(_averaged(of, PLAIN, "mean") for of in means)))
+                rows.append((f"{own}: {DRIFT}", *(_drift(runs, own) for runs in columns)))
     return Grid(place(comparison.end), ("", *ends), tuple(rows))
 
 
-def _drift_rows(columns: Sequence[Sequence[Run]]) -> list[tuple[str, ...]]:
-    """Return the drift of the reward and of each `task.fitness` that runs were trained for."""
-    rows = [(DRIFT, *(_drift(runs, "reward") for runs in columns))]
-    names = {run.placebo.fitness.name for runs in columns for run in runs if run.placebo and run.placebo.fitness}
-    for name in sorted(names):
-        means = [[found and found.mean for found in _placebos(runs, name)] for runs in columns]
-        rows.append((f"{name} of the mean placebo", *(_averaged(of, PLAIN, "mean") for of in means)))
-        rows.append((f"{name}: {DRIFT}", *(_drift(runs, name) for runs in columns)))
-    return rows
-
-
 def _placebos(runs: Sequence[Run], name: str) -> list[Split | Whole | None]:
-    def of(known: PlaceboResults) -> Split | Whole | None:
-        if name == "reward":
-            return known.reward
-        return known.fitness if known.fitness and known.fitness.name == name else None
-
-    return [None if run.placebo is None else of(run.placebo) for run in runs]
+    """Return each run's placebos in the reward, or in the `task.fitness` of this name."""
+    found: list[Split | Whole | None] = []
+    for known in (run.placebo for run in runs):
+        whole = None if known is None or known.fitness is None or known.fitness.name != name else known.fitness
+        found.append(known.reward if known is not None and name == "reward" else whole)
+    return found
 
 
 def _drift(runs: Sequence[Run], name: str) -> str:

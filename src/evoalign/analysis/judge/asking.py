@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 from evoalign.analysis.judge.answers import Answers, SharedPrompts
 from evoalign.analysis.judge.judges import Judge, NoReplyError, NoRoomError
@@ -39,7 +39,6 @@ MAX_QUOTED = 300
 """Characters of a recorded reason that a message quotes."""
 CHARACTERS = 4
 """Approximate characters per token of English text, for the cost estimate."""
-Key: TypeAlias = tuple[str, str, str, str, bool]
 KEY = ("model_a", "model_b", "dimension", "question", "order_ab")
 """Fields that identify a judgment within a plan."""
 
@@ -121,9 +120,9 @@ class Comparison:
     answer_b: str
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[Any, ...]:
         """Identifies the comparison within its plan."""
-        return self.model_a, self.model_b, self.dimension, self.question, self.order_ab
+        return tuple(getattr(self, name) for name in KEY)
 
     @property
     def shown(self) -> tuple[str, str]:
@@ -183,7 +182,7 @@ class Transcript:
             where = f"{self.path}, line {number},"
             row = parse(line, where, "delete the line, or choose another folder with --to")
             read = judgment_of(row, where)
-            one = planned.get((read.model_a, read.model_b, read.dimension, read.question, read.order_ab))
+            one = planned.get(tuple(getattr(read, name) for name in KEY))
             odd = [name for name, value in common.items() if row.get(name) != value]
             if odd:
                 name = odd[0]
@@ -325,11 +324,9 @@ def scorer_warnings(judge: str, models: Sequence[Answers]) -> list[str]:
         "use another judge"
         for model in models
         for scorer in model.scorers
-        if _is_same(scorer, judge)
+        if (
+            Path(scorer).samefile(judge)
+            if Path(scorer).is_dir() and Path(judge).is_dir()
+            else scorer.rstrip("/").lower() == judge.rstrip("/").lower()
+        )
     ]
-
-
-def _is_same(one: str, other: str) -> bool:
-    if Path(one).is_dir() and Path(other).is_dir():
-        return Path(one).samefile(other)
-    return one.rstrip("/").lower() == other.rstrip("/").lower()

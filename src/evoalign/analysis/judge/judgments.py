@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from evoalign.config.reading import parse, read_bytes
 from evoalign.errors import DataError, plain, shown
@@ -23,6 +23,8 @@ ROUNDING = 1e-9
 REQUIRED = ("model_a", "model_b", "dimension", "question", "scores", "order_ab")
 """Fields of a line. `raw`, the judge's output, is optional; other fields are ignored."""
 ONE_ORDER = "no pair of answers was judged in both orders"
+_Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_SCORES: TypeAdapter[tuple[float, float]] = TypeAdapter(tuple[_Score, _Score])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +88,14 @@ def judgment_of(row: Any, where: str) -> Judgment:
         raise DataError(f"{where} order_ab is {shown(order)}; give true if model_a was shown first, else false")
     if not isinstance(raw, str | None):
         raise DataError(f"{where} raw is {shown(raw)}; give the judge's output as a string, or leave it out")
-    scores = _scores(fields["scores"], where)
+    value, scores = fields["scores"], None
+    if value is not None:
+        try:
+            scores = _SCORES.validate_python(value)
+        except ValidationError:
+            mend = "give two finite numbers, [model_a, model_b], or null for no scores"
+            raise DataError(f"{where} scores are {shown(value)}; {mend}") from None
     return Judgment(**names, question=str(question), scores=scores, order_ab=order, raw=raw or "")
-
-
-def _scores(value: Any, where: str) -> tuple[float, float] | None:
-    if value is None:
-        return None
-    both = cast("list[Any]", value) if isinstance(value, list) else []
-    numbers = [float(v) for v in both if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
-    if len(numbers) != 2 or len(both) != 2:
-        raise DataError(
-            f"{where} scores are {shown(value)}; give two finite numbers, [model_a, model_b], or null for no scores"
-        )
-    return numbers[0], numbers[1]
 
 
 def models_of(judgments: Sequence[Judgment]) -> list[str]:
@@ -163,22 +159,18 @@ def consistency(judgments: Sequence[Judgment], models: Sequence[str]) -> Consist
     for (question, _), (first, second) in orders.items():
         if matched := list(zip(first, second, strict=False)):  # a repeated judgment may lack its other order
             both.setdefault(question, []).extend(matched)
+    same_Q = np.array([sum(a == b for a, b in matched) / len(matched) for matched in both.values()])
+    agreement = between(same_Q, 0.0, 1.0) if both else Estimate(float("nan"), 0, why=ONE_ORDER)
     return Consistency(
         judgments=len(judgments),
         questions=len({one.question for one in judgments}),
         unparsed=sum(pair.unparsed for pair in pairs),
         ties=sum(pair.tied for pair in pairs),
         both=sum(map(len, both.values())),
-        agreement=_agreement(list(both.values())),
+        agreement=agreement,
         first_wins=_first_wins(list(both.values())),
         pairs=pairs,
     )
-
-
-def _agreement(both_Q: Sequence[Sequence[tuple[float, float]]]) -> Estimate:
-    if not both_Q:
-        return Estimate(float("nan"), 0, why=ONE_ORDER)
-    return between(np.array([sum(a == b for a, b in both) / len(both) for both in both_Q]), 0.0, 1.0)
 
 
 def _first_wins(both_Q: Sequence[Sequence[tuple[float, float]]]) -> Estimate:

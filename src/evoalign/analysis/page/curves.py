@@ -7,10 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from markupsafe import Markup
-
-from evoalign.analysis.page.charts import Chart, Point, Series, drawn, drawn_of, number
-from evoalign.analysis.page.view import Row, View
+from evoalign.analysis.page.charts import Chart, Drawn, Point, Series, drawn, drawn_of, number
+from evoalign.analysis.page.view import Row, Table, View
 from evoalign.errors import cut
 from evoalign.report.figures import Ends
 from evoalign.rewards.objective import aim_of
@@ -29,19 +27,22 @@ PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}
 """Colours of the known phases."""
 
 
-def curves(view: View) -> list[Markup]:
+def curves(view: View) -> list[Drawn | None]:
     """Draw the reward, several rewards, the state of the objective, and the KL, if there are any."""
     words, rows = view.words, view.rows
+    rewards = [Series(name, _values(rows, "rewards", name), i) for i, name in enumerate(_names(rows, "rewards"))]
+    exact = [(float(row["generation"] + 1), row["divergence"].get("exact")) for row in rows if row.get("divergence")]
+    kl = [Series("exact", [(0.0, 0.0), *exact], 5)] if exact else []
     found = [
         Chart(f"{words.aim.capitalize()} by {words.unit}", words.unit, words.aim, list(_evolution(view))),
-        Chart("Mean of each reward", words.unit, "mean reward", list(_rewards(rows))),
-        *(kept_chart(name, f"by {words.unit}", [view]) for name in kept_names(view)),
-        Chart("KL from the base model", f"{words.unit}s done", "nats per token", list(_divergence(rows)), True),
+        Chart("Mean of each reward", words.unit, "mean reward", rewards),
+        *(_kept(name, f"by {words.unit}", [view]) for name in _names(rows, "objective")),
+        Chart("KL from the base model", f"{words.unit}s done", "nats per token", kl, from_zero=True),
     ]
     return [drawn(chart) for chart in found]
 
 
-def together(views: Sequence[View]) -> Iterator[Markup]:
+def together(views: Sequence[View]) -> Iterator[Drawn | None]:
     """Draw the means of all runs of a task in one chart, and each state that two or more objectives share."""
     tasks: dict[str, list[View]] = {}
     for view in views:
@@ -54,35 +55,28 @@ def together(views: Sequence[View]) -> Iterator[Markup]:
         ]
         across, aims = " or ".join(sorted({view.words.unit for view in runs})), {view.words.aim for view in runs}
         aim = aims.pop() if len(aims) == 1 else "the trained measure"
-        chart = Chart(f"{task}: mean {aim} while training, run by run", across, aim, lines)
         note = f"{OF_MEANS}. A {across} of one run may take more completions than another's. {AT_COST}"
-        yield drawn(chart, note)
-        for name, count in Counter(name for view in runs for name in kept_names(view)).items():
+        yield drawn(Chart(f"{task}: mean {aim} while training, run by run", across, aim, lines, note=note))
+        for name, count in Counter(name for view in runs for name in _names(view.rows, "objective")).items():
             if count > 1:
-                yield drawn(kept_chart(name, f"run by run, of {task}" if task else "run by run", runs))
+                yield drawn(_kept(name, f"run by run, of {task}" if task else "run by run", runs))
 
 
 def _evolution(view: View) -> Iterator[Series]:
     """Yield the series of the members, and of the mean on the other splits."""
     rows, words = view.rows, view.words
     at = [float(row["generation"]) for row in rows]
-
-    def of(name: str) -> list[float | None]:
-        return [row.get(name) for row in rows]
-
-    means = list(zip(at, of("mean"), strict=True))
+    mean, best, low, high = ([row.get(name) for row in rows] for name in ("mean", "best", "p20", "p80"))
+    means = list(zip(at, mean, strict=True))
     smooth = moving(means)
-    yield Series("20th to 80th percentile", means, 0, "band", of("p20"), of("p80"))
-    yield Series(words.best, list(zip(at, of("best"), strict=True)), 1, "faint")
+    yield Series("20th to 80th percentile", means, 0, "band", low, high)
+    yield Series(words.best, list(zip(at, best, strict=True)), 1, "faint")
     if smooth is not means:
         yield Series(words.mean, means, 0, "faint")
     yield Series(words.mean if smooth is means else f"the same, moving mean over {window(len(means))}", smooth, 0)
     validated = words.tested.replace("test", "validation", 1)
-    for name, split, label, colour in (
-        ("validation", "validation", validated, 4),
-        ("evaluation", "test", words.tested, 2),
-    ):
-        yield _measured(rows, name, view.ends.get(split, Ends()), label, colour)
+    yield _measured(rows, "validation", view.ends.get("validation", Ends()), validated, 4)
+    yield _measured(rows, "evaluation", view.ends.get("test", Ends()), words.tested, 2)
     still = [(x, 0.0) for x, row in zip(at, rows, strict=True) if row.get("zero_variance")]
     if still:
         yield Series(f"{words.still} ({len(still)} of {len(rows)})", still, 3, "tick")
@@ -117,30 +111,18 @@ def _measured(rows: Sequence[Row], name: str, ends: Ends, label: str, colour: in
     values = dict(sorted((inside | {x: end.mean for x, end in known.items()}).items()))
     low = [known[x].low if x in known else None for x in values]
     high = [known[x].high if x in known else None for x in values]
-    whiskers = ", 95 % interval over examples" if any(v is not None for v in low) else ""
-    return Series(
-        label + whiskers, list(values.items()), colour, "mark", low, high, "square" if colour == 4 else "diamond"
-    )
+    label += ", 95 % interval over examples" if any(v is not None for v in low) else ""
+    sign = "square" if colour == 4 else "diamond"
+    return Series(label, list(values.items()), colour, "mark", low, high, sign)
 
 
-def _rewards(rows: Sequence[Row]) -> Iterator[Series]:
-    for i, name in enumerate(_names(rows, "rewards")):
-        yield Series(name, _values(rows, "rewards", name), i)
-
-
-def kept_names(view: View) -> list[str]:
-    """Return the names of the state of the run's objective."""
-    return _names(view.rows, "objective")
-
-
-def kept_chart(name: str, heading: str, views: Sequence[View]) -> Chart:
+def _kept(name: str, heading: str, views: Sequence[View]) -> Chart:
     """Return a chart of one state of the objective after each generation, a line per run."""
     unit = " or ".join(sorted({view.words.unit for view in views}))
-    labels = [view.name for view in views] if len(views) > 1 else [f"{name}, after the {unit}"]
-    lines = [
-        Series(label, _values(view.rows, "objective", name), i)
-        for i, (label, view) in enumerate(zip(labels, views, strict=True))
-    ]
+    lines: list[Series] = []
+    for i, view in enumerate(views):
+        label = view.name if len(views) > 1 else f"{name}, after the {unit}"
+        lines.append(Series(label, _values(view.rows, "objective", name), i))
     return Chart(f"Kept by the objective: {name}, {heading}", unit, cut(name, LONGEST), lines)
 
 
@@ -154,14 +136,8 @@ def _values(rows: Sequence[Row], field: str, name: str) -> list[Point]:
     return [(float(row["generation"]), (row.get(field) or {}).get(name)) for row in rows]
 
 
-def _divergence(rows: Sequence[Row]) -> Iterator[Series]:
-    points = [(float(row["generation"] + 1), row["divergence"].get("exact")) for row in rows if row.get("divergence")]
-    if points:
-        yield Series("exact", [(0.0, 0.0), *points], 5)
-
-
-def numbers(view: View) -> tuple[str, Sequence[str], list[Sequence[str]]]:
-    """Return caption, header and rows of the table of the curves."""
+def numbers(view: View) -> Table:
+    """Return the table of the curves."""
     step = -(-len(view.rows) // MOST_ROWS)
     rows = [row for i, row in enumerate(view.rows) if i % step == 0 or i == len(view.rows) - 1]
     columns = ("mean", "best", "worst", "p20", "p80", "std")
@@ -171,7 +147,7 @@ def numbers(view: View) -> tuple[str, Sequence[str], list[Sequence[str]]]:
     for row in rows:
         values = [*(row.get(name) for name in columns), *([_aim(row, "evaluation")] if has_test else [])]
         body.append((f"{row['generation']}", *(number(_finite(value)) for value in values)))
-    return f"Fitness of the population by {view.words.unit}", header, body
+    return Table(f"Fitness of the population by {view.words.unit}", header, body)
 
 
 def _aim(row: Row, name: str) -> float | None:
@@ -184,11 +160,10 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def timings(view: View) -> tuple[Markup, tuple[str, Sequence[str], list[Sequence[str]]]] | None:
+def timings(view: View) -> tuple[Drawn | None, Table] | None:
     """Draw the seconds of each generation by phase; return the chart and the table of their sums."""
-    names = dict.fromkeys(phase for row in view.rows for phase in row.get("seconds") or ())
-    names = [name for name in (*PHASES, *names) if name in names]
-    names = list(dict.fromkeys(names))[:MOST_LINES]
+    known = dict.fromkeys(phase for row in view.rows for phase in row.get("seconds") or ())
+    names = [name for name in dict.fromkeys((*PHASES, *known)) if name in known][:MOST_LINES]
     if not names:
         return None
     spent = {name: [_seconds(row, name) for row in view.rows] for name in names}
@@ -206,7 +181,7 @@ def timings(view: View) -> tuple[Markup, tuple[str, Sequence[str], list[Sequence
     rows.append(("all", f"{total:,.1f}", ""))
     unit = view.words.unit
     chart = Chart(f"Seconds of each {unit} by phase", unit, "seconds", series, from_zero=True)
-    return drawn(chart), ("Seconds by phase, all together", ("phase", "seconds", "share"), rows)
+    return drawn(chart), Table("Seconds by phase, all together", ("phase", "seconds", "share"), rows)
 
 
 def _seconds(row: Row, name: str) -> float:

@@ -11,8 +11,7 @@ import base64
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -22,9 +21,8 @@ import jinja2
 from markupsafe import Markup
 
 from evoalign.analysis.page import charts, curves
-from evoalign.analysis.page.charts import lines_visible
-from evoalign.analysis.page.view import Analysed, Completion, Measure, Pair, View
-from evoalign.report.tables import NAMES, is_share, listed
+from evoalign.analysis.page.view import Analysed, Completion, Measure, Pair, Placebos, Table, View
+from evoalign.report.tables import NAMES, is_share, listed, visible
 
 MARK = Markup('<meta name="generator" content="evoalign report">')
 """Element by which a report is recognised."""
@@ -88,14 +86,9 @@ COSTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table whose first `words` columns are left-aligned."""
-
-    caption: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: int = 1
+def lines_visible(text: object) -> str:
+    """Return text with its lines, and every other invisible character written as an escape."""
+    return "\n".join(map(visible, str(text).split("\n")))
 
 
 def render(views: Sequence[View], live: str | None = None, shared: Sequence[Analysed] = ()) -> str:
@@ -105,7 +98,8 @@ def render(views: Sequence[View], live: str | None = None, shared: Sequence[Anal
     """
     data, notes = embedded(views)
     title = listed([view.name for view in views] if len(views) < 4 else [views[0].name, f"{len(views) - 1} more runs"])
-    return _template().render(
+    template = environment().get_template("page.html.jinja")
+    return template.render(
         views=views,
         shared=shared,
         live=live,
@@ -122,13 +116,25 @@ def render(views: Sequence[View], live: str | None = None, shared: Sequence[Anal
         most_sentences=MOST_SENTENCES,
         settings=_settings(views),
         budget=_budget(views),
-        footer=_footer(views),
-        fine=Markup('<p class="fine">Nothing alarms, and nothing warns.</p>'),
+        states=STATES,
+        measures_table=_measures_table,
+        runs_table=_runs_table,
+        placebo_chart=_placebo_chart,
+        curves=curves.curves,
+        curves_table=curves.numbers,
+        together=curves.together,
+        timings=curves.timings,
+        now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        missing={
+            "placebos": [v.name for v in views if v.placebos is None and v.method == "ES"],
+            "analyses": [v.name for v in views if not v.analyses],
+        },
     )
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def environment() -> jinja2.Environment:
+    """Return the templates of the page. Invisible characters are written out before a value is escaped."""
     env = jinja2.Environment(
         loader=jinja2.PackageLoader("evoalign.analysis", "page"),
         autoescape=True,
@@ -136,54 +142,16 @@ def _template() -> jinja2.Template:
         finalize=_shown,
         extensions=["jinja2.ext.do"],
     )
-    env.filters["digest"] = _digest
-    functions: dict[str, Callable[..., Any]] = {
-        "base64": _base64,
-        "state": _state,
-        "measures_table": _measures_table,
-        "runs_table": _runs_table,
-        "curves": curves.curves,
-        "curves_table": _curves_table,
-        "together": curves.together,
-        "timings": curves.timings,
-        "table_of": _table_of,
-        "placebo_chart": _placebo_chart,
-        "no_warning": _no_warning,
-        "not_yet": _not_yet,
-        "no_placebos": _no_placebos,
-        "no_analysis": _no_analysis,
-    }
-    env.globals.update(functions)
-    return env.get_template("page.html.jinja")
+    env.filters |= {"digest": _digest, "base64": _base64, "listed": listed}
+    return env
 
 
 def _shown(value: object) -> object:
-    """Write out invisible characters of everything that the template prints, before it is escaped."""
-    return value if isinstance(value, Markup) else lines_visible(str(value))
+    return value if isinstance(value, Markup) else lines_visible(value)
 
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _curves_table(view: View) -> Table:
-    return Table(*curves.numbers(view))
-
-
-def _table_of(found: tuple[str, Sequence[str], Sequence[Sequence[str]]]) -> Table:
-    return Table(*found)
-
-
-def _no_warning(view: View) -> str:
-    return "Nothing alarms, and nothing warns."
-
-
-def _not_yet(view: View) -> str:
-    return "The run has none of this." if view.state == "done" else "Not yet: the run has not ended."
-
-
-def _no_analysis(view: View) -> str:
-    return f"No analysis of this run alone: evoalign analyze NAME {view.path} --to {view.path}/analysis"
 
 
 def is_ours(file: Path) -> bool:
@@ -213,36 +181,6 @@ def _digest(text: str) -> str:
 @functools.cache
 def _asset(name: str) -> str:
     return resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8").replace("\r\n", "\n")
-
-
-def _footer(views: Sequence[View]) -> str:
-    """Say when the page was made, and what was missing then."""
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    missing = {
-        "placebos": [v.name for v in views if v.placebos is None and v.method == "ES"],
-        "analyses": [v.name for v in views if not v.analyses],
-    }
-    some = len(views) > 1
-    lacks = " and ".join(f"no {kind}{f' of {listed(n)}' if some else ''}" for kind, n in missing.items() if n)
-    missing_then = f"; there were {lacks}" if lacks else ""
-    return (
-        f"Made by evoalign at {now} from the run director{'ies' if some else 'y'}{missing_then}. Run evoalign report "
-        "again for what is added later."
-    )
-
-
-def _no_placebos(view: View) -> str:
-    if view.method != "ES":
-        return f"{view.method} keeps no journal that could be shuffled, so it has no placebos."
-    if view.state != "done":
-        return "No placebos yet: the run has not ended."
-    return f"No placebo was measured: evoalign placebo {view.path}"
-
-
-def _state(view: View) -> dict[str, str]:
-    of = f" of {view.total:,}" if view.total is not None else ""
-    state = f"{STATES[view.state]}; {view.words.unit} {view.steps:,}{of}"
-    return {"state": state, "method": view.method, **view.about}
 
 
 def _label(name: str) -> str:
@@ -295,7 +233,7 @@ def _runs_table(views: Sequence[View]) -> Table:
     return Table(f"{_label(name).capitalize()} on the test split, run by run", header, rows, words=2)
 
 
-def _placebo_chart(found: Any) -> Markup:
+def _placebo_chart(found: Placebos) -> charts.Drawn | None:
     groups: list[tuple[str, Sequence[float], int]] = [
         ("start", [found.before], 7),
         ("placebos", found.placebos, 3),
@@ -310,12 +248,10 @@ def _settings(views: Sequence[View]) -> dict[str, Table]:
     keys = list(dict.fromkeys(key for view in views for key in view.settings))
     apart = [key for key in keys if len({view.settings.get(key) for view in views}) > 1]
     changed = [k for k in keys if k not in apart and any(v.settings.get(k) != v.defaults.get(k) for v in views)]
-    found = {
-        "Settings that differ between the runs": apart,
-        "Settings that are not the default": changed,
-        "The others": [key for key in keys if key not in apart and key not in changed],
-    }
-    return {caption: _settings_table(views, group, caption) for caption, group in found.items()} if keys else {}
+    rest = [key for key in keys if key not in apart and key not in changed]
+    captions = ("Settings that differ between the runs", "Settings that are not the default", "The others")
+    groups = zip(captions, (apart, changed, rest), strict=True)
+    return {caption: _settings_table(views, group, caption) for caption, group in groups} if keys else {}
 
 
 def _settings_table(views: Sequence[View], keys: Iterable[str], caption: str) -> Table:
@@ -347,8 +283,7 @@ def _budget(views: Sequence[View]) -> Table | None:
 def embedded(views: Sequence[View]) -> tuple[Markup, list[str]]:
     """Return a block of JSON for the script, and sentences about what was cut or left out."""
     room = MOST_BYTES // max(1, sum(bool(view.completions) for view in views))
-    runs: list[str] = []
-    notes: list[str] = []
+    runs, notes = list[str](), list[str]()
     for view in views:
         rows, length = _fitting(view.completions, room)
         runs.append(f'{{"name":{_json(lines_visible(view.name))},"rows":[{",".join(rows)}]}}')
@@ -395,13 +330,9 @@ def _row(pair: Pair, length: int) -> dict[str, Any]:
     sides: Mapping[str, Completion | None] = {"b": pair.before, "a": pair.after}
     for name, one in sides.items():
         if one is not None:
-            row[name] = {
-                "t": cut(one.text),
-                "r": one.reward,
-                "f": lines_visible(one.finish_reason[:40]),
-                "n": one.tokens,
-            }
-            row[name] |= {} if one.right is None else {"k": int(one.right)}
+            right = {} if one.right is None else {"k": int(one.right)}
+            end = lines_visible(one.finish_reason[:40])
+            row[name] = {"t": cut(one.text), "r": one.reward, "f": end, "n": one.tokens, **right}
     return row
 
 
@@ -414,5 +345,5 @@ def _json(found: Any) -> str:
 def _filters(views: Sequence[View]) -> dict[str, tuple[str, dict[str, str]]]:
     known = [c.right for v in views for pair in v.completions for c in (pair.before, pair.after) if c is not None]
     runs = {"": "all", **{str(i): view.name for i, view in enumerate(views)}}
-    found = {"run": ("Run", runs), **FILTERS} if len(views) > 1 else dict(FILTERS)
-    return found if any(right is not None for right in known) else {k: v for k, v in found.items() if k != "right"}
+    unused = {*([] if len(views) > 1 else ["run"]), *(["right"] if all(right is None for right in known) else [])}
+    return {name: found for name, found in {"run": ("Run", runs), **FILTERS}.items() if name not in unused}

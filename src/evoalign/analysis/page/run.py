@@ -30,14 +30,13 @@ from evoalign.placebos import file as placebo_file
 from evoalign.placebos.estimates import PlaceboResults
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.report.tables import shorten
+from evoalign.rewards.objective import aim_of
 from evoalign.rundir import checksums, parquet
 from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
 from evoalign.rundir.files import ANALYSES, refuse_links, write_text
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 
-READ = (
-    "config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO,
-)  # fmt: skip
+READ = ("config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO)
 """Files that the page reads, without those of analyses."""
 NOT_VERIFIED = f"the results are not verified: {CHECKSUMS} has no checksums of them, so edits would go unnoticed"
 _T = TypeVar("_T")
@@ -96,39 +95,56 @@ class _Reader:
 
     def view(self, name: str) -> View:
         """Return everything that the page shows."""
-        config = self._tried(lambda: load(self.path / "config.yaml"))
+        config, is_es = self._tried(lambda: load(self.path / "config.yaml")), self.method == "es"
         manifest = self._read("manifest.json", Manifest) or Manifest()
         by_row = self._tried(self.run.read_metrics) or {}
         rows = [by_row[at] for at in sorted(by_row) if by_row[at].get("mean") is not None]
         result = self._read("results/evaluation.json", Result)
         before, after = self._completions("before"), self._completions("after") if result else []
-        steps, state = len(rows), self._state(result, len(rows))
+        state: State = "done"
+        if result is None or (result.generation is not None and result.generation < len(rows)):
+            state = "unfinished"
+        elif result.measuring:
+            state = "measuring"
         known = self._known(config, result)
-        self._check_results(state)
-        words = GRPO_WORDS if self.method == "grpo" else dataclasses.replace(ES_WORDS, aim=views.aim(result))
-        alarm = self._verdict(result)
+        if self._tried(lambda: checksums.verify(self.path)) is False and state == "done":
+            self.warnings.append(NOT_VERIFIED)
+        alarm = None if result is None else result.alarms.verdict
+        if result is not None and alarm is not None:
+            reasons = "; ".join(result.alarms.reasons)
+            self.alarms.insert(0, f"{alarm}, judging by the test completions: {reasons}")
         diagnosis = self._diagnosis(config, rows, manifest, alarm, known)
         budget = self._read("results/budget.json", Budget) or Budget()
-        settings, defaults = views.settings(config, self.method)
+        settings, defaults = ({}, {}) if config is None else views.settings(config, self.method)
+        drift: list[str] = []
+        if is_es and result is not None and known is None:
+            drift = [f"No placebo was measured, so its drift is not known: evoalign placebo {self.path}"]
+        elif is_es and result is not None and known is not None:
+            first = estimates.sentence(known.reward) if known.fitness is None else known.fitness.line()
+            drift = [first, estimates.beyond_drift(known.reward)]
+        total = None
+        if config is not None:
+            total = None if is_es and config.es_ is None else config.trained_by(self.method).steps
+        aim = "reward" if result is None else aim_of(result.after)
         return View(
             name=name,
             path=str(self.path),
             method=NAMES[self.method],
-            about=views.about(config, manifest),
+            about={} if config is None else views.about(config, manifest),
             made=views.made(self.path, manifest),
             state=state,
-            steps=steps,
-            total=views.total(config, self.method),
-            words=words,
+            steps=len(rows),
+            total=total,
+            words=dataclasses.replace(ES_WORDS, aim=aim) if is_es else GRPO_WORDS,
             headline=views.headline_of(result, before),
-            beside=views.beside(self.path, self.method, result, known),
+            beside=drift,
             alarms=self.alarms,
             warnings=self.warnings,
             diagnosis=[*views.change_line(result, followed=bool(diagnosis)), *diagnosis],
             rows=rows,
             ends=views.ends(result, before, after),
             measures=views.measures(result, before, known),
-            placebos=views.placebos(known),
+            placebos=None if known is None else views.placebos(known),
             settings=settings,
             defaults=defaults,
             budget={"training": budget.training, **({"evaluation": budget.evaluation} if budget.evaluation else {})},
@@ -166,35 +182,13 @@ class _Reader:
 
         return self._tried(read) or []
 
-    def _state(self, result: Result | None, steps: int) -> State:
-        if result is None or (result.generation is not None and result.generation < steps):
-            return "unfinished"
-        return "measuring" if result.measuring else "done"
-
-    def _check_results(self, state: State) -> None:
-        verified = self._tried(lambda: checksums.verify(self.path))
-        if verified is False and state == "done":
-            self.warnings.append(NOT_VERIFIED)
-
     def _known(self, config: Config | None, result: Result | None) -> PlaceboResults | None:
         """Return the placebos of the end of training, or of `evoalign placebo` if those are more."""
-        own = None
+        own, file = None, self.path / checksums.EVALUATION
         if result is not None and result.placebo is not None:
-            own = self._tried(self._own_placebos)
+            own = self._tried(lambda: estimates.parse(read_json(file)["placebo"], str(file)))
         kept = None if config is None else self._tried(lambda: placebo_file.read(self.path, config))
         return estimates.largest(own, kept)
-
-    def _own_placebos(self) -> PlaceboResults:
-        file = self.path / checksums.EVALUATION
-        return estimates.parse(parse(read_bytes(file), str(file))["placebo"], str(file))
-
-    def _verdict(self, result: Result | None) -> str | None:
-        """Return the verdict on the completions, and make it the first alarm."""
-        if result is None or result.alarms.verdict is None:
-            return None
-        reasons = "; ".join(result.alarms.reasons)
-        self.alarms.insert(0, f"{result.alarms.verdict}, judging by the test completions: {reasons}")
-        return result.alarms.verdict
 
     def _diagnosis(
         self,
@@ -264,9 +258,13 @@ def analysed(folder: Path, alarms: list[str]) -> list[Analysed]:
             continue
         pictures, left_out = _pictures(folder, _figures(folder, file.stem, finding), room)
         room -= sum(len(picture.data) for picture in pictures)
-        numbers = _numbers(tree if finding.numbers is None else finding.numbers)
-        name = shorten(finding.analysis or file.stem, MOST_NAME)
-        found.append(Analysed(name, _sentences(finding.sentences), numbers, pictures, left_out))
+        numbers = json.dumps(tree if finding.numbers is None else finding.numbers, indent=1, ensure_ascii=False)
+        if len(numbers) > MOST_NUMBERS:
+            numbers = f"{numbers[:MOST_NUMBERS]}\n[... the file has the rest]"
+        more = len(finding.sentences) - MOST_SENTENCES
+        lines = [shorten(line, MOST_LETTERS) for line in finding.sentences[:MOST_SENTENCES]]
+        lines += [f"{more:,} more sentences are in the file"] if more > 0 else []
+        found.append(Analysed(shorten(finding.analysis or file.stem, MOST_NAME), lines, numbers, pictures, left_out))
     if len(files) > MOST_ANALYSES:
         alarms.append(f"{folder} holds {len(files)} JSON files; the first {MOST_ANALYSES} are shown")
     return found
@@ -282,17 +280,6 @@ def shared(folder: Path) -> list[Analysed]:
         write = f"evoalign analyze NAME RUN... --to {folder}"
         raise ConfigError(f"--analyses {folder} holds no analysis; {write} writes one")
     return found
-
-
-def _sentences(lines: list[str]) -> list[str]:
-    more = len(lines) - MOST_SENTENCES
-    kept = [shorten(line, MOST_LETTERS) for line in lines[:MOST_SENTENCES]]
-    return kept if more <= 0 else [*kept, f"{more:,} more sentences are in the file"]
-
-
-def _numbers(found: dict[str, Any]) -> str:
-    text = json.dumps(found, indent=1, ensure_ascii=False)
-    return text if len(text) <= MOST_NUMBERS else f"{text[:MOST_NUMBERS]}\n[... the file has the rest]"
 
 
 def _figures(folder: Path, name: str, finding: _Finding) -> list[str]:

@@ -26,6 +26,16 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """A table whose first `words` columns are left-aligned."""
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """A measure of the test split before and after training (None: not yet), and the mean of its placebos."""
 
@@ -183,11 +193,6 @@ class Completion(_Plain):
     right: bool | None = None
 
 
-def aim(result: Result | None) -> str:
-    """Return the name of the trained measure."""
-    return "reward" if result is None else aim_of(result.after)
-
-
 def headline_of(result: Result | None, before: Sequence[Completion]) -> str:
     """Return the change of the reward in a line; for an unfinished run, the reward before training."""
     if result is not None:
@@ -197,9 +202,8 @@ def headline_of(result: Result | None, before: Sequence[Completion]) -> str:
             return headline(result.before, result.after, change, count, name)
     if not before:
         return ""
-    return (
-        f"reward {by_example(before).mean:.4g} before training, on {len({c.example for c in before}):,} test examples"
-    )
+    count = len({c.example for c in before})
+    return f"reward {by_example(before).mean:.4g} before training, on {count:,} test examples"
 
 
 def change_line(result: Result | None, *, followed: bool = False) -> list[str]:
@@ -218,16 +222,6 @@ def change_line(result: Result | None, *, followed: bool = False) -> list[str]:
     return [f"on the test split the {name} {sure}: {change:+.4g}, 95 % interval {low:+.4g} to {high:+.4g}{by}"]
 
 
-def beside(path: Path, method: Method, result: Result | None, known: PlaceboResults | None) -> list[str]:
-    """Report the drift of an ES gain."""
-    if method != "es" or result is None:
-        return []
-    if known is None:
-        return [f"No placebo was measured, so its drift is not known: evoalign placebo {path}"]
-    whole = known.fitness
-    return [estimates.sentence(known.reward) if whole is None else whole.line(), estimates.beyond_drift(known.reward)]
-
-
 def by_example(completions: Sequence[Completion]) -> Estimate:
     """Return the mean reward with its interval for new examples."""
     rewards: dict[int, list[float]] = {}
@@ -239,19 +233,18 @@ def by_example(completions: Sequence[Completion]) -> Estimate:
 def ends(result: Result | None, before: Sequence[Completion], after: Sequence[Completion]) -> dict[str, Ends]:
     """Return the reward before and after by split, with its interval if the completions match the results."""
 
-    def end(completions: Sequence[Completion], measures: Measures | None) -> Estimate | None:
+    def end(measures: Any, completions: Sequence[Completion] = ()) -> Estimate | None:
         own = by_example(completions) if completions else None
-        value = None if measures is None else measures.get(aim_of(measures))
-        if value is None or (own is not None and abs(own.mean - value) <= 1e-6 * max(1.0, abs(value))):
+        value = measures.get(aim_of(measures)) if isinstance(measures, dict) else None
+        if not isinstance(value, float | int):
             return own
-        return Estimate(value, 0)
+        is_same = own is not None and abs(own.mean - value) <= 1e-6 * max(1.0, abs(value))
+        return own if is_same else Estimate(float(value), 0)
 
-    found = {"test": Ends(end(before, result.before if result else None), end(after, result.after) if result else None)}
-    validation = {} if result is None else result.validation
-    sides = [validation.get(name) for name in ("before", "after")]
-    values = [side.get(aim_of(side)) if isinstance(side, dict) else None for side in sides]
-    estimates = [Estimate(float(v), 0) if isinstance(v, float | int) else None for v in values]
-    return found | {"validation": Ends(*estimates)}
+    if result is None:
+        return {"test": Ends(end(None, before))}
+    validation = Ends(end(result.validation.get("before")), end(result.validation.get("after")))
+    return {"test": Ends(end(result.before, before), end(result.after, after)), "validation": validation}
 
 
 def measures(result: Result | None, before: Sequence[Completion], known: PlaceboResults | None) -> list[Measure]:
@@ -267,10 +260,8 @@ def measures(result: Result | None, before: Sequence[Completion], known: Placebo
     ]
 
 
-def placebos(known: PlaceboResults | None) -> Placebos | None:
+def placebos(known: PlaceboResults) -> Placebos:
     """Return the trained measure of the run and its placebos."""
-    if known is None:
-        return None
     split, whole, lines = known.reward, known.fitness, estimates.reward_lines(known.reward, known.fitness)
     if whole is None:
         return Placebos("reward", split.before, split.real, split.placebos, split.flip, lines)
@@ -280,17 +271,12 @@ def placebos(known: PlaceboResults | None) -> Placebos | None:
 def pairs(before: Sequence[Completion], after: Sequence[Completion]) -> list[Pair]:
     """Return each prompt once, in order, with its completions."""
     first, last = ({(c.example, c.seed, c.sample): c for c in side} for side in (before, after))
-    pairs: list[Pair] = []
-    for key in sorted(first.keys() | last.keys()):
-        asked = last.get(key) or first[key]
-        pairs.append(Pair(key, asked.prompt, asked.target, first.get(key), last.get(key)))
-    return pairs
+    both = first | last
+    return [Pair(key, both[key].prompt, both[key].target, first.get(key), last.get(key)) for key in sorted(both)]
 
 
-def settings(config: Config | None, method: Method) -> tuple[dict[str, str], dict[str, str]]:
+def settings(config: Config, method: Method) -> tuple[dict[str, str], dict[str, str]]:
     """Return the settings that the method reads, by dotted name, and their defaults with this engine."""
-    if config is None:
-        return {}, {}
     unused = {"es_" if name == "es" else name for name in config.unused(grpo=method == "grpo")}
     usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}})
     own, default = (_flat(c.model_dump(mode="json", exclude=unused)) for c in (config, usual))
@@ -308,17 +294,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def total(config: Config | None, method: Method) -> int | None:
-    """Return the configured number of generations or steps."""
-    if config is None:
-        return None
-    return None if method == "es" and config.es_ is None else config.trained_by(method).steps
-
-
-def about(config: Config | None, manifest: Manifest) -> dict[str, str]:
+def about(config: Config, manifest: Manifest) -> dict[str, str]:
     """Return facts about the run."""
-    if config is None:
-        return {}
     given = manifest.task.get("given_as")
     found = {"task": f"{config.task.name}{f' ({given} given as a Python object)' if given else ''}"}
     found |= {"model": config.model.name, "engine": config.engine.name, "seed": str(config.seed)}

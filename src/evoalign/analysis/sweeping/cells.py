@@ -15,9 +15,9 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,9 +78,8 @@ class Run:
 
         A run that was killed while it measured placebos is not finished; resuming measures them.
         """
-        tree = read_json(self.path / "results" / "evaluation.json")
-        whole = tree is not None and isinstance(tree.get("after"), dict) and isinstance(tree.get("before"), dict)
-        if tree is None or not whole or tree.get(MEASURING):
+        tree = read_json(self.path / "results" / "evaluation.json") or {}
+        if not all(isinstance(tree.get(name), dict) for name in ("before", "after")) or tree.get(MEASURING):
             return None
         ended = "ending" in tree  # stopped early, by `stopping`
         if not ended and tree.get("generation") not in (None, self.steps):
@@ -93,15 +92,15 @@ class Run:
         return None if odd or (ended and there.stopping != self.config.stopping) else tree
 
 
-def chosen_on(tree: Tree) -> Tree:
-    """Return the final measures on the validation split, or on the test split if there is none."""
-    return tree["validation"]["after"] if has_validation(tree) else tree["after"]
-
-
 def has_validation(tree: Tree) -> bool:
     """Return whether an evaluation.json has measures of a validation split."""
     found = tree.get("validation")
     return isinstance(found, dict) and isinstance(found.get("after"), dict)  # pyright: ignore[reportUnknownMemberType]
+
+
+def chosen_on(tree: Tree) -> Tree:
+    """Return the final measures on the validation split, or on the test split if there is none."""
+    return tree["validation"]["after"] if has_validation(tree) else tree["after"]
 
 
 def axis(text: str) -> tuple[str, list[Any]]:
@@ -119,17 +118,13 @@ def axis(text: str) -> tuple[str, list[Any]]:
 def read_cells(path: Path) -> list[Settings]:
     """Read a YAML list of cells, each a mapping from dotted names to values. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--cells {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--cells {path} is not YAML: {error}") from None
-    found: object = parse_yaml(text, f"--cells {path}")
+        found: object = parse_yaml(path.read_text(encoding="utf-8"), f"--cells {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--cells {path} cannot be read: {error}") from None
     rows = cast(list[Any], found) if isinstance(found, list) else []
     if not rows or not all(isinstance(row, dict) and row and all(isinstance(k, str) for k in row) for row in rows):
-        raise ConfigError(
-            f"--cells {path}: expected a list of cells such as - {{es.sigma: 0.001, es.learning_rate: 5e-4}}"
-        )
+        example = "- {es.sigma: 0.001, es.learning_rate: 5e-4}"
+        raise ConfigError(f"--cells {path}: expected a list of cells such as {example}")
     return rows
 
 
@@ -166,16 +161,15 @@ def make_cells(base: Tree, many: Sequence[Settings], method: Method) -> list[Tri
     """Validate and name the cells, each once. Raises ConfigError."""
     found: dict[str, TrialConfig] = {}
     for settings in many:
-        tree = resolve(base, settings, method).model_dump(mode="json")
-        settings = {key: _resolved(tree, place_of(key), value) for key, value in settings.items()}
-        name = name_of(settings, method)
-        found.setdefault(name, TrialConfig(name, settings))
+        tree, parsed = resolve(base, settings, method).model_dump(mode="json"), dict[str, Any]()
+        for key, given in settings.items():
+            node: Any = tree
+            for part in place_of(key).split("."):
+                node = cast(Tree, node).get(part, given) if isinstance(node, dict) else given
+            parsed[key] = given if isinstance(node, dict) else node  # a whole section stays as given
+        name = name_of(parsed, method)
+        found.setdefault(name, TrialConfig(name, parsed))
     return list(found.values())
-
-
-def make_runs(base: Tree, cells: Sequence[TrialConfig], seeds: Sequence[int], method: Method, to: Path) -> list[Run]:
-    """Return one run per cell and seed, ordered by seed so that early results cover every cell."""
-    return [make_run(base, cell, seed, method, to) for seed in seeds for cell in cells]
 
 
 def make_run(base: Tree, cell: TrialConfig, seed: int, method: Method, to: Path) -> Run:
@@ -186,8 +180,13 @@ def make_run(base: Tree, cell: TrialConfig, seed: int, method: Method, to: Path)
 
 def name_of(settings: Settings, method: Method) -> str:
     """Return a readable name that is safe as a folder: `sigma=0.001,lora.rank=4`."""
-    parts = [f"{key.removeprefix(f'{method}.')}={_shown(value)}" for key, value in settings.items()]
-    name = ",".join(parts) or "base"
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return "+".join(map(text, cast(list[Any], value)))
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    name = ",".join(f"{key.removeprefix(f'{method}.')}={text(value)}" for key, value in settings.items()) or "base"
     safe = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", name)
     if safe == name and len(name) <= NAME_LENGTH:
         return name
@@ -202,27 +201,11 @@ def read_json(path: Path) -> Tree | None:
         return None
 
 
-def _resolved(tree: Tree, key: str, given: Any) -> Any:
-    """Return a setting as parsed by the config; a whole section is returned as given."""
-    node: Any = tree
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return given
-        node = cast(Tree, node)[part]
-    return given if isinstance(node, dict) else node
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return "+".join(map(_shown, cast(list[Any], value)))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
 # --- folder -----------------------------------------------------------------------------------------------------------
 
 
 class Folder:
-    """A sweep's folder. Call `lock` first and `release` at the end."""
+    """A sweep's folder, used inside of `locked`."""
 
     def __init__(self, path: Path, base: Tree, method: Method) -> None:
         self.path, self.base = path, base
@@ -235,35 +218,31 @@ class Folder:
         """Space, seeds and measure of a search; None for a grid."""
         self.cells: dict[str, TrialConfig] = {}
         self.seeds: dict[str, list[int]] = {}
-        self._lock = RunDir(path)
 
-    def lock(self, search: Tree | None = None, cells: Sequence[TrialConfig] = ()) -> None:
+    @contextmanager
+    def locked(self, search: Tree | None = None, cells: Sequence[TrialConfig] = ()) -> Generator[None]:
         """Lock the folder and read sweep.json, which must have the same base config and search.
 
         The folder is untrusted: a cell in it that is not in `cells`, those of the command, may not contain settings
         that reach outside its runs (`evoalign.config.outside`). Raises RunExistsError, ConfigError.
         """
-        self.search = search
+        self.search, lock = search, RunDir(self.path)
         file = self.path / SWEEP
         ours = (LOCK, f".{SWEEP}.tmp")  # left by a sweep that was killed before sweep.json was complete
         others = [e for e in self.path.iterdir() if e.name not in ours] if self.path.is_dir() else self.path.exists()
         if others and not file.is_file():
             raise RunExistsError(f"--to {self.path} exists and is not a sweep; choose another folder")
         try:
-            self._lock.lock()
+            lock.lock()
         except RunExistsError as error:
             raise RunExistsError(str(error).replace("output_dir", "--to").replace("training", "running")) from None
         try:
             refuse_links(self.path, (STUDY, "configs"))
             if file.is_file():
                 self._read(file, cells)
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Unlock the folder."""
-        self._lock.release()
+            yield
+        finally:
+            lock.release()
 
     def add(self, cells: Sequence[TrialConfig], seeds: Sequence[int]) -> None:
         """Add cells and seeds to sweep.json. Raises RunExistsError if a folder of theirs is a link."""
@@ -273,16 +252,9 @@ class Folder:
             self.cells.setdefault(cell.name, cell)
             known = self.seeds.setdefault(cell.name, [])
             known += [seed for seed in seeds if seed not in known]
-        tree = {
-            "format_version": FORMAT_VERSION,
-            "method": self.method,
-            "base": self.base,
-            "search": self.search,
-            "cells": [
-                {"name": cell.name, "settings": cell.settings, "seeds": self.seeds[cell.name]}
-                for cell in self.cells.values()
-            ],
-        }
+        kept = [{**asdict(cell), "seeds": self.seeds[cell.name]} for cell in self.cells.values()]
+        head = {"format_version": FORMAT_VERSION, "method": self.method, "base": self.base, "search": self.search}
+        tree = {**head, "cells": kept}
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.path / SWEEP, json.dumps(tree, indent=2) + "\n")
 
@@ -302,9 +274,8 @@ class Folder:
     def _read(self, file: Path, cells: Sequence[TrialConfig]) -> None:
         tree = read_json(file)
         try:
-            if tree is None or tree["format_version"] != FORMAT_VERSION:
-                raise ValueError
-            if not all(NAMES.fullmatch(c["name"]) for c in tree["cells"]):
+            whole = tree is not None and tree["format_version"] == FORMAT_VERSION
+            if tree is None or not whole or not all(NAMES.fullmatch(c["name"]) for c in tree["cells"]):
                 raise ValueError
             self.cells = {c["name"]: TrialConfig(c["name"], dict(c["settings"])) for c in tree["cells"]}
             self.seeds = {c["name"]: [int(seed) for seed in c["seeds"]] for c in tree["cells"]}

@@ -190,12 +190,11 @@ def last_lines(path: Path) -> list[str]:
 
 def last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of a metrics.jsonl."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Any] = []
     for line in last_lines(path):
         with suppress(DataError):  # an incomplete last line
-            row = parse(line.encode(), str(path), finite=False)
-            rows += [row] if isinstance(row, dict) else []
-    return rows
+            rows.append(parse(line.encode(), str(path), finite=False))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 # --- display ----------------------------------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ class Display:
 
     def __init__(self, children: Children, total: int, before: int, console: Console) -> None:
         self.children, self.total, self.before, self.console = children, total, before, console
-        self.done = self.failed = self.pruned = 0
+        self.counts = {"done": 0, "failed": 0, "pruned": 0, "stopped": 0}
         self._start = time.monotonic()
         self._ended: list[tuple[str, str, str]] = []
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=1)
@@ -229,18 +228,17 @@ class Display:
 
     def ended(self, end: Ended, state: str, reward: float | None) -> None:
         """Report the end of a run; `state` is done, failed, stopped or pruned."""
-        self.done += state == "done"
-        self.failed += state == "failed"
-        self.pruned += state == "pruned"
+        self.counts[state] += 1
         result = f"reward {reward:.4g}" if reward is not None else end.how if state == "failed" else ""
         self._ended.append((end.run.name, state, result))
         if state == "failed":
             self.print("\n  ".join([f"failed   {end.run.name}: {end.how}; log: {end.log}", *end.tail]))
         elif not self.console.is_terminal:
-            count = f"({self.before + self.done + self.failed + self.pruned} of {self.total})"
-            self.print(
-                " ".join(filter(None, [f"{state:8} {end.run.name}", result, f"in {_clock(end.seconds)}", count]))
-            )
+            parts = [f"{state:8} {end.run.name}", result, f"in {_clock(end.seconds)}"]
+            self.print(" ".join(filter(None, [*parts, f"({self._finished()} of {self.total})"])))
+
+    def _finished(self) -> int:
+        return self.before + sum(self.counts.values()) - self.counts["stopped"]
 
     def print(self, text: str) -> None:
         """Print lines with control characters escaped, since logs are untrusted."""
@@ -248,26 +246,23 @@ class Display:
         print_line(self.console, "\n".join(visible(line, ascii_only=ascii_only) for line in text.split("\n")))
 
     def _render(self) -> Group:
-        running = list(self.children.running.values())
-        shares = {child.run.name: _progress(child) for child in running}
         table = Table(box=None, pad_edge=False)
         for heading in ("run", "state", "step", "reward", "elapsed"):
             table.add_column(heading, justify="left" if heading in ("run", "state") else "right")
         for name, state, result in self._ended[-SHOWN_ENDED:]:
             table.add_row(Text(name), Text(state, "red" if state == "failed" else "green"), "", Text(result), "")
+        running, now, begun = list(self.children.running.values()), time.monotonic(), 0.0
         for child in running:
-            step, reward = shares[child.run.name]
-            elapsed = _clock(time.monotonic() - child.started)
-            shown = "" if reward is None else f"{reward:.4g}"
+            step, reward = _progress(child)
+            begun += step / child.run.steps
+            shown, elapsed = "" if reward is None else f"{reward:.4g}", _clock(now - child.started)
             table.add_row(Text(child.run.name), "running", f"{step}/{child.run.steps}", shown, elapsed)
-        worked = self.done + self.failed + self.pruned
-        left = self.total - self.before - worked - len(running)
-        counts = f"{self.before + self.done} done, {len(running)} running, {self.failed} failed, {left} waiting"
-        counts += f", {self.pruned} pruned" if self.pruned else ""
-        worked += sum(step / child.run.steps for child, (step, _) in zip(running, shares.values(), strict=True))
-        elapsed = time.monotonic() - self._start
+        left, worked = self.total - self._finished(), self._finished() - self.before + begun
+        done, failed, pruned, _ = self.counts.values()
+        counts = f"{self.before + done} done, {len(running)} running, {failed} failed, {left - len(running)} waiting"
+        counts += f", {pruned} pruned" if pruned else ""
         if worked > 0:
-            counts += f"; about {_clock(elapsed * (self.total - self.before - worked) / worked)} left"
+            counts += f"; about {_clock((now - self._start) * (left - begun) / worked)} left"
         return Group(Text(counts, "bold"), table)
 
 

@@ -7,6 +7,7 @@ that differ by factors appear as on a log axis. A cell that was not run is hatch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,9 @@ def heat_map(
     points: Sequence[Point], path: str | Path, *, x: str, y: str, measure: str = "reward", title: str = ""
 ) -> None:
     """Draw the measure and the hacked share over two settings, with the outline of the safe band."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     xs, ys = (ordered([point.settings.get(key) for point in points]) for key in (x, y))
     figure = canvas(max(9.0, 2 * (1.5 + 0.95 * len(xs))), max(3.6, 1.9 + 0.72 * len(ys)), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -66,15 +70,22 @@ def heat_map(
         axes.tick_params(length=0, labelcolor=INK)
         axes.spines[:].set_visible(False)
     left.set_ylabel(y, color=INK)
-    _heading(figure, title)
-    _key(figure, any(p.is_safe for p in points), len(at) < len(xs) * len(ys) or any(not p.values for p in points))
-    save(figure, Path(path))
+    handles: list[Any] = []
+    if any(p.is_safe for p in points):
+        rule = f"safe band: at most {SAFE_HACKED:.0%} hacked in each seed, reward above the start"
+        handles.append(Line2D([], [], color=BAND, linewidth=3, label=rule))
+    if len(at) < len(xs) * len(ys) or any(not p.values for p in points):
+        gap: dict[str, Any] = {"facecolor": "white", "edgecolor": HATCH, "hatch": "///", "linewidth": 0}
+        handles.append(Patch(label="not run, or not done", **gap))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    _finish(figure, title, path)
 
 
 def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "reward", title: str = "") -> None:
     """Draw the measure over one setting: seeds, mean and standard deviation; below, the hacked share."""
-    values = ordered([point.settings.get(x) for point in points])
     by_value = {shown(point.settings.get(x)): point for point in points}
+    values = ordered([point.settings.get(x) for point in points])
     ran = [by_value[shown(value)] for value in values]
     numeric = _is_number(values)
     places = [float(v) for v in values] if numeric else [float(i) for i in range(len(values))]
@@ -86,8 +97,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
         top.axhline(float(np.mean(starts)), color=TEST, linestyle=":", linewidth=1.3, label="before training")
     _spread(bottom, places, [point.hacked for point in ran], BEST)
     bottom.set_ylim(-0.06, 1.06)
-    if numeric and min(places) > 0 and max(places) / min(places) >= LOG_RATIO:
-        bottom.set_xscale("log")
+    _scale(bottom, values)
     bottom.set_xticks(places, [shown(v) for v in values], minor=False)
     bottom.set_xticks([], minor=True)
     for axes, name in ((top, measure), (bottom, "hacked share")):
@@ -95,8 +105,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
         plain(axes)
     bottom.set_xlabel(x, color=INK)
     top.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=4)
-    _heading(figure, title)
-    save(figure, Path(path))
+    _finish(figure, title, path)
 
 
 def scatter(
@@ -106,26 +115,20 @@ def scatter(
     columns = min(3, len(keys))
     rows = -(-len(keys) // columns)
     figure = canvas(max(5.0, 3.6 * columns), 0.6 + 3.0 * rows, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
     means = [float(np.mean(point.values)) for point in points]
     best = int(np.argmax(means))
-    for place, axes in enumerate(panels.flat):
-        if place >= len(keys):
-            axes.set_visible(False)
-            continue
-        given = [point.settings[keys[place]] for point in points]
+    for place, key in enumerate(keys):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        given = [point.settings[key] for point in points]
         values = given if _is_number(given) else [shown(value) for value in given]
         axes.scatter(values, means, s=26, color=MEAN, alpha=0.6, linewidths=0)
         axes.scatter([values[best]], [means[best]], s=90, facecolors="none", edgecolors=TEST, linewidths=2)
-        if _is_number(given) and min(given) > 0 and max(given) / min(given) >= LOG_RATIO:
-            axes.set_xscale("log")
+        _scale(axes, given)
         axes.margins(x=0.05 if _is_number(given) else 0.25)
-        axes.set_xlabel(keys[place], color=INK)
+        axes.set_xlabel(key, color=INK)
+        axes.set_ylabel("" if place % columns else measure, color=INK)
         plain(axes)
-    for row in panels:
-        row[0].set_ylabel(measure, color=INK)
-    _heading(figure, title)
-    save(figure, Path(path))
+    _finish(figure, title, path)
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:
@@ -153,9 +156,8 @@ def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: 
     means = {place: float(np.mean(values)) for place, values in seeds.items() if values}
     low, high = (0.0, 1.0) if share else (min(means.values(), default=0.0), max(means.values(), default=1.0))
     colours, scale = colormaps["Oranges" if share else "Blues"], Normalize(low, high if high > low else low + 1)
-    axes.set_xlim(-0.5, width - 0.5)
-    axes.set_ylim(-0.5, height - 0.5)
-    for place in ((i, j) for i in range(width) for j in range(height)):
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(-0.5, height - 0.5))
+    for place in itertools.product(range(width), range(height)):
         corner = (place[0] - 0.5, place[1] - 0.5)
         if place not in means:
             axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", edgecolor=HATCH, hatch="///", linewidth=0))
@@ -174,46 +176,34 @@ def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: 
 def _outline(axes: Axes, safe: set[tuple[int, int]]) -> None:
     """Draw the edges between cells of the safe band and others."""
     for i, j in safe:
-        for (di, dj), (xs, ys) in {
-            (-1, 0): ((i - 0.5, i - 0.5), (j - 0.5, j + 0.5)),
-            (1, 0): ((i + 0.5, i + 0.5), (j - 0.5, j + 0.5)),
-            (0, -1): ((i - 0.5, i + 0.5), (j - 0.5, j - 0.5)),
-            (0, 1): ((i - 0.5, i + 0.5), (j + 0.5, j + 0.5)),
-        }.items():
+        for di, dj in ((-1, 0), (1, 0), (0, -1), (0, 1)):
             if (i + di, j + dj) not in safe:
+                xs, ys = ([c + (d - e) / 2, c + (d + e) / 2] for c, d, e in ((i, di, dj), (j, dj, di)))
                 axes.plot(xs, ys, color=BAND, linewidth=3, solid_capstyle="projecting", clip_on=False, zorder=5)
 
 
 def _spread(axes: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], color: str) -> None:
     """Draw each seed as a dot, the mean as a line, and one standard deviation from two seeds on."""
-    ran = [(place, values) for place, values in zip(x, seeds, strict=True) if values]
+    ran = {place: values for place, values in zip(x, seeds, strict=True) if values}
     if not ran:
         return
-    places = [place for place, _ in ran]
-    means = np.array([np.mean(values) for _, values in ran])
-    widths = np.array([np.std(values, ddof=1) if len(values) > 1 else 0.0 for _, values in ran])
+    places = list(ran)
+    means = np.array([np.mean(values) for values in ran.values()])
+    widths = np.array([np.std(values, ddof=1) if len(values) > 1 else 0.0 for values in ran.values()])
     if widths.any():
         label = "one standard deviation over seeds"
         axes.fill_between(places, means - widths, means + widths, color=color, alpha=0.15, linewidth=0, label=label)
     axes.plot(places, means, color=color, linewidth=2, marker="o", markersize=4, label="mean over seeds")
-    x_dots = [place for place, values in ran for _ in values]
-    y_dots = [value for _, values in ran for value in values]
+    dots = [(place, value) for place, values in ran.items() for value in values]
     style: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "markeredgecolor": color, "alpha": 0.7}
-    axes.plot(x_dots, y_dots, linestyle="", marker="o", label="a seed", **style)
+    axes.plot(*zip(*dots, strict=True), linestyle="", marker="o", label="a seed", **style)
 
 
-def _heading(figure: Figure, title: str) -> None:
+def _scale(axes: Axes, values: Sequence[Any]) -> None:
+    if _is_number(values) and min(values) > 0 and max(values) / min(values) >= LOG_RATIO:
+        axes.set_xscale("log")
+
+
+def _finish(figure: Figure, title: str, path: str | Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", **HEADING)
-
-
-def _key(figure: Figure, has_band: bool, has_gaps: bool) -> None:
-    """Draw the legend of outline and hatching."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    rule = f"safe band: at most {SAFE_HACKED:.0%} hacked in each seed, reward above the start"
-    safe = Line2D([], [], color=BAND, linewidth=3, label=rule)
-    gap = Patch(facecolor="white", edgecolor=HATCH, hatch="///", linewidth=0, label="not run, or not done")
-    handles = [*([safe] if has_band else []), *([gap] if has_gaps else [])]
-    if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    save(figure, Path(path))

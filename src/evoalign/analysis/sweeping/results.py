@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def collect(runs: Sequence[Run], failed: Mapping[str, Ended], known: dict[str, T
     """
     cells: dict[str, Tree] = {}
     for run in runs:
-        cell = cells.setdefault(run.cell.name, {"name": run.cell.name, "settings": run.cell.settings, "runs": []})
+        cell = cells.setdefault(run.cell.name, {**asdict(run.cell), "runs": []})
         found = known.get(run.name) or outcome(run, failed.get(run.name))
         if found["state"] == "done":
             known[run.name] = found
@@ -74,14 +75,11 @@ def collect(runs: Sequence[Run], failed: Mapping[str, Ended], known: dict[str, T
 def outcome(run: Run, failed: Ended | None) -> Tree:
     """Return a run's state and, if it is finished, its numbers, measures, divergence and cost."""
     tree = run.evaluation()
-    state = "done" if tree is not None else "failed" if failed is not None else "unfinished"
-    found: Tree = {"seed": run.seed, "path": str(run.path), "state": state}
+    found: Tree = {"seed": run.seed, "path": str(run.path), "state": "done"}
     if tree is None:
         if failed is not None:
-            found |= {"how": failed.how, "log": str(failed.log), "tail": list(failed.tail)}
-        elif not run.path.is_dir():
-            found["state"] = "waiting"
-        return found
+            return found | {"state": "failed", "how": failed.how, "log": str(failed.log), "tail": list(failed.tail)}
+        return found | {"state": "unfinished" if run.path.is_dir() else "waiting"}
     cost, divergence, distance = cost_of(run), tree.get("divergence") or {}, tree.get("distance") or {}
     numbers = {
         **tree["after"],
@@ -95,9 +93,8 @@ def outcome(run: Run, failed: Ended | None) -> Tree:
     }
     if has_validation(tree):
         numbers |= {f"{VALIDATION}{name}": value for name, value in chosen_on(tree).items()}
-    known = {name: float(value) for name, value in numbers.items() if value is not None}
     return found | {
-        "numbers": {name: value for name, value in known.items() if math.isfinite(value)},
+        "numbers": {n: float(v) for n, v in numbers.items() if v is not None and math.isfinite(float(v))},
         "before": tree["before"],
         "after": tree["after"],
         **({"validation": tree["validation"]} if has_validation(tree) else {}),
@@ -134,13 +131,12 @@ def hacked_share(path: Path) -> float | None:
 
 def cost_of(run: Run) -> Tree:
     """Return the training cost so far, finished or not; only seconds if its rows have no budget."""
-    rows = RunDir(run.path).read_metrics().values()
-    totals = budget.cost_of((read_json(run.path / "results" / "budget.json") or {}).get("training"))
-    known = [cost for cost in (budget.cost_of(row.get("budget")) for row in rows) if cost is not None]
-    if totals is None and known:
-        totals = sum(known, budget.Cost())
-    seconds = sum(sum(row["seconds"].values()) for row in rows)
-    return totals.as_dict() if totals is not None else {"wall_seconds": seconds}
+    rows = list(RunDir(run.path).read_metrics().values())
+    total = budget.cost_of((read_json(run.path / "results" / "budget.json") or {}).get("training"))
+    if total is None:
+        known, missing = budget.totals(rows)
+        total = known if missing < len(rows) else None
+    return {"wall_seconds": sum(sum(row["seconds"].values()) for row in rows)} if total is None else asdict(total)
 
 
 def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> None:
@@ -158,12 +154,10 @@ def best(cells: Sequence[Tree], measure: str) -> Tree | None:
     """
     known = [cell for cell in cells if cell["mean"] and all(run["state"] == "done" for run in cell["runs"])]
     name = measure.removeprefix(VALIDATION)
-    if measure in UNRANKED or len(known) < 2:
-        return None
     is_fair = all(f"{VALIDATION}{name}" in cell["mean"] for cell in known)
     key = f"{VALIDATION}{name}" if is_fair else name
     ranked = [cell for cell in known if key in cell["mean"]]
-    if len(ranked) < 2:
+    if measure in UNRANKED or len(ranked) < 2:
         return None
     first = max(ranked, key=lambda cell: cell["mean"][key])
     split = "validation" if is_fair else "test"
@@ -176,14 +170,16 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
     names = [name for name in wanted if any(name in cell["mean"] for cell in cells)]
     has_drift = any(cell.get("drift_share") is not None for cell in cells)
     heads = ["cell", *keys, "seeds done", *map(_heading, names), *([DRIFT] if has_drift else [])]
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    rows: list[list[str]] = []
     for cell in cells:
-        done = sum(run["state"] == "done" for run in cell["runs"])
+        done = [run for run in cell["runs"] if run["state"] == "done"]
         values = [_with_std(cell["mean"].get(name), cell["std"].get(name), name) for name in names]
-        values += [_drift(cell)] if has_drift else []
+        if has_drift:
+            known, drift = sum(run["placebo"] is not None for run in done), cell["drift_share"]
+            of = f" (of {known})" if known < len(done) else ""
+            values.append("" if drift is None else f"{drift:.0%}{of}")
         settings = [figures.shown(cell["settings"].get(key)).replace("|", "\\|") for key in keys]
-        row = [f"`{cell['name']}`", *settings, f"{done} of {len(cell['runs'])}", *values]
-        lines.append("| " + " | ".join(row) + " |")
+        rows.append([f"`{cell['name']}`", *settings, f"{len(done)} of {len(cell['runs'])}", *values])
     split = "test or validation split" if any(name.startswith(VALIDATION) for name in names) else "test split"
     notes = [f"Mean and standard deviation over seeds (ddof 1), of the final model on the {split}."]
     starts = [cell["mean"]["start"] for cell in cells if "start" in cell["mean"]]
@@ -197,20 +193,12 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
         notes.append(f"Best on the {found['chosen_on']} split by mean {measure}: `{found['cell']}`.")
         if found["chosen_on"] == "test":
             notes.append("It is chosen on the test split, so its mean is optimistic: set task.validation_size.")
-    return "\n".join([*lines, "", " ".join(notes)]) + "\n"
+    first, *rest = ("| " + " | ".join(row) + " |" for row in (heads, *rows))
+    return "\n".join([first, "|---|" + "---:|" * (len(heads) - 1), *rest, "", " ".join(notes)]) + "\n"
 
 
 def _heading(name: str) -> str:
     return COLUMNS.get(name) or name.replace(VALIDATION, "validation ", 1)
-
-
-def _drift(cell: Tree) -> str:
-    """Return the pooled drift share, with the number of runs if not all finished ones have placebos."""
-    if cell["drift_share"] is None:
-        return ""
-    done = [run for run in cell["runs"] if run["state"] == "done"]
-    known = sum(run["placebo"] is not None for run in done)
-    return f"{cell['drift_share']:.0%}" + (f" (of {known})" if known < len(done) else "")
 
 
 def _with_std(mean: float | None, std: float | None, name: str) -> str:
@@ -226,11 +214,10 @@ def _with_std(mean: float | None, std: float | None, name: str) -> str:
 
 def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] | None = None) -> list[Path]:
     """Draw heat maps over two settings, or lines over one."""
-    done = [cell for cell in cells if cell["mean"]]
     varied = varied_settings([cell["settings"] for cell in cells])
     if axes is None:
         axes = varied if len(varied) == 1 else next((pair for pair in AXES if set(pair) <= set(varied)), varied[:2])
-    if not done or not axes:
+    if not axes or not any(cell["mean"] for cell in cells):
         return []
     drawn: list[Path] = []
     groups: dict[str, list[Tree]] = {}
@@ -241,13 +228,11 @@ def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] 
         points = [_point(cell, measure) for cell in group]
         title = f"{measure} after training" + (f", {name}" if name else "")
         suffix = f"_{name.replace(' ', '').replace('/', '_')}" if name else ""
+        drawn.append(folder / "figures" / f"{'heat_map' if len(axes) == 2 else 'lines'}{suffix}.png")
         if len(axes) == 2:
-            path = folder / "figures" / f"heat_map{suffix}.png"
-            figures.heat_map(points, path, x=axes[0], y=axes[1], measure=measure, title=title)
+            figures.heat_map(points, drawn[-1], x=axes[0], y=axes[1], measure=measure, title=title)
         else:
-            path = folder / "figures" / f"lines{suffix}.png"
-            figures.lines(points, path, x=axes[0], measure=measure, title=title)
-        drawn.append(path)
+            figures.lines(points, drawn[-1], x=axes[0], measure=measure, title=title)
     return drawn
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,11 @@ import numpy as np
 import yaml
 from rich.console import Console
 
-from evoalign import tracking
 from evoalign.analysis.sweeping import results
 from evoalign.analysis.sweeping.cells import (
     STUDY,
     Folder,
     Run,
-    Settings,
     Tree,
     TrialConfig,
     chosen_on,
@@ -35,22 +33,12 @@ from evoalign.analysis.sweeping.cells import (
     product,
 )
 from evoalign.analysis.sweeping.children import Children, Display, Ended, is_busy, last_rows
-from evoalign.analysis.sweeping.sweep import (
-    Source,
-    Sweep,
-    check_measure,
-    check_validation,
-    conclude,
-    drive,
-    make_children,
-    prepare,
-)
+from evoalign.analysis.sweeping.sweep import Source, Sweep, check, conclude, drive, make_children, prepare
 from evoalign.config import Config, to_yaml
 from evoalign.errors import ConfigError
-from evoalign.rewards.objective import shared_aim
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
-from evoalign.setup import ConfigLike
+from evoalign.setup import ConfigLike, task_and_data
 from evoalign.version import install
 
 if TYPE_CHECKING:
@@ -81,41 +69,29 @@ class Domain:
             return trial.suggest_int(key, self.low, self.high, log=self.log)
         return trial.suggest_float(key, self.low, self.high, log=self.log)
 
-    @property
-    def corners(self) -> list[Any]:
-        """The extreme values, which are validated before the start."""
-        return list(self.choices) or [self.low, self.high]
-
 
 def domain(text: str) -> tuple[str, Domain]:
     """Parse `es.sigma=0.001..0.03:log`, `es.population_size=8..64` or `space.name=lora,lowrank`. Raises ConfigError."""
     key, sign, values = (part.strip() for part in text.partition("="))
     wrong = ConfigError(f"--search {text!r}: expected setting=low..high, setting=low..high:log or setting=value,value")
+    if not (key and sign):
+        raise wrong
     try:
-        if ".." in values:
-            found = _range(values)
-            if found.low > found.high:
-                raise ConfigError(f"--search {text}: the low end is above the high end")
-            is_valid = math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high
-            is_valid = is_valid and not (found.log and found.low <= 0)
-        else:
+        if ".." not in values:
             parsed: Any = yaml.safe_load(f"[{values}]")
-            found = Domain(choices=tuple(parsed) if isinstance(parsed, list) else ())
-            is_valid = bool(found.choices) and not any(isinstance(value, list | dict) for value in found.choices)
+            if not isinstance(parsed, list) or not parsed or any(isinstance(value, list | dict) for value in parsed):
+                raise wrong
+            return key, Domain(choices=tuple(parsed))
+        ends, _, kind = values.partition(":")
+        number = float if any(mark in ends.replace("..", "") for mark in ".eE") else int
+        low, high = map(number, ends.split("..", 1))
     except (ValueError, yaml.YAMLError):
         raise wrong from None
-    if not (key and sign and is_valid):
+    if low > high:
+        raise ConfigError(f"--search {text}: the low end is above the high end")
+    if kind not in ("", "log") or not -math.inf < low < high < math.inf or (kind and low <= 0):
         raise wrong
-    return key, found
-
-
-def _range(text: str) -> Domain:
-    ends, _, kind = text.partition(":")
-    low, _, high = ends.partition("..")
-    if kind not in ("", "log"):
-        raise ValueError
-    is_whole = not any(mark in ends.replace("..", "") for mark in ".eE")
-    return Domain(*((int(low), int(high)) if is_whole else (float(low), float(high))), log=kind == "log")
+    return key, Domain(low, high, log=kind == "log")
 
 
 def search(
@@ -139,38 +115,43 @@ def search(
     validation split; StoppedError after a signal.
     """
     base, seeds, folder = prepare(config, seeds, method, to)
-    corners = product({key: found.corners for key, found in space.items()})[:CHECKED_CORNERS]
-    configs = [make_run(base, cell, 0, method, folder.path).config for cell in make_cells(base, corners, method)]
-    for checked in configs:
-        tracking.check(checked)
-        if prune and not checked.evaluation.every:
-            raise ConfigError(
-                "--prune needs evaluations during training: set evaluation.every, such as --set evaluation.every=5"
-            )
-    measure, why = shared_aim([found.task.fitness for found in configs], measure)
-    check_measure(configs, measure)
-    check_validation(configs, "--search")
+    corners = product({key: found.choices or (found.low, found.high) for key, found in space.items()})
+    tried = make_cells(base, corners[:CHECKED_CORNERS], method)
+    configs = [make_run(base, cell, 0, method, folder.path).config for cell in tried]
+    if prune and not all(checked.evaluation.every for checked in configs):
+        raise ConfigError(
+            "--prune needs evaluations during training: set evaluation.every, such as --set evaluation.every=5"
+        )
+    measure, why = check(configs, measure)
+    check_validation(configs)
     study_of = _optuna()
     console = console or Console()
     spec = {"space": {key: repr(found) for key, found in space.items()}, "seeds": seeds, "measure": measure}
-    folder.lock({**spec, "prune": prune})
-    try:
+    with folder.locked({**spec, "prune": prune}):
         folder.add([], seeds)
         children = make_children(folder, jobs, gpus)
         source = _Search(study_of(folder.path), space, folder, seeds, trials, measure, prune)
         with Display(children, trials * len(seeds), source.runs_ended, console) as display:
-            display.print(f"{trials} trials, {len(seeds)} seeds, in {folder.path}; {children.jobs} runs at once")
-            display.print(f"chooses by {measure} on {_validation(base)}; the test split is used for reporting only")
-            for line in why:
-                display.print(line)
+            lines = [f"{trials} trials, {len(seeds)} seeds, in {folder.path}; {children.jobs} runs at once"]
+            lines.append(f"chooses by {measure} on {_validation(base)}; the test split is used for reporting only")
+            display.print("\n".join([*lines, *why]))
             failed = drive(source, children, display, folder, measure, ())
         best = source.conclude()
         found = conclude(folder, failed, measure, (), console)
-        for line in source.lines():
-            display.print(line)
-        return Sweep(found.path, found.cells, found.failed, best)
-    finally:
-        folder.release()
+        display.print("\n".join(source.lines()))
+        return replace(found, best=best)
+
+
+def check_validation(configs: Sequence[Config]) -> None:
+    """Raise ConfigError if a task has no validation split. Loads the data, so that a wrong size also fails here."""
+    for config in {config.task.model_dump_json(): config for config in configs}.values():
+        task, data = task_and_data(config, None, None)
+        task.close()
+        if not data.validation:
+            raise ConfigError(
+                f"--search chooses settings on a validation split, and task {config.task.name} has none: set "
+                "task.validation_size, such as --set task.validation_size=20, or task.validation_data"
+            )
 
 
 @dataclass(slots=True)
@@ -179,7 +160,7 @@ class _Trial:
 
     trial: Trial
     cell: TrialConfig
-    waiting: list[Run]
+    waiting: list[Run] = field(default_factory=list[Run])
     running: set[str] = field(default_factory=set[str])
     values: list[float] = field(default_factory=list[float])
     reported: set[int] = field(default_factory=set[int])
@@ -208,10 +189,20 @@ class _Search(Source):
         for frozen in self._trials("RUNNING"):  # left by a killed search
             self._open(Trial(study, frozen._trial_id), set(frozen.intermediate_values))  # pyright: ignore[reportPrivateUsage]
 
+    def _trials(self, *states: str) -> list[Any]:
+        """Return the trials of these states, or all but enqueued ones."""
+        states = states or ("RUNNING", "COMPLETE", "PRUNED", "FAIL")
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name in states]
+
+    @property
+    def _created(self) -> int:
+        """Number of trials, without those that failed in an earlier command, which are replaced."""
+        return len(self._trials()) - self._failed_before
+
     @property
     def runs_ended(self) -> int:
         """Number of runs of trials that earlier commands finished."""
-        return (len(self._created()) - len(self.open) - self._failed_before) * len(self.seeds)
+        return (self._created - len(self.open)) * len(self.seeds)
 
     def next(self) -> Run | None:
         while True:
@@ -223,22 +214,16 @@ class _Search(Source):
                     trial.running.add(run.name)
                     if run.evaluation() is None:
                         return run
-                    self._finished(trial, run)
-            if self._all_created():
+                    self.done(run)
+            if self._created >= self.limit:
                 return None
             self._create()
 
     def is_exhausted(self) -> bool:
-        return self._all_created() and not self.open
-
-    def _all_created(self) -> bool:
-        """Return whether all trials were created; those that failed in an earlier command are replaced."""
-        return len(self._created()) - self._failed_before >= self.limit
+        return self._created >= self.limit and not self.open
 
     def look(self, children: Children) -> None:
-        if not self.prune:
-            return
-        for trial in self.open.values():
+        for trial in self.open.values() if self.prune else ():
             first = f"{trial.cell.name}/seed_{self.seeds[0]}"
             child = children.running.get(first)
             if child is None or trial.pruned:
@@ -253,8 +238,16 @@ class _Search(Source):
                 children.stop(first)
 
     def done(self, run: Run) -> None:
-        if (trial := self.open.get(run.cell.name)) is not None:  # otherwise another seed of the trial failed
-            self._finished(trial, run)
+        trial, tree = self.open.get(run.cell.name), run.evaluation()
+        if trial is None:  # another seed of the trial failed
+            return
+        assert tree is not None
+        trial.running.discard(run.name)
+        if not has_validation(tree):  # never choose on the test split
+            raise ConfigError(f"{run.path} has no validation measures; move it away to run it again")
+        trial.values.append(self._value(chosen_on(tree)))
+        if len(trial.values) == len(self.seeds):
+            self._close(trial, float(np.mean(trial.values)), "COMPLETE")
 
     def broken_off(self, end: Ended) -> str:
         trial = self.open.get(end.run.cell.name)
@@ -291,31 +284,21 @@ class _Search(Source):
     def lines(self) -> list[str]:
         """Return cost and best trial as lines to print."""
         tree = self.folder.header["search"]
-        completions = tree["training"]["completions"]
-        cost = "" if completions is None else f", {completions:,} training completions"
-        lines = [
-            f"cost     {tree['trials']} trials ({tree['pruned']} pruned, {tree['failed']} failed){cost}, "
-            f"{tree['training']['wall_seconds']:,.0f} seconds of training"
-        ]
-        if "best" in tree:
-            best = tree["best"]
+        cost, best = tree["training"], tree.get("best")
+        completions = "" if cost["completions"] is None else f", {cost['completions']:,} training completions"
+        ended = f"{tree['trials']} trials ({tree['pruned']} pruned, {tree['failed']} failed)"
+        lines = [f"cost     {ended}{completions}, {cost['wall_seconds']:,.0f} seconds of training"]
+        if best is not None:
             settings = ", ".join(f"{key} {value}" for key, value in best["settings"].items())
             value = f"{self.measure} {best[self.measure]:.4g} on validation"
             lines.append(f"best     {best['cell']}: {value}, with {settings}; best.yaml")
         return lines
 
-    def _trials(self, *states: str) -> list[Any]:
-        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name in states]
-
-    def _created(self) -> list[Any]:
-        """Return all trials but enqueued ones."""
-        return self._trials("RUNNING", "COMPLETE", "PRUNED", "FAIL")
-
     def _create(self) -> None:
         """Create a trial. One with the settings of a completed trial gets its value."""
         from optuna.samplers import TPESampler
 
-        self.study.sampler = TPESampler(seed=SAMPLER_SEED + len(self._created()))
+        self.study.sampler = TPESampler(seed=SAMPLER_SEED + len(self._trials()))
         trial = self._open(self.study.ask(), set())
         same = next((other for other in self._trials("COMPLETE") if other.params == trial.trial.params), None)
         if same is not None:
@@ -323,28 +306,17 @@ class _Search(Source):
 
     def _open(self, trial: Trial, reported: set[int]) -> _Trial:
         """Add the runs of a trial, new or left by a killed search."""
-        settings: Settings = {key: found.suggest(trial, key) for key, found in self.space.items()}
-        cell = TrialConfig(_name(trial.number), settings)
-        opened = _Trial(trial, cell, [], reported=reported)
+        settings = {key: found.suggest(trial, key) for key, found in self.space.items()}
+        opened = _Trial(trial, TrialConfig(_name(trial.number), settings), reported=reported)
+        folder, cell = self.folder, opened.cell
         try:
-            for seed in self.seeds:
-                opened.waiting.append(make_run(self.folder.base, cell, seed, self.folder.method, self.folder.path))
+            opened.waiting += [make_run(folder.base, cell, seed, folder.method, folder.path) for seed in self.seeds]
         except ConfigError:  # values that are valid only separately
             self._close(opened, None, "FAIL")
             raise
-        self.folder.add([cell], self.seeds)
+        folder.add([cell], self.seeds)
         self.open[cell.name] = opened
         return opened
-
-    def _finished(self, trial: _Trial, run: Run) -> None:
-        tree = run.evaluation()
-        assert tree is not None
-        trial.running.discard(run.name)
-        if not has_validation(tree):  # never choose on the test split
-            raise ConfigError(f"{run.path} has no validation measures; move it away to run it again")
-        trial.values.append(self._value(chosen_on(tree)))
-        if len(trial.values) == len(self.seeds):
-            self._close(trial, float(np.mean(trial.values)), "COMPLETE")
 
     def _value(self, measures: Tree) -> float:
         value = measures.get(self.measure)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from evoalign import tracking
 from evoalign.analysis.sweeping import results
-from evoalign.analysis.sweeping.cells import Folder, Run, Settings, Tree, chosen_on, make_cells, make_runs, product
+from evoalign.analysis.sweeping.cells import Folder, Run, Settings, Tree, chosen_on, make_cells, make_run, product
 from evoalign.analysis.sweeping.children import Children, Display, Ended, is_busy, visible_gpus
 from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
@@ -48,15 +48,22 @@ class Sweep:
 
 
 class Source:
-    """Provides the runs of a sweep."""
+    """Provides the runs of a sweep: here the unfinished ones of a grid, in order."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.waiting = [run for run in runs if run.evaluation() is None]
 
     def next(self) -> Run | None:
         """Return a run to start now; None if there is none at the moment."""
-        raise NotImplementedError
+        for run in self.waiting:
+            if not is_busy(run.path):  # a process of a killed sweep may still be saving there
+                self.waiting.remove(run)
+                return run
+        return None
 
     def is_exhausted(self) -> bool:
         """Return whether `next` will give no more runs once those that run have ended."""
-        raise NotImplementedError
+        return not self.waiting
 
     def look(self, children: Children) -> None:
         """Check on the running runs."""
@@ -67,23 +74,6 @@ class Source:
     def broken_off(self, end: Ended) -> str:
         """Record a run that ended unfinished; return its state, failed or pruned."""
         return "failed"
-
-
-class _Grid(Source):
-    """The unfinished runs of a grid, in order."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.waiting = [run for run in runs if run.evaluation() is None]
-
-    def next(self) -> Run | None:
-        for run in self.waiting:
-            if not is_busy(run.path):  # a process of a killed sweep may still be saving there
-                self.waiting.remove(run)
-                return run
-        return None
-
-    def is_exhausted(self) -> bool:
-        return not self.waiting
 
 
 def sweep(
@@ -110,30 +100,20 @@ def sweep(
     """
     base, seeds, folder = prepare(config, seeds, method, to)
     chosen = make_cells(base, product(grid or {}, cells or ({},)), method)
-    runs = make_runs(base, chosen, seeds, method, folder.path)
-    for run in runs:
-        tracking.check(run.config)
-    measure, why = shared_aim([run.config.task.fitness for run in runs], measure)
-    check_measure([run.config for run in runs], measure, results.COLUMNS)
+    # Ordered by seed, so that early results cover every cell.
+    runs = [make_run(base, cell, seed, method, folder.path) for seed in seeds for cell in chosen]
+    measure, why = check([run.config for run in runs], measure, results.COLUMNS)
     console = console or Console()
-    folder.lock(cells=chosen)
-    try:
+    with folder.locked(cells=chosen):
         results.check_axes(axes, [cell.settings for cell in (*folder.cells.values(), *chosen)])
         folder.add(chosen, seeds)
-        source = _Grid(runs)
-        children = make_children(folder, jobs, gpus)
-        with Display(children, len(runs), len(runs) - len(source.waiting), console) as display:
-            finished = len(runs) - len(source.waiting)
-            display.print(
-                f"{len(chosen)} cells, {len(seeds)} seeds: {len(runs)} runs in {folder.path}, {finished} finished "
-                f"already; {children.jobs} at once"
-            )
-            for line in why:
-                display.print(line)
+        source, children = Source(runs), make_children(folder, jobs, gpus)
+        finished = len(runs) - len(source.waiting)
+        with Display(children, len(runs), finished, console) as display:
+            counts = f"{len(chosen)} cells, {len(seeds)} seeds: {len(runs)} runs in {folder.path}"
+            display.print("\n".join([f"{counts}, {finished} finished already; {children.jobs} at once", *why]))
             failed = drive(source, children, display, folder, measure, axes)
         return conclude(folder, failed, measure, axes, console)
-    finally:
-        folder.release()
 
 
 def prepare(
@@ -154,6 +134,15 @@ def prepare(
     return fixed, seeds, Folder(path, fixed, method)
 
 
+def check(configs: Sequence[Config], measure: str | None, more: Iterable[str] = ()) -> tuple[str, list[str]]:
+    """Check trackers and measure; return the measure (None: the training objective) and lines on its choice."""
+    for config in configs:
+        tracking.check(config)
+    measure, why = shared_aim([config.task.fitness for config in configs], measure)
+    check_measure(configs, measure, more)
+    return measure, why
+
+
 def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] = ()) -> None:
     """Raise ConfigError if a built-in task has no such measure, instead of failing after the first run.
 
@@ -162,29 +151,15 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
     if measure in (*SHARED_MEASURES, *more):
         return
     for name, config in {config.task.name: config for config in configs}.items():
-        if name in PLAIN:
-            task, data = task_and_data(config, None, None)
-            with closing(task):
-                right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
-                whole = [] if task.set_objective is None else [task.set_objective.measure]
-                known = [*SHARED_MEASURES, *whole, *right, *more, *task.measures("", data.test[0])]
-            if measure not in known:
-                raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
-
-
-def check_validation(configs: Iterable[Config], what: str) -> None:
-    """Raise ConfigError if a task has no validation split for `what`, the option that chooses settings.
-
-    Loads the data of each task, so that a wrong size also fails before the first run.
-    """
-    for config in {config.task.model_dump_json(): config for config in configs}.values():
+        if name not in PLAIN:
+            continue
         task, data = task_and_data(config, None, None)
-        task.close()
-        if not data.validation:
-            raise ConfigError(
-                f"{what} chooses settings on a validation split, and task {config.task.name} has none: set "
-                "task.validation_size, such as --set task.validation_size=20, or task.validation_data"
-            )
+        with closing(task):
+            right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
+            whole = [] if task.set_objective is None else [task.set_objective.measure]
+            known = [*SHARED_MEASURES, *whole, *right, *more, *task.measures("", data.test[0])]
+        if measure not in known:
+            raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 
 
 def make_children(folder: Folder, jobs: int | None, gpus: Sequence[str] | None) -> Children:
@@ -216,8 +191,16 @@ def drive(
                 time.sleep(TICK_SECONDS)
                 source.look(children)
                 for end in children.ended():
-                    _record_end(end, source, display, stop, failed)
-                    record(folder, failed, measure)
+                    evaluation, state, reward = end.run.evaluation(), "done", None
+                    if evaluation is not None:  # done, even if a signal ended it afterwards
+                        source.done(end.run)
+                        reward = aim(chosen_on(evaluation))
+                    else:
+                        state = "stopped" if stop.asked is not None else source.broken_off(end)
+                    if state == "failed":
+                        failed[end.run.name] = end
+                    display.ended(end, state, reward)
+                    record(folder, failed.values(), measure)
                 if stop.asked is not None and not signalled:
                     children.stop()
                     signalled = True
@@ -231,6 +214,13 @@ def drive(
     return list(failed.values())
 
 
+def record(folder: Folder, failed: Iterable[Ended], measure: str) -> list[Tree]:
+    """Write results.json and table.md of the whole folder; return its cells."""
+    cells = results.collect(folder.runs(), {end.run.name: end for end in failed}, folder.outcomes)
+    results.write(folder.path, folder.header, cells, measure, folder.searched)
+    return cells
+
+
 def conclude(
     folder: Folder,
     failed: Sequence[Ended],
@@ -239,40 +229,16 @@ def conclude(
     console: Console | None,
 ) -> Sweep:
     """Write results and figures of the whole folder, and print the table."""
-    cells = record(folder, {end.run.name: end for end in failed}, measure)
-    keys = folder.searched
+    cells, keys = record(folder, failed, measure), folder.searched
     if keys:
         drawn = results.draw_search(folder.path, cells, measure, keys)
     else:
         drawn = results.draw(folder.path, cells, measure, axes)
     if console is not None:
-        lines = [
-            results.table(cells, measure, keys),
-            *(f"figure   {path}" for path in drawn),
-            f"sweep    {folder.path}",
-        ]
+        lines = [results.table(cells, measure, keys), *(f"figure   {path}" for path in drawn)]
+        lines.append(f"sweep    {folder.path}")
         if failed:
             lines.append(f"failed   {len(failed)} runs; rerun the command to retry them")
         for line in lines:
             print_line(console, line)
     return Sweep(folder.path, tuple(cells), tuple(failed))
-
-
-def record(folder: Folder, failed: Mapping[str, Ended], measure: str) -> list[Tree]:
-    """Write results.json and table.md of the whole folder; return its cells."""
-    cells = results.collect(folder.runs(), failed, folder.outcomes)
-    results.write(folder.path, folder.header, cells, measure, folder.searched)
-    return cells
-
-
-def _record_end(end: Ended, source: Source, display: Display, stop: Stop, failed: dict[str, Ended]) -> None:
-    """Record an ended run; one with a complete result is done, even if a signal ended it afterwards."""
-    evaluation = end.run.evaluation()
-    if evaluation is not None:
-        source.done(end.run)
-        display.ended(end, "done", aim(chosen_on(evaluation)))
-        return
-    state = "stopped" if stop.asked is not None else source.broken_off(end)
-    if state == "failed":
-        failed[end.run.name] = end
-    display.ended(end, state, None)
