@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_server import FAULTS, between
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evoalign.engines.server import adapters
 from evoalign.models import tiny
 from evoalign.preflight.canary import Report, examine
-from faulty_server import FAULTS, between
 
 PROMPTS = ("The opposite of hot is", "Once upon a time there was a miller who had three sons, and")
 """Weak adapters have little effect on these, so that the examination starts below its threshold."""

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from evoalign.models.files import place
-from evoalign.preflight.case import Case
-from evoalign.preflight.plan import check_targets
-from evoalign.training.train import dry_run
 from families import build, make_config
+
+from evoalign.models.files import place
+from evoalign.preflight.plan import Case, check_targets
+from evoalign.training.train import dry_run
 
 
 def test_experts_that_do_not_evolve_are_a_warning_with_a_fix(tmp_path: Path) -> None:
