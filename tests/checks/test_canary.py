@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import Bench, ByLibrary, build, make_config
 
 from evoalign import engines
 from evoalign.checks import canary
@@ -19,7 +20,6 @@ from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, Layout, Member, Plan, Request, Rollout, Sampling, Update
-from families import Bench, ByLibrary, build, make_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -47,9 +47,6 @@ def with_engine(monkeypatch: pytest.MonkeyPatch, engine: type[TransformersEngine
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("qwen2", tmp_path_factory.mktemp("qwen2"))
-
-
-# --- healthy engines ---
 
 
 @pytest.mark.first("lora-float32")
@@ -133,9 +130,6 @@ def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder: Path) 
             sing(bench, 0)
             sing(bench, 7)
     assert set(seen) == {2**32 - 1, 2**32 - 8}  # the noise counter's word has 32 bits; runs count up from 0
-
-
-# --- broken engines ---
 
 
 class Ignores(ByLibrary):
@@ -298,9 +292,6 @@ def test_the_public_contract_has_it(folder: Path) -> None:
         contract.check_canary(bench)
 
 
-# --- what an engine refuses ---
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("noise", [-1, 1 << 32])
 def test_the_engine_refuses_a_member_that_cannot_be_and_answers_nobody(folder: Path, variant: str, noise: int) -> None:
@@ -316,9 +307,6 @@ def test_the_engine_refuses_members_whom_the_space_gives_no_adapter(folder: Path
         with pytest.raises(ModelError, match=r"space lowrank has no adapter for members \[0\]"):
             list(bench.engine.rollout(Plan(0, 0.1, (Member(0, 0, 1),)), [Request(0, PROMPT, Sampling(2))]))
         list(bench.engine.rollout(Plan(0, 0.0, (MEAN,)), [Request(0, PROMPT, Sampling(2))]))
-
-
-# --- the comparison ---
 
 
 def said(tokens: Sequence[int], logprobs: Sequence[float] | None) -> Rollout:

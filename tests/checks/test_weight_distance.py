@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import build, make_config, unfused
 from safetensors.torch import load_file, save_file
 
 from evoalign.checks.distance import Base, Difference, Product, blocks, changes_of
 from evoalign.errors import ModelError
 from evoalign.models import tensors, tiny
-from families import build, make_config, unfused
 
 NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
 
@@ -147,9 +147,6 @@ def test_layers_that_keep_their_weights_the_other_way_round(tmp_path: Path) -> N
     found = changes_of(tmp_path / "adapter", Base(make_config(tmp_path / "base")))
     assert found["transformer.h.0.attn.c_proj.weight"].shape == (16, 16)
     check_merged(found, adapter, tmp_path / "base", 3)
-
-
-# --- what does not fit names the tensor -------------------------------------------------------------------------------
 
 
 def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
