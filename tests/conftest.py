@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from matplotlib.figure import Figure
 
-import interpreted  # noqa: F401  before anything that imports Triton
 from evoalign.models import tiny
 from evoalign.preflight import work
 
@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell star
 
 # Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
 # every test that is long, and in all processes but the tests' own.
-PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/", "training/test_api_train.py")
+PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/")
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import JOURNAL_HEADER
+from own_task import Vowels
 
 from evoalign import evaluation, rollouts, tokens
 from evoalign.config import Config, from_dict
@@ -20,8 +22,6 @@ from evoalign.evaluation import paired_interval
 from evoalign.evolve import evolve
 from evoalign.rundir.journal import Journal, read
 from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Prompt, Request, Rollout, Update
-from families import JOURNAL_HEADER
-from own_task import Vowels
 
 
 class Echo(EngineDefaults):

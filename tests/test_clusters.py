@@ -21,10 +21,10 @@ import psutil
 import pytest
 import typer
 import yaml
+from replicated import below, check_gone
 
 from evoalign import cli
 from evoalign.config import from_dict, parse_overrides
-from replicated import below, check_gone
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SLURM, NODE = SCRIPTS / "slurm" / "train.sh", SCRIPTS / "skypilot" / "node.sh"

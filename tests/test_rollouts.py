@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import PROMPTS, Bench, build, make_config, requests
 
 import evoalign
 from evoalign.config import Config, from_dict
@@ -17,7 +18,6 @@ from evoalign.errors import ConfigError, EvoalignError
 from evoalign.rollouts import LostError, collect
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, MEAN_PLAN, Member, Plan, Request, Rollout, Sampling, population
-from families import PROMPTS, Bench, build, make_config, requests
 
 ES = {"es": {"sigma": 0.01}}
 SPACES = ["lora", "lowrank", "full"]

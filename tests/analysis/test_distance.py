@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +24,6 @@ from evoalign.config import load
 from evoalign.errors import ModelError
 from evoalign.models import tiny
 from evoalign.setup import serve
-from families import make_config
 
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
 CASES = [("lora", "float32"), ("lowrank", "float32"), ("full", "float32"), ("full", "bfloat16"), ("lora", "bfloat16")]

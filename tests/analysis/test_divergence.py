@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import make_config, next_logits
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -30,7 +31,6 @@ from evoalign.report import figures
 from evoalign.setup import Served, serve
 from evoalign.spaces import Adapter
 from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling, Update, population
-from families import make_config, next_logits
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}

@@ -5,13 +5,13 @@ import itertools
 import json
 
 import pytest
+from math_rows import GSM8K, MATH, written
+from rule_scorer import RuleScorer
 
 from evoalign.config import TaskConfig
 from evoalign.tasks import TASKS, Custom, Data, Task, create
 from evoalign.tasks.safety import Safety
 from evoalign.testing import tasks as contract
-from math_rows import GSM8K, MATH, written
-from rule_scorer import RuleScorer
 
 
 def length(text, example):

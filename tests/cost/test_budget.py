@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import build
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -25,7 +26,6 @@ from evoalign.errors import ModelError, StoppedError
 from evoalign.models import tiny
 from evoalign.rundir import parquet
 from evoalign.types import Generation
-from families import build
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "flops.py"))
 EXACT = 1e-6

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_server import FAULTS, between, is_load
 from safetensors.torch import load_file, save_file
 from served import KEY
 from typer.testing import CliRunner
@@ -24,7 +25,6 @@ from evoalign.cli import app
 from evoalign.engines.server import adapters
 from evoalign.engines.server.client import RefusedError
 from evoalign.preflight.canary import Report, examine
-from faulty_server import FAULTS, between, is_load
 
 ALL = 17
 """Checks of an adapter on seven projections, including the name as model and the same folder."""

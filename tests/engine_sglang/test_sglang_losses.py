@@ -12,6 +12,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from faulty_server import Answer, Body, Forward, between
 from served import KEY, answers, attached, config
 
 from evoalign import engines, spaces, tokens
@@ -22,7 +23,6 @@ from evoalign.engines.server.base_model import PROBES
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models.origin import model_path
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
-from faulty_server import Answer, Body, Forward, between
 
 QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,"]
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
+import replicated
 from served import config
 
-import replicated
 from evoalign.testing.answers import same_up_to_ties
 
 

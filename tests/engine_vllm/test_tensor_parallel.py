@@ -4,9 +4,9 @@
 import shutil
 
 import pytest
+import replicated
 import torch
 
-import replicated
 from evoalign.config import from_dict
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.engines.vllm.engine import VllmEngine

@@ -2,9 +2,9 @@
 """vLLM in Ray actors generates the same as without them, and leaves nothing behind."""
 
 import pytest
+import replicated
 from served import config
 
-import replicated
 from evoalign.testing.answers import same_up_to_ties
 
 

@@ -2,6 +2,7 @@
 """vLLM's server meets the contract of engines, and `evoalign canary` reports its one known fault."""
 
 import pytest
+from faulty_server import FAULTS, between
 from served import config
 
 from evoalign import engines, models
@@ -10,7 +11,6 @@ from evoalign.preflight.canary import PROMPTS, examine
 from evoalign.preflight.canary_adapters import random_adapter
 from evoalign.preflight.canary_session import Prompter, Session, distance
 from evoalign.testing.engines import CHECKS, started
-from faulty_server import FAULTS, between
 
 OF_THE_CPU = {"base beside"}
 """The fault of vLLM's CPU kernels, once an adapter has been in each slot: the last test shows it."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import PREFIX, PROMPTS, VOCABULARY, Bench, build, ids, make_config, next_logits, requests
 
 from evoalign.engines.transformers.decode import COMPACT_EVERY, SIZES, size_for
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Rollout, Sampling
-from families import PREFIX, PROMPTS, VOCABULARY, Bench, build, ids, make_config, next_logits, requests
 
 SPACES = ["lora", "lowrank", "full"]
 MANY_STOPS = range(0, VOCABULARY, 6)

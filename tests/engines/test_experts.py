@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import MIXTURES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
 from test_parity import SPACES, Rebuilt, run
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces.targets import module_of
 from evoalign.types import Sampling
-from families import MIXTURES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
 
 EXPERTS = {"qwen3_moe": {"gate_proj", "up_proj", "down_proj"}, "mixtral": {"w1", "w3", "w2"}}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

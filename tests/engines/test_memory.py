@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, Bench, build, ids, make_config, requests
+from live_memory import LiveMemory
 
 from evoalign.engines.transformers.prefill import RoomCache
 from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import MEAN_PLAN, Sampling
-from families import FAMILIES, Bench, build, ids, make_config, requests
-from live_memory import LiveMemory
 
 LONG = 200
 

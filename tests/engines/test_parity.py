@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
 
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.spaces.base import Factors
 from evoalign.types import MEAN, MEAN_PLAN, Member, Sampling, Update
-from families import FAMILIES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
 
 TIE = 1e-4
 TOKENS = 10

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import PROMPTS, Bench, build, ids, make_config, next_logits, requests
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from evoalign import noise
 from evoalign.engines.transformers.decode import draw
 from evoalign.types import MEAN_PLAN, Plan, Request, Sampling
-from families import PROMPTS, Bench, build, ids, make_config, next_logits, requests
 
 WARM = Sampling(12, temperature=0.8, top_p=0.9)
 

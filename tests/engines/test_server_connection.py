@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hostile_server import SLOW, hostile
 
 from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
@@ -34,7 +35,6 @@ from evoalign.engines.server.sglang import MEASURED, METRIC, SglangDialect, begi
 from evoalign.engines.server.vllm import VllmDialect
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling, population
-from hostile_server import SLOW, hostile
 
 KEY = "sk-of-this-test"
 Handle = Callable[[BaseHTTPRequestHandler], None]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import PROMPTS, VOCABULARY, Bench, build, ids, make_config, requests
 
 from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks
@@ -19,7 +20,6 @@ from evoalign.engines.transformers.static_memory import LEAST, Memory, Reader, s
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.kernels import compiled
 from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
-from families import PROMPTS, VOCABULARY, Bench, build, ids, make_config, requests
 
 GREEDY, WARM = Sampling(21), Sampling(21, temperature=1.3, top_p=0.9)
 

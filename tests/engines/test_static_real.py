@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from families import Bench, ids, make_config, requests
 from test_parity import Rebuilt
 
 from evoalign.config import Config
 from evoalign.engines.transformers import static_memory
 from evoalign.types import MEAN, Member, Rollout, Sampling
-from families import Bench, ids, make_config, requests
 
 BOUND = 1e-4
 TIES = 0.01

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import COMMON, VOCABULARY, build, make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -23,7 +24,6 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models import templates, tiny
 from evoalign.tokens import Tokens
-from families import COMMON, VOCABULARY, build, make_config
 
 
 @pytest.fixture
@@ -132,9 +132,6 @@ def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
     result = evoalign.train({**tree, "space": "full"}, console=Console(quiet=True))
     assert result.saved.is_dir()
-
-
-# --- what a model's settings may not do -----------------------------------------------------------------------------
 
 
 def set_in(file: Path, **settings: Any) -> None:
@@ -334,9 +331,6 @@ def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(fold
     assert loaded.encode([{"role": "user", "content": "a"}])
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tokenizer(folder: Path) -> Any:
     return tokens.load(ModelConfig(name=str(folder))).tokenizer
@@ -389,9 +383,6 @@ def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
     assert loaded.decode([]) == ""
 
 
-# --- the mean -------------------------------------------------------------------------------------------------------
-
-
 def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
     from families import Bench
 
@@ -410,8 +401,6 @@ def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
         bench.engine.load(state)
         assert bench.engine.fingerprint() == hashed
 
-
-# --- what is no model -------------------------------------------------------------------------------------------------
 
 FILES = {
     "q4.gguf": "is a file of GGUF",

@@ -3,9 +3,6 @@
 
 import pytest
 import torch
-
-from evoalign.kernels import available, population
-from evoalign.kernels.population import Heads, Terms
 from population_checks import (
     Block,
     S,
@@ -19,6 +16,9 @@ from population_checks import (
     poisoned,
 )
 from population_math import Draw, same, worst
+
+from evoalign.kernels import available, population
+from evoalign.kernels.population import Heads, Terms
 
 __all__ = ["poisoned"]  # a fixture
 

@@ -2,7 +2,6 @@
 """Run Triton kernels on the CPU in Triton's interpreter; skip without Triton, or if there is a GPU."""
 
 import pytest
-
 from interpreted import WHY_NOT
 
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The population kernels in Triton's interpreter and their equivalents in torch, against float64."""
 
+import population_math as exact
 import pytest
 import torch
-
-import population_math as exact
-from evoalign.kernels import population, reference
-from evoalign.kernels.population import Heads, Terms
 from population_checks import (
     SMALL,
     Block,
@@ -19,6 +16,9 @@ from population_checks import (
     poisoned,
 )
 from population_math import BOUNDS, Draw, same, worst
+
+from evoalign.kernels import population, reference
+from evoalign.kernels.population import Heads, Terms
 
 __all__ = ["poisoned"]  # a fixture
 

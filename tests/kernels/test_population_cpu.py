@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-
-from evoalign.kernels import compiled, population, population_cpu, reference
-from evoalign.kernels.population import Terms
 from population_checks import (
     SMALL,
     Shape,
@@ -22,6 +19,9 @@ from population_checks import (
     poisoned,
 )
 from population_math import Draw, same, worst
+
+from evoalign.kernels import compiled, population, population_cpu, reference
+from evoalign.kernels.population import Terms
 
 __all__ = ["poisoned"]  # a fixture
 

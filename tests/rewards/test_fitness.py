@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_fitness import seen
 from pyarrow import parquet
 from rich.console import Console
 
@@ -26,7 +27,6 @@ from evoalign.rewards.objective import Group, Objective, SetObjective, aim, aim_
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.shaping import Scores
-from own_fitness import seen
 
 HERE = "own_fitness"
 GENERATIONS = 3

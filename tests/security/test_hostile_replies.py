@@ -13,6 +13,7 @@ from contextlib import closing
 from typing import TypeAlias
 
 import pytest
+from hostile_server import BOMBS, LARGE, SLOW, Reply, hostile, memory, repeats, sends, whole
 
 from evoalign import http
 from evoalign.analysis.judge import judges
@@ -23,7 +24,6 @@ from evoalign.engines.server.client import Client, LostError
 from evoalign.errors import EvoalignError, JudgeError, RewardError, ScorerAwayError
 from evoalign.rewards.scorer import client as scorer_client
 from evoalign.rewards.scorer.client import Service
-from hostile_server import BOMBS, LARGE, SLOW, Reply, hostile, memory, repeats, sends, whole
 
 KEY = "sk-Abcdefgh/jklmnopqrstuvwxyz+012345"
 LATE = 10.0

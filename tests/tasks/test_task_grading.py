@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from own_task import Vowels
 
 from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig, from_dict
@@ -24,7 +25,6 @@ from evoalign.tasks import Task
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.grading import grading
 from evoalign.types import Example, Plan, Request, Rollout, Sampling, population
-from own_task import Vowels
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from own_task import Vowels
 from rich.console import Console
 
 import evoalign
@@ -20,7 +21,6 @@ from evoalign.setup import task_and_data
 from evoalign.tasks import create
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.training import heading
-from own_task import Vowels
 
 ES = {"sigma": 0.02, "num_generations": 1, "population_size": 4}
 

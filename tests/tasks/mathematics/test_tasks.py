@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from math_rows import GSM8K, MATH, written
 from rich.console import Console
 
 import evoalign
@@ -24,7 +25,6 @@ from evoalign.tasks import Task, answers
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import Gsm8k, Math
 from evoalign.version import install
-from math_rows import GSM8K, MATH, written
 
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
