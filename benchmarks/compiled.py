@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from baseline import check
 from evoalign import noise, spaces
 from evoalign.config import from_dict
 from evoalign.engines.hash import tensor_sum
@@ -28,7 +29,7 @@ from evoalign.setup import assemble
 from evoalign.types import Plan, TensorSpec, Update, population
 
 SHAPE = (1536, 576)
-"""Of an up projection of SmolLM2-135M."""
+"""Shape of an up projection of SmolLM2-135M."""
 
 
 def turns(works: Mapping[str, tuple[str, Callable[[], object]]], repeats: int) -> dict[str, float]:
@@ -78,10 +79,12 @@ def parts(repeats: int) -> None:
         "lowrank update, rank 3, 30 members": (moved("lowrank", 3), 90 * count / 1e6, "M products/s"),
         "hash": (lambda: tensor_sum(mean), count / 1e6, "M numbers/s"),
     }
+    figures: dict[str, float] = {}
     print("| work on 1536 x 576 | torch, ms | compiled, ms | ratio | compiled |\n|---|---:|---:|---:|---:|")
     for name, (work, size, unit) in cases.items():
         found = turns({"torch": ("0", work), "compiled": ("1", work)}, repeats)
         ratio, rate = found["torch"] / found["compiled"], size / found["compiled"]
+        figures[f"compiled {name}"] = ratio
         print(
             f"| {name} | {found['torch'] * 1e3:.2f} | {found['compiled'] * 1e3:.2f} | {ratio:.1f} | {rate:.0f} {unit} |"
         )
@@ -94,6 +97,7 @@ def parts(repeats: int) -> None:
         found = turns(ways, repeats)
         words = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in found.items())
         print(f"lowrank update of one matrix, rank {rank}, 30 members: {words}")
+    check(figures)
 
 
 def generation(options: argparse.Namespace) -> None:

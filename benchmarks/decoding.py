@@ -33,13 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 from evoalign.models import tiny
 
 PROMPT, TOKENS = 100, 128
 FORMS = ("static", "library", "vllm")
 ROOT = Path(__file__).resolve().parents[1]
 REAL = {"tiny": tiny, "smollm2": lambda: ROOT / ".cache" / "smollm2"}
-"""Where the models with weights of their own are."""
+"""Folder of each model with trained weights."""
 v.SHAPES["smollm2"] = v.SHAPES["135m"]
 
 
@@ -88,7 +89,7 @@ def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> t
 
 
 def countdown(shape: str, loaded: Any, count: int) -> list[tuple[int, ...]]:
-    """The first of the problems that training has, over and over where more are asked for."""
+    """Return the first training problems, repeated if more are requested."""
     from evoalign import tasks
     from evoalign.config import from_dict
     from evoalign.rollouts import Encoded
@@ -237,6 +238,20 @@ def main() -> None:
             one = argparse.Namespace(**{**vars(options), "forms": [form]})
             if not v.apart(run, one, folder, limit=options.limit):
                 v.say(f"{form} did not end well: see above")
+        check(ratios(options))
+
+
+def ratios(options: argparse.Namespace) -> dict[str, float]:
+    """Return the static decoder's median speed over that of each other form, from the rows of the file."""
+    figures: dict[str, float] = {}
+    for members, prompts in options.cases:
+        wanted = {"benchmark": "decoding", "shape": options.shape, "members": members, "prompts": prompts}
+        rows = v.rows_of(options.file, **wanted, space=options.space)
+        speeds = {row["form"]: v.median(row["speeds"]["population"]) for row in rows}
+        for form in speeds.keys() - {"static"} if "static" in speeds else ():
+            name = f"decoding {options.shape} {members}x{prompts}, static over {form}"
+            figures[name] = speeds["static"] / speeds[form]
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration and the template of `evoalign init` gain, beside what shuffled coefficients gain.
+"""Gains of the demo and of the template of `evoalign init`, with the gains of shuffled coefficients.
 
 Trains each for several seeds, then replays every journal with its coefficients shuffled over the members of their
-generation: the same noise and steps of the same size, and nothing of what the reward said. All are evaluated on the
-test split. `exact` is the share of completions that are the answer and nothing else, `named` of those with the answer
+generation: the same noise and steps of the same size, without the signal of the reward. All are evaluated on the
+test split. `exact` is the share of completions that are exactly the answer, `named` of those with the answer
 as a word in them. A run that is already in the folder is taken as it is, and a row that is already written is kept.
 
     python benchmarks/demo.py --to DIR                             rows to benchmarks/results/demo.jsonl, and the table
@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from baseline import check
 from evoalign.cli.scaffold import init
 from evoalign.config import load
 from evoalign.evaluation import Evaluation
@@ -102,7 +103,7 @@ def written() -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In markdown, as it stands in the README."""
+    """Return the table in Markdown."""
     lines = [
         "| config | seed | reward before | real | placebos, mean (least to most) | placebos at or above the real run "
         "| drift's share of the gain | exact before | real | placebos, mean (most) | named real |",
@@ -143,7 +144,12 @@ def main() -> None:
             with ROWS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
             print(table([found])[-1], flush=True)
-    print("\n".join(table(written())))
+    rows = written()
+    print("\n".join(table(rows)))
+    shares = {name: [found["real"]["exact"] for found in rows if found["config"] == name] for name in CONFIGS}
+    figures = {f"demo {name}, mean share of exact answers": mean(found) for name, found in shares.items() if found}
+    reached = [p["reward"] >= found["real"]["reward"] for found in rows for p in found["placebos"]]
+    check({**figures, "demo, placebos that reach their run": float(sum(reached))})
 
 
 if __name__ == "__main__":

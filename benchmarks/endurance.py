@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs killed at every instant, and runs damaged at random: what the README says they withstand.
+"""Runs killed at every instant, and runs damaged at random: the claims of the README.
 
     OMP_NUM_THREADS=1 python benchmarks/endurance.py kill_points  # 120 kills, 0 mismatches
     OMP_NUM_THREADS=1 python benchmarks/endurance.py random_kills --count 200  # any command, any phase, at random
     OMP_NUM_THREADS=1 python benchmarks/endurance.py corruption --count 1000  # 1,000 corruptions
 
-The harness is that of the tests.
+The harness is in tests/support.
 """
 
 from __future__ import annotations

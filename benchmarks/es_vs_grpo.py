@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ES in three spaces against GRPO on the tiny model: tuned by equal search, then twelve seeds, matched four ways.
+"""Compares ES in three spaces with GRPO on the tiny model: equal search, then twelve seeds per method.
 
-    python benchmarks/es_vs_grpo.py tune  --task countdown --to DIR --jobs 60 --seconds 150
+    python benchmarks/es_vs_grpo.py tune   --task countdown --to DIR --jobs 60 --seconds 90
     python benchmarks/es_vs_grpo.py refine --task countdown --to DIR --jobs 60
-    python benchmarks/es_vs_grpo.py final --task countdown --to DIR --jobs 60 --seconds 400
-    python benchmarks/es_vs_grpo.py page  --task countdown --from DIR
+    python benchmarks/es_vs_grpo.py final  --task countdown --to DIR --jobs 60 --seconds 210
+    evoalign compare DIR/countdown/final --plan configs/comparison/plans/countdown.yaml --to REPORT
 
-`tune` searches 12 settings of each method with two seeds on a validation split that no final figure uses, every run
-about the same wall seconds on one core. `refine` tries two further learning rates of each around the best cell: beyond
-it where it was the first or last tried, else between it and its neighbours. `final` trains the settings that did best,
-evaluated on the test split. `page` writes docs/results/TASK.md from the runs, or, without --from, again from
-benchmarks/results/es_vs_grpo/, by the present statistics. Stopped on the way (`--limit`), the same command goes on.
+`tune` searches 12 settings of each method with two seeds on a validation split that no final figure uses; every run
+takes about the same wall time on one core. `refine` tries two further learning rates per method around the best trial:
+beyond it if it was the first or last of the grid, otherwise between it and its neighbours. `final` trains the best
+settings and evaluates them on the test split. After a stop (`--limit`) the same command continues.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import json
 import math
 import random
 import runpy
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import study_page
+from baseline import check
 from study_runs import (
     ROOT,
     STEPS,
@@ -52,6 +51,7 @@ FINAL_SEEDS = list(range(12))
 POINTS = {"es": 40, "grpo": 20}
 """Evaluations of a final run. ES has far more completions a generation, and is to have points where GRPO ends."""
 KL_POINTS = 5
+MEASURES = {"countdown": "accuracy", "conciseness": "reward"}
 
 GRIDS: dict[str, dict[str, dict[str, list[Any]]]] = {
     "countdown": {
@@ -130,7 +130,7 @@ def _pace(folder: Path) -> dict[str, float]:
 
 
 def _lasting(tasks: Sequence[Task], seconds: float, speed: Mapping[str, float]) -> list[Task]:
-    """Those whose speed is known, with as many steps as take so many seconds."""
+    """Return the tasks with a known speed, with the number of steps that fills the seconds."""
     known = [task for task in tasks if task.name in speed]
     steps = {task.name: max(2, round(seconds / speed[task.name])) for task in known}
     return [replace(task, sets={**task.sets, STEPS[task.method]: steps[task.name]}) for task in known]
@@ -138,7 +138,9 @@ def _lasting(tasks: Sequence[Task], seconds: float, speed: Mapping[str, float]) 
 
 def _write(folder: Path, chosen: Mapping[str, Any]) -> None:
     (folder / "chosen.json").write_text(json.dumps(chosen, indent=2) + "\n")
-    print("\n".join(study_page.searched(chosen)))
+    for name, found in chosen["methods"].items():
+        budget, reward = found["budget"], found["validation"]["mean"]["reward"]
+        print(f"{name}: {found['settings']}, reward {reward:.4g} after {budget['trials']} trials")
 
 
 def final(arguments: argparse.Namespace) -> None:
@@ -155,10 +157,14 @@ def final(arguments: argparse.Namespace) -> None:
     chosen |= {"final_seconds": seconds, "jobs": {**chosen["jobs"], "final": arguments.jobs}}
     (folder / "chosen.json").write_text(json.dumps(chosen, indent=2) + "\n")
     side_by_side(tasks, arguments.seeds or FINAL_SEEDS, arguments.jobs, folder / "final", arguments.deadline)
+    measure, means = MEASURES[arguments.task], dict[str, float]()
     for task in tasks:
-        found = read_results(folder / "final" / task.name)
-        for cell in found["cells"] if found else ():
-            print(f"{task.name}: {[round(run['numbers']['reward'], 4) for run in cell['runs'] if 'numbers' in run]}")
+        found = read_results(folder / "final" / task.name) or {"cells": []}
+        values = [run["numbers"][measure] for cell in found["cells"] for run in cell["runs"] if "numbers" in run]
+        print(f"{task.name}: {measure} {[round(value, 4) for value in values]}")
+        means |= {task.name: fmean(values)} if values else {}
+    gap = f"es_vs_grpo {arguments.task}, {measure} of grpo less"
+    check({f"{gap} {name}": means["grpo"] - means[name] for name in means if "grpo" in means and name != "grpo"})
 
 
 def _base(arguments: argparse.Namespace, sets: Mapping[str, Any]) -> list[Task]:
@@ -174,7 +180,7 @@ def _cells(task: str, method: str) -> list[dict[str, Any]]:
 
 
 def choose(*folders: Path) -> dict[str, Any]:
-    """Of each method the cell with the best mean validation reward of all rounds, and what the search for it took."""
+    """Return the trial with the best mean validation reward of each method, and the cost of its search."""
     from evoalign.cost.budget import Cost, cost_of
 
     chosen: dict[str, Any] = {}
@@ -237,7 +243,7 @@ def _problem(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 
 def _more_questions(count: int) -> list[dict[str, Any]]:
-    """Of the families of questions that the tiny model's recipe draws from."""
+    """Return new questions of the families in the tiny model's recipe."""
     families = [family for family, _ in runpy.run_path(str(ROOT / "recipes/tiny_base/questions.py"))["FAMILIES"]]
     taken = {row["prompt"] for name in ("train", "test") for row in _shipped(f"conciseness/conciseness_{name}.json")}
     drawn = random.Random(VALIDATION_SEED)
@@ -256,27 +262,6 @@ def _shipped(name: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / "data/tasks" / name).read_text(encoding="utf-8"))
 
 
-def pack(arguments: argparse.Namespace) -> None:
-    """What `page` needs, without weights: of the search its results, of the final runs their numbers and answers."""
-    kept = [path for path in sorted(arguments.source.rglob("*")) if path.is_file() and _is_kept(path, arguments.source)]
-    with tarfile.open(arguments.file, "w:gz") as tar:
-        for path in kept:
-            tar.add(path, path.relative_to(arguments.source.parent))
-    print(f"{arguments.file}: {len(kept)} files, {arguments.file.stat().st_size / 2**20:.1f} MiB")
-
-
-def _is_kept(path: Path, source: Path) -> bool:
-    parts = path.relative_to(source).parts
-    if {"checkpoints", "loras", "trainer", "calibration"} & set(parts) or path.suffix == ".safetensors":
-        return False
-    if not any(part.startswith("seed_") for part in parts):
-        return True
-    if {"tune", "refine"} & set(parts):
-        return parts[-1] in ("budget.json", "evaluation.json") or path.suffix == ".log"
-    # The journal, too: the seal of the results names its last line.
-    return path.suffix != ".png" and not path.name.startswith("generation_")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -289,40 +274,12 @@ def main() -> None:
         command.add_argument("--seconds", type=float, help="Training of one run.")
         command.add_argument("--seeds", type=integers)
         command.add_argument("--methods", type=names, default=list(METHODS))
-        command.add_argument("--cells", type=int, help="Only so many cells of each grid, to try this out.")
-        command.add_argument("--limit", type=float, help="Stop after so many seconds; the same command goes on.")
+        command.add_argument("--cells", type=int, help="Number of trials of each grid, for a quick try.")
+        command.add_argument("--limit", type=float, help="Stop after this many seconds; the same command continues.")
         command.add_argument("--set", dest="sets", action="append", default=[], metavar="a.b=c")
-    command = commands.add_parser("page")
-    command.set_defaults(call=page)
-    command.add_argument("--task", choices=sorted(GRIDS), required=True)
-    command.add_argument("--from", dest="source", type=Path)
-    command.add_argument("--docs", type=Path, default=ROOT / "docs" / "results")
-    command.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "es_vs_grpo")
-    command = commands.add_parser("pack")
-    command.set_defaults(call=pack)
-    command.add_argument("--from", dest="source", type=Path, required=True)
-    command.add_argument("--file", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.deadline = deadline(getattr(arguments, "limit", None))
     arguments.call(arguments)
-
-
-def page(arguments: argparse.Namespace) -> None:
-    """docs/results/TASK.md, its figures and tables, and the numbers that they are made of."""
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    file = arguments.results / f"{arguments.task}.json"
-    if arguments.source is not None:
-        tree = study_page.collect(arguments.source / arguments.task, arguments.task, arguments.docs / "figures")
-        tree = study_page.renewed(tree)  # by the numbers that are kept, so that they give the same page again
-    else:
-        tree = study_page.renewed(json.loads(file.read_text(encoding="utf-8")))
-    file.write_text(json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
-    tree = json.loads(file.read_text(encoding="utf-8"))
-    (arguments.docs / f"{arguments.task}.md").write_text(study_page.page(tree), encoding="utf-8")
-    (arguments.docs / "data").mkdir(exist_ok=True)
-    for name, text in study_page.tables(tree).items():
-        (arguments.docs / "data" / f"{arguments.task}_{name}.csv").write_text(text, encoding="utf-8")
-    print(f"wrote {arguments.docs / arguments.task}.md")
 
 
 if __name__ == "__main__":

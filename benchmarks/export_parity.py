@@ -27,6 +27,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from baseline import check
 from evoalign import setup as parts
 from evoalign.config import Config, from_dict
 from evoalign.exporting.export import export
@@ -79,8 +80,8 @@ def of_plain(model: Any, settings: GenerationConfig, prompts: Sequence[Ids]) -> 
     return texts
 
 
-def compare(form: str, config: Config, run: Path, output: Path) -> str:
-    """One row of the table."""
+def compare(form: str, config: Config, run: Path, output: Path) -> int:
+    """Print one row of the table; return the number of prompts whose tokens differ."""
     merge = {"merge": True, "dtype": config.model.dtype} if form == "merged" else {}
     folder = export(run, output / f"export_{form}_{config.model.dtype}", **merge)
     prompts, wanted = of_engine(config, run)
@@ -98,8 +99,11 @@ def compare(form: str, config: Config, run: Path, output: Path) -> str:
               for f, w in pairs if f != w]  # fmt: skip
     other = sum(u != w for u, w in zip(untrained, wanted, strict=True))
     diverge = f"{statistics.median(places):g}" if places else ""
-    return (f"| {form} | {config.model.dtype} | {len(pairs)} | {sum(map(len, wanted))} | {len(places)} | {diverge} "
-            f"| {other} |")  # fmt: skip
+    tokens = sum(map(len, wanted))
+    print(
+        f"| {form} | {config.model.dtype} | {len(pairs)} | {tokens} | {len(places)} | {diverge} | {other} |", flush=True
+    )
+    return len(places)
 
 
 def main() -> None:
@@ -112,6 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{arguments.model} on {arguments.device}; {versions()}\n")
     print("| form | served in | prompts | tokens | mismatches | diverge | untrained |\n|---|---|---|---|---|---|---|")
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in arguments.dtypes:
             runs: dict[str, tuple[Config, Path]] = {}
@@ -119,7 +124,9 @@ def main() -> None:
                 if space not in runs:
                     config = config_of(space, dtype, arguments, Path(folder))
                     runs[space] = config, train(config, console=Console(file=io.StringIO())).path
-                print(compare(form, *runs[space], Path(folder)), flush=True)
+                differ = compare(form, *runs[space], Path(folder))
+                figures[f"export_parity {form} {dtype}, prompts that differ"] = differ
+    check(figures)
 
 
 if __name__ == "__main__":

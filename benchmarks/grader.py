@@ -5,7 +5,7 @@ Prints the median and the longest time over 10,000 fuzzed completions, and the v
 that hang, crash or cheat graders which filter characters and evaluate the rest.
 
     python benchmarks/grader.py [--count 10000] [--seed 0]
-    python benchmarks/grader.py --isolated    # what a worker process adds to a call of a reward function of one's own
+    python benchmarks/grader.py --isolated    # cost of a worker process for a custom reward
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
+from baseline import check
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.tasks import Task, create, isolate
 
@@ -161,10 +162,19 @@ def main() -> None:
         f"{options.count} fuzzed completions: median {statistics.median(times):.3f} ms, longest {max(times):.2f} ms\n"
     )
     print(f"{'reward':>7} {'accuracy':>9} {'ms':>8}  bomb")
+    right, slowest = 0.0, 0.0
     for name, text in BOMBS.items():
         reward, milliseconds = timed(task, text)
         accuracy = task.measures(task.clean(text), ROW)["accuracy"]
         print(f"{reward:7.2f} {accuracy:9.0f} {milliseconds:8.2f}  {name}")
+        right, slowest = right + accuracy, max(slowest, milliseconds)
+    check(
+        {
+            "grader, longest ms of a fuzzed completion": max(times),
+            "grader, longest ms of a bomb": slowest,
+            "grader, bombs that earn a right answer": right,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 The model has the shape of Qwen2.5-0.5B, random weights and the tokenizer of the shipped tiny model, so completions run
 to their limit. ES serves bfloat16 (space lowrank); GRPO trains float32 weights with bfloat16 arithmetic, as TRL does.
-Each run is a process of its own. The first step is left out of the medians.
+Each run is a separate process. The first step is left out of the medians.
 
     python benchmarks/grpo_gpu.py                              # one GPU
     python benchmarks/grpo_gpu.py --shape tiny --tokens 8      # a look on a CPU
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from baseline import check
 
 SHAPES = {
     "0.5b": {
@@ -59,6 +61,15 @@ def main() -> None:
             _table({name: found[name]})
     print(f"\n{options.prompts} prompts x {options.group} completions x {options.tokens} tokens, {options.steps} steps")
     _table(found)
+    peaks = {name: peak for name, run in found.items() if (peak := _peak(run["rows"]))}
+    grpo = peaks.get("GRPO, completions by TRL")
+    spaces = [name for name in peaks if name.startswith("ES ")] if grpo else []
+    check({f"grpo_gpu {options.shape}, peak memory of GRPO over {name}": grpo / peaks[name] for name in spaces})
+
+
+def _peak(rows: list[dict[str, Any]]) -> float:
+    """Return the most memory of all rows, in GiB."""
+    return max((row["budget"]["peak_memory_bytes"] or 0 for row in rows), default=0) / 2**30
 
 
 def _runs(options: argparse.Namespace, model: Path, where: Path) -> list[tuple[str, str, dict[str, Any]]]:
@@ -141,7 +152,7 @@ def _table(found: dict[str, dict[str, Any]]) -> None:
         spent = [row["budget"] for row in rows]
         forward, backward = (statistics.median(b[k] or 0.0 for b in spent) for k in ("forward_flops", "backward_flops"))
         wall = statistics.median(b["wall_seconds"] for b in spent)
-        peak = max(b["peak_memory_bytes"] or 0 for b in spent) / 2**30
+        peak = _peak(rows)
         print(
             f"| {name} | {wall:.2f} | {median('rollout'):.2f} | {median('update'):.3f} | {rows[-1]['tokens']:,} | "
             f"{forward / 1e15:.3g} | {backward / 1e15:.3g} | {peak:.2f} |"

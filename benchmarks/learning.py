@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config's training does to its test split, for several seeds.
+"""Effect of training with a config on its test split, for several seeds.
 
 Prints one row a seed: the measure before and after, the change with its paired 95 % interval over the test examples,
 the shares of empty completions, generations and seconds. The settings of both quickstarts were chosen on other
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from baseline import check
 from evoalign.baselines.train import grpo
 from evoalign.config import load
 from evoalign.evaluation import paired_interval
@@ -69,15 +70,19 @@ def main() -> None:
     print(f"| seed | {arguments.measure} before | after | change (95 % interval, paired) | exact | empty | generations "
           "| training | whole | tokens/s |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
+    changes: list[float] = []
     for seed in arguments.seeds:
         row = run(arguments.config, arguments.measure, seed, arguments.overrides, arguments.output)
         mean, low, high = row["change"]
+        changes.append(mean)
         print(
             f"| {seed} | {row['before']:.4g} | {row['after']:.4g} | {mean:+.4g} ({low:+.4g} to {high:+.4g}) "
             f"| {row['exact']:.3f} | {row['empty']:.3f} | {row['generations']} | {row['train_seconds']:.0f} s "
             f"| {row['seconds']:.0f} s | {row['tokens'] / row['train_seconds']:,.0f} |",
             flush=True,
         )
+    setting = " ".join([Path(arguments.config).stem, *arguments.overrides])
+    check({f"learning {setting} {arguments.measure}, mean change": sum(changes) / len(changes)})
 
 
 if __name__ == "__main__":

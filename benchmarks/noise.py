@@ -17,6 +17,7 @@ import time
 import numpy as np
 import torch
 
+from baseline import check
 from evoalign import noise
 from evoalign.types import Slices
 
@@ -34,18 +35,20 @@ CASES: tuple[tuple[str, tuple[int, ...], int, Slices | None], ...] = (
 
 def seconds(
     shape: tuple[int, ...], members: int, slices: Slices | None, device: str, repeats: int
-) -> tuple[float, int]:
-    """Median seconds of a call, and the normals it draws."""
+) -> tuple[float, float, int]:
+    """Return the median seconds of a call, the median CPU seconds, and the normals it draws."""
     key = noise.key(0, "noise", "benchmark")
     times: list[float] = []
+    busy: list[float] = []
     drawn = 0
     for generation in range(repeats + 1):
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         drawn = noise.normals(key, shape, generation, range(members), slices, device).numel()
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:]), drawn
+        busy.append(time.process_time() - used)
+    return statistics.median(times[1:]), statistics.median(busy[1:]), drawn
 
 
 def main() -> None:
@@ -61,10 +64,13 @@ def main() -> None:
     print(f"{hardware}, {platform.machine()}, Python {sys.version.split()[0]}, torch {torch.__version__}, "
           f"numpy {np.__version__}; median of {options.repeats}\n")  # fmt: skip
     print("| case | shape | members | normals | ms | M normals/s |\n|---|---|---:|---:|---:|---:|")
+    figures: dict[str, float] = {}
     for name, shape, members, slices in CASES:
-        took, drawn = seconds(shape, members, slices, options.device, options.repeats)
+        took, used, drawn = seconds(shape, members, slices, options.device, options.repeats)
         size = " x ".join(map(str, shape))
         print(f"| {name} | {size} | {members} | {drawn:,} | {took * 1e3:.2f} | {drawn / took / 1e6:.0f} |")
+        figures[f"noise {size}, {members} members, M normals per CPU second"] = drawn / used / 1e6
+    check(figures if options.device == "cpu" else {})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import transformers
 
+from baseline import check
 from evoalign import engines, spaces, tasks, tokens
 from evoalign.config import Config, from_dict
 from evoalign.engines.transformers import TransformersEngine
@@ -135,7 +136,10 @@ def sides(
     }
 
 
-def speed(arguments: argparse.Namespace) -> None:
+def speed(arguments: argparse.Namespace) -> dict[str, float]:
+    """Print tokens per second of each side; return the ratios by their names in baselines.json."""
+    figures: dict[str, float] = {}
+    name = f"population {arguments.model} {arguments.dtype} {torch.device(arguments.device).type}"
     loaded = tokens.load(config_of(arguments, "lora").model)
     silent = Tokens(loaded.tokenizer, [])
     for space in arguments.spaces:
@@ -149,13 +153,15 @@ def speed(arguments: argparse.Namespace) -> None:
         rounds = [{name: seconds(work, device) for name, work in works.items()} for _ in range(arguments.rounds)]
         total = arguments.members * arguments.prompts * arguments.tokens
         print(f"\n{space}: {arguments.members} members x {arguments.prompts} prompts x {arguments.tokens} tokens")
-        for name in works:
-            median = statistics.median(r[name] for r in rounds)
-            print(f"  {name:<11}{total / median:12,.0f} tokens/s{median:9.2f} s")
+        for side_name in works:
+            median = statistics.median(r[side_name] for r in rounds)
+            print(f"  {side_name:<11}{total / median:12,.0f} tokens/s{median:9.2f} s")
         for other in ("loop", "base"):
             ratios = sorted(r[other] / r["population"] for r in rounds)
             print(f"  population is {statistics.median(ratios):.2f}x {other} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+            figures[f"{name}, {space} over {'a loop' if other == 'loop' else 'base'}"] = statistics.median(ratios)
         side.engine.close()
+    return figures
 
 
 def chunks(arguments: argparse.Namespace) -> None:
@@ -201,10 +207,10 @@ def main() -> None:
         f"{arguments.model}, {arguments.dtype}, {arguments.device}{gpu}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     )
-    if arguments.only != "chunks":
-        speed(arguments)
+    figures = speed(arguments) if arguments.only != "chunks" else {}
     if arguments.only != "speed":
         chunks(arguments)
+    check(figures)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 
 PROMPTS, MEMBERS, DENSE, TOKENS = 8, 128, 32, 128
 
@@ -217,7 +218,7 @@ def plain(options: argparse.Namespace, folder: Path) -> None:
 
 
 def ray(options: argparse.Namespace, folder: Path) -> None:
-    """The same cases with so many replicas."""
+    """Run the same cases with each number of replicas."""
     for replicas, space in itertools.product(options.replicas, options.spaces):
         bench = Bench(space, replicas, options, folder)
         if space == "full":
@@ -243,9 +244,13 @@ def report(options: argparse.Namespace) -> None:
     alone = {row["case"]: speed(row) for row in rows if not row["replicas"]}
     alone["strong"] = alone.get("weak", 0.0)
     lines = []
+    figures: dict[str, float] = {}
     for row in rows:
         base, count = alone.get(row["case"], 0.0), row["replicas"] or 1
         share = f"{100 * speed(row) / (base * count):.1f} %" if base else ""
+        if base and row["replicas"]:
+            name = f"ray_scaling {options.shape} {row['case']} {row['replicas']}, share of engines without Ray"
+            figures[name] = speed(row) / (base * count)
         phases = (f"{v.median(t[p] for t in row['took']):.3f}" for p in ("rollout", "score", "update", "seconds"))
         spread = v.spread([t["tokens"] / t["seconds"] for t in row["took"]])
         lines.append((row["case"], row["space"], row["replicas"] or "no Ray", row["members"], spread, share, *phases))
@@ -254,6 +259,7 @@ def report(options: argparse.Namespace) -> None:
             ("case", "space", "replicas", "members", "tokens/s", "of as many without Ray", "rollout s", "score s",
              "update s", "generation s"), lines,
         )  # fmt: skip
+    check(figures)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 import evoalign
+from baseline import check
 from evoalign.rundir import journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.training import replay as replaying
@@ -52,6 +53,7 @@ def main() -> None:
     table = Table(
         "space", "numbers that evolve", "journal B/generation", "saved mean, B", "ratio", "replayed", "seconds"
     )
+    figures = {"replay, spaces that reach another hash": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         for space in SIGMAS:
             run = Path(folder) / space
@@ -65,12 +67,15 @@ def main() -> None:
             start = time.perf_counter()
             found = replaying.replay(run / "journal.jsonl")
             seconds = time.perf_counter() - start
+            figures[f"replay {space}, journal bytes per generation"] = each
+            figures["replay, spaces that reach another hash"] += found != log.generations[-1].weights_hash
             reached = "the journal's hash" if found == log.generations[-1].weights_hash else "ANOTHER HASH"
             table.add_row(
                 space, f"{log.header.evolved_parameters:,}", f"{each:,.0f}", f"{saved:,}", f"{saved / each:,.0f} x",
                 f"{moved} of {log.sealed}", reached, f"{seconds:.1f}",
             )  # fmt: skip
     Console(width=140).print(table)
+    check(figures)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a journal made on one machine comes to the same weights on another: another instruction set, a GPU.
+"""Checks that a journal made on one machine reaches the same weights on another: another instruction set, a GPU.
 
     python benchmarks/same_bits.py make DIR                    # short runs of odd populations; see `runs`
     python benchmarks/same_bits.py replay DIR [--compiled 0]   # their journals again, here: on a GPU where there is one
@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 
 import evoalign
+from baseline import check
 from evoalign import noise
 from evoalign.errors import EvoalignError
 from evoalign.rundir import journal
@@ -131,11 +132,14 @@ def again(folder: Path, models: dict[str, str]) -> None:
 def table(folder: Path) -> None:
     """Each replay's place and counts."""
     print("| replayed with | journals | same weights_hash | other |\n|---|---:|---:|---:|")
+    shares: list[float] = []
     for line in (folder / "replays.jsonl").read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
         same = sum(row["outcome"] == "same" for row in found["rows"])
         words = ", ".join(f"{k} {v}" for k, v in found["here"].items())
         print(f"| {words} | {len(found['rows'])} | {same} | {len(found['rows']) - same} |")
+        shares.append(same / len(found["rows"]))
+    check({"same_bits, share of journals with the same hash": min(shares)})
 
 
 def main() -> None:

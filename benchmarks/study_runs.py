@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many `evoalign sweep` side by side, each a process of its own: what es_vs_grpo and sweep_pages share.
+"""Runs several `evoalign sweep` processes side by side; shared by es_vs_grpo and studies.
 
 Nothing here needs the network, a GPU or an installed `evoalign` script.
 """
@@ -35,7 +35,7 @@ class Task:
     cells: Sequence[Mapping[str, Any]] = field(default_factory=list)
     sets: Mapping[str, Any] = field(default_factory=dict)
     share: float = 1.0
-    """Of the jobs, relative to that of the other sweeps."""
+    """Share of the jobs, relative to the other sweeps."""
     gpu: bool = False
     """Whether its runs see the GPUs of the machine."""
 
@@ -53,7 +53,7 @@ def environment(*, gpu: bool = False) -> dict[str, str]:
 
 
 def command(task: Task, seeds: Sequence[int], jobs: int, to: Path) -> list[str]:
-    """`evoalign sweep` of a task into `to`; writes the cells beside it."""
+    """Return the `evoalign sweep` command of a task; writes its trials to a file next to `to`."""
     words = [sys.executable, "-m", "evoalign.cli", "sweep", str(task.config), "--method", task.method]
     words += ["--seeds", ",".join(map(str, seeds)), "--jobs", str(jobs), "--to", str(to)]
     if task.cells:
@@ -69,8 +69,8 @@ def command(task: Task, seeds: Sequence[int], jobs: int, to: Path) -> list[str]:
 def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Path, until: float | None = None) -> None:
     """Run all sweeps at once, the jobs split over them; print how each ended.
 
-    A sweep that fails does not stop the others. At `until` (of time.monotonic) all are asked to save and stop, and
-    SystemExit is raised: the same command goes on where they were.
+    A sweep that fails does not stop the others. At `until` (of time.monotonic) all are signalled to save and stop, and
+    SystemExit is raised: the same command continues.
     """
     to.mkdir(parents=True, exist_ok=True)
     whole = sum(task.share for task in tasks)
@@ -101,11 +101,11 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
             print(f"{name}: exit code {process.returncode}\n  " + "\n  ".join(tail), flush=True)
     print(f"{to}: {len(tasks)} sweeps in {time.monotonic() - began:.0f} s", flush=True)
     if not in_time:
-        raise SystemExit("time was over before all runs were done: the same command goes on")
+        raise SystemExit("the limit expired before all runs were done; the same command continues")
 
 
 def _wait(processes: Mapping[str, subprocess.Popen[bytes]], until: float | None) -> bool:
-    """Whether all came to their end in time."""
+    """Return whether all ended in time."""
     asked = False
     while any(process.poll() is None for process in processes.values()):
         time.sleep(0.2)
@@ -122,7 +122,7 @@ def calibrate(
     """Training seconds of a generation or step of each base config, with as many runs at once as in the real thing.
 
     The median over runs of the mean over rows, the first left out. Kept in calibration.json, so that the same command
-    goes on with runs of the same length.
+    continues with runs of the same length.
     """
     file = to / "calibration.json"
     known: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
@@ -137,7 +137,7 @@ def calibrate(
             ]
             found = [value for value in seconds if value is not None]
             if not found:
-                print(f"{task.name}: no run of the calibration came to anything; it is left out", flush=True)
+                print(f"{task.name}: no run of the calibration succeeded; it is left out", flush=True)
                 continue
             known[task.name] = median(found)
         file.write_text(json.dumps(known, indent=2) + "\n")
@@ -185,5 +185,5 @@ def pairs(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def deadline(limit: float | None) -> float | None:
-    """When so many seconds from now are over."""
+    """Return the time at which the limit expires."""
     return None if limit is None else time.monotonic() + limit

@@ -9,8 +9,8 @@ Conciseness: 30 members of `lowrank`, rank 1, with its two training questions ea
 token. Parts:
 
 generation  Rollout, update and fingerprint of the population, against one member at a time in the same engine: as an
-            adapter, and merged into the weights as one would without adapters (perturb, answer, next; the mean put
-            back last). `full`, if asked for, is the second of these with dense noise, in an engine of its own.
+            adapter, and merged into the weights, as without adapters (perturb, answer, next; the mean put
+            back last). `full`, if asked for, is the second of these with dense noise, in a separate engine.
 gap         What lies between two rollouts, by phase, the device synchronised around each: members' noise drawn and
             written into their slots, update, fingerprint. Bytes that pass between driver and workers in
             one generation, as the msgpack that vLLM itself sends to its engine (within one process nothing is encoded
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 
 PARTS = ("generation", "gap", "memory", "endurance", "full")
 TOKENS, FLAT = 100, 1.02
@@ -193,7 +194,7 @@ def gap(run: Run, options: argparse.Namespace) -> None:
 
 
 def traffic(run: Run, options: argparse.Namespace) -> None:
-    """What passes between driver and workers in one generation, and what reaches the disk."""
+    """Measure the bytes between driver and workers in one generation, and the bytes written to disk."""
     import msgspec
 
     sent: dict[str, int] = {}
@@ -302,10 +303,13 @@ def report(options: argparse.Namespace) -> None:
     rows = v.rows_of(options.file, benchmark="generation", shape=options.shape)
     best = [v.median(t["seconds"] for t in r["took"]) for r in rows if r["way"] == "population"]
     lines = []
+    figures: dict[str, float] = {}
     for r in rows:
         seconds = [t["seconds"] for t in r["took"]]
         inside = v.median(t["generate"] for t in r["took"])
         times = f"{v.median(seconds) / best[-1]:.2f} x" if best else ""
+        if best and r["way"] != "population":
+            figures[f"vllm_generation {options.shape}, {r['way']} over population"] = v.median(seconds) / best[-1]
         tokens = r["took"][0]["tokens"] / v.median(seconds)
         lines.append((r["way"], len(seconds), f"{v.median(seconds):.3f} s", f"{inside:.3f} s", f"{tokens:,.0f}", times))
     if lines:
@@ -333,6 +337,7 @@ def report(options: argparse.Namespace) -> None:
             [(r["kind"], *(f"{r[k] / 2**20:.1f} MiB" for k in ("first", "most", "last")), r["flat"]) for r in rows],
         )
         print(f"{rows[-1]['generations']} generations in {rows[-1]['seconds']:.0f} s")
+    check(figures)
 
 
 def main() -> None:

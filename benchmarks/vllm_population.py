@@ -8,14 +8,14 @@
     python benchmarks/vllm_population.py --forms deep generic stock --ranks 8 --cases 30x8 --repeats 3
 
 A case `30x8` is 30 members with 8 prompts each, 240 rows; prompts have 100 random tokens, completions 128, greedy and
-without a stop token. With `--ragged` each row gets 32 to 160 tokens of its own, the same rows on all sides. Forms:
+without a stop token. With `--ragged` each row gets 32 to 160 tokens, the same rows on all sides. Forms:
 
     deep, generic, stock   adapters of `lowrank`: what `engine.population` says
     plain                  an engine without LoRA slots, its graphs as ours: only the bare model
     compiled               the same with vLLM's default of torch.compile: only the bare model
 
-Each form is an engine of its own. In each round the bare model answers (no adapter, the same process; each row a
-prompt of its own, the prefix cache empty) and the population, and the ratio of the two is the median over rounds.
+Each form has a separate engine. In each round the bare model answers (no adapter, the same process; each row a
+different prompt, the prefix cache empty) and the population, and the ratio of the two is the median over rounds.
 Two clocks: around vLLM's steps, which is the ratio of the table, and around the whole rollout, factors written
 and texts made.
 
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from baseline import check
 
 FORMS = ("deep", "generic", "stock", "plain", "compiled")
 BARE = ("plain", "compiled")
@@ -44,7 +45,7 @@ MANY = 256
 
 @dataclass(frozen=True)
 class Case:
-    """So many members with so many prompts."""
+    """Number of members and of prompts."""
 
     members: int
     prompts: int
@@ -100,7 +101,7 @@ def serve(form: str, rank: int, cases: list[Case], options: argparse.Namespace, 
 
 
 def measure(form: str, rank: int, cases: list[Case], options: argparse.Namespace, folder: Path) -> None:
-    """Start an engine and run all its cases, in a process of their own."""
+    """Start an engine and run all its cases, in a separate process."""
     served = serve(form, rank, cases, options, folder)
     about = served.about()
     v.say(f"{form} rank {rank}: started in {served.start_seconds:.1f} s; {about}")
@@ -186,7 +187,7 @@ def rounds(
 
 
 def ragged(requests: list[Any], lengths: list[int], members: Sequence[Any]) -> list[Any]:
-    """A request of its own for each row, with as many tokens as its place says."""
+    """Return a request per row, with the number of tokens of its place."""
     rows = [(m, r) for m in members for r in requests]
     return [
         replace(request, index=i, member=member, sampling=replace(request.sampling, max_tokens=length))
@@ -214,11 +215,14 @@ def report(options: argparse.Namespace) -> None:
     rows = v.rows_of(options.file, benchmark="population", shape=options.shape)
     common = {(r["case"], r["ragged"]): v.median(speeds(r["base"])) for r in rows if r["form"] == "deep"}
     lines = []
+    figures: dict[str, float] = {}
     for r in sorted(rows, key=lambda r: (r["ragged"], r["rows"], r["rank"], FORMS.index(r["form"]))):
         base, members = speeds(r["base"]), speeds(r["population"])
         mine = v.median(members) if members else v.median(base)
         whole = speeds(r["population"] or r["base"], "seconds")
         ratio = v.median(p / b for p, b in zip(members, base, strict=True)) if members else None
+        if ratio and not r["ragged"]:
+            figures[f"vllm_population {options.shape} {r['case']}, {r['form']} rank {r['rank']} over base"] = ratio
         deep = common.get((r["case"], r["ragged"]))
         lines.append(
             (
@@ -228,10 +232,11 @@ def report(options: argparse.Namespace) -> None:
             )
         )  # fmt: skip
     v.table(
-        ("case", "form", "rank", "rounds", "base, tokens/s", "population", "of its own base", "of deep's base",
+        ("case", "form", "rank", "rounds", "base, tokens/s", "population", "of its base", "of deep's base",
          "whole rollout", "start"),
         lines,
     )  # fmt: skip
+    check(figures)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of the vLLM engine share: model shapes, an engine of one, its clock, and results on disk.
+"""Shared by the benchmarks of the vLLM engine: model shapes, an engine of one, its clock, and results on disk.
 
 Models are folders with a configuration and the tokenizer of the shipped tiny model; their weights are random, those of
 `tiny` itself excepted. vLLM's dummy weights lie within +-1e-3, where nearly every product vanishes, so they are drawn
 anew in place: standard deviation 0.02, norms 1.
 
-Each engine runs in a process of its own, so that memory which vLLM does not give back, or a crash, stays with it.
+Each engine runs in a separate process, so that memory which vLLM does not give back, or a crash, stays with it.
 Results are JSON lines, appended as they come: what was measured before a failure is kept, and several calls may share
 a file.
 """
@@ -124,7 +124,7 @@ def model_folder(name: str, parent: Path) -> str:
 
 
 def cache_gib(name: str, rows: int, length: int, itemsize: int = 2) -> float:
-    """Room for the keys and values of so many rows of so many tokens, and a tenth more."""
+    """Return the KV cache size for this number of rows and tokens, plus a tenth."""
     c = shape_of(name)
     width = c["hidden_size"] // c["num_attention_heads"] * c["num_key_value_heads"]
     blocks = -(-(length + 32) // 32) * 32
@@ -289,7 +289,7 @@ class Served:
         return self.took(lambda: self.engine._generate([(MEAN, None)], requests))
 
     def about(self) -> dict[str, Any]:
-        """What the engine runs with."""
+        """Config of the engine."""
         facts, settings = self.engine.facts, self.engine.llm.llm_engine.vllm_config
         return {
             "asked": self.config.engine.population,
@@ -324,12 +324,12 @@ def preload() -> None:
 
 
 def apart(function: Callable[..., None], *arguments: object, limit: float) -> bool:
-    """Run a function in a process of its own, for `limit` seconds at most; whether it ended well."""
+    """Run a function in a separate process for at most `limit` seconds; return whether it succeeded."""
     return together([(function, arguments)], limit)
 
 
 def together(calls: Sequence[tuple[Callable[..., None], Sequence[object]]], limit: float) -> bool:
-    """Run functions side by side, each in a process of its own; whether all ended well."""
+    """Run functions side by side in separate processes; return whether all succeeded."""
     torch = sys.modules.get("torch")
     awake = torch is not None and torch.cuda.is_initialized()
     context = multiprocessing.get_context("spawn" if awake else "fork")

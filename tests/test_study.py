@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/es_vs_grpo.py from the search to the page, on the real tiny model: two methods, two cells, one seed."""
+"""benchmarks/es_vs_grpo.py on the tiny model, and the result pages from the committed rows."""
 
-import csv
-import io
 import json
 import os
 import subprocess
@@ -18,11 +16,11 @@ from evoalign.cost.budget import Cost
 from evoalign.statistics import Estimate
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies")]
+import baseline  # noqa: E402
 import es_vs_grpo  # noqa: E402
-import landscape_page  # noqa: E402
-import study_page  # noqa: E402
-import sweep_pages  # noqa: E402
+import landscape_claims  # noqa: E402
+import result_pages  # noqa: E402
 
 SMALL = ("--set", "task.test_size=8", "--methods", "lowrank,grpo", "--jobs", "2", "--seconds", "0.01")
 
@@ -96,65 +94,27 @@ def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path
     assert tuned.task.test_data == str(study / "conciseness" / "validation.json")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("task", ["countdown", "conciseness"])
-def test_the_committed_numbers_are_by_the_present_statistics(task: str) -> None:
-    tree = json.loads((ROOT / f"benchmarks/results/es_vs_grpo/{task}.json").read_text())
-    assert study_page.renewed(tree) == tree
+@pytest.mark.parametrize("name", result_pages.TABLES)
+def test_result_page_has_the_tables_of_its_rows(name: str) -> None:
+    assert (result_pages.PAGES / f"{name}.md").read_text(encoding="utf-8") == result_pages.filled(name)
 
 
-@pytest.mark.long
-def test_page_from_the_runs_and_again_from_the_numbers(study: Path, tmp_path: Path) -> None:
-    where = ("--task", "conciseness", "--docs", str(tmp_path / "docs"), "--results", str(tmp_path / "results"))
-    call("page", *where, "--from", str(study))
-    page = (tmp_path / "docs" / "conciseness.md").read_text()
-    assert "ES lowrank" in page and "GRPO" in page
-    for line in page.splitlines():
-        if line.startswith("!["):
-            assert (tmp_path / "docs" / line.split("](")[1].rstrip(")")).is_file(), line
-    files = [tmp_path / "docs" / "conciseness.md", *sorted((tmp_path / "docs" / "data").iterdir())]
-    texts = [file.read_text() for file in files]
-    for file in files:
-        assert file == files[0] or f"(data/{file.name})" in page
-        file.unlink()
-    call("page", *where)
-    assert [file.read_text() for file in files] == texts and len(files) == 4
+@pytest.mark.parametrize("name", result_pages.TABLES)
+def test_result_page_opens_with_question_setting_answer_failures_and_commands(name: str) -> None:
+    text = (result_pages.PAGES / f"{name}.md").read_text(encoding="utf-8")
+    parts = ("**Question.**", "**Setting.**", "**Answer.**", "**What failed.**", "```sh", "<!-- table")
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
 
 
-@pytest.mark.parametrize("task", ["countdown", "conciseness"])
-def test_the_committed_page_and_tables_are_those_of_the_committed_numbers(task: str) -> None:
-    tree = json.loads((ROOT / f"benchmarks/results/es_vs_grpo/{task}.json").read_text())
-    assert (ROOT / f"docs/results/{task}.md").read_text() == study_page.page(tree)
-    tables = study_page.tables(tree)
-    for name, text in tables.items():
-        assert (ROOT / f"docs/results/data/{task}_{name}.csv").read_text() == text
-    rows = list(csv.DictReader(io.StringIO(tables["tests"])))
-    assert len(rows) == sum(len(m["pairs"]) for found in tree["measures"].values() for m in found["matches"])
-    assert len(list(csv.DictReader(io.StringIO(tables["seeds"])))) == sum(map(len, tree["runs"].values()))
-
-
-def test_the_tables_of_the_landscape_are_those_of_the_committed_rows() -> None:
-    page, studies = landscape_page.PAGE.read_text(), landscape_page.read()
-    assert list(studies) == list(landscape_page.STUDIES)
-    assert landscape_page.with_tables(page, studies) == page
-
-
-def test_the_committed_sweeps_are_those_of_the_committed_numbers() -> None:
-    tree = json.loads((ROOT / "benchmarks/results/sweeps.json").read_text())
-    assert (ROOT / "docs/results/sweeps.md").read_text() == sweep_pages.page(tree)
-
-
-@pytest.mark.long
-def test_pack_holds_what_the_page_needs_and_no_weights(study: Path, tmp_path: Path) -> None:
-    call("pack", "--from", str(study), "--file", str(tmp_path / "x.tgz"))
-    subprocess.run(["tar", "xzf", "x.tgz"], cwd=tmp_path, check=True)
-    unpacked = tmp_path / study.name
-    assert not list(unpacked.rglob("*.safetensors"))
-    figures = tmp_path / "figures"
-    ours = study_page.collect(study / "conciseness", "conciseness", figures)
-    theirs = study_page.collect(unpacked / "conciseness", "conciseness", figures)
-    assert theirs["runs"] == ours["runs"] and theirs["samples"] == ours["samples"]
-    assert theirs["searches"] == ours["searches"]
+def test_baseline_exits_when_a_figure_is_outside_its_range() -> None:
+    known = json.loads(baseline.BASELINES.read_text(encoding="utf-8"))
+    for name, found in known.items():
+        low, high = found["range"]
+        assert low <= found["figure"] <= high, name
+    baseline.check({"replay lora, journal bytes per generation": 1490, "a figure without a range": 1e9})
+    with pytest.raises(SystemExit, match="replay lora"):
+        baseline.check({"replay lora, journal bytes per generation": 5000})
 
 
 @pytest.mark.last("countdown")
@@ -171,43 +131,6 @@ def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, t
     assert len(found) == count and not found & shipped
 
 
-def test_words_name_a_winner_only_where_the_test_does() -> None:
-    pairs = [
-        {"a": "GRPO", "b": "ES lora", "p_adjusted": 0.01},
-        {"a": "GRPO", "b": "ES full", "p_adjusted": 0.2},
-        {"a": "ES lowrank", "b": "GRPO", "p_adjusted": 0.04},
-        {"a": "ES lowrank", "b": "ES lora", "p_adjusted": None},
-    ]
-    assert study_page.told_apart(pairs) == "GRPO > ES lora; ES lowrank > GRPO"
-    assert study_page.told_apart(pairs[1:2]) == "none"
-    groups = [{"label": "GRPO", "estimate": {"mean": 1.0}}, {"label": "ES lora", "estimate": {"mean": 0.5}}]
-    short = [{"by": "flops", "pairs": pairs, "groups": [groups[0], {"label": "ES lora", "estimate": None}]}]
-    matches = [{"by": "wall", "pairs": pairs, "groups": groups}, *short]
-    assert study_page._leaders({"measures": {"reward": {"matches": matches}}}) == [
-        "The highest mean reward is that of GRPO at equal wall time.",
-        "At equal FLOPs nothing is said of ES lora: no evaluation of it lies within the budget.",
-        *(
-            f"GRPO against ES at equal {by}: above ES lora; below ES lowrank; no significant difference from ES full."
-            for by in ("wall time", "FLOPs")
-        ),
-    ]
-
-
-def test_what_the_search_found_and_the_final_runs_lack_is_told() -> None:
-    cells = [
-        {"settings": {"es.sigma": 0.01}, "rewards": [0.3, 0.5]},
-        {"settings": {"es.sigma": 0.02}, "rewards": [0.5, 0.7]},
-        {"settings": {"es.sigma": 0.03}, "rewards": [0.9]},
-    ]
-    found = {"settings": {"es.sigma": 0.01}, "validation": {"mean": {"reward": 0.4}}}
-    chosen = {"seeds": [1, 2], "methods": {"lora": found}}
-    (better,) = study_page._better({"lora": cells}, chosen)
-    assert better.startswith("**ES lora may do better than on this page**: es.sigma 0.02 reached 0.6 ")
-    (cut_off,) = study_page._cut_off({"lora": cells}, chosen)
-    assert cut_off.startswith("ES lora: es.sigma 0.03 has 1 of 2 runs")
-    assert not study_page._better({"lora": cells[:1]}, chosen) and not study_page._cut_off({"lora": cells[:2]}, chosen)
-
-
 def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
     grid = {"es.sigma": [1.0, 2.0], "es.learning_rate": [0.01, 0.02, 0.04]}
     tried = {rate: es_vs_grpo.further(grid, {"es.sigma": 2.0, "es.learning_rate": rate}) for rate in (0.01, 0.02, 0.04)}
@@ -216,23 +139,13 @@ def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
     assert rates == {0.01: [0.005, 0.0025], 0.02: [0.0141, 0.0283], 0.04: [0.08, 0.16]}
 
 
-def test_a_better_cell_than_that_of_the_final_runs_is_told() -> None:
-    chosen = {"seeds": [1, 2], "methods": {"grpo": {"settings": {"grpo.learning_rate": 1e-4},
-                                                    "validation": {"mean": {"reward": 0.5}}}}}  # fmt: skip
-    cells = [{"settings": {"grpo.learning_rate": rate}, "rewards": rewards}
-             for rate, rewards in ((1e-4, [0.5, 0.5]), (3e-5, [0.6, 0.5]), (1e-5, [0.9]))]  # fmt: skip
-    (line,) = study_page._better({"grpo": cells}, chosen)
-    assert "grpo.learning_rate 3e-05 reached 0.55" in line
-    assert not study_page._better({"grpo": cells[:1]}, chosen)
-
-
 # --- the landscape ----------------------------------------------------------------------------------------------------
 
 BELOW, ACROSS, ABOVE = (Estimate(mean, 8, mean - 1.0, mean + 1.0) for mean in (-2.0, 0.0, 2.0))
 
 
 def verdict(found: Estimate, limit: float | None = 0.0, **more: Any) -> str:
-    return landscape_page.Claim("1", "a number", found, limit, **more).verdict
+    return landscape_claims.Claim("1", "a number", found, limit, **more).verdict
 
 
 def test_a_claim_is_judged_by_the_side_on_which_its_interval_lies() -> None:
@@ -250,7 +163,7 @@ def test_a_claim_is_not_held_by_the_other_end_where_it_has_one() -> None:
 
 
 def test_what_placebos_do_likewise_is_not_held() -> None:
-    assert verdict(ABOVE, likewise=ABOVE) == "not held: of its placebos likewise"
+    assert verdict(ABOVE, likewise=ABOVE) == "not held: its placebos do likewise"
     assert verdict(ABOVE, likewise=ACROSS) == verdict(ABOVE, likewise=BELOW) == "held"
     assert verdict(BELOW, likewise=ABOVE) == "not held" and verdict(ACROSS, likewise=ABOVE) == "not known"
 
@@ -262,13 +175,13 @@ def test_a_cosine_of_what_is_not_reliable_says_nothing() -> None:
 
 def test_pairs_in_a_ring_count_what_neighbours_share() -> None:
     alike, apart = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [1.0, -1.0] * 3
-    plain, found = statistics.mean(alike), landscape_page.in_a_ring(alike)
+    plain, found = statistics.mean(alike), landscape_claims.in_a_ring(alike)
     assert plain.high is not None
     assert (found.mean, found.n) == (0.0, 6)
     assert found.high == pytest.approx(plain.high * (5 / 3) ** 0.5)  # a third of the variance is shared with each side
     assert found.low == pytest.approx(-found.high)
     for values in (apart, alike[2:5], [1.0] * 6):  # no shared variance, too few, no interval
-        assert landscape_page.in_a_ring(values) == statistics.mean(values)
+        assert landscape_claims.in_a_ring(values) == statistics.mean(values)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +195,12 @@ def test_pairs_in_a_ring_count_what_neighbours_share() -> None:
     ],
 )
 def test_what_the_first_quarter_of_the_steps_gains(rewards: list[float], share: float) -> None:
-    assert landscape_page.first_quarter({"rewards": rewards}) == pytest.approx(share)
+    assert landscape_claims.first_quarter({"rewards": rewards}) == pytest.approx(share)
 
 
 def test_ranks_correlate_with_ties_and_an_interval_from_five_on() -> None:
-    found = landscape_page.rank_correlation([1, 2, 3, 4, 5], [10, 20, 30, 50, 40])
+    found = landscape_claims.rank_correlation([1, 2, 3, 4, 5], [10, 20, 30, 50, 40])
     assert found.mean == pytest.approx(0.9) and found.n == 5
     assert (found.low, found.high) == pytest.approx((0.0860767, 0.9934378), abs=1e-6)
-    assert landscape_page.rank_correlation([1, 1, 2], [1, 2, 3]).mean == pytest.approx(3**0.5 / 2)
-    assert landscape_page.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]).low is None
+    assert landscape_claims.rank_correlation([1, 1, 2], [1, 2, 3]).mean == pytest.approx(3**0.5 / 2)
+    assert landscape_claims.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]).low is None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the site says of settings, commands and Python names, written from the code while mkdocs builds.
+"""Generate the site's reference of settings, commands and Python names from the code while mkdocs builds.
 
-A page asks for it with a line such as `<!-- settings: es -->`, `<!-- commands -->` or `<!-- python -->`.
+Replaces lines such as `<!-- settings: es -->`, `<!-- commands -->`, `<!-- python -->` and `<!-- bases -->`.
 Nothing here imports torch: settings come from the JSON schema of `evoalign.config` and the docstrings under its fields,
 commands from the command line's own tree, Python names from the source text.
 """
@@ -24,7 +24,15 @@ from evoalign import cli, config
 from evoalign.config.schema import description, docstrings
 
 SOURCE = Path(config.__file__).parent
-MARKER = re.compile(r"^<!-- (settings|commands|python)(?:: (\S+))? -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (settings|commands|python|bases)(?:: (\S+))? -->$", re.MULTILINE)
+BASES = {
+    "Space": ("evoalign.spaces.base:Space",),
+    "Task": ("evoalign.tasks.base:Task",),
+    "Objective": ("evoalign.rewards.objective:Objective",),
+    "Analysis": ("evoalign.analysis.base:Analysis",),
+    "Engine": tuple(f"evoalign.engines.base:{name}" for name in ("Engine", "Answering", "EngineDefaults")),
+}
+"""Base classes of user-defined parts; for each, the classes that define its methods."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -38,6 +46,8 @@ def written(what: str, name: str | None) -> str:
         return "\n".join(_command(path, command) for path, command in commands())
     if what == "python":
         return "\n".join(_python(public) for public in sorted(evoalign._HOMES, key=lambda n: (n[0].isupper(), n)))
+    if what == "bases":
+        return "\n".join(map(_base, BASES))
     section = "" if name == "run" else f"{name}."
     if not section:
         return "\n".join(map(_setting, _top_level()))
@@ -162,7 +172,14 @@ def _command(path: str, command: Any) -> str:
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     shown = " ".join([path, *map(_argument, arguments), "[OPTIONS]"])
     anchor = path.replace(" ", "-")
-    lines = [f"## `{path}` {{#{anchor}}}", "", " ".join((command.help or "").split()), "", f"```text\n{shown}\n```", ""]
+    lines = [
+        f"### `{path}` {{#{anchor}}}",
+        "",
+        " ".join((command.help or "").split()),
+        "",
+        f"```text\n{shown}\n```",
+        "",
+    ]
     lines += [f"`{_argument(p)}`\n\n:   {p.help or ''}\n" for p in arguments]
     lines += [f"`{_option(p)}`\n\n:   {p.help or ''}{_option_default(p)}\n" for p in options]
     return "\n".join(lines)
@@ -193,9 +210,28 @@ def _python(name: str) -> str:
     """A public name: its signature or fields, and its docstring, as they stand in the source."""
     home = evoalign._HOMES[name]
     node = _find(*home.split(":"))
-    heading = f"## `evoalign.{name}` {{#{name}}}"
+    heading = f"### `evoalign.{name}` {{#{name}}}"
     text = "\n\n".join(" ".join(p.split()) for p in (ast.get_docstring(node) or "").split("\n\n"))
     return f"{heading}\n\n```python\n{_signature(node)}\n```\n\n{text}\n"
+
+
+def _base(name: str) -> str:
+    """Return the public attributes and methods of a base class, with the first paragraph of each docstring."""
+    parts = [f"### `{name}` {{#base-{name}}}", ""]
+    for home in BASES[name]:
+        body = _find(*home.split(":")).body
+        for node, following in itertools.zip_longest(body, body[1:]):
+            match node, following:
+                case ast.FunctionDef(name=member), _ if not member.startswith("_"):
+                    is_property = any(ast.unparse(d) == "property" for d in node.decorator_list)
+                    arguments = ", ".join(a.arg for a in [*node.args.args, *node.args.kwonlyargs][1:])
+                    shown, text = member if is_property else f"{member}({arguments})", ast.get_docstring(node) or ""
+                case ast.AnnAssign(target=ast.Name(shown)), ast.Expr(ast.Constant(str(text))):
+                    pass
+                case _:
+                    continue
+            parts.append(f"`{shown}`\n\n:   {' '.join(text.split(chr(10) * 2)[0].split())}\n")
+    return "\n".join(parts)
 
 
 def _find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:

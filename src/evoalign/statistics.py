@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """95 % confidence intervals by formula, without random numbers: the same values give the same bits.
 
-`benchmarks/coverage.py` simulates the coverage of each for small and large samples of normal, skewed and heavy-tailed
-values; `benchmarks/README.md` has the table. Array suffixes: S seeds (or placebos), I items (test examples), N values.
+`studies/coverage.py` simulates the coverage of each for small and large samples of normal, skewed and heavy-tailed
+values; `--table` prints the table. Array suffixes: S seeds (or placebos), I items (test examples), N values.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def _two_ways(seeds: float, seeds_df: float, items: float, items_df: float, rest
     """Return half the interval: squares of both sources, each with its own t, and the rest counted once.
 
     As Howe (1974) for sums of variances. With three seeds it covers 94 to 98 %, a single t with Satterthwaite's degrees
-    of freedom 89 to 92 % (benchmarks/coverage.py). It is never shorter than for items or seeds alone.
+    of freedom 89 to 92 % (studies/coverage.py). It is never shorter than for items or seeds alone.
     """
     by_seeds, by_items = t_of(seeds_df) ** 2 * seeds, t_of(items_df) ** 2
     return max(by_seeds + by_items * max(items - rest, 0.0), by_items * items) ** 0.5

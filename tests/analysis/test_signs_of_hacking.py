@@ -171,8 +171,8 @@ def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
 # --- the labelled rows ---
 
 
-def benchmark(name: str = "hacking_labels") -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+def study(name: str = "hacking_labels") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "studies" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look for it
@@ -181,7 +181,7 @@ def benchmark(name: str = "hacking_labels") -> Any:
 
 
 def test_the_labelled_rows_are_real_and_give_what_is_written_down() -> None:
-    labels = benchmark()
+    labels = study()
     rows = labels.rows()
     kept = {run["run"]: run for run in map(json.loads, labels.RUNS.read_text().splitlines())}
     assert len(rows) >= 200 and {label for row in rows for label in row["labels"]} <= {*labels.KINDS}
@@ -189,20 +189,16 @@ def test_the_labelled_rows_are_real_and_give_what_is_written_down() -> None:
         if row["source"] == "SmolLM2":
             completion = kept[row["run"]]["completions"][row["index"]]
             assert (row["prompt"], row["text"]) == (completion["prompt"], completion[row["side"]])
-    written = json.loads((ROOT / "benchmarks/results/hacking_labels.json").read_text())
+    written = json.loads((ROOT / "studies/results/hacking_labels.json").read_text())
     assert labels.measured(rows) == written
-    page = (ROOT / "benchmarks/README.md").read_text().partition("## hacking_labels.py")[2].partition("\n## ")[0]
-    for line in (*labels.table(written, "precision"), *labels.table(written, "recall")):
-        assert line in page.splitlines()
     salads = [row for row in rows if row["run"].startswith(("chat, temperature 1.5", "chat, temperature 2"))]
     found = sum(row["marked"]["broken"] for row in salads)
-    assert len(salads) == 32 and f"temperature 1.5 and 2, all without sense, {found} are marked" in " ".join(
-        page.split()
-    )
+    log = " ".join((ROOT / "LOG.md").read_text().split())
+    assert len(salads) == 32 and f"without sense at temperature 1.5 and 2, {found} are marked" in log
 
 
 def test_strained_rows_answer_the_prompts_that_a_seed_chose() -> None:
-    labels, made = benchmark(), benchmark("hacking_rows")
+    labels, made = study(), study("hacking_rows")
     strained = [row for row in labels.rows() if row["source"] == "strained"]
     chosen = {
         f"{way.name}, {half}": [row.get("prompt", row.get("context")) for row in made.rows_of(way, half)]
@@ -216,7 +212,7 @@ def test_strained_rows_answer_the_prompts_that_a_seed_chose() -> None:
 
 
 def test_precision_and_recall_of_planted_rows() -> None:
-    labels = benchmark()
+    labels = study()
     none = dict.fromkeys(labels.KINDS, False)
     planted = [(True, True)] * 6 + [(True, False)] * 2 + [(False, True)] * 4 + [(False, False)] * 8
     rows = [

@@ -323,7 +323,7 @@ def test_a_sign_that_gold_shows_too_is_none() -> None:
 @pytest.mark.slow
 def test_at_most_one_healthy_text_in_a_hundred_is_marked() -> None:
     """Code, JSON, tables, licences, other languages, poems, dialogues: 1,000 texts from what is installed."""
-    module = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/healthy_texts.py"))
+    module = runpy.run_path(str(Path(__file__).parents[2] / "studies/healthy_texts.py"))
     texts = module["texts"]()
     assert len(texts) == 1000 and len({text.kind for text in texts}) > 12
     templates = hacking.templates([text.text for text in texts], range(1000))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 import signal
 from pathlib import Path
 from typing import Any
 
+import flop_counts
 import pytest
 from families import build
 from hypothesis import given
@@ -27,7 +27,6 @@ from evoalign.models import tiny
 from evoalign.rundir import parquet
 from evoalign.types import Generation
 
-BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "flops.py"))
 EXACT = 1e-6
 """Required within 2 %; the counts agree exactly."""
 TINY: dict[str, int] = {"layers": 4, "hidden": 96, "inner": 288, "keys": 32, "vocabulary": 1024}
@@ -44,7 +43,7 @@ def shape(**changes: Any) -> ModelShape:
 
 
 def tiny_shape() -> ModelShape:
-    model = BENCH["tiny_model"]()
+    model = flop_counts.tiny_model()
     return flops.shape_of(model.config, specs_of(model, lambda _: 0.0))
 
 
@@ -83,28 +82,28 @@ def test_formula_gives_the_example_of_the_docs() -> None:
 
 @pytest.mark.long
 def test_the_formula_against_what_the_engine_and_training_run() -> None:
-    for row in BENCH["tiny_rows"]():
+    for row in flop_counts.tiny_rows():
         assert abs(row.error) < EXACT, row
 
 
 @pytest.mark.first("qwen2", "llama", others="long")
 @pytest.mark.parametrize("family", sorted(flops.FAMILIES))
 def test_the_formula_against_every_family(family: str) -> None:
-    for row in BENCH["family_rows"](family):
+    for row in flop_counts.family_rows(family):
         assert abs(row.error) < EXACT, row
 
 
 @pytest.mark.slow
 @pytest.mark.last("all weights, beta", "two passes")
-@pytest.mark.parametrize("case", list(BENCH["CASES"]))
+@pytest.mark.parametrize("case", list(flop_counts.CASES))
 def test_the_formula_against_real_steps_of_trl(case: str) -> None:
     pytest.importorskip("trl")
-    row = BENCH["_trl_row"](case, dict(BENCH["CASES"][case]))
+    row = flop_counts._trl_row(case, dict(flop_counts.CASES[case]))
     assert abs(row.error) < EXACT, row
 
 
 def test_every_family_of_the_formula_is_measured() -> None:
-    assert set(BENCH["FAMILY"]) == flops.FAMILIES
+    assert set(flop_counts.FAMILY) == flops.FAMILIES
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.none() | st.integers(1, 50))
@@ -134,7 +133,7 @@ def test_common_prefix_is_computed_once_unless_beyond_a_window() -> None:
 def test_shape_of_rejects_unknown_models(name: str) -> None:
     from transformers import AutoConfig
 
-    specs = specs_of(BENCH["small"]("llama"), lambda _: 0.0)
+    specs = specs_of(flop_counts.small("llama"), lambda _: 0.0)
     with pytest.raises(ModelError, match=name):
         flops.shape_of(AutoConfig.for_model(name), specs)
 
@@ -142,7 +141,7 @@ def test_shape_of_rejects_unknown_models(name: str) -> None:
 def test_shape_of_rejects_experts() -> None:
     from evoalign.types import TensorSpec
 
-    model = BENCH["small"]("llama")
+    model = flop_counts.small("llama")
     experts = TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 8), "other", 0, 0.0)
     with pytest.raises(ModelError, match="experts"):
         flops.shape_of(model.config, [*specs_of(model, lambda _: 0.0), experts])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ as tests read them: their code blocks, snippets put in, and the words in code."""
+"""The pages of docs/ and the documents in the root: their code blocks, with snippets inserted, and inline code."""
 
 import importlib
 import re
@@ -11,8 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 sys.path.insert(0, str(REPOSITORY / "scripts/docs"))
 hooks = importlib.import_module("hooks")
-"""What the site writes from the code."""
-# The documents beside the site say the same kind of thing and are held to the same.
+"""The generator of the reference."""
 PAGES = sorted([*DOCS.rglob("*.md"), *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
 
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -22,7 +21,7 @@ _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `title` is the file name that it is shown under, if any."""
+    """A fenced block. `title` is its file name, if it has one."""
 
     page: Path
     language: str
@@ -31,17 +30,17 @@ class Block:
 
     @property
     def id(self) -> str:
-        """Page and first line, for the names of tests."""
+        """Page and first line, as the name of a test."""
         return f"{self.page.relative_to(REPOSITORY)}: {self.text.strip().splitlines()[0][:40]}"
 
 
 def text_of(page: Path) -> str:
-    """A page with its snippets in place."""
+    """Return a page with its snippets inserted."""
     return _SNIPPET.sub(_snippet, page.read_text(encoding="utf-8"))
 
 
 def blocks(*languages: str) -> list[Block]:
-    """All fenced blocks of these languages."""
+    """Return all fenced blocks of these languages."""
     found = [
         Block(page, match[2], _title(match[3]), match[4]) for page in PAGES for match in _FENCE.finditer(text_of(page))
     ]
@@ -49,7 +48,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def words(page: Path) -> set[str]:
-    """What stands in code in the running text of a page."""
+    """Return the inline code of a page."""
     return set(_CODE.findall(_FENCE.sub("", text_of(page))))
 
 

@@ -138,9 +138,9 @@ def test_all_chunks_are_finished_for_any_order_and_speed() -> None:
         assert finished == count
 
 
-# --- four replicas of which one is four times as slow; benchmarks/ray_straggler.py measures real seconds ---
+# --- four replicas of which one is four times as slow; studies/ray_straggler.py measures real seconds ---
 
-EVENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "ray_events.py"))
+EVENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "studies" / "ray_events.py"))
 MEMBERS, MEMBER, SLOWNESS, GENERATIONS, JITTER = 256, 0.020, 4.0, 20, 0.1
 
 

@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--points", nargs="*", default=list(POINTS))
     arguments = parser.parse_args()
     logging.disable_progress_bar()
+    mismatches = 0
     with tempfile.TemporaryDirectory() as folder:
         for space in arguments.spaces:
             train(space, Path(folder) / space)
@@ -188,6 +189,8 @@ def main() -> None:
                     odd = sorted(k for k in {*found, *expected} if found.get(k) != expected.get(k))
                     wrong += [(generation, odd)] if odd else []
                 print(f"{space:8} {point:28} trials {GENERATIONS}  mismatches {len(wrong)} {wrong or ''}", flush=True)
+                mismatches += len(wrong)
+    raise SystemExit(mismatches > 0)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from evoalign.types import MEAN, MEAN_PLAN
 
 BLOCK = 1 << 16
 """Numbers that are read and summed in float64 at a time. They fit a processor's cache, which is ten times as fast as
-blocks of millions (benchmarks/similarity.py)."""
+blocks of millions (studies/similarity.py)."""
 PLAIN = {
     "use_dora": False,
     "alpha_pattern": {},

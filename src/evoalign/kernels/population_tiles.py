@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile sizes of the Triton kernels of `population`: measured choices (benchmarks/population_kernels.py)."""
+"""The tile sizes of the Triton kernels of `population`: measured choices (studies/population_kernels.py)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from evoalign.shaping import Scores
 
 LEVEL = 0.1
 """Significance level of each of the two tests. Passing both by chance is rarer: of 100 ladders with a hash of the text
-as reward, 2 did (benchmarks/probe_chance.py). At 0.05 one did, and 2 of 20 learnable rewards were missed."""
+as reward, 2 did (studies/probe_chance.py). At 0.05 one did, and 2 of 20 learnable rewards were missed."""
 ONE_TEST_LEVEL = 0.05
 """Level of the test over pairs with too few prompts for the other test."""
 FEW_PROMPTS = 6

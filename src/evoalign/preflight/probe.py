@@ -6,7 +6,7 @@ mean's fitness is expected to rise by eta * E[l_i f_i] / s, where l_i = sigma * 
 the first-order effect of member i's noise. l_i is measured with the same noise at the next smaller sigma' of the
 ladder: l_i = (f_i(sigma') - f_-i(sigma')) / 2 * sigma / sigma'. While the fitness is linear in the noise, this gain
 grows with sigma; it falls once members win for reasons that do not hold nearer to the mean. That predicts the best
-sigma of a sweep, and the members' spread does not (benchmarks/probe.py): a broken population can spread most. The
+sigma of a sweep, and the members' spread does not (studies/probe.py): a broken population can spread most. The
 smallest sigma has no smaller one to compare with, so that it has no gain and is never recommended.
 
 Members are antithetic pairs, whatever the config trains with, because curvature cancels in the difference of a pair.

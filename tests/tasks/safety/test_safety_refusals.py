@@ -12,23 +12,23 @@ import pytest
 
 from evoalign.tasks.safety import KINDS, kind_of
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+STUDIES = Path(__file__).parents[3] / "studies"
 
 
 @pytest.fixture(scope="module")
 def bench() -> dict[str, Any]:
-    return runpy.run_path(str(BENCHMARKS / "refusal_labels.py"))
+    return runpy.run_path(str(STUDIES / "refusal_labels.py"))
 
 
 def test_published_agreement_matches_the_rules(bench: dict[str, Any]) -> None:
     found = bench["measured"]()
-    assert found == json.loads((BENCHMARKS / "results" / "refusal_labels.json").read_text())
+    assert found == json.loads((STUDIES / "results" / "refusal_labels.json").read_text())
     assert found["held_out"]["kinds"]["kappa"] >= 0.85 and found["held_out"]["kinds"]["answers"] >= 60
     assert found["rules"]["kinds"]["kappa"] >= 0.95
 
 
 def test_each_half_has_every_kind() -> None:
-    rows = [json.loads(line) for line in (BENCHMARKS / "refusal_labels.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (STUDIES / "refusal_labels.jsonl").read_text().splitlines()]
     assert len(rows) >= 120 and len({row["text"] for row in rows}) == len(rows)
     for half in ("rules", "held_out"):
         assert {row["kind"] for row in rows if row["half"] == half} == {*KINDS, None}

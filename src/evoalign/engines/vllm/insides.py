@@ -20,7 +20,7 @@ from evoalign.errors import EngineError, ModelError
 from evoalign.version import install
 
 OLDEST, NEWEST = (0, 26), (0, 32)
-"""The releases of vLLM that this package supports; docs/guides/vllm.md has the tests run with each."""
+"""The releases of vLLM that this package supports; docs/guides/engines.md has the tests run with each."""
 
 Where = Literal["", "cpu", "gpu"]
 

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often does `evoalign probe` recommend a width where nothing can be learned, and where something can?
+
+- `hash`: the reward is a bit of the SHA-256 of the text. Nothing that it pays for on one prompt says anything of
+  another, and yet it is no noise: greedy decoding earns the same again. 24 prompts, 16 of them asked, 32 members.
+- `concise`: configs/quickstart.yaml as it is. With `--train`, the run is trained as recommended, for `--shuffles`
+  placebos (`evoalign.placebo`).
+- `coin`: no model; the rewards are a coin's, of 5 % of the completions at the narrowest width and of all at the widest.
+- `interval`: no model; how often the interval of the recommended width holds its true gain, on a fitness that is linear
+  in the noise, different for each prompt, with separate noise in each score.
+
+A line of JSON for each seed is written to --output as it is done; a second call continues. Thresholds were chosen on
+seeds from 1000 on.
+
+    python studies/probe_chance.py hash --seeds 0-99
+    python studies/probe_chance.py concise --seeds 0-19 --train
+    python studies/probe_chance.py coin --seeds 0-399
+    python studies/probe_chance.py interval --seeds 0-1999
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from evoalign import placebo
+from evoalign.config import load
+from evoalign.preflight import probe as module
+from evoalign.preflight.advice import ETA, Advice, Baseline, ProbeResult, Width, recommend
+from evoalign.preflight.probe import LADDER, probe
+from evoalign.training.train import train
+
+QUESTIONS = "data/tasks/conciseness/conciseness_test.json"
+WIDTH = 0.01
+MEMBERS, PROMPTS = 32, 64
+
+
+def coin_of_text(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    return [float(hashlib.sha256(str(c).encode()).digest()[0] & 1) for c in completions]
+
+
+def hashed(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    data = arguments.output / "prompts.jsonl"
+    asked = [
+        row["prompt"] + end for row in json.loads(Path(QUESTIONS).read_text()) for end in ("", " Be brief.", " Why?")
+    ]
+    data.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n" for text in asked))
+    config = {
+        "seed": seed,
+        "space": "lora",
+        "task": {"name": "custom", "train_data": str(data)},
+        "model": {"name": "tiny"},
+        "engine": {"threads": 1},
+        "grader": {"isolated": False},
+        "es": {"sigma": 0.02, "learning_rate": 0.01, "population_size": 32},
+        "lora": {"rank": 1, "alpha": 1},
+        "evaluation": {"max_tokens": 12},
+    }
+    return row_of(probe(config, reward=coin_of_text, members=MEMBERS, examples=16))
+
+
+def concise(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    folder = arguments.output / f"concise_seed_{seed}"
+    data = [f"task.train_data={arguments.data}"] if arguments.data else []
+    config = load(["configs/quickstart.yaml"], [f"seed={seed}", f"output_dir={folder}", *data])
+    result = probe(config)
+    row = row_of(result)
+    if arguments.train and result.width is not None:
+        changes = [f"es.{result.setting}={result.width}", f"es.learning_rate={result.learning_rate}"]
+        config = load(["configs/quickstart.yaml"], [f"seed={seed}", f"output_dir={folder}", *data, *changes])
+        with (arguments.output / f"concise_seed_{seed}.log").open("w") as log:
+            train(config, overwrite=True, console=Console(file=log, width=160))
+        row["placebo"] = placebo(folder, shuffles=arguments.shuffles).as_dict()["reward"]
+    return row
+
+
+def row_of(result: ProbeResult) -> dict[str, Any]:
+    """Without the texts."""
+    row = result.to_dict()
+    return row | {"rungs": [{k: v for k, v in rung.items() if not k.endswith("_text")} for rung in row["rungs"]]}
+
+
+def coin(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    base_P = (rng.random(PROMPTS) < 0.3).astype(float)
+
+    def scores(rung: int) -> Any:
+        earned_MP = (rng.random((MEMBERS, PROMPTS)) < 0.3).astype(float)
+        return np.where(rng.random((MEMBERS, PROMPTS)) < min(1.0, 0.05 * 2**rung), earned_MP, base_P)
+
+    advice, _ = advised([scores(k) for k in range(len(LADDER))], base_P)
+    return {"width": advice.width}
+
+
+def interval(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Score of member k on prompt p: width x (slope_k + slope_kp) + noise; what they share is worth the gain.
+
+    The noise that an advantage has at one width is another at the next, and so is no part of the gain.
+    """
+    rng = np.random.default_rng(seed)
+    shared_K = rng.standard_normal(MEMBERS // 2)
+    own_KP = rng.standard_normal((MEMBERS // 2, PROMPTS))
+    scores = []
+    for k in LADDER:
+        slope_KP = WIDTH * k * (shared_K[:, None] + own_KP)
+        both = np.stack([slope_KP, -slope_KP], axis=1).reshape(MEMBERS, PROMPTS)
+        scores.append(both + 0.1 * rng.standard_normal((MEMBERS, PROMPTS)))
+    advice, rungs = advised(scores, np.zeros(PROMPTS))
+    if advice.width is None or advice.gain_interval is None:
+        return {"width": None}
+    spread = next(r.spread for r in rungs if r.width == advice.width)
+    true = ETA * advice.width**2 / spread  # the mean product of two advantages, both taken to this width
+    low, high = advice.gain_interval
+    return {"width": advice.width, "gain": true, "low": low, "high": high, "holds": low <= true <= high}
+
+
+def advised(scores: list[Any], base_P: Any) -> tuple[Advice, tuple[Width, ...]]:
+    """Return the recommendation for simulated scores of all widths, without broken texts."""
+    made = [
+        module.WidthScores(WIDTH * k, s, 1.0, 0.0, 0.0, ("",) * len(s)) for k, s in zip(LADDER, scores, strict=True)
+    ]
+    rungs = module.widths_of(made, base_P, paired=True)
+    return recommend(rungs, Baseline(float(base_P.mean()), 0.0, 0.0, 0.0, np.inf, len(base_P))), rungs
+
+
+TRIALS: dict[str, Callable[[int, argparse.Namespace], dict[str, Any]]] = {
+    "hash": hashed, "concise": concise, "coin": coin, "interval": interval
+}  # fmt: skip
+
+
+def seeds_of(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def summary(name: str, rows: list[dict[str, Any]]) -> None:
+    widths = [row["width"] for row in rows]
+    found = {width: widths.count(width) for width in sorted({w for w in widths if w is not None})}
+    print(f"{name}: {len(rows)} seeds, a width recommended in {sum(w is not None for w in widths)}; {found}")
+    held = [row["holds"] for row in rows if "holds" in row]
+    if held:
+        print(f"the interval of the recommended width holds its gain in {np.mean(held):.1%} of {len(held)}")
+    for row in rows:
+        if "placebo" in row:
+            p = row["placebo"]
+            print(f"seed {row['seed']}: sigma {row['width']:g}, test reward {p['before']:.1f} -> {p['real']:.1f}; "
+                  f"placebos {p['mean']:.1f} ({p['low']:.1f} to {p['high']:.1f}), {p['reached']} reach it")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trial", choices=TRIALS)
+    parser.add_argument("--seeds", default="0-19", help="such as 0-99 or 0,3,7")
+    parser.add_argument("--data", default=None, help="of concise: other training questions")
+    parser.add_argument("--train", action="store_true", help="of concise: train as recommended, and placebos")
+    parser.add_argument("--shuffles", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmark_probe_chance"))
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = arguments.output / f"{arguments.trial}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for seed in seeds_of(arguments.seeds):
+        if seed not in {row["seed"] for row in rows}:
+            rows.append({"seed": seed, **TRIALS[arguments.trial](seed, arguments)})
+            with path.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    summary(arguments.trial, rows)
+
+
+if __name__ == "__main__":
+    main()
