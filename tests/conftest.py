@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell star
 
 # Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
 # every test that is long, and in all processes but the tests' own.
-PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/", "training/test_api_train.py")
+PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/")
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )

@@ -135,9 +135,6 @@ def test_grpo_prompts_are_those_of_the_task_and_made_per_batch(tmp_path: Path, m
     assert {c["prompt"] for c in completions(path, 0)} == {f"Be brief.\n{prompt[1]['content']}" for prompt in asked}
 
 
-# --- what it leaves --------------------------------------------------------------------------------------------------
-
-
 def test_grpo_writes_the_files_of_an_es_run(straight: Path, tmp_path: Path) -> None:
     tree = config(tmp_path / "es", es={"sigma": 0.01, "num_generations": 2, "population_size": 4})
     evoalign.train(tree, console=Console(file=io.StringIO()))
@@ -326,9 +323,6 @@ def test_evaluation_leaves_mixed_precision_training_unchanged(tmp_path: Path) ->
     assert made[1][0] != made[2][0] and made[1][1] != made[2][1]
 
 
-# --- where completions come from -------------------------------------------------------------------------------------
-
-
 def test_trl_has_evoaligns_tokens_and_completions(tmp_path: Path) -> None:
     """With top_k 1 TRL's generation is greedy: at step 0 it equals the engine's greedy decoding."""
     data = tmp_path / "prompts.jsonl"
@@ -434,8 +428,6 @@ def test_the_reference_of_beta_is_of_the_revision_that_is_trained(
     assert str(tmp_path) not in json.dumps(saved)
 
 
-# --- one reward file -------------------------------------------------------------------------------------------------
-
 REWARD = """
 def shortness(prompts, completions, answer, **kwargs):
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
@@ -467,9 +459,6 @@ def test_reward_file_scores_equally_in_es_and_grpo(tmp_path: Path) -> None:
     scored = rewards_of(chosen, [c["text"] for c in kept], [by_prompt[c["prompt"]] for c in kept])
     chosen.close()
     assert scored == [c["score"] for c in kept]
-
-
-# --- how it goes on --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -684,9 +673,6 @@ def test_resume_reads_the_rows_once(straight: Path, monkeypatch: pytest.MonkeyPa
     assert len(calls) == 2
 
 
-# --- an adapter ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_adapter_is_saved_so_that_peft_loads_it(tmp_path: Path) -> None:
     from peft import PeftModel
@@ -716,9 +702,6 @@ def _moved(model: Any) -> float:
 
     base = dict(AutoModelForCausalLM.from_pretrained(tiny()).named_parameters())
     return math.sqrt(sum(float((p - base[n]).double().square().sum()) for n, p in model.named_parameters()))
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelErr
 from evoalign.exporting.source import private_paths, public
 from evoalign.models import tiny
 from evoalign.preflight import doctor
-from evoalign.preflight.case import Finding
+from evoalign.preflight.plan import Finding
 from evoalign.rundir import checkpoint, parquet
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
@@ -92,9 +92,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def texts(path: Path, which: str) -> list[tuple[str, float]]:
     return [(row["text"], row["reward"]) for row in parquet.read(path / f"results/completions/{which}.parquet")]
-
-
-# --- eval -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
@@ -159,9 +156,6 @@ def test_evaluating_needs_no_trl() -> None:
     modules = "evoalign.training.resolve, evoalign.exporting.export, evoalign.preflight.doctor"
     code = f"import sys, {modules}; sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
-
-
-# --- export ---------------------------------------------------------------------------------------------------------
 
 
 def first_text(model: Any, folder: Path, path: Path) -> str:
@@ -255,9 +249,6 @@ def test_paths_in_settings_of_trl_stay_at_home(tmp_path: Path) -> None:
     assert public(ours).grpo.trl["deepspeed"] == "zero.json"
 
 
-# --- no journal; the other method -----------------------------------------------------------------------------------
-
-
 def test_a_run_of_grpo_has_no_journal(runs: dict[str, Path], run: Run) -> None:
     for command in ("journal", "replay"):
         done = run(command, runs["full"])
@@ -306,16 +297,13 @@ def test_train_requires_the_section_es(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-# --- doctor ---------------------------------------------------------------------------------------------------------
-
-
 def statuses(found: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.status for finding in found}
 
 
 def test_doctor_accepts_a_config_for_grpo_only(tmp_path: Path) -> None:
     found = doctor.doctor(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
-    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED_FOR_GRPO]
+    assert [f.name for f in found[3:]] == [name for name, _ in doctor.checks_of("grpo")]
     assert {s for name, s in statuses(found[3:]).items() if name != "canary"} == {"ok"}
     told = {f.name: f for f in found}
     assert told["canary"].status == "skipped" and "no members" in told["canary"].detail
@@ -348,11 +336,8 @@ def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -
 
 def test_doctor_examines_a_config_of_both_methods_as_es(tmp_path: Path) -> None:
     found = doctor.doctor(from_dict(config(tmp_path / "new", es=ES)))
-    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED]
+    assert [f.name for f in found[3:]] == [name for name, _ in doctor.checks_of("es")]
     assert doctor.verdict(found)[1] == 0
-
-
-# --- dry run --------------------------------------------------------------------------------------------------------
 
 
 def test_dry_run_prints_steps_and_memory_and_writes_no_files(run: Run, tmp_path: Path) -> None:
@@ -441,9 +426,6 @@ def test_a_dry_run_of_a_resume(runs: dict[str, Path], run: Run) -> None:
     assert "grpo.max_steps is 2 in the run and 9 now" in done.err and "None" not in done.err
     done = run("grpo", runs["full"], "--resume", *scheduled)
     assert done.code == 2 and "'constant' in the run" in done.err and "max_steps" not in done.err
-
-
-# --- manifest, trackers ---------------------------------------------------------------------------------------------
 
 
 def test_the_manifest_of_grpo_has_the_release_of_trl(runs: dict[str, Path], es_run: Path) -> None:

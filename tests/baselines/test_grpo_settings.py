@@ -117,9 +117,6 @@ def test_trust_remote_code_can_only_be_false() -> None:
         from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": True}})
 
 
-# --- what a run takes of TRL ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name",
     [

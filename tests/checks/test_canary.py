@@ -49,9 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("qwen2", tmp_path_factory.mktemp("qwen2"))
 
 
-# --- healthy engines ---
-
-
 @pytest.mark.first("lora-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -133,9 +130,6 @@ def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder: Path) 
             sing(bench, 0)
             sing(bench, 7)
     assert set(seen) == {2**32 - 1, 2**32 - 8}  # the noise counter's word has 32 bits; runs count up from 0
-
-
-# --- broken engines ---
 
 
 class Ignores(ByLibrary):
@@ -298,9 +292,6 @@ def test_the_public_contract_has_it(folder: Path) -> None:
         contract.check_canary(bench)
 
 
-# --- what an engine refuses ---
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("noise", [-1, 1 << 32])
 def test_the_engine_refuses_a_member_that_cannot_be_and_answers_nobody(folder: Path, variant: str, noise: int) -> None:
@@ -316,9 +307,6 @@ def test_the_engine_refuses_members_whom_the_space_gives_no_adapter(folder: Path
         with pytest.raises(ModelError, match=r"space lowrank has no adapter for members \[0\]"):
             list(bench.engine.rollout(Plan(0, 0.1, (Member(0, 0, 1),)), [Request(0, PROMPT, Sampling(2))]))
         list(bench.engine.rollout(Plan(0, 0.0, (MEAN,)), [Request(0, PROMPT, Sampling(2))]))
-
-
-# --- the comparison ---
 
 
 def said(tokens: Sequence[int], logprobs: Sequence[float] | None) -> Rollout:

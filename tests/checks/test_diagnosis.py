@@ -14,7 +14,7 @@ import torch
 from evoalign import evolve
 from evoalign.checks import diagnosis
 from evoalign.checks.control import Control, control, control_of
-from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share
+from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share, summary
 from evoalign.checks.rules import causes
 from evoalign.config import from_dict
 from evoalign.engines.base import sampled_places
@@ -99,7 +99,7 @@ def test_a_healthy_run_learns_and_warns_of_nothing():
     for k in range(60):
         run.generation(0.3 + 0.005 * k, control=Control(0.3, 0.32, 0.02) if k % 10 == 0 else None)
     assert run.warnings == []
-    verdict, *rest = run.diagnosis.summary()
+    verdict, *rest = summary(run.diagnosis.history)
     assert verdict.startswith("learning: population fitness went from 0.3")
     assert "times the noise floor of 0.02" in rest[0]
     assert rest[1].startswith("movement of the evolved numbers: ") and "one member's noise from the start" in rest[1]
@@ -109,12 +109,12 @@ def test_a_healthy_run_learns_and_warns_of_nothing():
 def test_a_flat_run_is_not_said_to_learn():
     run = Run().all([0.3] * 40)
     assert run.warnings == []
-    assert run.diagnosis.summary()[0].startswith("not shown to learn")
+    assert summary(run.diagnosis.history)[0].startswith("not shown to learn")
 
 
 def test_few_generations_say_nothing():
-    assert Run().diagnosis.summary() == ["no generation yet"]
-    assert "too few to say" in Run().all([0.3] * 5).diagnosis.summary()[0]
+    assert summary(Run().diagnosis.history) == ["no generation yet"]
+    assert "too few to say" in summary(Run().all([0.3] * 5).diagnosis.history)[0]
 
 
 def test_a_run_that_has_arrived_may_stand_still():
@@ -122,7 +122,7 @@ def test_a_run_that_has_arrived_may_stand_still():
     for _ in range(30):
         run.generation(0, scores=np.zeros((MEMBERS, PROMPTS)), texts=lambda m, p: WORDS[p])
     assert run.warnings == []
-    assert "moved nothing" in run.diagnosis.summary()[1]
+    assert "moved nothing" in summary(run.diagnosis.history)[1]
 
 
 def test_a_solved_task_needs_no_wider_noise():
@@ -159,7 +159,7 @@ def test_a_reward_that_tells_nothing_apart():
 def test_a_constant_reward_is_named_early_and_in_a_run_of_any_length(length):
     run = Run(es={"num_generations": length}).all([1.0] * length, spread=0, jitter=0)
     only(run, "all members have earned the same so far (1), though 9", "task.rewards")
-    assert run.diagnosis.summary()[-1] == f"warning: {run.warnings[0]}"
+    assert summary(run.diagnosis.history)[-1] == f"warning: {run.warnings[0]}"
     told = Run().all([1.0] * 2, spread=0, jitter=0)
     assert told.warnings == []
     told.all([1.0] * 20, spread=0, jitter=0)
@@ -249,8 +249,10 @@ def test_noise_that_earns_reward_by_itself_is_said():
     diagnosis, row = noisy(True, pull=0.2)
     (line,) = diagnosis.warnings()
     assert line.startswith("random members score better than the unperturbed model, by 0.2")
-    assert diagnosis.summary()[-1] == f"warning: {line}"
-    assert not any(line in said for said in diagnosis.summary(beats_noise=True)), "placebos have said how much it is"
+    assert summary(diagnosis.history)[-1] == f"warning: {line}"
+    assert not any(line in said for said in summary(diagnosis.history, beats_noise=True)), (
+        "placebos have said how much it is"
+    )
     assert "es.sigma 0.0025" in line and "task.rewards" in line
     assert row["population_minus_mean_error"] == pytest.approx(0.1 / math.sqrt(32), rel=0.5)  # the pairs cancel 1
     assert noisy(False, pull=0.2)[0].warnings() == []  # as likely by chance: members differ by 1
@@ -329,7 +331,7 @@ def test_members_ranked_by_chance():
     run = Run(evaluation={"temperature": 1.0})
     run.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
     only(run, "members spread by 0.0", "scored twice differs by 0.02", "es.sigma 0.03", "task.batch_size 32")
-    assert "times the noise floor of 0.02" in run.diagnosis.summary()[1]
+    assert "times the noise floor of 0.02" in summary(run.diagnosis.history)[1]
 
 
 def test_an_engine_that_does_not_repeat():
@@ -353,10 +355,10 @@ def test_a_reward_that_varies_by_itself_is_no_fault_of_the_engine(temperature):
         run, "the reward gives the same text different scores (a standard deviation of 0.06 per completion)", "average"
     )
     assert "deterministic" not in run.warnings[0]
-    assert "the noise floor of 0.02, of a reward that gives the same text" in run.diagnosis.summary()[1]
+    assert "the noise floor of 0.02, of a reward that gives the same text" in summary(run.diagnosis.history)[1]
     after = Run(evaluation={"temperature": temperature})
     after.diagnosis.restore(json.loads(json.dumps(run.rows)))
-    assert after.diagnosis.summary()[-1] == run.diagnosis.summary()[-1]
+    assert summary(after.diagnosis.history)[-1] == summary(run.diagnosis.history)[-1]
 
 
 @pytest.mark.parametrize(
@@ -386,7 +388,7 @@ def test_a_short_run_is_compared_with_its_own_beginning():
     for k in range(16):
         run.generation(0.3 + 0.03 * k, texts=lambda m, p, k=k: "" if k > 9 else text(run.rng))
     only(run, "the reward rises together with a sign of hacking, empty (0% to ")
-    assert "completions, first to last 5 generations: empty 0% to 100%" in run.diagnosis.summary()[3]
+    assert "completions, first to last 5 generations: empty 0% to 100%" in summary(run.diagnosis.history)[3]
 
 
 def test_signs_that_nothing_shows_are_left_out_of_the_summary():
@@ -394,7 +396,7 @@ def test_signs_that_nothing_shows_are_left_out_of_the_summary():
     for k in range(40):
         run.generation(0.3, texts=lambda m, p, k=k: "" if (k, m, p) in {(0, 0, 0), (39, 1, 1)} else text(run.rng))
     assert run.rows[0]["diagnosis"]["empty_share"] == 1 / 128
-    assert run.diagnosis.summary()[3] == "completions, first to last 10 generations: none of the signs"
+    assert summary(run.diagnosis.history)[3] == "completions, first to last 10 generations: none of the signs"
 
 
 @pytest.mark.parametrize(
@@ -403,13 +405,15 @@ def test_signs_that_nothing_shows_are_left_out_of_the_summary():
      (-0.9, "(they undo each other)")],
 )  # fmt: skip
 def test_what_a_cosine_means(along, said):
-    assert Run().all([0.3] * 30, along=along).diagnosis.summary()[2].endswith(f"on average {said}")
+    assert summary(Run().all([0.3] * 30, along=along).diagnosis.history)[2].endswith(f"on average {said}")
 
 
 def test_a_verdict_comes_before_learning():
     run = Run().all(0.3 + 0.01 * np.arange(40))
-    assert run.diagnosis.summary()[0].startswith("learning: ")
-    assert run.diagnosis.summary("likely hacked")[0].startswith("likely hacked, judging by the completions; learning: ")
+    assert summary(run.diagnosis.history)[0].startswith("learning: ")
+    assert summary(run.diagnosis.history, "likely hacked")[0].startswith(
+        "likely hacked, judging by the completions; learning: "
+    )
 
 
 def test_gold_and_scripts_are_known_in_training():
@@ -498,7 +502,7 @@ def test_without_rollouts_nothing_is_made_up():
 def test_a_warning_is_given_once_and_stays_in_the_summary():
     run = Run().all([0.3] * 30, finish="length")
     only(run, "cut off")
-    assert sum("cut off" in line for line in run.diagnosis.summary()) == 1
+    assert sum("cut off" in line for line in summary(run.diagnosis.history)) == 1
 
 
 def test_after_a_resume_it_goes_on_where_it_was():
@@ -513,7 +517,7 @@ def test_after_a_resume_it_goes_on_where_it_was():
     assert second.rows[0]["diagnosis"]["cosine"] is None
     expected = [row["diagnosis"] for row in whole.rows[16:]]
     assert [row["diagnosis"] for row in second.rows[1:]] == expected
-    verdicts = [run.diagnosis.summary() for run in (whole, second)]
+    verdicts = [summary(run.diagnosis.history) for run in (whole, second)]
     assert verdicts[0][0] == verdicts[1][0] and verdicts[0][3:] == verdicts[1][3:]
 
 
@@ -525,7 +529,7 @@ def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it(monkeypatch:
     again = Diagnosis(run.config, LAYOUT, run.place)
     again.restore([{**run.rows[0], "generation": k} for k in range(3000)])
     assert 50 < len(looks) <= 101
-    assert "cut off" in " ".join(again.summary()) and again.warnings() == []
+    assert "cut off" in " ".join(summary(again.history)) and again.warnings() == []
 
 
 def test_rows_that_were_rebuilt_from_the_journal_know_less():
@@ -534,7 +538,7 @@ def test_rows_that_were_rebuilt_from_the_journal_know_less():
     bare = [{**row, "diagnosis": None, "empty_share": None, "truncated_share": None} for row in run.rows]
     after = Run()
     after.diagnosis.restore(bare)
-    assert after.diagnosis.summary()[0].startswith("learning")
+    assert summary(after.diagnosis.history)[0].startswith("learning")
     assert after.generation(0.9)["cosine"] is None
     assert after.warnings == []
 
@@ -613,7 +617,7 @@ def test_a_real_run_that_learns(tmp_path):
     warnings, rows, diagnosis = real(quickstart(), tmp_path)
     # Noise alone makes answers shorter, and this reward asks for no more: of one that learns, that is all that is told.
     assert all("noise alone earns some of this reward" in warning for warning in warnings)
-    assert diagnosis.summary()[0].startswith("learning")
+    assert summary(diagnosis.history)[0].startswith("learning")
     assert all(row["noise_floor"] == 0 for row in rows)  # greedy, on the CPU
     assert 0 < rows[0]["distance"] < rows[-1]["distance"]
     # One update's norm is eta * sqrt(sum of squared pair weights) / N of a member's; of independent ones it is about

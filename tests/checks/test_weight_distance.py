@@ -149,9 +149,6 @@ def test_layers_that_keep_their_weights_the_other_way_round(tmp_path: Path) -> N
     check_merged(found, adapter, tmp_path / "base", 3)
 
 
-# --- what does not fit names the tensor -------------------------------------------------------------------------------
-
-
 def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     shutil.copytree(tiny(), folder)
     state = load_file(folder / "model.safetensors")

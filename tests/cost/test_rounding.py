@@ -11,7 +11,7 @@ from families import Bench, make_config
 
 from evoalign.cost import rounding
 from evoalign.preflight import work
-from evoalign.preflight.case import Case
+from evoalign.preflight.plan import Case
 from evoalign.tokens import load
 from evoalign.training.train import dry_run
 from evoalign.types import Plan

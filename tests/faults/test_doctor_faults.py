@@ -22,7 +22,7 @@ from kill_points import VALIDATION
 from evoalign import engines
 from evoalign.models import tiny
 from evoalign.preflight import doctor, plan
-from evoalign.preflight.case import Case, Finding
+from evoalign.preflight.plan import Case, Finding
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
 from evoalign.version import install
@@ -50,9 +50,6 @@ def task_of(tmp_path: Path, reward: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- the adapter ---
-
-
 class Ignores(ByLibrary):
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         return
@@ -69,7 +66,7 @@ def test_an_ignored_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "create", Ignores)
-    assert of(doctor.doctor(None), "canary").status == "failed"
+    assert of(doctor.findings(None), "canary").status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -84,9 +81,6 @@ def test_modules_and_layers_that_the_model_lacks(tmp_path: Path, lora: dict[str,
     assert of(found, "targets").status == "failed" and message in of(found, "targets").detail
     assert {of(found, name).status for name in ("memory", "disk", "engine", "canary", "generation")} == {"skipped"}
     assert of(found, "prompt length").status == "ok"
-
-
-# --- the tokenizer ---
 
 
 def test_a_missing_chat_template(tmp_path: Path, folder: Path) -> None:
@@ -124,7 +118,7 @@ def test_a_chat_template_that_writes_before_an_opened_answer(tmp_path: Path, fol
 
 def test_a_chat_template_that_refuses_the_messages(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template="{{ raise_exception('no users here') }}")
-    finding = of(doctor.doctor(config(tmp_path, model={"name": str(folder)})), "chat template")
+    finding = of(doctor.findings(config(tmp_path, model={"name": str(folder)})), "chat template")
     assert finding.status == "failed" and "no users here" in finding.detail
 
 
@@ -138,9 +132,9 @@ def test_no_stop_token_is_a_warning(tmp_path: Path, folder: Path) -> None:
 
 
 def test_prompts_beyond_the_models_positions(tmp_path: Path) -> None:
-    found = doctor.doctor(config(tmp_path, evaluation={"max_tokens": 2040}))
-    assert of(found, "prompt length").status == "failed"
-    assert "exceed the model's 2048 positions" in of(found, "prompt length").detail
+    finding = of(doctor.findings(config(tmp_path, evaluation={"max_tokens": 2040})), "prompt length")
+    assert finding.status == "failed"
+    assert "exceed the model's 2048 positions" in finding.detail
 
 
 def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path: Path) -> None:
@@ -167,9 +161,6 @@ def test_damaged_weights(tmp_path: Path, folder: Path) -> None:
     assert of(found, "canary").status == "skipped"
 
 
-# --- the task ---
-
-
 def test_lost_data(tmp_path: Path) -> None:
     found = doctor.doctor(config(tmp_path, task={"train_data": "nowhere.json"}))
     assert of(found, "task").status == "failed" and "no data file nowhere.json" in of(found, "task").detail
@@ -189,16 +180,17 @@ def test_an_error_that_nobody_foresaw_hides_no_other_check(tmp_path: Path, monke
 
 def test_gold_answers_that_fall_short_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: "x" * 500)
-    found = doctor.doctor(config(tmp_path))
-    assert of(found, "gold answers").status == "warning" and "earns -4" in of(found, "gold answers").detail
+    finding = of(doctor.findings(config(tmp_path)), "gold answers")
+    assert finding.status == "warning" and "earns -4" in finding.detail
 
 
 def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: None)
-    finding = of(doctor.doctor(config(tmp_path)), "gold answers")
+    finding = of(doctor.findings(config(tmp_path)), "gold answers")
     assert finding.status == "ok" and finding.detail == "10 of 10 examples have no gold answer"
 
 
+@pytest.mark.first("KeyError")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -231,6 +223,7 @@ def test_a_column_that_the_test_split_lacks(tmp_path: Path) -> None:
     assert of(found, "generation").detail.startswith("the test split: ") and "answer" in of(found, "generation").detail
 
 
+@pytest.mark.first("True")
 @pytest.mark.parametrize("isolated", [True, False])
 def test_a_reward_file_that_ends_the_process(tmp_path: Path, isolated: bool) -> None:
     task = task_of(tmp_path, "return [0.0] * len(completions)")
@@ -288,9 +281,6 @@ def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     assert finding.status == "failed" and finding.fix.startswith(f"{install('wandb')}, or ")
 
 
-# --- memory and disk ---
-
-
 def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "free_memory", lambda config: 1000)
     found = doctor.doctor(config(tmp_path, "full"))
@@ -300,7 +290,7 @@ def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monke
 
 def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "free_memory", lambda config: 2**30)
-    finding = of(doctor.doctor(config(tmp_path)), "memory")
+    finding = of(doctor.findings(config(tmp_path)), "memory")
     assert finding.status == "warning" and finding.fix == "set engine.memory_gib to at most 0.8"
 
 
@@ -317,7 +307,7 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
     monkeypatch.setattr(engines, "create", full)
-    finding = of(doctor.doctor(config(tmp_path, space, engine={"name": engine})), "engine")
+    finding = of(doctor.findings(config(tmp_path, space, engine={"name": engine})), "engine")
     assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.fix
 
 
@@ -353,7 +343,7 @@ def test_free_memory_of_this_machine() -> None:
 def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    finding = of(doctor.doctor(config(tmp_path, engine={"device": "cuda"})), "engine")
+    finding = of(doctor.findings(config(tmp_path, engine={"device": "cuda"})), "engine")
     assert finding.status == "failed" and "engine.device: cuda does not exist" in finding.detail
 
 
@@ -419,11 +409,8 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
 
 def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = doctor.doctor(config(tmp_path, output_dir=str(tmp_path / "file/run")))
-    assert of(found, "output").status == "failed" and "is a file" in of(found, "output").detail
-
-
-# --- the whole command ---
+    finding = of(doctor.findings(config(tmp_path, output_dir=str(tmp_path / "file/run"))), "output")
+    assert finding.status == "failed" and "is a file" in finding.detail
 
 
 @pytest.mark.slow

@@ -134,9 +134,6 @@ def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
     assert result.saved.is_dir()
 
 
-# --- what a model's settings may not do -----------------------------------------------------------------------------
-
-
 def set_in(file: Path, **settings: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
@@ -334,9 +331,6 @@ def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(fold
     assert loaded.encode([{"role": "user", "content": "a"}])
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tokenizer(folder: Path) -> Any:
     return tokens.load(ModelConfig(name=str(folder))).tokenizer
@@ -389,9 +383,6 @@ def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
     assert loaded.decode([]) == ""
 
 
-# --- the mean -------------------------------------------------------------------------------------------------------
-
-
 def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
     from families import Bench
 
@@ -410,8 +401,6 @@ def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
         bench.engine.load(state)
         assert bench.engine.fingerprint() == hashed
 
-
-# --- what is no model -------------------------------------------------------------------------------------------------
 
 FILES = {
     "q4.gguf": "is a file of GGUF",

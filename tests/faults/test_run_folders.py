@@ -38,7 +38,7 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.training import replay as replaying
-from evoalign.training import stop as stopping
+from evoalign.training import stopping
 
 
 def quiet() -> Console:
@@ -50,9 +50,9 @@ def text_of(console: Console) -> str:
 
 
 def small(output: Path, generations: int = 2, **sections: Any) -> dict[str, Any]:
-    tree = kill_points.config("lora", output)
+    tree = kill_points.config("lora", output) | {"lora": {"rank": 2}, "sampling": {"max_tokens": 4}}
     tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
-    tree["evaluation"] = {"max_tokens": 8, **sections.pop("evaluation", {})}
+    tree["evaluation"] = {"max_tokens": 4, **sections.pop("evaluation", {})}
     return tree | {"checks": UNCHECKED} | sections
 
 
@@ -85,9 +85,6 @@ def go_on(run: Path, generations: int, **sections: Any) -> str:
     )
     evoalign.train(tree, resume=True, console=console)
     return text_of(console)
-
-
-# --- the user's own files --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", [{"resume": True}, {"overwrite": True}, {}])
@@ -146,9 +143,6 @@ def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Pat
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-# --- two processes ---------------------------------------------------------------------------------------------------
-
-
 def running(run: Path) -> Popen:
     """A run of 400 generations in a process of its own that is past its first generation."""
     file = run.parent / "long.yaml"
@@ -185,9 +179,6 @@ def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path: Path) -> 
         RunDir(tmp_path / "a/b").lock()
     run.release()
     assert not (tmp_path / "a").exists()
-
-
-# --- nothing stale is used -------------------------------------------------------------------------------------------
 
 
 def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy: Path) -> None:
@@ -254,9 +245,6 @@ def test_what_a_process_left_half_written_goes(copy: Path) -> None:
     assert not list(copy.rglob(".*.tmp"))
 
 
-# --- the same run or none --------------------------------------------------------------------------------------------
-
-
 class Brief(Conciseness):
     def compute_reward(self, text: str, example: Any) -> float:
         return -float(len(text))
@@ -318,9 +306,6 @@ def test_a_hook_may_change_the_working_directory(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     evoalign.train(small(Path("run")), on_generation=lambda g: os.chdir(tmp_path / "elsewhere"), console=quiet())
     assert numbers(tmp_path / "run") == [1, 2] and not list((tmp_path / "elsewhere").iterdir())
-
-
-# --- failures in the middle ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -446,8 +431,6 @@ def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path: Path, m
     assert "evaluating the start" not in text_of(console) and not (tmp_path / "run").exists()
 
 
-# --- killed while the directory is made ----------------------------------------------------------------------------
-
 FOLDERS = ("results/completions/", "figures/", "logs/")
 BEGINNINGS = [  # what is there when the process dies, in the order of this release and of those before
     (".lock",),
@@ -522,9 +505,7 @@ def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six: Path, tmp_
     assert kill_points.traces(tmp_path / "run") == kill_points.traces(six)
 
 
-# --- the folder goes away --------------------------------------------------------------------------------------------
-
-
+@pytest.mark.first("removed", "the journal alone")
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced", "the journal alone"])
 def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
@@ -602,9 +583,6 @@ def test_another_process_lock_and_run_are_left_alone(tmp_path: Path) -> None:
     theirs.release()
 
 
-# --- a run that goes on while it is read -----------------------------------------------------------------------------
-
-
 def pruned(monkeypatch: pytest.MonkeyPatch, run: Path, times: int) -> list[Path]:
     """The latest saved mean is replaced by a later one, so many times, each just after it was verified."""
     inner, gone = checkpoint.verify, list[Path]()
@@ -668,9 +646,6 @@ def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked == signal.SIGTERM
-
-
-# --- said in words ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> None:

@@ -21,7 +21,7 @@ from evoalign.cost import estimate
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError
 from evoalign.preflight import doctor, plan, probe
-from evoalign.preflight.case import Case
+from evoalign.preflight.plan import Case
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import layout_of, start
 from evoalign.training import saving, train
@@ -251,6 +251,6 @@ def test_a_model_is_evaluated_without_a_section_es(tmp_path: Path) -> None:
 
 def test_the_doctor_without_a_config_makes_up_no_es(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(doctor, "SHIPPED", (("canary", lambda case: seen.append(case.config)),))
+    monkeypatch.setattr(doctor, "CHECKS", (("canary", lambda case: seen.append(case.config)),))
     doctor.doctor(None)
     assert seen[0].es_ is None

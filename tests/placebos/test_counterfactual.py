@@ -95,9 +95,6 @@ def state(found: Follower) -> Arrays:
     return {name: tensor.numpy().copy() for name, tensor in found.served.engine.state()}
 
 
-# --- by hand --------------------------------------------------------------------------------------------------------
-
-
 def by_hand(found: Follower, start: Arrays, coefficients: Sequence[tuple[list[int], list[float]]]) -> Arrays:
     """The mean after these (members, coefficients) a generation, in numpy's float32, one operation after another."""
     f, layout, log = np.float32, found.served.layout, found.log
@@ -289,9 +286,6 @@ def test_the_start_is_rounded_as_it_is_served(random_qwen2: Path) -> None:
             start["lm_head"]
 
 
-# --- what is saved --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.first("lora")
 @pytest.mark.parametrize("space", ["lora", "full"])
 def test_a_saved_counterfactual_says_what_it_is(space: str, tmp_path: Path) -> None:
@@ -327,9 +321,6 @@ def test_a_runs_own_mean_is_saved_as_before(plain: Log, tmp_path: Path) -> None:
     assert "counterfactual" not in json.loads((tmp_path / "mean/evoalign.json").read_text())
     assert not (tmp_path / "mean/README.md").exists()
     saving.checked(tmp_path / "mean", plain)
-
-
-# --- drift ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -217,9 +217,6 @@ def test_the_intervals_hold_signal_drift_and_share(placebos: int, items: int, mo
     assert (held / 400 >= 0.92).all() and (held / 400 <= most).all(), held / 400
 
 
-# --- of a run -------------------------------------------------------------------------------------------------------
-
-
 def tree(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "output_dir": str(folder), "seed": 2, "task": {"name": "conciseness"}, "engine": {"threads": 1},
@@ -302,9 +299,6 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
         (tmp_path / "grpo/manifest.json").write_text('{"method": "grpo"}')
         (tmp_path / "grpo/config.yaml").write_text("grpo: {}")
         evoalign.placebo(tmp_path / "grpo")
-
-
-# --- kept beside the results -----------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, *more: str) -> str:
@@ -409,9 +403,6 @@ def test_the_public_result(run: Path) -> None:
     assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
     assert found.each["reward"] == pytest.approx(found.reward.placebos)
     assert found.as_dict()["each"].keys() == found.measures.keys()
-
-
-# --- at the end of a training ----------------------------------------------------------------------------------------
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from evoalign import cli
 from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import doctor as module
-from evoalign.preflight.case import Finding
+from evoalign.preflight.plan import Finding
 from evoalign.preflight.work import generation_finding, seconds_text
 from evoalign.types import MEAN_PLAN, Rollout
 
@@ -52,19 +52,21 @@ def test_doctor_without_config_checks_machine_and_shipped_model(run: Run, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.first("quickstart]", "quickstart_grpo")
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_doctor_finds_shipped_configs_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     monkeypatch.chdir(ROOT)
     found = module.doctor(load([file], [f"output_dir={tmp_path}/run"]))
     is_grpo = "grpo" in file.stem
-    wanted = module.CONFIGURED_FOR_GRPO if is_grpo else module.CONFIGURED
+    wanted = module.checks_of("grpo" if is_grpo else "es")
     assert [f.name for f in found[3:]] == [name for name, _ in wanted]
     assert {f.status for f in found if not (is_grpo and f.name == "canary")} <= {"ok", "warning"}, found
     assert module.verdict(found)[1] == 0
 
 
 @pytest.mark.usefixtures("short_pieces")
+@pytest.mark.first("lowrank", "full")
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_doctor_checks_every_space_and_leaves_nothing(tmp_path: Path, space: str) -> None:
     (tmp_path / "runs").mkdir()

@@ -9,8 +9,7 @@ from pathlib import Path
 from families import build, make_config
 
 from evoalign.models.files import place
-from evoalign.preflight.case import Case
-from evoalign.preflight.plan import check_targets
+from evoalign.preflight.plan import Case, check_targets
 from evoalign.training.train import dry_run
 
 

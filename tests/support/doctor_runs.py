@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from families import make_config
 
 from evoalign.config import Config
-from evoalign.preflight.case import Finding
+from evoalign.preflight.plan import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {
@@ -27,7 +28,8 @@ def config(tmp_path: Path, space: str = "lora", **tree: Any) -> Config:
     return make_config(model.get("name", "tiny"), space, **sections)
 
 
-def of(found: list[Finding], name: str) -> Finding:
+def of(found: Iterable[Finding], name: str) -> Finding:
+    """The finding of a check; of `doctor.findings` no later check runs."""
     return next(finding for finding in found if finding.name == name)
 
 

@@ -55,7 +55,8 @@ def config(space: str, output: Path) -> dict[str, Any]:
         "output_dir": str(output), "seed": 5, "deterministic": True, "space": space, "es": es,
         "task": {"name": "conciseness", "batch_size": 2, **VALIDATION}, "checkpoint": {"every": 1, "keep_last": 2},
         "evaluation": {"max_tokens": 8, "temperature": 0.8, "every": 2},
-        "checks": {"control_every": 2, "canary_every": 3}, "tracking": {"completions_every": 0},
+        "checks": {"control_every": 2, "canary_every": 3, "perplexity": False, "placebo": 0},
+        "tracking": {"completions_every": 0},
     }  # fmt: skip
 
 

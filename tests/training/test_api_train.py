@@ -18,6 +18,7 @@ from own_task import Vowels
 from pyarrow import parquet
 from rich.console import Console
 from safetensors.torch import save_file
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import Generation, Result
@@ -37,7 +38,7 @@ def tree(output: Path, space: str = "lora", **sections: Any) -> dict[str, Any]:
     es: dict[str, Any] = {"sigma": WIDTHS[space], "num_generations": 2, "population_size": 6}
     es["learning_rate"] = es["sigma"]
     whole: dict[str, Any] = {"output_dir": str(output), "seed": 1, "space": space, "es": es,
-                             "evaluation": {"max_tokens": 12}}  # fmt: skip
+                             "evaluation": {"max_tokens": 12}, "checks": UNCHECKED}  # fmt: skip
     for name, section in sections.items():
         old = whole.get(name, {})
         whole[name] = {**old, **section} if isinstance(section, Mapping) else section
@@ -58,11 +59,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return space, train(tree(tmp_path_factory.mktemp(space) / "run", space))
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.first("lora")
-def test_the_files_of_a_run(run: tuple[str, Result]) -> None:
+def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
     space, result = run
     names = {str(p.relative_to(result.path)) for p in result.path.rglob("*") if p.is_file()}
     saved = "loras/generation_0002" if space == "lora" else "checkpoints/generation_0002"
@@ -77,18 +75,10 @@ def test_the_files_of_a_run(run: tuple[str, Result]) -> None:
     assert not [name for name in names if Path(name).name.startswith(".")], "temporary files are left"
     for figure in ("evolution", "time_breakdown"):
         assert (result.path / f"figures/{figure}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_resolved_config_starts_the_same_run(run: tuple[str, Result]) -> None:
-    space, result = run
     again = load([result.path / "config.yaml"])
     assert again == evoalign.load_config([result.path / "config.yaml"])
     assert (again.space.name, again.es.population_size, again.seed) == (space, 6, 1)
     assert yaml.safe_load((result.path / "config.yaml").read_text())["format_version"] == 1
-
-
-def test_manifest_metrics_and_results(run: tuple[str, Result]) -> None:
-    space, result = run
     manifest = json.loads((result.path / "manifest.json").read_text())
     assert manifest["format_version"] == 1
     assert {"command", "started", "config_hash", "versions", "hardware", "git", "engine"} <= manifest.keys()
@@ -103,19 +93,12 @@ def test_manifest_metrics_and_results(run: tuple[str, Result]) -> None:
     mean, low, high = written["change_mean_low_high"]["reward"]
     assert low <= mean <= high
     assert mean == pytest.approx(result.after.measures["reward"] - result.before.measures["reward"])
-
-
-def test_completions_are_kept_with_their_scores(run: tuple[str, Result]) -> None:
-    _, result = run
     for name, evaluation in (("before", result.before), ("after", result.after)):
         rows = parquet.read_table(result.path / f"results/completions/{name}.parquet").to_pylist()
         assert [row["text"] for row in rows] == [c.text for c in evaluation.completions]
         for row in rows:
             assert row["reward"] == -abs(len(row["text"].strip()) - len(row["target"]))
         assert np.mean([row["reward"] for row in rows]) == pytest.approx(evaluation.measures["reward"])
-
-
-# --- the journal ----------------------------------------------------------------------------------------------------
 
 
 def replay(path: Path) -> list[str]:
@@ -132,6 +115,7 @@ def replay(path: Path) -> list[str]:
     return hashes
 
 
+@pytest.mark.first("lora", "full")
 def test_the_journal_replays(run: tuple[str, Result]) -> None:
     _, result = run
     hashes = replay(result.path)
@@ -205,9 +189,6 @@ def test_batches_are_shuffled_epochs() -> None:
     assert batch(7, None, 0, 3) == batch(7, 9, 0, 3) == list(range(7))
 
 
-# --- what was saved -------------------------------------------------------------------------------------------------
-
-
 def plain_model(space: str, saved: Path) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -218,6 +199,7 @@ def plain_model(space: str, saved: Path) -> Any:
     return PeftModel.from_pretrained(base, str(saved)).eval()
 
 
+@pytest.mark.first("lora", "full")
 def test_the_saved_weights_answer_as_the_run_did(run: tuple[str, Result]) -> None:
     """PEFT for an adapter, transformers for a whole model: the same greedy texts on the test questions."""
     from transformers import AutoTokenizer
@@ -239,6 +221,7 @@ def test_the_saved_weights_answer_as_the_run_did(run: tuple[str, Result]) -> Non
     assert changed, "training changed no text: the test could not fail"
 
 
+@pytest.mark.first("lora", "full")
 def test_evaluate_a_run_and_what_it_saved(run: tuple[str, Result]) -> None:
     space, result = run
     assert evoalign.evaluate(result.path) == result.after
@@ -250,6 +233,7 @@ def test_evaluate_a_run_and_what_it_saved(run: tuple[str, Result]) -> None:
     assert evoalign.evaluate(tiny(), config=result.path / "config.yaml") == result.before
 
 
+@pytest.mark.first("lora")
 def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
     _, result = run
     warm = {"temperature": 0.7, "samples": 3, "seeds": [0, 1]}
@@ -293,6 +277,7 @@ def test_an_adapter_that_is_not_what_it_says_is_refused(
         evoalign.evaluate(tmp_path, config=tree(tmp_path))
 
 
+@pytest.mark.first("lora")
 def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_path: Path) -> None:
     space, result = run
     if space == "lora":
@@ -301,9 +286,6 @@ def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_
             evoalign.evaluate(tmp_path, config=tree(tmp_path))
     with pytest.raises(EvoalignError, match="--task or --config"):
         evoalign.evaluate(tiny())
-
-
-# --- an existing run ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -319,9 +301,6 @@ def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -
     assert len(folders) == 3 and folders[0] == "run"
     kept = {(tmp_path / name / "journal.jsonl").read_bytes() for name in folders}
     assert len(kept) == 3 and first in kept
-
-
-# --- parts of the user's own ----------------------------------------------------------------------------------------
 
 
 def test_a_task_object(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from own_task import Vowels
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign.checks import divergence
@@ -113,7 +114,7 @@ def test_the_table_says_how_many_answers_are_right_by_gold(tmp_path: Path) -> No
     """Whatever the reward is; before, after, and of the mean placebo, counted here again from the completions."""
     told = Console(file=io.StringIO(), width=120)
     es = {"num_generations": 2, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025}
-    tree = settings(tmp_path, es=es, evaluation={"max_tokens": 8}, checks={"control_every": 0, "placebo": 2})
+    tree = settings(tmp_path, es=es, evaluation={"max_tokens": 8}, checks=UNCHECKED | {"placebo": 1})
     tree["task"]["gold"] = "sum"
     result = evoalign.train(tree, reward=short, console=told)
     before, after = (sum(c.right is True for c in found.completions) / 12 for found in (result.before, result.after))
@@ -151,7 +152,7 @@ def test_nats_that_cannot_be_measured_lose_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(divergence, "fluency", refuse)
     told = Console(file=io.StringIO(), width=120)
     es = {"num_generations": 1, "population_size": 2, "sigma": 0.01, "learning_rate": 0.005}
-    tree = settings(tmp_path, es=es, evaluation={"max_tokens": 4}, checks={"control_every": 0, "placebo": 0})
+    tree = settings(tmp_path, es=es, evaluation={"max_tokens": 4}, checks=UNCHECKED | {"perplexity": True})
     result = evoalign.train(tree, reward=short, console=told)
     output = told.file.getvalue()  # type: ignore[attr-defined]
     (line,) = [line for line in output.splitlines() if "(it does not fit)" in line]

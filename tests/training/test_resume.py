@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,7 @@ from rich.console import Console
 import evoalign
 from evoalign.config import from_dict
 from evoalign.engines.vllm.settings import VllmConfig
-from evoalign.errors import (
-    CheckpointError,
-    ConfigError,
-    JournalError,
-    ResumeError,
-    RunExistsError,
-    StoppedError,
-)
+from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RunExistsError, StoppedError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.identity import differences
@@ -39,19 +34,29 @@ from evoalign.training import replay as replaying
 Traces = dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Trains each space once."""
+
+    @cache
+    def of(space: str) -> Path:
+        folder = tmp_path_factory.mktemp(space) / "run"
+        kill_points.train(space, folder)
+        return folder
+
+    return of
+
+
 @pytest.fixture(scope="module", params=kill_points.SPACES)
-def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Traces]:
+def straight(request: pytest.FixtureRequest, trained: Callable[[str], Path]) -> tuple[str, Path, Traces]:
     """A run that never stopped, and what it left."""
-    space, folder = request.param, tmp_path_factory.mktemp(request.param) / "run"
-    kill_points.train(space, folder)
-    return space, folder, kill_points.traces(folder)
+    folder = trained(request.param)
+    return request.param, folder, kill_points.traces(folder)
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora") / "run"
-    kill_points.train("lora", folder)
-    return folder
+def lora(trained: Callable[[str], Path]) -> Path:
+    return trained("lora")
 
 
 @pytest.fixture
@@ -66,9 +71,6 @@ def go_on(run: Path, **sections: Any) -> str:
     output = io.StringIO()
     evoalign.train(tree, resume=True, console=Console(file=output, width=200))
     return output.getvalue()
-
-
-# --- killed ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -100,9 +102,6 @@ def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
         kill_points.train("lora", tmp_path / "run", resume=point == "before the journal")
         assert kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
         shutil.rmtree(tmp_path / "run")
-
-
-# --- damaged ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -185,9 +184,6 @@ def test_what_is_not_the_run_may_be_lost(copy: Path) -> None:
         assert json.loads((copy / "manifest.json").read_text())["versions"]
 
 
-# --- stopped ---------------------------------------------------------------------------------------------------------
-
-
 def start(run: Path) -> subprocess.Popen[str]:
     """The command line, with enough generations to be stopped in the middle."""
     tree = kill_points.config("lora", run)
@@ -242,20 +238,17 @@ def test_stopped_and_gone_on_with_it_ends_the_same(lora: Path, tmp_path: Path) -
     stops, before = [], signal.getsignal(signal.SIGTERM)
 
     def stop(generation: evoalign.Generation) -> None:
-        if generation.index < 3:
+        if generation.index in (0, 2):
             stops.append(generation.index)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for expected in (1, 2, 3):
+    for expected in (1, 3):
         with pytest.raises(StoppedError, match=f"stopped after generation {expected} of 4") as caught:
             evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
         assert caught.value.signal == signal.SIGTERM
     evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
-    assert stops == [0, 1, 2] and kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
+    assert stops == [0, 2] and kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
     assert signal.getsignal(signal.SIGTERM) == before, "the handlers are as they were"
-
-
-# --- other settings --------------------------------------------------------------------------------------------------
 
 
 def test_other_settings_are_named(copy: Path) -> None:
@@ -328,9 +321,6 @@ def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy: Path) -> None:
         load_own(copy)
 
 
-# --- what stays ------------------------------------------------------------------------------------------------------
-
-
 def kept(run: Path) -> list[int]:
     return [int(folder.name.removeprefix("generation_")) for folder in saved_folders(run)]
 
@@ -367,15 +357,12 @@ def test_a_run_that_is_done_is_done(copy: Path) -> None:
     assert kill_points.traces(copy) == before
 
 
-# --- replay ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.first("lora")
-def test_replay_rebuilds_every_generation(straight: tuple[str, Path, Traces], tmp_path: Path) -> None:
+def test_replay_rebuilds_any_generation(straight: tuple[str, Path, Traces], tmp_path: Path) -> None:
     _, run, _ = straight
     log = journal.read(run / "journal.jsonl")
     hashes = [log.header.weights_hash, *(g.weights_hash for g in log.generations)]
-    assert [replaying.replay(run, generation=g) for g in range(5)] == hashes
+    assert [replaying.replay(run, generation=g) for g in (0, 2, 4)] == hashes[::2]
     alone = tmp_path / "elsewhere.jsonl"
     shutil.copy(run / "journal.jsonl", alone)
     seen: list[tuple[int, int]] = []

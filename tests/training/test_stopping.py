@@ -45,8 +45,8 @@ def config(folder: Path, name: str = "run", generations: int = 9, **more: Any) -
         "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": generations, "population_size": 4,
                **more.pop("es", {})},
         "sampling": {"max_tokens": 6}, "evaluation": {"max_tokens": 6, "every": 1},
-        "checkpoint": {"every": 0, "keep_last": 9}, "checks": UNCHECKED | {"placebo": 1},
-        "tracking": {"completions_every": 0, "backends": ["tensorboard"]}, **more,
+        "checkpoint": {"every": 0, "keep_last": 9}, "checks": UNCHECKED,
+        "tracking": {"completions_every": 0}, **more,
     }  # fmt: skip
 
 
@@ -68,11 +68,9 @@ def results(run: Path) -> dict[str, Any]:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     """A run that ends on a plateau, with a sigma that was halved on another before."""
     folder = tmp_path_factory.mktemp("stopped")
-    tree = config(folder, es={"sigma_schedule": STILL}, stopping={"patience": 6})
+    tree = config(folder, es={"sigma_schedule": STILL}, stopping={"patience": 6}, checks=UNCHECKED | {"placebo": 1},
+                  tracking={"completions_every": 0, "backends": ["tensorboard"]})  # fmt: skip
     return folder / "run", train(tree), tree
-
-
-# --- what is counted ---
 
 
 def test_what_waits_is_counted_from_the_best_reward_on() -> None:
@@ -81,9 +79,6 @@ def test_what_waits_is_counted_from_the_best_reward_on() -> None:
     assert [stopping.waited(rewards[:n], 0.2) for n in range(8)] == [0, 0, 1, 0, 1, 2, 3, 4]
     assert [stopping.plateaus(rewards[:n], 2, 0.2) for n in range(8)] == [0, 0, 0, 0, 0, 1, 1, 2]
     assert stopping.waited([-5.0, -4.0], 1.0) == 1, "by more than min_delta, and not by as much"
-
-
-# --- a run ---
 
 
 def test_a_run_ends_on_a_plateau_as_one_that_is_done(stopped: tuple[Path, str, dict[str, Any]]) -> None:
@@ -131,6 +126,7 @@ def test_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped: tuple[Pat
     assert "stopping.patience" in settings_of(load([run / "config.yaml"]), "es")
 
 
+@pytest.mark.first("validation", "end")
 @pytest.mark.parametrize("cut", ["update", "seal", "validation", "end"])
 def test_resumed_wherever_it_died_it_has_the_same_journal(
     stopped: tuple[Path, str, dict[str, Any]], tmp_path: Path, cut: str
@@ -222,9 +218,6 @@ def test_a_patience_set_later_counts_from_there_as_the_journal_does(tmp_path: Pa
     (run / "metrics.jsonl").unlink()
     assert "ends after generation 9 of 20" in train({**longer, "stopping": {"patience": 4}}, resume=True)
     assert (run / "journal.jsonl").read_bytes() == kept, "it is the journal's rewards that decide, and no others"
-
-
-# --- settings ---
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import evoalign
 from evoalign.config import TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError
 from evoalign.preflight import plan
-from evoalign.preflight.case import Case
+from evoalign.preflight.plan import Case
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import config_hash, identity

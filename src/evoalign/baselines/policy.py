@@ -154,18 +154,21 @@ class Policy:
         prefix, modules = "base_model.model.", model.named_modules()
         self.tuned = frozenset(f"{n.removeprefix(prefix)}.weight" for n, m in modules if hasattr(m, "lora_A"))
         """Names of the weights with a trained adapter; empty if all weights are trained."""
+        self.is_adapter = bool(self.tuned)
         self.engine = self._engine()
         self.longest = settings.longest(config)
         self.lengths = Encoded(task, tokens, data.train)
         self.note = ""
-        self.shape = self._shape()
+        self.shape: ModelShape | None = None
+        bare = model.get_base_model() if self.is_adapter else model
+        try:
+            specs = [s for s in specs_of(bare, lambda _: 0.0) if ".lora_" not in s.name]
+            named = [replace(s, name=s.name.replace(".base_layer.", ".")) for s in specs]
+            self.shape = flops.shape_of(bare.config, named)
+        except ModelError as error:
+            self.note = str(error)
         self.source = self._source()
         self._reference = Reference(config, self.device, self.dtype)
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether an adapter is trained instead of all weights."""
-        return bool(self.tuned)
 
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         """Evaluate the policy on a split with evoalign's own engine, and return the result with its cost."""
@@ -294,16 +297,6 @@ class Policy:
             return EngineRollouts(*own)
         # A second engine, so that the members' hooks do not affect evaluation.
         return MemberRollouts(self.config, self._engine(), *own[2:], create_space(self.config))
-
-    def _shape(self) -> ModelShape | None:
-        bare = self.model.get_base_model() if self.is_adapter else self.model
-        try:
-            specs = [s for s in specs_of(bare, lambda _: 0.0) if ".lora_" not in s.name]
-            named = [replace(s, name=s.name.replace(".base_layer.", ".")) for s in specs]
-            return flops.shape_of(bare.config, named)
-        except ModelError as error:
-            self.note = str(error)
-            return None
 
     def _generation_flops(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int]) -> int | None:
         """Return the FLOPs of completions by evoalign's engine; None if TRL generates or the model is unknown."""

@@ -24,7 +24,7 @@ from evoalign.rewards.objective import Columns, means, move
 from evoalign.rollouts import alone, columns_of, scores_of
 from evoalign.rundir import parquet
 from evoalign.training.session import Session
-from evoalign.training.stop import Stop
+from evoalign.training.stopping import Stop
 
 LOGGED = {
     "loss": "loss",

@@ -8,7 +8,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +36,7 @@ from evoalign.training import heading, saving
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Measurement, Session, locked, place
-from evoalign.training.stop import Stop
+from evoalign.training.stopping import Stop
 from evoalign.version import install
 
 
@@ -67,7 +66,9 @@ def grpo(
     with locked(run, overwrite=overwrite, resume=resume) if writes else nullcontext():
         if writes and resume and not (finished(run, config) or last_state(run) or died_early(run, config)):
             run.refuse(overwrite=overwrite)
-        with Stop() as stop, _without_deprecations():
+        with Stop() as stop, warnings.catch_warnings():
+            # about a name that TRL and transformers use and transformers 6 removes
+            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
                 settings.check_objective(config, chosen.objective())
@@ -85,14 +86,6 @@ def grpo(
                 if again:
                     session.tell(f"{shown(run.path)} ended before its first trainer state was saved: it begins again")
                 return session.live(overwrite=overwrite or again)
-
-
-@contextmanager
-def _without_deprecations() -> Generator[None]:
-    """Silence the warnings about a name that TRL and transformers use and transformers 6 removes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
-        yield
 
 
 class _EarlierRun:
@@ -247,7 +240,10 @@ class _Grpo:
         except Exception as error:
             if self.state is None or self.steps.has_begun:
                 raise
-            raise ResumeError(f"{self.state} cannot be read ({_first_sentence(error)}): {MEND}") from error
+            # without torch's advice to set weights_only=False, which would run code from the file
+            sentence = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
+            why = ": ".join(filter(None, (type(error).__name__, sentence)))
+            raise ResumeError(f"{self.state} cannot be read ({why}): {MEND}") from error
 
     def _rewards(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         return self.steps.rewards(prompts, completions, **columns)
@@ -255,12 +251,6 @@ class _Grpo:
     def _rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         assert self.policy.source is not None
         return self.policy.source(prompts, trainer)
-
-
-def _first_sentence(error: Exception) -> str:
-    """Return the error without torch's advice to set weights_only=False, which would run code from the file."""
-    sentence = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
-    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def _manifest(run: RunDir) -> Mapping[str, Any]:
@@ -311,24 +301,25 @@ def make_trainer(
     if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # by the launcher
         raise ConfigError(settings.SPLIT)
     trainer.remove_callback(PrinterCallback)
-    trainer.data_collator = cast(Any, partial(_collate, task, data))  # TRL's own returns the list, too
+
+    def collate(rows: list[dict[str, int]]) -> list[dict[str, Any]]:
+        """Return a batch for TRL. Prompts are made here, as those of a large split would fill the memory."""
+        return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
+
+    trainer.data_collator = cast(Any, collate)  # TRL's own returns the list, too
     return trainer
 
 
-def _collate(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[str, Any]]:
-    """Return a batch for TRL. Prompts are made here, as those of a large split would fill the memory."""
-    return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
-
-
 def _arguments(config: Config, folder: Path) -> Any:
-    from evoalign.baselines.trainer import GRPOConfig, keep_one_gpu
+    from evoalign.baselines.trainer import GRPOConfig
 
     on_cpu, known = settings.trains_on_cpu(config), settings.fields_of(GRPOConfig)
     try:
         arguments = GRPOConfig(**settings.arguments(config, folder, on_cpu=on_cpu, known=known))
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"grpo: {' '.join(str(error).split())}") from error
-    keep_one_gpu(arguments)
+    if arguments.n_gpu > 1:  # one GPU per process, without torch's DataParallel; `accelerate launch` starts several
+        arguments._n_gpu = 1  # pyright: ignore[reportPrivateUsage]  # no public setter
     return arguments
 
 

@@ -91,9 +91,3 @@ class Trainer(GRPOTrainer):
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
         """Write no card; `evoalign export` writes one."""
-
-
-def keep_one_gpu(arguments: GRPOConfig) -> None:
-    """Use one GPU per process; `accelerate launch` starts several processes. Disables torch's DataParallel."""
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # pyright: ignore[reportPrivateUsage]  # no public setter

@@ -76,16 +76,21 @@ class Diagnosis:
         - `changed_share`, `solved_share` and the shares of `hacking.SHARES`
         """
         cosine, distance = self._movement(sample)
+        scores_MP = np.asarray(generation.scores_MP, dtype=np.float64)
+        members, prompts = scores_MP.shape
+        mean_error = float(np.std(generation.fitness_M, ddof=1)) / math.sqrt(members)
+        if self.config.task.batch_size is not None and prompts > 1:  # the prompts change
+            mean_error = math.hypot(mean_error, float(scores_MP.mean(axis=0).std(ddof=1)) / math.sqrt(prompts))
         diagnosis: Row = {
             "spread": float(np.std(generation.fitness_M)),
-            "mean_error": self._mean_error(generation),
+            "mean_error": mean_error,
             "control": None if control is None else [control.first, control.second, control.floor],
             "reward_noise": None if control is None else control.of_reward,
             "cosine": cosine,
             "distance": distance,
             "distance_sigmas": distance / self._noise_norm,
             "changed_share": changed_share(generation),
-            "solved_share": float(np.mean(np.asarray(generation.scores_MP) >= self.max_score)),
+            "solved_share": float(np.mean(scores_MP >= self.max_score)),
             **_population_minus_mean(generation, control, paired=self.config.es.antithetic),
             **self._text_shares(generation),
         }
@@ -117,10 +122,6 @@ class Diagnosis:
         self._reported |= set(new)
         return list(new.values())
 
-    def summary(self, alarm: str | None = None, *, beats_noise: bool = False) -> list[str]:
-        """Summarise the run so far; see the function `summary`."""
-        return summary(self.history, alarm, beats_noise=beats_noise)
-
     def _movement(self, sample: torch.Tensor) -> tuple[float | None, float]:
         """Return the cosine of the last two updates and the distance from the start, scaled up from the sample."""
         now = sample.double()
@@ -130,15 +131,6 @@ class Diagnosis:
             cosine = float(torch.dot(step, self._step) / (step.norm() * self._step.norm()))
         self._last, self._step = now, step
         return cosine, float((now - self._start).norm()) * self._scale
-
-    def _mean_error(self, generation: Generation) -> float:
-        """Return the standard error of the population's mean fitness: over members, and over prompts if they change."""
-        scores_MP = np.asarray(generation.scores_MP, dtype=np.float64)
-        members, prompts = scores_MP.shape
-        error = float(np.std(generation.fitness_M, ddof=1)) / math.sqrt(members)
-        if self.config.task.batch_size is None or prompts < 2:
-            return error
-        return math.hypot(error, float(scores_MP.mean(axis=0).std(ddof=1)) / math.sqrt(prompts))
 
     def _text_shares(self, generation: Generation) -> Row:
         rollouts = generation.rollouts

@@ -197,7 +197,12 @@ class _Adapter(Mapping[str, Change]):
     """Changes of a LoRA adapter in PEFT's format. Raises ModelError if it does more than add (alpha / r) B A."""
 
     def __init__(self, settings: Mapping[str, Any], state: Mapping[str, torch.Tensor], base: Base, where: str) -> None:
-        _refuse_more_than_lora(settings)
+        odd = [name for name, plain in PLAIN.items() if settings.get(name) and settings[name] != plain]
+        if str(settings.get("init_lora_weights")).lower().startswith(MOVES_BASE):
+            odd.append(f"init_lora_weights {settings['init_lora_weights']}")
+        if str(getattr(settings["peft_type"], "value", settings["peft_type"])) != "LORA" or odd:
+            what = ", ".join(odd) or settings["peft_type"]
+            raise ModelError(f"the adapter is more than plain LoRA ({what}); {MERGE_FIRST}")
         rank, alpha = settings["r"], settings["lora_alpha"]
         self._scaling = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         self._state, self._base, self._where = state, base, where
@@ -229,15 +234,6 @@ class _Adapter(Mapping[str, Change]):
 
     def __len__(self) -> int:
         return len(self._modules)
-
-
-def _refuse_more_than_lora(settings: Mapping[str, Any]) -> None:
-    odd = [name for name, plain in PLAIN.items() if settings.get(name) and settings[name] != plain]
-    if str(settings.get("init_lora_weights")).lower().startswith(MOVES_BASE):
-        odd.append(f"init_lora_weights {settings['init_lora_weights']}")
-    if str(getattr(settings["peft_type"], "value", settings["peft_type"])) != "LORA" or odd:
-        what = ", ".join(odd) or settings["peft_type"]
-        raise ModelError(f"the adapter is more than plain LoRA ({what}); {MERGE_FIRST}")
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
@@ -301,7 +297,13 @@ def distance_of_mean(served: Served) -> Distance:
         return _distance((base.difference(name, tensor).square() for name, tensor in served.engine.state()), base)
     if served.space.carrier != "adapter":
         raise ModelError(f"space {served.space.name} evolves tensors that are neither the model's nor an adapter")
-    return _distance(_adapter_squares(served), base)
+    squares, state, layout = list[float](), dict(served.engine.state()), replace(served.layout, dtype="float32")
+    for module in dict.fromkeys(t.module for t in layout.tensors):
+        adapter = served.space.adapter(layout, module, state.__getitem__, MEAN_PLAN, (MEAN,))
+        if adapter is None:
+            raise ModelError(f"space {served.space.name} has no adapter of its mean for {module}")
+        squares.append(Product(adapter.a[0], adapter.b[0], adapter.scaling).square())
+    return _distance(squares, base)
 
 
 def distance_of(policy: nn.Module | str | Path, config: Config) -> Distance:
@@ -353,13 +355,3 @@ def _distance(squares: Iterable[float], base: Base) -> Distance:
     if not math.isfinite(l2) or not norm:
         raise ModelError("the weights are not finite numbers")
     return Distance(l2, l2 / norm)
-
-
-def _adapter_squares(served: Served) -> Iterator[float]:
-    """Yield the squared norm of the mean's adapter in each module, from float32 factors."""
-    state, layout = dict(served.engine.state()), replace(served.layout, dtype="float32")
-    for module in dict.fromkeys(t.module for t in layout.tensors):
-        adapter = served.space.adapter(layout, module, state.__getitem__, MEAN_PLAN, (MEAN,))
-        if adapter is None:
-            raise ModelError(f"space {served.space.name} has no adapter of its mean for {module}")
-        yield Product(adapter.a[0], adapter.b[0], adapter.scaling).square()

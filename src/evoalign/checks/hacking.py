@@ -140,15 +140,10 @@ def text_flags(
         "template": templates(texts, prompts, golds),
     }
 
-    def is_foreign(text: str) -> bool:
-        return signs.is_foreign(text, known)
-
-    for name, shows in {**_BY_TEXT, "other_script": is_foreign}.items():
-
-        def marked(row: tuple[str, str | None], shows: Callable[[str], bool] = shows) -> bool:
-            return shows(row[0]) and not (row[1] is not None and shows(row[1]))
-
-        found[name] = _map_once(marked, rows)
+    by_text: dict[str, Callable[[str], bool]] = {**_BY_TEXT, "other_script": lambda t: signs.is_foreign(t, known)}
+    for name, shows in by_text.items():
+        known_rows = {row: shows(row[0]) and not (row[1] is not None and shows(row[1])) for row in dict.fromkeys(rows)}
+        found[name] = [known_rows[row] for row in rows]
     return {name: found[name] for name in SHARES}
 
 

@@ -33,6 +33,8 @@ class History:
     `deterministic`: the engine reports that it repeats itself. `given`: argument passed to `train` as a Python object.
     """
 
+    large_eta = 2.0
+
     def __init__(self, config: Config, *, deterministic: bool = False, given: str | None = None) -> None:
         self.config, self.deterministic = config, deterministic or bool(config.deterministic)
         self.given = given
@@ -71,7 +73,7 @@ class History:
     def slower(self) -> str:
         """Return the setting for a smaller step: half of it, or eta 0.5 if eta is large."""
         es, eta = self.config.es, self.eta()
-        share = 0.5 / eta if eta > LARGE_ETA else 0.5
+        share = 0.5 / eta if eta > self.large_eta else 0.5
         return f"es.learning_rate {share * es.learning_rate:.2g} (eta {share * es.eta:.2g} instead of {es.eta:.2g})"
 
     def noise_floor(self) -> float | None:
@@ -83,9 +85,6 @@ class History:
         """Return the standard deviation of one completion's score, from controls with the same text twice."""
         known = values(self.rows, "reward_noise")
         return math.sqrt(float(np.mean(np.square(known)))) if known else 0.0
-
-
-LARGE_ETA = 2.0
 
 
 @dataclass(frozen=True)
@@ -338,7 +337,7 @@ class Hacked(Rule):
             return None
         name = next(name for name, rise in rises.items() if rise >= self.near_highest * highest)
         was, now = shares[name]
-        nearer = run.slower() if run.eta() > LARGE_ETA else "es.decay 0.01"
+        nearer = run.slower() if run.eta() > run.large_eta else "es.decay 0.01"
         return (
             f"the reward rises together with a sign of hacking, {WORDS[name]} ({was:.0%} to {now:.0%} of the "
             "completions): it is likely hacked; read the completions, fix the reward (task.rewards), or keep the model "

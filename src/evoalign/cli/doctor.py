@@ -14,7 +14,7 @@ from evoalign.cli.options import Debug, More, Sets, quiet
 from evoalign.cli.resolving import given
 
 if TYPE_CHECKING:
-    from evoalign.preflight.case import Finding
+    from evoalign.preflight.plan import Finding
 
 
 def doctor(
@@ -30,7 +30,7 @@ def doctor(
         raise ConfigError("--config and --set change a config: give one first, as in `evoalign doctor config.yaml`")
     quiet()
     from evoalign.preflight import doctor as checks
-    from evoalign.preflight.case import Finding
+    from evoalign.preflight.plan import Finding
 
     try:
         found = checks.findings(given(config, more or [], set_ or []) if config is not None else None)

@@ -44,19 +44,13 @@ class Reached:
     off_task: Evaluation | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _OffTask:
-    """Another task on whose test split each mean is evaluated."""
-
-    config: Config
-    task: Task
-    data: Data
-
-
 class Counterfactuals:
-    """A run that can be replayed with other coefficients, from `open_run`. Each method begins at the run's start."""
+    """A run that can be replayed with other coefficients, from `open_run`. Each method begins at the run's start.
 
-    def __init__(self, parts: Parts, log: Log, generations: int, off_task: _OffTask | None = None) -> None:
+    `off_task` is another task, with its config and data, on whose test split each mean is evaluated.
+    """
+
+    def __init__(self, parts: Parts, log: Log, generations: int, off_task: tuple[Config, Task, Data] | None) -> None:
         self.parts, self.log, self.off_task = parts, log, off_task
         self.follower = Follower(parts, log, generations)
 
@@ -74,16 +68,16 @@ class Counterfactuals:
 
     def save(self, folder: Path, weights_hash: str, other: Counterfactual) -> None:
         """Save the current mean, marked as a counterfactual."""
-        last = self.follower.generations[-1]
-        count = len(self.follower.generations)
+        last, count = self.follower.generations[-1], len(self.follower.generations)
         mark = Mark(count, weights_hash, last.hash, objective=last.objective, counterfactual=str(other))
         saving.save(self.parts, folder, mark, replace=False)
 
     def _evaluated(self, weights_hash: str) -> Reached:
-        found, off = None, self.off_task
-        if off is not None:
+        found = None
+        if self.off_task is not None:
+            config, task, data = self.off_task
             engine, tokens = self.parts.engine, self.parts.tokens
-            found = evaluation.evaluate(engine, tokens, off.task, off.data.test, off.config.evaluation)
+            found = evaluation.evaluate(engine, tokens, task, data.test, config.evaluation)
         return Reached(weights_hash, self.follower.distance(), self.parts.evaluate_test(), found)
 
 
@@ -216,7 +210,7 @@ def open_run(
         if off_task is not None:
             off_config = as_config(off_task)
             other, data = task_and_data(off_config, None, None)
-            off = _OffTask(off_config, stack.enter_context(closing(other)), data)
+            off = off_config, stack.enter_context(closing(other)), data
         parts = stack.enter_context(closing(assemble(chosen, task, reward)))
         saving.check_start(parts, log.header)
         folder = RunDir(path if path.is_dir() else path.parent)

@@ -139,7 +139,7 @@ class ProbeResult:
         return dataclasses.asdict(self)
 
 
-def fault(width: Width, base: Baseline) -> str | None:
+def fault(width: Width, base: Baseline | ProbeResult) -> str | None:
     """Return why a width is excluded whatever its gain, in two or three words, or None."""
     # Without a lowest reward any model seems unbroken next to the widest noise, so texts are checked as well.
     if width.broken_share - base.broken_share > BROKEN:
@@ -158,7 +158,7 @@ def gains_by_noise(width: Width) -> bool:
     return -width.drop > SURE * width.drop_error
 
 
-def is_sure(width: Width, base: Baseline) -> bool:
+def is_sure(width: Width, base: Baseline | ProbeResult) -> bool:
     """Return whether the gain is significant."""
     return width.chance is not None and width.chance <= level_of(base.examples)
 
@@ -198,7 +198,13 @@ def recommend(
         f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate:.4g} (eta {eta:.3g}{same}); expected gain "
         f"per generation {gain:.2g} (95 % interval {gain - half:+.2g} to {gain + half:+.2g}, for {tried} widths)"
     )
-    warnings = [*_warnings(best, rungs, base), *_drift(best, usable, setting, rate)]
+    warnings: list[str] = []
+    if best is rungs[1] or best is rungs[-1]:
+        side = ("smallest", "smaller") if best is rungs[1] else ("largest", "larger")
+        warnings.append(f"it is the {side[0]} width that could be recommended; try {side[1]} ones too with --sigmas")
+    if base.examples < FEW_PROMPTS:
+        warnings.append(f"{base.examples} training examples: with fewer than {FEW_PROMPTS}, gains may not generalise")
+    warnings += _drift(best, usable, setting, rate)
     if gain - half <= 0:
         members = best.pairs * (1 if best.both_rise is None else 2) * (half / gain) ** 2  # an error falls as its root
         warnings.append(f"the interval contains 0; repeat with --members {1 << int(members).bit_length()}")
@@ -222,16 +228,6 @@ def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str, rat
     other, _ = max(less, key=lambda found: (not gains_by_noise(found[0]), found[0].width))
     scale = other.width / best.width if setting == "sigma" else 1
     return [f"{line}; less with es.{setting} {other.width:.4g}, es.learning_rate {rate * scale:.4g}"]
-
-
-def _warnings(best: Width, rungs: Sequence[Width], base: Baseline) -> list[str]:
-    found: list[str] = []
-    if best is rungs[1] or best is rungs[-1]:
-        side = ("smallest", "smaller") if best is rungs[1] else ("largest", "larger")
-        found.append(f"it is the {side[0]} width that could be recommended; try {side[1]} ones too with --sigmas")
-    if base.examples < FEW_PROMPTS:
-        found.append(f"{base.examples} training examples: with fewer than {FEW_PROMPTS}, gains may not generalise")
-    return found
 
 
 def _nothing(why: str) -> Advice:
@@ -279,14 +275,15 @@ def _chance(measured: Sequence[Width], whole: Sequence[Width], base: Baseline) -
 
 def table(result: ProbeResult) -> Table:
     """Return one row per width, with the recommended one marked; the last column says why others are not."""
-    base = _baseline(result)
     shown = Table("", result.setting, "changed", "broken", "cut off", "spread", "drop", "kept")
     shown.add_column("gain a generation")
     shown.add_column("chance")
     for column in shown.columns[1:]:
         column.justify = "right"
     shown.add_column("")
-    shown.add_row("", "0", "", f"{base.broken_share:.1%}", f"{base.truncated_share:.1%}", "", "", "", "", "", "start")
+    shown.add_row(
+        "", "0", "", f"{result.broken_share:.1%}", f"{result.truncated_share:.1%}", "", "", "", "", "", "start"
+    )
     for w in result.rungs:
         mark = "*" if w.width == result.width else ""
         gain = "-" if w.gain is None else f"{w.gain:+.3g} ± {w.gain_error or 0.0:.2g}"
@@ -302,18 +299,18 @@ def table(result: ProbeResult) -> Table:
             kept,
             gain,
             chance,
-            _note(w, result, base),
+            _note(w, result),
         )
     return shown
 
 
-def _note(width: Width, result: ProbeResult, base: Baseline) -> str:
-    refused = fault(width, base)
+def _note(width: Width, result: ProbeResult) -> str:
+    refused = fault(width, result)
     notes = ["this config" if width.width == result.own_width else "", refused or ""]
     if refused is None:
         notes.append("gained by noise" if gains_by_noise(width) else "")
         first = "for the next" if len(result.rungs) > 1 else ""
-        notes.append(first if width.gain is None else "" if is_sure(width, base) else "chance")
+        notes.append(first if width.gain is None else "" if is_sure(width, result) else "chance")
     return ", ".join(filter(None, notes))
 
 
@@ -345,17 +342,4 @@ def overlay(result: ProbeResult) -> str:
         f"# Recommended by `evoalign probe` from {result.members} members on {result.examples} prompts at each of "
         f"{result.planned} widths.\nes:\n  {result.setting}: {result.width!r}\n"
         f"  learning_rate: {result.learning_rate!r}\n"
-    )
-
-
-def _baseline(result: ProbeResult) -> Baseline:
-    return Baseline(
-        result.fitness,
-        result.noise_floor,
-        result.broken_share,
-        result.truncated_share,
-        float("inf"),
-        result.examples,
-        result.prompt,
-        result.text,
     )

@@ -19,9 +19,10 @@ import torch
 from evoalign.config import Config
 from evoalign.cost.estimate import gib
 from evoalign.kernels import compiled
-from evoalign.preflight import grpo, plan, work
-from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, first_line, run_check
+from evoalign.preflight import plan, work
+from evoalign.preflight.plan import NEEDS_FLAG, Case, Finding, first_line, run_check
 from evoalign.rundir.identity import versions
+from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, as_config
 
 
@@ -36,10 +37,9 @@ def doctor(config: ConfigLike | None = None) -> list[Finding]:
 def findings(config: Config | None) -> Iterator[Finding]:
     """Yield the findings of `doctor` one by one."""
     yield from environment()
-    case = Case(as_config(config or Config()))
-    checks = CONFIGURED if case.method == "es" else CONFIGURED_FOR_GRPO
+    case = Case(config)
     try:
-        for name, check in SHIPPED if config is None else checks:
+        for name, check in checks_of(None if config is None else case.method):
             yield run_check(name, lambda check=check: check(case), case.config.engine.smaller(case.config))
     finally:
         case.close()
@@ -132,20 +132,14 @@ MACHINE: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("accelerators", check_accelerators),
     ("extras", check_extras),
 )
-SHIPPED: tuple[tuple[str, Check], ...] = (
-    ("tokenizer", plan.check_tokenizer),
-    ("targets", plan.check_targets),
-    ("memory", plan.check_memory),
-    ("engine", work.check_engine),
-    ("canary", work.check_canary),
-)
-"""Checks without a config: the shipped model end to end."""
-CONFIGURED: tuple[tuple[str, Check], ...] = (
+CHECKS: tuple[tuple[str, Check], ...] = (
     ("config", plan.check_config),
+    ("trl", plan.check_trl),
     ("trackers", plan.check_trackers),
     ("output", plan.check_output),
     ("task", plan.check_task),
     ("gold answers", plan.check_gold),
+    ("round", plan.check_round),
     ("tokenizer", plan.check_tokenizer),
     ("chat template", plan.check_chat_template),
     ("prompt length", plan.check_lengths),
@@ -156,22 +150,11 @@ CONFIGURED: tuple[tuple[str, Check], ...] = (
     ("canary", work.check_canary),
     ("generation", work.check_generation),
 )
-"""Checks of a config for ES, cheapest first."""
-CONFIGURED_FOR_GRPO: tuple[tuple[str, Check], ...] = (
-    ("config", grpo.check_config),
-    ("trl", grpo.check_trl),
-    ("trackers", plan.check_trackers),
-    ("output", plan.check_output),
-    ("task", plan.check_task),
-    ("gold answers", plan.check_gold),
-    ("round", grpo.check_round),
-    ("tokenizer", plan.check_tokenizer),
-    ("chat template", plan.check_chat_template),
-    ("prompt length", plan.check_lengths),
-    ("targets", grpo.check_targets),
-    ("memory", grpo.check_memory),
-    ("disk", grpo.check_disk),
-    ("engine", grpo.check_engine),
-    ("canary", grpo.check_canary),
-    ("generation", grpo.check_generation),
-)
+"""Checks of a config, cheapest first."""
+
+
+def checks_of(method: Method | None) -> list[tuple[str, Check]]:
+    """Return the checks of a config of a method; None: those of the shipped model, end to end."""
+    shipped = ("tokenizer", "targets", "memory", "engine", "canary")
+    left_out = {"es": ("trl", "round"), "grpo": ()}
+    return [c for c in CHECKS if (c[0] in shipped if method is None else c[0] not in left_out[method])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config that load no weights."""
+"""Checks of `evoalign doctor` that load no weights, and the findings and loaded parts that all checks share."""
 
 from __future__ import annotations
 
@@ -7,47 +7,155 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
 from evoalign import setup, spaces, tokens, tracking
-from evoalign.baselines import settings
+from evoalign.baselines import planning, settings
 from evoalign.config import Config
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib, share_lines
+from evoalign.engines import Engine
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import DataError, RunExistsError, shown
+from evoalign.errors import DataError, EvoalignError, RunExistsError, shown
 from evoalign.models.origin import model_config
-from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rollouts import EARLY
 from evoalign.rundir.directory import RunDir
+from evoalign.rundir.identity import versions
 from evoalign.rundir.method import COMMANDS, Method
-from evoalign.tasks import Task
+from evoalign.spaces import Space
+from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
-from evoalign.types import Example, Messages, Prompt, text_of
+from evoalign.types import Facts, Layout, Messages, TensorSpec, text_of
 from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
 LONGEST = 1000
 """If there are many prompts, this many with the most characters are tokenised to find the longest."""
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
+Status = Literal["ok", "warning", "failed", "skipped"]
+NEEDS_FLAG = "needs --resume or --overwrite"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `fix` says what to do, unless `detail` does."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+class SkippedError(Exception):
+    """A check needs the result of an earlier check, named here, which failed."""
+
+
+class IdleError(Exception):
+    """A check does not apply to this config, for the reason given here."""
+
+
+class Case:
+    """A config, by default of the shipped model, and what its checks have loaded so far; None if not reached."""
+
+    def __init__(self, config: Config | None) -> None:
+        self.config = config or Config()
+        only_grpo = self.config.es_ is None and "grpo" in self.config.model_fields_set
+        self.method: Method = "grpo" if only_grpo else "es"
+        self.task: Task | None = None
+        self.data: Data | None = None
+        self.tokens: Tokens | None = None
+        self.specs: Sequence[TensorSpec] | None = None
+        self.planned: Layout | None = None
+        self.engine: Engine | None = None
+        self.fits = True
+        self.served: tuple[Space, Layout, Facts] | None = None
+
+    def close(self) -> None:
+        """Free the model and end the task's worker."""
+        if self.engine is not None:
+            self.engine.close()
+        if self.task is not None:
+            self.task.close()
+
+
+T = TypeVar("T")
+
+
+def need(value: T | None, what: str) -> T:
+    """Return the result of the earlier check `what`. Raises SkippedError if there is none."""
+    if value is None:
+        raise SkippedError(what)
+    return value
+
+
+def run_check(name: str, check: Callable[[], Finding], smaller: str = "end what else uses it") -> Finding:
+    """Run a check and turn errors into findings. `smaller` says what to do if memory runs out."""
+    try:
+        return check()
+    except SkippedError as missing:
+        return Finding(name, "skipped", f"needs the check {missing}, which failed")
+    except IdleError as reason:
+        return Finding(name, "skipped", str(reason))
+    except torch.OutOfMemoryError as error:
+        return Finding(name, "failed", first_line(error), f"{smaller}; or choose space lora or a smaller model")
+    except EvoalignError as error:  # its message says how to fix it
+        return Finding(name, "failed", str(error))
+    except SystemExit as end:
+        fix = "the code of the task, space or reward ends the process; take its sys.exit out"
+        return Finding(name, "failed", f"SystemExit: {end}", fix)
+    except Exception as error:  # of a library, or of a custom task, space or reward
+        return Finding(name, "failed", f"{type(error).__name__}: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_config(case: Case) -> Finding:
     """Report the step size that follows from the settings, and settings that are unlikely to be intended."""
-    config, es = case.config, case.config.es
-    lines = estimate.step_lines(config, None)
-    detail = (
-        f"space {config.space.name}, task {config.task.name}, model {config.model.name}, engine {config.engine.name}, "
-        f"{es.num_generations} generations of {es.population_size} members; {lines[0]}"
-    )
+    config = case.config
+    if case.method == "grpo":
+        if config.grpo.samples_members:
+            _ = config.es  # raises ConfigError if missing: members come from the sections es and space
+        lines = planning.step_lines(config)
+        what = f"GRPO, task {config.task.name}, model {config.model.name}"
+    else:
+        lines = estimate.step_lines(config, None)
+        what = (
+            f"space {config.space.name}, task {config.task.name}, model {config.model.name}, engine "
+            f"{config.engine.name}, {config.es.num_generations} generations of {config.es.population_size} members"
+        )
     warnings = [line.removeprefix("warning: ") for line in lines if line.startswith("warning")]
-    return Finding("config", "warning" if warnings else "ok", detail, " ".join(warnings))
+    return Finding("config", "warning" if warnings else "ok", f"{what}; {lines[0]}", " ".join(warnings))
+
+
+def check_trl(case: Case) -> Finding:
+    """Check that TRL is installed and knows the settings that are passed to it."""
+    if not tracking.is_installed("trl"):
+        return Finding("trl", "failed", "GRPO needs the extra grpo", install("grpo"))
+    from evoalign.baselines.trainer import GRPOConfig, check_release
+
+    check_release()
+    on_cpu = not estimate.on_gpu(case.config)
+    settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=settings.fields_of(GRPOConfig))
+    return Finding("trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings and has what evoalign uses")
+
+
+def check_round(case: Case) -> Finding:
+    """Check that prompts and completions per step divide evenly, and that the objective suits GRPO."""
+    data, grpo = need(case.data, "task"), case.config.grpo
+    settings.check_objective(case.config, need(case.task, "task").objective())
+    settings.check_prompts(case.config, len(data.train))
+    size = settings.round_size(grpo)
+    return Finding("round", "ok", f"{size} completions of {size // grpo.num_generations} of {len(data.train)} prompts")
 
 
 def check_trackers(case: Case) -> Finding:
@@ -74,20 +182,13 @@ def check_output(case: Case) -> Finding:
     except OSError as error:
         detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {folder}: {error.strerror}"
         return Finding("output", "failed", detail, "free space, raise the quota, or choose another output_dir")
-    return _taken(RunDir(path), case.method) or Finding("output", "ok", f"{path} can be written")
-
-
-def _taken(run: RunDir, method: Method) -> Finding | None:
-    """Return a finding if the folder has a run, which needs a flag, or anything else, which is refused."""
-    try:
-        run.refuse(overwrite=True)
-    except RunExistsError as error:
-        return Finding("output", "failed", str(error))
-    try:
-        run.refuse(overwrite=False)
-    except RunExistsError as error:
-        return Finding("output", "warning", str(error), f"{COMMANDS[method]} {NEEDS_FLAG}")
-    return None
+    for overwrite in (True, False):  # a run needs a flag, anything else is refused
+        try:
+            RunDir(path).refuse(overwrite=overwrite)
+        except RunExistsError as error:
+            flag = "" if overwrite else f"{COMMANDS[case.method]} {NEEDS_FLAG}"
+            return Finding("output", "failed" if overwrite else "warning", str(error), flag)
+    return Finding("output", "ok", f"{path} can be written")
 
 
 def write_probe(file: BinaryIO | Any) -> None:
@@ -178,13 +279,21 @@ def _between(tokens_: Tokens, chat: Messages) -> str:
 def check_lengths(case: Case) -> Finding:
     """Check that the longest prompt and a completion of `max_tokens` fit the model."""
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
-    longest = max(len(tokens_.encode(prompt)) for prompt in _longest(task, need(case.data, "task").all))
+    examples = need(case.data, "task").all
+    prompts = map(task.prompt, examples)
+    if len(examples) > EARLY:  # to tokenise a million takes minutes
+        prompts = nlargest(LONGEST, prompts, key=lambda prompt: len(text_of(prompt)))
+    longest = max(len(tokens_.encode(prompt)) for prompt in prompts)
     most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
     if case.config.sampling.max_tokens > most:
         most, setting = case.config.sampling.max_tokens, "sampling.max_tokens"
     if case.method == "grpo" and settings.longest(case.config) > most:
         most, setting = settings.longest(case.config), "grpo.max_completion_length"
-    limit, source = _limit(case.config)
+    text = model_config(case.config.model).get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    own, source = case.config.engine.limit(), f"the model's {limit or 'unbounded'} positions"
+    if own is not None and (limit is None or own[1] < limit):
+        limit, source = own[1], f"{own[0]} {own[1]}"
     detail = f"longest prompt {longest} tokens and {setting} {most}"
     if limit is not None and longest + most > limit:
         fix = f"lower {setting}, or shorten the prompts"
@@ -192,30 +301,14 @@ def check_lengths(case: Case) -> Finding:
     return Finding("prompt length", "ok", f"{detail} fit {source}")
 
 
-def _longest(task: Task, examples: Sequence[Example]) -> Iterable[Prompt]:
-    """Return all prompts, or those with the most characters if there are many: to tokenise a million takes minutes."""
-    prompts = map(task.prompt, examples)
-    if len(examples) <= EARLY:
-        return prompts
-    return nlargest(LONGEST, prompts, key=lambda prompt: len(text_of(prompt)))
-
-
-def _limit(config: Config) -> tuple[int | None, str]:
-    """Return the most tokens of a prompt and its completion together, and the source of this limit."""
-    text = model_config(config.model).get_text_config()
-    limit: int | None = getattr(text, "max_position_embeddings", None)
-    own = config.engine.limit()
-    if own is not None and (limit is None or own[1] < limit):
-        return own[1], f"{own[0]} {own[1]}"
-    return limit, f"the model's {limit or 'unbounded'} positions"
-
-
 def check_targets(case: Case) -> Finding:
-    """Report what evolves. An unknown layer or module is an error that names those of the model."""
-    config = case.config
-    specs = specs_of_config(config)
-    space = spaces.create(config)
-    case.planned = setup.layout_of(space, specs, estimate.served_dtype(config))
+    """Report what evolves or is trained. An unknown layer or module is an error that names those of the model."""
+    config, specs = case.config, specs_of_config(case.config)
+    if case.method == "grpo":
+        count = planning.trained(config, specs)
+        case.specs = specs
+        return Finding("targets", "ok", f"model of {planning.parameters(specs):,} numbers, {count:,} are trained")
+    case.planned = setup.layout_of(spaces.create(config), specs, estimate.served_dtype(config))
     case.specs = specs
     modules = sorted({t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in case.planned.tensors})
     shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
@@ -229,20 +322,25 @@ def check_targets(case: Case) -> Finding:
 
 
 def check_memory(case: Case) -> Finding:
-    """Compare the memory of weights, mean and cache with what is free."""
-    config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
-    wanted = estimate.memory(config, specs, layout, estimate.served_dtype(config))
-    free = free_memory(config)
-    own, spare = wanted.own, None if free is None else free - wanted.kept
-    detail = f"{gib(wanted.kept)} for weights and mean, {own.bound} {gib(own.cache)} for the cache and logits"
-    if free is None or spare is None:
+    """Compare the memory of a run with what is free; GRPO's activations are not included."""
+    config, specs, free = case.config, need(case.specs, "targets"), free_memory(case.config)
+    own = None
+    if case.method == "grpo":
+        wanted = planning.memory(config, specs)
+        detail, fix = planning.memory_words(config, wanted), "set grpo.tune lora, or choose a smaller model"
+    else:
+        wanted = estimate.memory(config, specs, need(case.planned, "targets"), estimate.served_dtype(config))
+        own = wanted.own
+        detail = f"{gib(wanted.kept)} for weights and mean, {own.bound} {gib(own.cache)} for the cache and logits"
+        fix = "choose space lora, model.dtype bfloat16 or a smaller model"
+        fix = ", ".join(filter(None, (config.engine.lighter, fix)))
+    if free is None:
         return Finding("memory", "ok", f"{detail}; free memory is not known")
-    detail = f"{detail}; {gib(free)} free"
+    detail, spare = f"{detail}; {gib(free)} free", free - wanted.kept
     if spare < 0:
         case.fits = False  # loading may get the whole process killed
-        fix = "choose space lora, model.dtype bfloat16 or a smaller model"
-        return Finding("memory", "failed", detail, ", ".join(filter(None, (config.engine.lighter, fix))))
-    if own.cache > spare:
+        return Finding("memory", "failed", detail, fix)
+    if own is not None and own.cache > spare:
         most = f"set {own.setting} to at most {0.8 * spare / 2**30:.2g}"
         return Finding("memory", "warning", detail, most if own.setting else config.engine.smaller(config))
     return Finding("memory", "ok", detail)
@@ -279,20 +377,19 @@ def _free_on_host() -> int | None:
 
 
 def check_disk(case: Case) -> Finding:
-    """Check for room for all checkpoints kept at once, and one more while it is written."""
-    config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
-    slots, dtype = OPTIMIZER_SLOTS[config.es.optimizer.name], estimate.served_dtype(config)
-    size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
-    kept = config.checkpoint.keep_last + heading.keeps_best(config, case.data) if saving.every(config) else 1
-    wanted = size * (kept + 1)
-    return room_on_disk(config, wanted, f"{kept + 1} checkpoints of {gib(size)}")
-
-
-def room_on_disk(config: Config, wanted: int, what: str) -> Finding:
-    """Check that the file system of output_dir has this many bytes free."""
-    folder = _existing(Path(config.output_dir))
-    free = shutil.disk_usage(folder).free
-    detail = f"{gib(wanted)} for {what}; {gib(free)} free in {folder}"
+    """Check for room for all checkpoints kept at once, and one more while it is written; of GRPO two trainer states."""
+    config, specs, state = case.config, need(case.specs, "targets"), 0
+    if case.method == "grpo":
+        size, state = planning.checkpoint_bytes(config, specs)
+        saves = bool(state)
+    else:
+        layout, dtype = need(case.planned, "targets"), estimate.served_dtype(config)
+        slots, saves = OPTIMIZER_SLOTS[config.es.optimizer.name], bool(saving.every(config))
+        size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
+    kept = config.checkpoint.keep_last + heading.keeps_best(config, case.data) if saves else 1
+    wanted, folder = size * (kept + 1) + 2 * state, _existing(Path(config.output_dir))
+    free, states = shutil.disk_usage(folder).free, f" and 2 states of the trainer of {gib(state)}" if state else ""
+    detail = f"{gib(wanted)} for {kept + 1} checkpoints of {gib(size)}{states}; {gib(free)} free in {folder}"
     if wanted > free:
         fix = "free space, lower checkpoint.keep_last, or choose another output_dir"
         return Finding("disk", "failed", detail, fix)

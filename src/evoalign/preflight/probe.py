@@ -109,7 +109,12 @@ def probe(
         rows = batch(len(parts.data.train), examples, config.seed, 0)
         members = members or _enough(len(rows), examples)
         if tell is not None:
-            tell(_cost(config, len(parts.data.train), len(widths), members, len(rows)))
+            count, asked = (len(widths) * members + 2) * len(rows), config.task.asked(len(parts.data.train))
+            tell(
+                f"probe: {len(widths)} widths x {members} members x {len(rows)} prompts: {count:,} completions of at "
+                f"most {config.sampling.max_tokens} tokens, as many as "
+                f"{count / (config.es.population_size * asked):.1f} generations of this config"
+            )
         return _measure(parts, rows, widths, members, on_step or (lambda step: None))
     finally:
         parts.close()
@@ -127,25 +132,12 @@ def _ladder(config: Config, sigmas: Sequence[float] | None) -> tuple[float, ...]
     return widths
 
 
-def _cost(config: Config, total: int, widths: int, members: int, prompts: int) -> str:
-    count = (widths * members + 2) * prompts
-    own = config.es.population_size * config.task.asked(total)
-    return (
-        f"probe: {widths} widths x {members} members x {prompts} prompts: {count:,} completions of at most "
-        f"{config.sampling.max_tokens} tokens, as many as {count / own:.1f} generations of this config"
-    )
-
-
-class _Interrupted(KeyboardInterrupt):
-    """SIGTERM, as the exception that Ctrl-C raises."""
-
-
 @contextmanager
 def _interruptible() -> Generator[None]:
     """Raise on SIGTERM as on Ctrl-C, in the main thread. Nothing is half written, so both may come at any time."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _Interrupted
+        raise KeyboardInterrupt(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -184,10 +176,16 @@ def _measure(
                 fitness = float(scored[-1].scores_MP.mean())
                 on_step(Step(len(scored), len(widths), width, fitness, base.fitness, scored[-1].changed_share))
     except KeyboardInterrupt as interrupt:
-        stopped = signal.SIGTERM if isinstance(interrupt, _Interrupted) else signal.SIGINT
+        stopped = signal.SIGTERM if interrupt.args else signal.SIGINT
     rungs = widths_of(scored, np.asarray(own_P), paired=paired)
     setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
     advice = recommend(rungs, base, setting, ETA / reach(config.es), planned=len(widths))
+    cut_off, tokens = list[str](), config.sampling.max_tokens
+    if base.truncated_share >= CutOff.share:  # completions that are cut off are never scored whole
+        cut_off = [
+            f"{base.truncated_share:.0%} of the unperturbed model's completions are cut off at {tokens} tokens "
+            f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
+        ]
     result = ProbeResult(
         **{name: getattr(base, name) for name in ("fitness", "noise_floor", "broken_share", "truncated_share")},
         setting=setting,
@@ -196,7 +194,7 @@ def _measure(
         learning_rate=advice.learning_rate,
         gain_interval=advice.gain_interval,
         reason=advice.reason,
-        warnings=(*_cut_off(base, config), *advice.warnings),
+        warnings=(*cut_off, *advice.warnings),
         completions=(len(scored) * members + 2) * len(rows),
         members=members,
         examples=len(rows),
@@ -208,17 +206,6 @@ def _measure(
     if stopped is not None:
         raise ProbeStoppedError(result, stopped)
     return result
-
-
-def _cut_off(base: Baseline, config: Config) -> list[str]:
-    """Return a warning if most completions of the unperturbed model are cut off, and so are never scored whole."""
-    if base.truncated_share < CutOff.share:
-        return []
-    tokens = config.sampling.max_tokens
-    return [
-        f"{base.truncated_share:.0%} of the unperturbed model's completions are cut off at {tokens} tokens "
-        f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
-    ]
 
 
 class _Prompts:

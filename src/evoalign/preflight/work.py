@@ -12,16 +12,17 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from evoalign import engines, evolve, setup, shaping
+from evoalign import engines, evaluation, evolve, setup, shaping
+from evoalign.baselines import settings
 from evoalign.checks import canary
 from evoalign.cost import rounding
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
-from evoalign.preflight.case import Case, Finding, need
+from evoalign.preflight.plan import Case, Finding, IdleError, need
 from evoalign.rewards.objective import score
-from evoalign.rollouts import collect, group_of, rows_of, with_mean
+from evoalign.rollouts import batch, collect, group_of, rewards_of, rows_of, with_mean
 from evoalign.tasks import Data
-from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, population
+from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling, population
 
 PROMPT = "Solve: 3 + 5 ="
 """Prompt of the canary if there is no task."""
@@ -37,6 +38,9 @@ MOST_PROMPTS = 64
 """Most prompts that are timed."""
 AGAIN = 3.0
 """On a GPU, work that takes fewer seconds is timed twice: the first run compiles kernels for new shapes."""
+
+PASS = 3
+"""A forward and a backward pass take about three times as long as a forward pass."""
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Member], Sequence[Request]], Sequence[Rollout]]
@@ -54,14 +58,17 @@ class Duration:
 
 
 def check_engine(case: Case) -> Finding:
-    """Load the model and start the engine with the config's space."""
-    tokens_ = need(case.tokens, "tokenizer")
-    need(case.planned, "targets")
+    """Load the model and start the engine with the config's space; for GRPO the engine of its evaluations."""
+    config, tokens_ = case.config, need(case.tokens, "tokenizer")
+    need(case.specs if case.method == "grpo" else case.planned, "targets")
     need(case.fits or None, "memory")
     began = time.perf_counter()
-    case.engine = engines.create(case.config, tokens_)
-    case.served = setup.start(case.config, case.engine)
-    facts = case.served[2]
+    if case.method == "grpo":
+        case.engine = engines.create(config.as_policy(adapter=False), tokens_)
+        ready = seconds_text(time.perf_counter() - began)
+        return Finding("engine", "ok", f"the model answers in {config.model.trained_dtype}, ready in {ready}")
+    case.engine = engines.create(config, tokens_)
+    case.served = _, layout, facts = setup.start(config, case.engine)
     promise = (
         "deterministic: scores repeat to the bit"
         if facts.deterministic
@@ -71,9 +78,9 @@ def check_engine(case: Case) -> Finding:
     note = f"; {facts.note}" if facts.note else ""
     detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}{note}"
     rounded = ""
-    if case.config.es_ is not None:
-        layout, weights = case.served[1], rounding.weights_of_engine(case.engine, case.served[1])
-        rounded = "".join(rounding.rounding_lines(case.config, layout, case.engine.dtype, weights))
+    if config.es_ is not None:
+        weights = rounding.weights_of_engine(case.engine, layout)
+        rounded = "".join(rounding.rounding_lines(config, layout, case.engine.dtype, weights))
     if rounded.startswith("warning: "):
         problem, _, fix = rounded.removeprefix("warning: ").rpartition("; ")
         return Finding("engine", "warning", f"{detail}; {problem}", fix)
@@ -82,6 +89,8 @@ def check_engine(case: Case) -> Finding:
 
 def check_canary(case: Case) -> Finding:
     """Check that members differ and the mean is unchanged by them; see `evoalign.checks.canary`."""
+    if case.method == "grpo":
+        raise IdleError("GRPO has no members")
     space, layout, facts = need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
@@ -99,6 +108,8 @@ def check_generation(case: Case) -> Finding:
 
     A few rows of the evaluated splits are scored as well: they may lack a column.
     """
+    if case.method == "grpo":
+        return _grpo_generation(case)
     need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
@@ -140,10 +151,56 @@ def check_generation(case: Case) -> Finding:
         f"{len(rollouts)} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
         f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} if completions are as long as these "
         f"(mean {sum(lengths) / len(lengths):.0f} tokens), and at most about {seconds_text(found.most + rest)} if all "
-        f"have {config.sampling.max_tokens:,}; "
-        f"{run_text(config.es.num_generations, 'generations', found.usual + rest)}"
+        f"have {config.sampling.max_tokens:,}; {config.es.num_generations:,} generations take about "
+        f"{seconds_text(config.es.num_generations * (found.usual + rest))} in total, plus evaluations"
     )
     return generation_finding(detail, rollouts, scores_MP)
+
+
+def _grpo_generation(case: Case) -> Finding:
+    """Score a group of completions of one prompt and a few rows of the evaluated splits; estimate a step's duration.
+
+    A step's completions are timed as a generation of ES is, its training passes by a forward pass times `PASS`.
+    """
+    engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
+    task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    failed = try_splits(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
+    if failed is not None:
+        return failed
+    grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
+    sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
+    began = time.perf_counter()
+    rollouts = collect(engine, MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)])
+    answered = time.perf_counter()
+    rewards = rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
+    took, scoring = time.perf_counter() - began, time.perf_counter() - answered
+    size = settings.round_size(grpo) * settings.rounds(grpo)
+    rows = batch(len(data.train), size // grpo.num_generations, config.seed, 0)
+    prompts = [tokens_.encode(task.prompt(data.train[row])) for row in rows]
+    asked = [Request(i, prompts[i // grpo.num_generations % len(prompts)], sampling, i) for i in range(size)]
+    lengths = [len(r.token_ids) for r in rollouts]
+
+    def ask(members: Sequence[Member], some: Sequence[Request]) -> list[Rollout]:
+        return collect(engine, MEAN_PLAN, some)
+
+    gpu, steps = on_gpu(config), settings.cycle(grpo)
+    found = rollout_duration(ask, MEAN_PLAN.members, asked, lengths, on_gpu=gpu)
+    said = [(*prompts[i % len(prompts)], *r.token_ids) for i, r in enumerate(rollouts)]
+    # Vary the first token by row: an engine computes a common prefix only once, and training does not.
+    micro = [(i % 64, *said[i % len(said)][1:]) for i in range(grpo.per_device_train_batch_size)]
+    reads = [Request(i, ids, Sampling(1), i) for i, ids in enumerate(micro)]
+    passed, _ = timed(lambda: collect(engine, MEAN_PLAN, reads), gpu)
+    rest = PASS * passed * grpo.gradient_accumulation_steps
+    rest += scoring * size / len(rewards) / steps
+    detail = (
+        f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in {seconds_text(took)}; a "
+        f"step takes about {seconds_text(found.usual / steps + rest)} if completions are as long as these (mean "
+        f"{sum(lengths) / len(lengths):.0f} tokens), and at most about {seconds_text(found.most / steps + rest)} if "
+        f"all have {sampling.max_tokens:,}, where a training pass takes {PASS} times as long as a forward pass; "
+        f"{grpo.max_steps:,} steps take about {seconds_text(grpo.max_steps * (found.usual / steps + rest))} in total, "
+        "plus evaluations"
+    )
+    return generation_finding(detail, rollouts, rewards)
 
 
 def _moving(case: Case, plan: Plan) -> float:
@@ -165,11 +222,6 @@ def try_splits(data: Data, score: Callable[[Sequence[Example]], object]) -> Find
         except EvoalignError as error:
             return Finding("generation", "failed", f"the {split} split: {error}")
     return None
-
-
-def run_text(count: int, what: str, each: float) -> str:
-    """Return the estimated duration of a run."""
-    return f"{count:,} {what} take about {seconds_text(count * each)} in total, plus evaluations"
 
 
 def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike) -> Finding:

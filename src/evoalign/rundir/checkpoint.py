@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -84,6 +84,13 @@ class _Record(BaseModel):
     files: dict[PlainName, Hash]
     hash: Hash
 
+    @property
+    def mark(self) -> Mark:
+        """The mark that the file records."""
+        kept: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Mark)}
+        kept["objective"] = self.objective or {}
+        return Mark(**kept)
+
 
 def save(
     folder: Path,
@@ -102,13 +109,19 @@ def save(
     `whole` writes that model with the evolved tensors in place, and its tokenizer; None saves an adapter. With
     `replace`, an existing folder is replaced; otherwise it has to be empty.
     """
+    from safetensors import safe_open
+
     with filled(folder, replace=replace) as temporary:
         if whole is None:
             _write_adapter(temporary, config, layout, base, state())
         else:
             whole(temporary, state())
-            if not _is_exact(temporary, layout):
-                _write_mean(temporary, state())
+            names: set[str] = set()
+            for file in temporary.glob("model*.safetensors"):
+                with safe_open(file, framework="pt") as opened:
+                    names.update(opened.keys())
+            if layout.dtype != "float32" or not all(t.name in names for t in layout.tensors):
+                _write_mean(temporary, state())  # the checkpoint does not hold the float32 mean by its evolved names
         if mark.counterfactual:
             (temporary / "README.md").write_text(_NOT_THE_RUN.format(mark), encoding="utf-8")
         slots = dict(optimizer)
@@ -128,7 +141,7 @@ def verify(folder: Path) -> Mark:
             raise CheckpointError(f"{folder / name} is missing")
         if digest_of(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
-    return _mark(record)
+    return record.mark
 
 
 def verify_policy(folder: Path) -> Mark:
@@ -150,14 +163,9 @@ def holds(folder: Path, mark: Mark) -> bool:
 def mark_of(folder: Path) -> Mark | None:
     """Return the mark of a saved mean without verifying its files; None where evoalign.json cannot be read."""
     try:
-        return _mark(_record_of(folder))
+        return _record_of(folder).mark
     except CheckpointError:
         return None
-
-
-def _mark(found: _Record) -> Mark:
-    place = found.generation, found.weights_hash, found.journal
-    return Mark(*place, found.reward, found.objective or {}, found.counterfactual, found.validation)
 
 
 def _record_of(folder: Path) -> _Record:
@@ -225,17 +233,6 @@ def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, stat
     )
     peft_config.save_pretrained(str(folder))
     _save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state}, folder / ADAPTER)
-
-
-def _is_exact(folder: Path, layout: Layout) -> bool:
-    """Return whether the checkpoint already holds the float32 mean by its evolved names."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in folder.glob("model*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            names.update(opened.keys())
-    return layout.dtype == "float32" and all(t.name in names for t in layout.tensors)
 
 
 def _write_mean(folder: Path, state: State) -> None:

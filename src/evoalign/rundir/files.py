@@ -124,11 +124,10 @@ def _flush(folder: Path) -> None:
 
 
 def _put(temporary: Path, folder: Path, *, replace: bool) -> None:
-    if folder.exists():
-        if replace:
-            remove_whole(folder)
-        else:
-            folder.rmdir()  # raises where it is not empty
+    if folder.exists() and replace:
+        remove_whole(folder)
+    elif folder.exists():
+        folder.rmdir()  # raises where it is not empty
     temporary.replace(folder)
     sync_folder(folder.parent)
 

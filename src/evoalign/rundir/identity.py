@@ -37,27 +37,22 @@ def identity(config: Config, method: Method = "es") -> dict[str, Any]:
     begins as the shorter one does.
     """
     if method == "grpo":
-        return _identity_of_grpo(config)
+        unused = {"full"}
+        if not config.grpo.samples_members:
+            unused |= {"es_", "space", "lowrank"}
+            unused |= {"lora"} if config.grpo.tune == "full" else set()
+        unsampled = {"temperature", "top_p", "stop", "keep_stop"}
+        unsampled |= {"max_tokens"} if config.grpo.max_completion_length else set()
+        tree = {**_tree(config, {*REPORTING, *unused}, unsampled), "grpo": config.grpo.by_name}
+        if tree["grpo"]["lr_scheduler_type"] == "constant":
+            del tree["grpo"]["max_steps"]
+        return tree
     tree = _tree(config, {*REPORTING, "grpo"})
     schedules = {config.es.sigma_schedule.name, config.es.learning_rate_schedule.name}
     if schedules <= {"constant", "plateau"}:
         del tree["es"]["num_generations"]
     if "plateau" in schedules:  # sigma depends on when the validation split is evaluated
         tree["evaluation"]["every"] = config.evaluation.every
-    return tree
-
-
-def _identity_of_grpo(config: Config) -> dict[str, Any]:
-    unused = {"full"}
-    if not config.grpo.samples_members:
-        unused |= {"es_", "space", "lowrank"}
-        unused |= {"lora"} if config.grpo.tune == "full" else set()
-    unsampled = {"temperature", "top_p", "stop", "keep_stop"}
-    if config.grpo.max_completion_length:
-        unsampled |= {"max_tokens"}
-    tree = {**_tree(config, {*REPORTING, *unused}, unsampled), "grpo": config.grpo.by_name}
-    if tree["grpo"]["lr_scheduler_type"] == "constant":
-        del tree["grpo"]["max_steps"]
     return tree
 
 

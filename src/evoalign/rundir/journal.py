@@ -14,9 +14,9 @@ resolved config, so that the base model and this one file rebuild the mean of an
     {"type": "end", index, reason, limit}
 
 `validation` and `end` lines follow a seal, and only where a setting needs them. A run that is given a larger limit
-continues after its `end` line. `objective`, `scored_by`, `machine`, `summation` and `scorer_digest` are left out where
-they do not apply, and by earlier releases. A line is canonical JSON: keys sorted, no white space, ASCII, floats as
-Python's `repr` writes them.
+continues after its `end` line. `objective`, `machine`, `summation` and `scorer_digest` are left out where they do not
+apply, and by earlier releases; `scored_by` is in journals of earlier releases alone. A line is canonical JSON: keys
+sorted, no white space, ASCII, floats as Python's `repr` writes them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ScoredChunk(Strict):
 
 
 class ScoredBy(Strict):
-    """Which replicas scored a generation, and why replicas were excluded so far, by their numbers."""
+    """Replicas that scored a generation, and why replicas were excluded so far, in journals of earlier releases."""
 
     chunks: Annotated[list[ScoredChunk], Field(min_length=1)]
     expelled: dict[str, str]
@@ -277,14 +277,8 @@ class Journal:
         self._file.seek(log.size)
         return self
 
-    def append(
-        self,
-        update: Update,
-        fitness_M: Sequence[float],
-        objective: Mapping[str, float] | None = None,
-        scored_by: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Record an update, the objective's state after it, and which replicas scored it, before any weight moves."""
+    def append(self, update: Update, fitness_M: Sequence[float], objective: Mapping[str, float] | None = None) -> None:
+        """Record an update and the objective's state after it, before any weight moves."""
         c = update.coefficients
         line: dict[str, Any] = {
             "type": "update",
@@ -301,8 +295,6 @@ class Journal:
         }
         if objective:
             line["objective"] = dict(objective)
-        if scored_by:
-            line["scored_by"] = dict(scored_by)
         self.last_hash = self._write(line)
 
     def seal(self, index: int, weights_hash: str) -> None:

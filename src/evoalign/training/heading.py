@@ -58,25 +58,18 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
     es, asked, samples = config.es, config.task.asked(len(data.train)), config.task.samples or 1
     share, *warnings = estimate.share_lines(config, specs, layout)
     members, each = es.population_size, f" x {samples} samples" if samples > 1 else ""
-    asks_mean = task.objective().asks_mean
+    asks_mean, wanted, rows = task.objective().asks_mean, config.task.batch_size or 0, len(data.train)
+    small = f"note: task.batch_size {wanted:,} is more than there are training rows: each generation asks all {rows:,}"
     return [
         subject(config, task, data, specs),
         f"space {config.space.name}: {layout.parameters:,} numbers; {share}",
         f"{es.num_generations:,} generations of {(members + asks_mean) * asked:,} completions ({members} members"
         f"{estimate.and_mean(asks_mean)} x {asked // samples} prompts{each}) of at most "
         f"{config.sampling.max_tokens:,} tokens; the first one shows how long they take",
-        *_batch_lines(config, len(data.train)),
+        *([small] if wanted > rows else []),
         *config.engine.lines(members, spaces.create(config).carrier == "dense"),
         *warnings,
     ]
-
-
-def _batch_lines(config: Config, rows: int) -> list[str]:
-    """Return a note if a generation has fewer prompts than `task.batch_size`."""
-    wanted = config.task.batch_size
-    if wanted is None or wanted <= rows:
-        return []
-    return [f"note: task.batch_size {wanted:,} is more than there are training rows: each generation asks all {rows:,}"]
 
 
 def largest_batch(config: Config, task: Task, data: Data) -> tuple[int, int] | None:
@@ -110,19 +103,24 @@ def opening(parts: Parts) -> list[str]:
 
 
 def split_lines(config: Config, task: Task, data: Data) -> list[str]:
-    """Return the form of the prompts, the prompts that splits share, and what the validation split selects."""
-    return [_form_line(config, task, data), *task.notes, *shared_lines(task, data), *_chosen_lines(config, data)]
+    """Return the form of the prompts, the prompts that splits share, and what the validation split selects.
 
-
-def _form_line(config: Config, task: Task, data: Data) -> str:
-    """Return the form of the training prompts: raw text is often a mistake for a chat model."""
+    Training prompts of raw text are often a mistake for a chat model.
+    """
     raw, count = sum(isinstance(task.prompt(example), str) for example in data.train), len(data.train)
     form = config.task.prompt
     setting = "task.prompt is not set: the task's own form" if form is None else f"task.prompt: {form}"
-    if raw == count:
-        return f"prompts are {task.text_form}, without the model's chat template ({setting})"
     some = f"; {raw:,} of {count:,} are {task.text_form}" if raw else ""
-    return f"prompts are messages for the model's chat template{some} ({setting})"
+    line = f"prompts are messages for the model's chat template{some} ({setting})"
+    if raw == count:
+        line = f"prompts are {task.text_form}, without the model's chat template ({setting})"
+    lines = [line, *task.notes, *shared_lines(task, data)]
+    every, count = config.evaluation.every, len(data.validation)
+    if not count:
+        return [*lines, NO_VALIDATION] if config.checkpoint.keep_best else lines
+    when = f", and after every {every}" if every else ""
+    kept = "; the best mean by them is also kept" if every and config.checkpoint.keep_best else ""
+    return [*lines, f"validation {count:,} examples, evaluated at the start and at the end{when}{kept}"]
 
 
 def shared_lines(task: Task, data: Data) -> list[str]:
@@ -150,15 +148,6 @@ def _prompts(task: Task, examples: Sequence[Example]) -> npt.NDArray[np.int64]:
     Two of a million prompts share a hash by chance once in tens of millions of runs.
     """
     return np.fromiter((hash(json.dumps(task.prompt(example))) for example in examples), np.int64, len(examples))
-
-
-def _chosen_lines(config: Config, data: Data) -> list[str]:
-    every, count = config.evaluation.every, len(data.validation)
-    if not count:
-        return [NO_VALIDATION] if config.checkpoint.keep_best else []
-    when = f", and after every {every}" if every else ""
-    kept = "; the best mean by them is also kept" if every and config.checkpoint.keep_best else ""
-    return [f"validation {count:,} examples, evaluated at the start and at the end{when}{kept}"]
 
 
 def last_lines(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from evoalign.placebos.counterfactual import Counterfactual, parse
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import saved_folders, saving_places
-from evoalign.rundir.journal import Header, Log, Recorded
+from evoalign.rundir.journal import Log, Recorded
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
 from evoalign.training import saving
@@ -175,14 +174,6 @@ def rebuilt(
         served.close()
 
 
-def _engine(header: Header) -> dict[str, Any]:
-    """Return engine settings that repeat the updates: none, or the device on which a library summed them."""
-    if header.sums == "ordered" or not header.device.startswith("cpu"):
-        return {}
-    threads = (header.machine or {}).get("threads", "")
-    return {"device": "cpu"} | ({"threads": int(threads)} if threads.isdecimal() else {})
-
-
 def config_of(log: Log, model: str | ModelConfig | None = None, skip: Sequence[str] = REPLAY_SKIPS) -> Config:
     """Return the config that a journal was made with, as far as it decides the weights.
 
@@ -199,26 +190,14 @@ def config_of(log: Log, model: str | ModelConfig | None = None, skip: Sequence[s
     named = ModelConfig(name=model) if isinstance(model, str) else model
     tree["model"] |= {} if named is None else {"name": named.name, "revision": named.revision, "base": named.base}
     tree["model"] |= {"dtype": log.header.dtype}
-    tree["engine"] = _engine(log.header)
+    tree["engine"] = {}
+    if log.header.sums != "ordered" and log.header.device.startswith("cpu"):  # there a library summed the updates
+        threads = (log.header.machine or {}).get("threads", "")
+        tree["engine"] = {"device": "cpu"} | ({"threads": int(threads)} if threads.isdecimal() else {})
     config = from_dict(tree)
     fix = "say where its model is with --model, or resume the run with its own config"
     outside.refuse(config, log.path, fix, skip=skip if named is None else (*skip, "model"))
     return config
-
-
-def recorded_of(log: Log, generation: int, member: int) -> Recorded:
-    """Return the record of a generation (from 0), given a member of it. Raises ConfigError if either is missing."""
-    count = len(log.generations)
-    if not 0 <= generation < count:
-        known = f"its generations are 0 to {count - 1}" if count else "it has no generation yet"
-        raise ConfigError(f"{log.path} has no members of generation {generation}: {known}")
-    found = log.generations[generation]
-    if not 0 <= member < len(found.update.members):
-        raise ConfigError(
-            f"{log.path} has no member {member} in generation {generation}: its members are 0 to "
-            f"{len(found.update.members) - 1}"
-        )
-    return found
 
 
 def member_state(served: Served, recorded: Recorded, member: Member) -> Iterator[tuple[str, torch.Tensor]]:
@@ -239,7 +218,14 @@ def save_member(log: Log, folder: Path, generation: int, member: int, model: str
     `model` replaces the base model's name or folder if that has moved. Raises ConfigError for a member that does not
     exist, JournalError and ResumeError if the mean cannot be rebuilt.
     """
-    found = recorded_of(log, generation, member)
+    count = len(log.generations)
+    if not 0 <= generation < count:
+        known = f"its generations are 0 to {count - 1}" if count else "it has no generation yet"
+        raise ConfigError(f"{log.path} has no members of generation {generation}: {known}")
+    found = log.generations[generation]
+    if not 0 <= member < (members := len(found.update.members)):
+        known = f"its members are 0 to {members - 1}"
+        raise ConfigError(f"{log.path} has no member {member} in generation {generation}: {known}")
     with rebuilt(log, generation=generation, model=model) as (served, place):
         chosen = found.update.members[member]
         own = Mark(generation, weights_hash(member_state(served, found, chosen)), place.journal)

@@ -20,15 +20,12 @@ from evoalign.config.reading import read_object
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.placebos.estimates import Placebos
-from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import Interval, Sample, alarm, before_after, headline, is_share, weighed
 from evoalign.rewards.objective import aim_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Split, Task
-from evoalign.training.recorder import Recorder
-from evoalign.types import Example
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -101,33 +98,16 @@ def write_completions(run: RunDir, name: str, result: Evaluation) -> None:
 
 def read_completions(run: RunDir, name: str, task: Task, data: Data, split: Split = "test") -> Evaluation | None:
     """Read an evaluation of a split; None if its file is missing or damaged."""
+    examples = data.of(split)
     try:
-        scored = [_with_right(Scored.of(row), task, data.of(split)) for row in parquet.read(run.completions(name))]
-        return evaluation.summarise(task, data.of(split), scored)
+        scored = [Scored.of(row) for row in parquet.read(run.completions(name))]
+        for i, found in enumerate(scored):
+            if found.right is None:  # an earlier release did not record it
+                right = task.is_right(task.clean(found.text), task.handed(examples[found.example]))
+                scored[i] = replace(found, right=right)
+        return evaluation.summarise(task, examples, scored)
     except (DataError, TypeError, IndexError, AttributeError):
         return None
-
-
-def _with_right(scored: Scored, task: Task, examples: Sequence[Example]) -> Scored:
-    """Add whether a completion is right, which an earlier release did not record."""
-    if scored.right is not None:
-        return scored
-    return replace(scored, right=task.is_right(task.clean(scored.text), task.handed(examples[scored.example])))
-
-
-def conclude(
-    run: RunDir,
-    settings: EvaluationConfig,
-    mean: Mapping[str, Any],
-    before: Evaluation,
-    after: Evaluation,
-    verdict: Verdict,
-    recorder: Recorder,
-    placebos: Placebos | None = None,
-) -> None:
-    """Write results/evaluation.json and the completions, and show both. `mean` names the weights of `after`."""
-    write_results(run, settings, mean, before, after, placebos)
-    show(before, after, verdict, recorder.console, recorder.tell, placebos, mean.get(WEIGHTS))
 
 
 def write_results(
@@ -138,9 +118,21 @@ def write_results(
     after: Evaluation,
     placebos: Placebos | None = None,
 ) -> None:
-    """Write results/evaluation.json and the completions; see `conclude`."""
+    """Write results/evaluation.json and the completions. `mean` names the weights of `after`."""
     write_completions(run, "after", after)
-    _write_evaluation(run, settings, mean, before, after, _change(before, after), placebos)
+    tree = {
+        "format_version": 1,
+        **mean,
+        "split": "test",
+        "examples": len(next(iter(before.measures_E.values()))),
+        "settings": settings.model_dump(mode="json"),
+        "before": before.measures,
+        "after": after.measures,
+        "intervals": INTERVALS + (OF_SETS if before.resampled else ""),
+        "change_mean_low_high": {name: list(interval) for name, interval in _change(before, after).items()},
+        **({} if placebos is None else {"placebo": placebos.as_dict()}),
+    }
+    write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
 
 
 def show(
@@ -154,7 +146,7 @@ def show(
 ) -> None:
     """Show both evaluations, their change and its placebos; above them the signs of reward hacking with completions.
 
-    `weights` are those of several rewards.
+    `weights` are those of several rewards. A change whose interval contains 0 or is unknown is reported.
     """
     change = _change(before, after)
     mean = None if placebos is None else placebos.measures
@@ -166,11 +158,6 @@ def show(
     before_after(before.measures, after.measures, console, _samples(before, after), change, mean, names)
     for line in [*verdict.lines(), *(() if placebos is None else placebos.lines())]:
         tell(line)
-    _tell_uncertain(before, after, change, tell)
-
-
-def _tell_uncertain(before: Evaluation, after: Evaluation, change: Mapping[str, Interval], tell: Tell) -> None:
-    """Report a change of the trained measure whose interval contains 0 or is unknown."""
     name = aim_of(after.measures)
     what = f"the {name}" if name == "reward" else name
     gain = after.measures[name] - before.measures[name]
@@ -184,18 +171,12 @@ def _tell_uncertain(before: Evaluation, after: Evaluation, change: Mapping[str, 
         tell(f"the change of {what} on the test split, {mean_change:+.4g}, is not significant: {interval}")
 
 
-def validation_of(before: Evaluation, after: Evaluation) -> dict[str, Any]:
-    """Return the entry of evaluation.json for the validation split."""
-    count = len(next(iter(before.measures_E.values())))
-    return {"examples": count, "before": before.measures, "after": after.measures}
-
-
-def validation_line(before: Evaluation, after: Evaluation) -> str:
-    """Return the line on the validation split's reward before and after."""
-    name = aim_of(before.measures)
+def validation_of(before: Evaluation, after: Evaluation) -> tuple[dict[str, Any], str]:
+    """Return the entry of evaluation.json for the validation split, and the line on its reward before and after."""
+    count, name = len(next(iter(before.measures_E.values()))), aim_of(before.measures)
     first, last = (found.measures[name] for found in (before, after))
-    count = len(next(iter(before.measures_E.values())))
-    return f"on the {count} validation examples the {name} went from {first:.4g} to {last:.4g}"
+    line = f"on the {count} validation examples the {name} went from {first:.4g} to {last:.4g}"
+    return {"examples": count, "before": before.measures, "after": after.measures}, line
 
 
 def judged_again(run: RunDir, before: Evaluation, after: Evaluation) -> Verdict:
@@ -221,30 +202,6 @@ def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
         if name in after.measures_E
     }
     return {name: change for name, change in changes.items() if not math.isnan(change[0])}
-
-
-def _write_evaluation(
-    run: RunDir,
-    settings: EvaluationConfig,
-    mean: Mapping[str, Any],
-    before: Evaluation,
-    after: Evaluation,
-    change: Mapping[str, Interval],
-    placebos: Placebos | None,
-) -> None:
-    tree = {
-        "format_version": 1,
-        **mean,
-        "split": "test",
-        "examples": len(next(iter(before.measures_E.values()))),
-        "settings": settings.model_dump(mode="json"),
-        "before": before.measures,
-        "after": after.measures,
-        "intervals": INTERVALS + (OF_SETS if before.resampled else ""),
-        "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
-        **({} if placebos is None else {"placebo": placebos.as_dict()}),
-    }
-    write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
 
 
 def _samples(before: Evaluation, after: Evaluation, which: Sequence[int] = range(SHOWN_SAMPLES)) -> list[Sample]:

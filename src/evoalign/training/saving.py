@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,11 @@ def machine() -> dict[str, str]:
 
 
 def _facts(served: Served) -> dict[str, Any]:
-    """Return what the weights depend on, apart from the config."""
+    """Return what the weights depend on, apart from the config: the GPU model, or the kind of CPU, among others."""
+    device = served.facts.device
     return {
         "versions": versions(),
-        "device": _device(served.facts.device),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu {platform.machine()}",
         "dtype": served.layout.dtype,
         "noise_table": noise.TABLE_SHA256,
         "tokenizer_hash": served.tokens.fingerprint(),
@@ -121,7 +122,9 @@ def save(
 
 def retain(run: RunDir, config: Config) -> None:
     """Delete checkpoints except the latest `keep_last` and the best one."""
-    best = {best_saved(run), _kept_before(run)} if config.checkpoint.keep_best else set[Path | None]()
+    best = set[Path | None]()
+    if config.checkpoint.keep_best:  # an earlier release kept the best on the test split, which is never deleted
+        best = {best_saved(run), _highest(run, lambda mark: mark.reward)}
     for folder in saved_folders(run.path)[: -config.checkpoint.keep_last]:
         if folder not in best:
             remove_whole(folder)
@@ -130,11 +133,6 @@ def retain(run: RunDir, config: Config) -> None:
 def best_saved(run: RunDir) -> Path | None:
     """Return the earliest checkpoint with the best validation reward; None if none was evaluated."""
     return _highest(run, lambda mark: mark.validation)
-
-
-def _kept_before(run: RunDir) -> Path | None:
-    """Return the checkpoint that an earlier release kept as the best on the test split. It is never deleted."""
-    return _highest(run, lambda mark: mark.reward)
 
 
 def _highest(run: RunDir, value: Callable[[Mark], float | None]) -> Path | None:
@@ -214,11 +212,6 @@ def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
     return found
 
 
-def _device(name: str) -> str:
-    """Return the GPU model, or the kind of CPU."""
-    return torch.cuda.get_device_name(name) if name.startswith("cuda") else f"cpu {platform.machine()}"
-
-
 def elsewhere(recorded: Header) -> str:
     """Return in words how the machine and versions of a journal differ from those here."""
     ours = versions()
@@ -237,11 +230,15 @@ def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Callable[[str]
         try:
             mark = checked(folder, log)
             state, optimizer = checkpoint.load(folder, served.layout)
-            if weights_hash(_float32(state.items())) != mark.weights_hash:
+            if weights_hash((name, tensor.float()) for name, tensor in state.items()) != mark.weights_hash:
                 raise CheckpointError(f"the weights in {folder} do not have its weights_hash")
             served.engine.load(state, optimizer)
         except CheckpointError as error:
-            tell(f"warning: {error}; set aside as {set_aside(folder).name}, the journal rebuilds the weights")
+            count = 1
+            while (aside := folder.with_name(f"{folder.name}.unusable{count if count > 1 else ''}")).exists():
+                count += 1
+            folder.rename(aside)  # so that it is not loaded
+            tell(f"warning: {error}; set aside as {aside.name}, the journal rebuilds the weights")
             continue
         return mark.generation
     return 0
@@ -258,15 +255,3 @@ def checked(folder: Path, log: Log) -> Mark:
     if ours != (mark.journal, mark.weights_hash, mark.objective):
         raise CheckpointError(f"{folder} is not of this journal")
     return mark
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that it is not loaded, and return its new path."""
-    count = 1
-    while (aside := folder.with_name(f"{folder.name}.unusable{count if count > 1 else ''}")).exists():
-        count += 1
-    return folder.rename(aside)
-
-
-def _float32(state: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    return ((name, tensor.float()) for name, tensor in state)

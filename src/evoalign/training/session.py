@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from rich.console import Console
@@ -47,16 +47,8 @@ from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_comman
 from evoalign.tasks import Data, Split, Task
 from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels, Recorder
-from evoalign.training.result import (
-    Result,
-    conclude,
-    read_completions,
-    validation_line,
-    validation_of,
-    write_completions,
-    write_results,
-)
-from evoalign.training.stop import Stop
+from evoalign.training.result import Result, read_completions, show, validation_of, write_completions, write_results
+from evoalign.training.stopping import Stop
 
 
 class Mean(Protocol):
@@ -142,14 +134,8 @@ class Finish:
         return judge(self.before.completions, self.after.completions, self.found.get(NATS))
 
 
-class Measurement(Protocol):
-    """A measurement of a finished run. Where it fails, the run stays complete and a warning names the measurement."""
-
-    def __call__(self, finish: Finish, /) -> Any:
-        """Return the measurement; None: not requested. Raises EvoalignError, StoppedError."""
-        ...
-
-
+Measurement: TypeAlias = Callable[[Finish], Any]
+"""A measurement of a finished run; None: not requested. Where it fails, the run stays complete, with a warning."""
 KL, DISTANCE, NATS, PLACEBOS, SUMMARY = "KL divergence", "distance", "nats per token", "placebos", "summary"
 
 
@@ -161,17 +147,17 @@ def _divergence(finish: Finish) -> Mapping[str, Any] | None:
     return dataclasses.asdict(session.algorithm.mean.divergence())
 
 
-def _distance(finish: Finish) -> Mapping[str, Any]:
-    return dataclasses.asdict(finish.session.algorithm.mean.distance())
-
-
 def _fluency(finish: Finish) -> Fluency | None:
     if not finish.session.config.measures_nats:
         return None
     return finish.session.algorithm.mean.fluency(finish.before, finish.after)
 
 
-MEASUREMENTS: Mapping[str, Measurement] = {KL: _divergence, DISTANCE: _distance, NATS: _fluency}
+MEASUREMENTS: Mapping[str, Measurement] = {
+    KL: _divergence,
+    DISTANCE: lambda finish: dataclasses.asdict(finish.session.algorithm.mean.distance()),
+    NATS: _fluency,
+}
 """Measurements of every method, in this order."""
 RECORDED: Mapping[str, str] = {KL: "divergence", DISTANCE: "distance"}
 """Keys in results/evaluation.json of measurements that are written as soon as they are made."""
@@ -191,7 +177,7 @@ class Session:
         self.algorithm, self.config, self.run, self.stop, self.given = algorithm, algorithm.config, run, stop, given
         self.labels = algorithm.labels
         self.recorder = Recorder(self.config, run, console, self.labels)
-        self.tell = self.recorder.tell
+        self.tell, self.record = self.recorder.tell, self.recorder.record
         self.done, self.resumable, self.total = done or 0, done, self.labels.total
         self.is_new, self._has_begun = done is None, False
         self.ending: Ending | None = None
@@ -225,10 +211,6 @@ class Session:
         """End the run here, before its last step; it is then finished as usual."""
         self.ending, self.total = ending, self.done
         self.tell(f"ends after {self.labels.unit} {self.done} of {self.labels.total}: {stopping.words(ending)}")
-
-    def record(self, row: Row) -> None:
-        """Record one step."""
-        self.recorder.record(row)
 
     def evaluate(self, split: Split = "test") -> Evaluation:
         """Evaluate the mean on a split, and add the cost to the budget."""
@@ -318,8 +300,8 @@ class Session:
         if self._validated is not None:
             validation = self._validated, self._evaluate("result", "validation")
             write_completions(self.run, AFTER_VALIDATION, validation[1])
-            results["validation"] = validation_of(*validation)
-            self.tell(validation_line(*validation))
+            results["validation"], line = validation_of(*validation)
+            self.tell(line)
             self.recorder.measured("validation", *validation)
         weights = task.weighted.by_name(list(after.completions[0].rewards))
         results |= {WEIGHTS: weights} if weights else {}
@@ -342,7 +324,8 @@ class Session:
         results["alarms"] = verdict.as_dict()
         placebos = measured.get(PLACEBOS)
         with checksums.recorded(self.run.path):
-            conclude(self.run, self.config.evaluation, results, before, after, verdict, self.recorder, placebos)
+            write_results(self.run, self.config.evaluation, results, before, after, placebos)
+            show(before, after, verdict, self.recorder.console, self.tell, placebos, weights)
         for line in measured.get(SUMMARY) or ():
             self.tell(line)
         self.recorder.measured("test", before, after)

@@ -1,19 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early stopping, and plateaus for the sigma schedule.
+"""Why a run stops: a signal, early stopping; and plateaus for the sigma schedule.
 
-Both follow from the validation rewards in the journal and from the seconds in the rows, so that a resumed run decides
-as an uninterrupted one. The test split is not used.
+The first SIGINT or SIGTERM requests an orderly stop, a second one stops at once. Early stopping and plateaus follow
+from the validation rewards in the journal and from the seconds in the rows, so that a resumed run decides as an
+uninterrupted one. The test split is not used.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from evoalign.config import Config
 from evoalign.rewards.objective import aim
 from evoalign.rundir.journal import Ending, Journal, Log
+
+TELL = b"\nstopping after this generation; once more to stop at once\n"
+NOW = b"\nstopped at once; --resume continues after the last whole generation\n"
+SAME_SECONDS = 0.02
+"""A second SIGTERM within this time is ignored: `timeout` sends it to the process and to its group."""
+
+
+class Stop:
+    """Context manager in which a signal sets `asked` to its number. A second signal raises KeyboardInterrupt, or
+    SystemExit for SIGTERM. Signals arrive in the main thread only."""
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            if number == signal.SIGTERM and time.monotonic() - self._since < SAME_SECONDS:
+                return
+            os.write(2, NOW)
+            if number == signal.SIGTERM:
+                raise SystemExit(128 + number)
+            raise KeyboardInterrupt
+        self.asked, self._since = number, time.monotonic()
+        os.write(2, TELL)  # a console may be in the middle of a line of its own
 
 
 def waited(rewards: Sequence[float], min_delta: float) -> int:
@@ -67,8 +109,10 @@ class Course:
             return Ending("plateau", stopping.patience)
         if stopping.max_hours is None:
             return None
-        limit = stopping.max_hours * 3600
-        return Ending("time", limit) if self._timed_out(limit) or seconds(rows) >= limit else None
+        limit, before = stopping.max_hours * 3600, self._before
+        # The rows of a resumed journal that ended at a time limit may be lost.
+        timed_out = before is not None and before.reason == "time" and before.limit >= limit
+        return Ending("time", limit) if timed_out or seconds(rows) >= limit else None
 
     def unrecorded(self, log: Log, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return a note on earlier evaluations that do not count because the journal lacks them.
@@ -88,11 +132,6 @@ class Course:
     def is_written(self, ending: Ending) -> bool:
         """Return whether the resumed journal already records this ending at its last generation."""
         return self._before is not None and self._before.reason == ending.reason
-
-    def _timed_out(self, limit: float) -> bool:
-        """Return whether the resumed journal ended at a time limit that was no shorter. Its rows may be lost."""
-        before = self._before
-        return before is not None and before.reason == "time" and before.limit >= limit
 
     def gone_on(self) -> None:
         """Note that another generation followed, so that the journal is no longer at an ending."""

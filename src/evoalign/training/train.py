@@ -15,7 +15,7 @@ from rich.console import Console
 from evoalign import evolve, spaces, tracking
 from evoalign.checks import canary, control, divergence
 from evoalign.checks.control import Control
-from evoalign.checks.diagnosis import SAMPLE, Diagnosis
+from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
 from evoalign.checks.distance import Distance, distance_of_mean
 from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.checks.signs import scripts
@@ -51,7 +51,7 @@ from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
 from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, place
-from evoalign.training.stop import Stop
+from evoalign.training.stopping import Stop
 from evoalign.types import Generation, text_of
 
 Hook = Callable[[Generation], None]
@@ -214,7 +214,7 @@ class _EvolutionStrategies:
             parts.layout,
             parts.engine.probe_weights(SAMPLE),
             parts.max_score,
-            gold=self._gold,
+            gold=lambda row: self.task.gold(self.task.handed(self.data.train[row])),
             known=scripts(text_of(self.task.prompt(example)) for example in self.data.train),
             deterministic=parts.facts.deterministic,
             given=given,
@@ -236,9 +236,6 @@ class _EvolutionStrategies:
         """The open journal, from `begin` or `resume` on."""
         assert self._journal is not None
         return self._journal
-
-    def _gold(self, row: int) -> str | None:
-        return self.task.gold(self.task.handed(self.data.train[row]))
 
     def open(self, session: Session) -> Mapping[str, Any]:
         for line in heading.opening(self.parts):
@@ -427,7 +424,7 @@ class _EvolutionStrategies:
         found: Placebos | None = finish.found[PLACEBOS]
         alarm = finish.verdict().word
         beats_noise = alarm is None and found is not None and not found.reached
-        lines = self._diagnosis.summary(alarm, beats_noise=beats_noise)
+        lines = summary(self._diagnosis.history, alarm, beats_noise=beats_noise)
         rows = self._diagnosis.history.rows
         if found is None and rows and rows[-1].get("distance") is not None:
             updates = [recorded.update for recorded in journal.read(self.journal.path).generations]

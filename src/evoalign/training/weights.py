@@ -9,7 +9,8 @@ such as the embeddings in a checkpoint of `lowrank`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,14 @@ def _member_hash(folder: Path) -> str | None:
 def hashes_of_adapter(folder: Path) -> set[str]:
     """Return the `weights_hash` of a PEFT adapter under the tensor names of ES and under those of GRPO."""
     rows = _sums([folder / ADAPTER])
-    return {_hash(rows, lambda name: name.removeprefix(PEFT_PREFIX)), _hash(rows, _live_name)}
-
-
-def _live_name(name: str) -> str:
-    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+    plain = ((name.removeprefix(PEFT_PREFIX), shape, total) for name, shape, total in rows)
+    live = ((re.sub(r"\.(lora_[AB])\.", r".\1.default.", name), shape, total) for name, shape, total in rows)
+    return {weights_hash_of_sums(plain), weights_hash_of_sums(live)}
 
 
 def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Config | None) -> bool:
     """Return whether all tensors of a checkpoint, the evolved ones, or the loaded model have the mark's hash."""
-    if weights_hash_of_sums(rows) == mark.weights_hash:
-        return True
-    if config is None:
+    if config is None or weights_hash_of_sums(rows) == mark.weights_hash:
         return True
     here = config.model_copy(update={"model": elsewhere(config.model, str(folder))})
     specs = specs_of_config(here)
@@ -109,15 +106,11 @@ def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Con
         return True
     if {spec.name for spec in specs} == {name for name, _, _ in rows}:
         return False
-    return _hash_of_model(folder) == mark.weights_hash  # its files use other tensor names
-
-
-def _hash_of_model(folder: Path) -> str:
     try:
         model = load_whole(str(folder), None, "auto", str(folder))
     except ModelError as error:
         raise CheckpointError(str(error)) from error
-    return weights_hash(tensors_of(model).items())
+    return weights_hash(tensors_of(model).items()) == mark.weights_hash  # its files use other tensor names
 
 
 def _check_rounded(folder: Path, plain: Iterable[Path]) -> None:
@@ -129,19 +122,9 @@ def _check_rounded(folder: Path, plain: Iterable[Path]) -> None:
                 raise CheckpointError(f"{file} does not hold the mean of {mean[name][0].name}: {name} differs")
 
 
-def _hash(rows: Iterable[Row], named: Callable[[str], str]) -> str:
-    return weights_hash_of_sums((named(name), shape, total) for name, shape, total in rows)
-
-
 def _sums(files: Iterable[Path]) -> list[Row]:
-    return list(_each(files))
-
-
-def _each(files: Iterable[Path]) -> Iterator[Row]:
-    for file in sorted(files):
-        for name, read in _lazily(file).items():
-            tensor = read()
-            yield name, tuple(tensor.shape), tensor_sum(tensor)
+    lazy = (item for file in sorted(files) for item in _lazily(file).items())
+    return [(name, tuple((tensor := read()).shape), tensor_sum(tensor)) for name, read in lazy]
 
 
 def _lazily(file: Path) -> Mapping[str, Callable[[], torch.Tensor]]:

@@ -26,7 +26,7 @@ from evoalign.rundir.identity import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
 from evoalign.tasks import PLAIN
-from evoalign.training.stop import Stop
+from evoalign.training.stopping import Stop
 from evoalign.version import install
 
 TICK_SECONDS = 0.2
