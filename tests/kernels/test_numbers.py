@@ -65,9 +65,7 @@ def size_of(shape, slices):
     return [b - a for a, b in noise.bounds_of(shape, slices)]
 
 
-@pytest.mark.first(
-    "c-none", "c-turned", "threads-plain-shape6-", "threads-plain-shape9-", "triton-turned-shape5-", others="slow"
-)
+@pytest.mark.first("c-", "threads-", "triton-turned-shape5-", others="long")
 @parts
 @pytest.mark.parametrize("around", ["none", "plain", "turned"])
 def test_noise_has_the_same_bits(in_torch, form, around, shape, slices):
@@ -93,7 +91,7 @@ def test_noise_has_the_same_bits(in_torch, form, around, shape, slices):
             assert same(got, want)
 
 
-@pytest.mark.first("shape4-", others="slow")
+@pytest.mark.first("shape4-", others="long")
 @parts
 def test_the_whole_table_gives_the_bits_of_half(monkeypatch, in_torch, shape, slices):
     from evoalign.kernels import noise as kernel
@@ -121,7 +119,7 @@ def test_nan_stays_nan(form):
     assert noise.scaled((1, 2), (1, 9), 0, [0], [0.0], mean=mean, dtype=torch.bfloat16).isnan().all()
 
 
-@pytest.mark.first("-shape0", "-shape1", others="slow")
+@pytest.mark.first("-shape0", "-shape1", others="long")
 @pytest.mark.parametrize("shape", [(20, 1), (20, 3), (3, 20), (6, 300)])
 def test_scaled_writes_padded_and_transposed_outputs(in_torch, form, shape):
     """Write to memory like an engine's slots; nothing else is changed."""
@@ -177,7 +175,7 @@ SPACES = [("full", 1, "B"), ("lora", 3, "A"), ("lora", 3, "B"), ("lowrank", 1, "
 
 
 @pytest.mark.first(
-    "8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-whole", others="slow"
+    "8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-whole", others="long"
 )  # fmt: skip
 @pytest.mark.parametrize("part", ["whole", "half"])
 @pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.0), ("sgd", 0.125), ("adam", 0.0)])
@@ -205,7 +203,7 @@ def test_one_number_moves_alone_and_is_served_in_any_dtype(in_torch, form, serve
         assert same(got, want)
 
 
-@pytest.mark.first("half-0.0", others="slow")
+@pytest.mark.first("half-0.0", others="long")
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("part", ["whole", "half", "corner"])
 def test_lowrank_moves_are_the_ordered_sum(form, part, decay):

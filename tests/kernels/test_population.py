@@ -17,8 +17,8 @@ RANKS = [(1, 1), (1, 8), (2, 8), (3, 8), (8, 8), (3, 16), (16, 16)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ranks = pytest.mark.parametrize(("rank", "padded"), RANKS)
 some_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-fast = pytest.mark.first("-3-8", others="long")
-fast_rows = pytest.mark.first("1-", "5-", others="long")
+fast = pytest.mark.first("-3-8", "[c-", others="long")
+fast_rows = pytest.mark.first("1-", "5-", "[c-", others="long")
 needs_library = pytest.mark.skipif(not compiled.here(), reason="no C compiler made the library")
 
 LAYERS = [(60, (96, 40, 40)), (4100, (72,)), (72, (8200, 90)), (33, (50, 50))]
