@@ -149,10 +149,8 @@ def test_insides_lists_every_import_from_vllm():
     assert not {(m, name) for m, name in found if (m, name) not in modules and name not in places}
 
 
-def test_insides_has_no_duplicates_and_the_length_in_the_guide():
+def test_insides_has_no_duplicates():
     assert len({(i.module, i.owner, i.name) for i in INSIDES}) == len(INSIDES) > 200
-    guide = FOLDER.parents[3] / "docs" / "guides" / "vllm.md"
-    assert f"list of {len(INSIDES)} names" in guide.read_text(encoding="utf-8")
 
 
 def test_every_attribute_of_vllm_is_set_by_replace():

@@ -662,4 +662,4 @@ def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli:
         json.dumps({"weights_hash": json.loads((copy / "results/evaluation.json").read_text())["weights_hash"]})
     )
     done = cli("export", copy, "--to", tmp_path / "to")
-    assert done.code == 2 and "is damaged (KeyError: 'settings'); --debug shows where" in done.err
+    assert done.code == 2 and "is damaged (KeyError: " in done.err and "--debug shows where" in done.err

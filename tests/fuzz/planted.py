@@ -28,11 +28,10 @@ from evoalign.engines.transformers import engine
 from evoalign.models import files, origin
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, checksums, journal
-from evoalign.tasks import base, countdown
+from evoalign.tasks import base, countdown, data
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.data import files as data_files
-from evoalign.tasks.data import splits
 from evoalign.training import weights
 
 Patch = pytest.MonkeyPatch
@@ -134,7 +133,10 @@ def _early_wins(low: Any, high: Any) -> dict[str, Any]:
     return whole_merge(high, low)
 
 
-def _of_one_line(path: Any, source: Any) -> Iterator[Any]:
+def _of_one_line(path: Any, source: Any, *, is_list: bool) -> Iterator[Any]:
+    if is_list:
+        yield from whole_json(path, source, is_list=True)
+        return
     lines = [(f"{path}, line {i}", line) for i, line in enumerate(source.read().decode().splitlines(), 1)]
     for where, line in lines:
         if line.strip():
@@ -182,6 +184,7 @@ def _rows_that_parse(path: Any) -> list[Any]:
 
 whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_model, tokens._stops, runs._rows
 whole_columns = data_files._columns
+whole_json = data_files._json
 quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
 SAFE = yaml.SafeLoader
 FAULTS: dict[str, Fault] = {
@@ -202,12 +205,12 @@ FAULTS: dict[str, Fault] = {
     "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
     "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),
     # data files
-    "line breaks in a text": patched("data files", (data_files, "_jsonl", _of_one_line), shows="refused silent"),
+    "line breaks in a text": patched("data files", (data_files, "_json", _of_one_line), shows="refused silent"),
     "rows shared with rewards": patched(
         "data files", (functions, "fresh", lambda value: value), (base, "fresh", lambda value: value)
     ),
     "no bound of depth": patched(
-        "data files > text", (data_files, "_check_sound", lambda row, where: None), shows="silent traceback"
+        "data files > text", (data_files, "_columns", lambda row, where: row), shows="silent traceback"
     ),
     "a column that is missing": patched(
         "data files > missing", (Conciseness, "_check", lambda self, where, row: row), shows="traceback"
@@ -219,7 +222,7 @@ FAULTS: dict[str, Fault] = {
     "a parquet file's own error": patched(
         "data files > bytes", (data_files, "_parquet", raising_rows(data_files._parquet)), shows="traceback"
     ),
-    "the last row": patched("data files", (splits, "_first", lambda rows, *_: rows[:-1] or rows)),
+    "the last row": patched("data files", (data, "_first", lambda rows, *_: rows[:-1] or rows)),
     "messages of any form": patched(
         "data files > value", (Custom, "_check", lambda self, where, row: row), shows="traceback silent"
     ),

@@ -67,6 +67,7 @@ REFUSED = (
     "(A-B)*C*D \\quadA",    "１２*2", "٢٤", "(A-B)*C*D\x00", "(A-B)*C*D\ud800", "(A−−B)*C*D", "(A-B)*C*D = ２４",
     "(A-B)*C*D = 2_4", "$(A-B)*C*D",
 )  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "grader.py"))
 BOMBS = [
     *(bomb for name, bomb in BENCHMARK["BOMBS"].items() if name != "Unicode minus"),  # which lenient grading reads

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 import evoalign
 from evoalign.analysis import targets
 from evoalign.config import from_dict, load
-from evoalign.errors import CheckpointError
+from evoalign.errors import CheckpointError, ModelError
 from evoalign.models import tiny
+from evoalign.models.files import load_whole
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
 from evoalign.training import weights
@@ -96,8 +97,8 @@ def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path: Path, monkeypat
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "x.bin")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     monkeypatch.setattr(torch, "load", lambda *words, **named: pytest.fail("it was read"))
-    with pytest.raises(CheckpointError, match=r"x\.bin.; convert it to safetensors"):
-        weights._hash_of_model(folder)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ModelError, match=r"x\.bin.; convert it to safetensors"):
+        load_whole(str(folder), None, "auto", str(folder))
 
 
 def test_an_exported_adapter_is_held_against_its_journal(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import ast
 import runpy
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from evoalign.config import TaskConfig
 from evoalign.tasks import create
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "grader.py"))
 BOMBS: dict[str, str] = BENCHMARK["BOMBS"]
 ROW: dict[str, Any] = BENCHMARK["ROW"]

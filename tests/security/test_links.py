@@ -382,9 +382,8 @@ def sweep_folder(folder: Path, tree: dict[str, Any]) -> Path:
 
     base, seeds, made = prepare(tree, [0], "es", folder)
     (folder / "configs").rmdir()
-    made.lock()
-    made.add(make_cells(base, [{}], "es"), seeds)
-    made.release()
+    with made.locked():
+        made.add(make_cells(base, [{}], "es"), seeds)
     return folder
 
 
