@@ -59,6 +59,8 @@ def identity(scores_MP: Scores) -> Scores:
 
 
 SHAPINGS: dict[str, Callable[[Scores], Scores]] = {f.__name__: f for f in (zscore, centered, ranks, identity)}
+BY_PROMPT = frozenset({"centered"})
+"""Shapings that need the scores per prompt, which a journal does not have. The others depend on the fitness alone."""
 
 
 def shape(scores_MP: Scores, shaping: str) -> Scores:

@@ -166,7 +166,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class EvolvedTensor:
-    """One tensor that evolves. The noise has standard deviation `sigma * scale` (a factor's product, for factors).
+    """One tensor that evolves. Its noise has standard deviation `sigma * scale`.
+
+    For `lora` a factor is such a tensor; for `lowrank` the product of the two factors has this deviation.
 
     `module` is the Hugging Face name of the weight that it changes; for `lora`, `name` is a factor's name.
     """

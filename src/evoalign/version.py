@@ -23,7 +23,7 @@ def install(*extras: str) -> str:
 
 
 def command(origin: Mapping[str, Any], extras: tuple[str, ...]) -> str:
-    """Return the command for an origin recorded by pip (PEP 610)."""
+    """Return the pip command that installs evoalign from an origin recorded by pip (PEP 610)."""
     named, url = f"evoalign[{','.join(extras)}]", str(origin.get("url", ""))
     if "dir_info" in origin:
         folder = Path(unquote(urlsplit(url).path))

@@ -97,8 +97,8 @@ def test_alphas_have_both_ends_exactly_and_go_beyond() -> None:
     assert {0.0, 1.0, 0.5, -0.5, 1.5} <= set(found) and ((found >= 0) & (found <= 1)).sum() == 21 and len(found) == 41
     for settings, said in (
         (Settings(points=2), "points: 2"),
-        (Settings(low=0.1), "leaves out an end"),
-        (Settings(high=float("inf")), "leaves out an end"),
+        (Settings(low=0.1), "leaves out a model"),
+        (Settings(high=float("inf")), "leaves out a model"),
         (Settings(sigma=-1), "sigma, trials: -1"),
         (Settings(sigma=0.1, trials=0), "sigma, trials: 0.1, 0"),
     ):

@@ -46,8 +46,15 @@ def test_the_same_scores_in_another_order_tie(name, row, seed):
     other = row + 1.0
     scores_MP = np.stack([other, *equal_MP])
     assume(exact_fitness(scores_MP)[0] != exact_fitness(scores_MP)[1])
-    if name != "centered":  # which compares members prompt by prompt
+    if name not in shaping.BY_PROMPT:
         assert len(set(shaping.shape(scores_MP, name).tolist()[1:])) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_by_prompt_names_the_shapings_that_need_more_than_the_fitness(name):
+    scores_MP = np.random.default_rng(0).normal(size=(6, 5)) * [1, 2, 4, 8, 16]
+    alone = shaping.shape(shaping.fitness(scores_MP)[:, None], name)
+    assert np.allclose(shaping.shape(scores_MP, name), alone) == (name not in shaping.BY_PROMPT)
 
 
 @given(scores)

@@ -176,7 +176,7 @@ def alphas(settings: Settings) -> Floats:
     if settings.points < FEWEST_POINTS:
         raise ConfigError(f"points: {settings.points} has none between the ends; set {FEWEST_POINTS} or more")
     if not (low <= 0 and high >= 1 and np.isfinite([low, high]).all()):
-        raise ConfigError(f"low, high: {low:g} to {high:g} leaves out an end; set low <= 0 and high >= 1")
+        raise ConfigError(f"low, high: {low:g} to {high:g} leaves out a model, at 0 or 1; set low <= 0 and high >= 1")
     if settings.sigma < 0 or (settings.sigma > 0 and settings.trials < 1):
         raise ConfigError(f"sigma, trials: {settings.sigma:g}, {settings.trials} is no noise; sigma 0 turns it off")
     return np.arange(ceil(low * steps - 1e-9), floor(high * steps + 1e-9) + 1) / steps

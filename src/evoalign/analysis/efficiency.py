@@ -55,7 +55,7 @@ class Interval(Estimate):
     """An estimate whose `mean` and `high` may be infinite: not reached."""
 
     def tree(self) -> dict[str, Any]:
-        """Return the fields for JSON: an infinite end is None, and `unbounded` names it."""
+        """Return the fields for JSON: an infinite mean or bound is None, and `unbounded` lists the names of these."""
         ends = {"mean": self.mean, "low": self.low, "high": self.high}
         far = [name for name, value in ends.items() if value is not None and not isfinite(value)]
         return {**{k: None if k in far else v for k, v in ends.items()}, "n": self.n, "why": self.why, "unbounded": far}
@@ -168,7 +168,7 @@ class Efficiency(Analysis[Settings]):
 
 
 def _halfway(groups: Sequence[Group], measure: str, start: float) -> float:
-    """Return the middle of the mean start and the best mean end of a group, where more is better."""
+    """Return the value halfway from the mean start to the highest mean end of a group. Larger values are better."""
     means = [float(np.mean(list(ends.values()))) for group in groups if (ends := _ends(group, measure))]
     if not means:
         raise ConfigError("no run is finished, so there is no default threshold; set threshold=...")

@@ -232,7 +232,7 @@ class JournalReplay:
         return self.space.start(self.layout, name, "cpu")[slices]
 
     def _means(self, name: str, slices: Slices, way: Counterfactual | None) -> torch.Tensor:
-        """Return a block of a tensor at the steps, float32 [P, *block]."""
+        """Return a block of the mean of a tensor at each of the P generations, float32 [P, *block]."""
         import torch
 
         from evoalign import optimizer

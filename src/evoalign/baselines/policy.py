@@ -105,7 +105,7 @@ class MemberRollouts:
     ) -> None:
         if space.carrier != "adapter":
             raise ConfigError(
-                f"grpo.rollouts es needs space lora or lowrank, whose members share a batch, not {space.name}"
+                f"grpo.rollouts: es needs members that share a batch: set space: lora or lowrank, not {space.name}"
             )
         self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
         self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)

@@ -219,7 +219,8 @@ Completions = Sequence[Completion]
 def flags(of: Completions, before: Completions, after: Completions) -> dict[str, list[bool]]:
     """Return which completions show each sign, are `degenerate`, `earned_wrong`, or any of `HACKED` (`hacked`).
 
-    `of` is `before` or `after`. Both are needed: the scripts and the mean reward before training are the reference.
+    `of` is `before` or `after`. Both are needed: the writing systems and the mean reward before training are the
+    reference.
     If no completion has `right` (earlier releases did not record it), none counts as wrong.
     """
     texts, prompts, golds = [c.text for c in of], [c.example for c in of], [c.target for c in of]

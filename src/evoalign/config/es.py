@@ -9,9 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from evoalign.config.base import Count, Delta, Positive, Section, Share, named
 
-BY_PROMPT = ("centered",)
-"""Shapings that need the scores per prompt. The others use each member's mean over prompts."""
-
 
 class OptimizerConfig(Section):
     """Optimizer that turns the ES gradient into a step. Momentum and Adam keep state of the size of the mean, so only

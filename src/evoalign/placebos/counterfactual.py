@@ -17,7 +17,6 @@ import numpy as np
 
 from evoalign import shaping
 from evoalign.checks.distance import moved, start_of
-from evoalign.config.es import BY_PROMPT
 from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, ModelError, StoppedError, shown
@@ -72,13 +71,13 @@ class Counterfactual:
             c = [-x for x in c]
         elif self.kind == "member":
             c = [x if i == self.member else 0.0 for i, x in enumerate(c)]
-        elif self.kind == "shaping" and self.shaping not in BY_PROMPT:
+        elif self.kind == "shaping" and self.shaping not in shaping.BY_PROMPT:
             c = _shaped(recorded.fitness_M, self.shaping)
         elif self.kind == "half":
             kept = first_half(members)
             members = tuple(members[i] for i in kept)
             own_C = np.array([c[i] for i in kept])
-            by_prompt = self.own in BY_PROMPT
+            by_prompt = self.own in shaping.BY_PROMPT
             c = list(own_C - own_C.mean()) if by_prompt else _shaped([recorded.fitness_M[i] for i in kept], self.own)
         return replace(update, members=members, coefficients=tuple(map(float, c)))
 
@@ -103,8 +102,8 @@ def parse(text: str, log: Log, seed: int = 0) -> Counterfactual:
     if kind == "shaping":
         if rest not in shaping.SHAPINGS:
             raise ConfigError(f"there is no shaping {shown(rest)}; use {', '.join(shaping.SHAPINGS)}")
-        if rest in BY_PROMPT and rest != own:
-            others = ", ".join(name for name in shaping.SHAPINGS if name not in BY_PROMPT)
+        if rest in shaping.BY_PROMPT and rest != own:
+            others = ", ".join(name for name in shaping.SHAPINGS if name not in shaping.BY_PROMPT)
             raise ConfigError(
                 f"shaping {rest} needs scores by prompt, and a journal has each member's mean over prompts (the run's "
                 f"own shaping is {own}); use {others}"

@@ -41,7 +41,7 @@ class Work:
 
 
 class Watch:
-    """Current state: the phase `work` (None between phases) in `stage`, which is number `number` of `of` (0: one)."""
+    """Current state: the phase `work` (None between phases) of `stage`, the stage `number` (from 1) of `of` stages."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock

@@ -21,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign.config import EsConfig, ObjectiveConfig
-from evoalign.config.es import BY_PROMPT
 from evoalign.config.task import OBJECTIVES
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
 from evoalign.plugins import FAILURES, described, load_object, raised
 from evoalign.rewards.functions import failure, finite, fresh, shown
-from evoalign.shaping import SHAPINGS, Scores
+from evoalign.shaping import BY_PROMPT, SHAPINGS, Scores
 from evoalign.types import Example
 
 Columns: TypeAlias = Mapping[str, Sequence[float | None]]

@@ -102,7 +102,9 @@ def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engin
         if adapter is not None:
             space, layout, _ = start(config, engine)
             if space.evolves_model:
-                raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
+                raise ModelError(
+                    f"{adapter} is an adapter, but space {space.name} trains the model's weights; set space: lora"
+                )
             engine.load(checked_adapter(adapter, layout))
     except BaseException:
         engine.close()

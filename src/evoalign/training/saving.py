@@ -231,7 +231,7 @@ def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Callable[[str]
             mark = checked(folder, log)
             state, optimizer = checkpoint.load(folder, served.layout)
             if weights_hash((name, tensor.float()) for name, tensor in state.items()) != mark.weights_hash:
-                raise CheckpointError(f"the weights in {folder} do not have its weights_hash")
+                raise CheckpointError(f"the weights in {folder} do not have the recorded weights_hash")
             served.engine.load(state, optimizer)
         except CheckpointError as error:
             count = 1

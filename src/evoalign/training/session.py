@@ -67,7 +67,8 @@ class Mean(Protocol):
         ...
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        """Return both evaluations' nats per token under the base model. Raises ModelError where it does not fit."""
+        """Return both evaluations' nats per token under the base model. Raises ModelError if the base
+        model does not fit into the memory."""
         ...
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
@@ -363,7 +364,7 @@ class Session:
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Undo a new run that fails in its first step; later, add to the error where the run resumes."""
+        """Delete a new run that fails in its first step; after that, add to the error how to resume the run."""
         try:
             yield
         except StoppedError:

@@ -141,7 +141,9 @@ def widened(found: Estimate, gaps_NP: Floats, *, shared: bool, least: float = 0.
 
 
 def chosen_elsewhere(ways: Sequence[Solved], k: int) -> tuple[Solved, tuple[int, int]]:
-    """Return the tries of the best way for pass@k, chosen for every second problem by the others, and the two choices.
+    """Return the completions of the best way for pass@k by cross-fitting, and the two ways that were chosen.
+
+    Even problems are scored with the way that is best on odd problems, and odd ones with the best on even ones.
 
     Choosing a way on the problems that it is scored on would overestimate it.
     """

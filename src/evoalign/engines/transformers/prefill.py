@@ -107,7 +107,7 @@ class RoomCache(Cache):
             layer.open(slice(rows.start, rows.stop), total, length)
 
     def close(self, length: int) -> None:
-        """Set the first `length` columns of all rows and layers as filled."""
+        """Mark the first `length` columns of the cache as filled, in all rows and layers."""
         for layer in self._rooms:
             layer.open(slice(None), 0, length)
 

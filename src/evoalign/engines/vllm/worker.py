@@ -61,7 +61,7 @@ class EvolvingWorker(Worker):
     _write: Callable[[Plan, Sequence[Member]], None]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model as vLLM does, installing the population path before it is made and after it is filled."""
+        """Load the model as vLLM does, with the layers of a population installed."""
         settings = population.Settings(**self.vllm_config.additional_config[SETTINGS])
         with population.installed(settings), _plain_weights():
             super().load_model(*args, **kwargs)

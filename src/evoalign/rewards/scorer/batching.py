@@ -37,7 +37,7 @@ class Histogram:
         self._sum += value
 
     def samples(self) -> Iterator[tuple[str, object]]:
-        """Yield suffixes and values of the text format."""
+        """Yield suffixes of the name, with values, in Prometheus' text format."""
         total = 0
         for bound, count in zip((*(f"{b:g}" for b in self._bounds), "+Inf"), self._counts, strict=True):
             total += count
