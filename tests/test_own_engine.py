@@ -228,6 +228,7 @@ MADE_UP = {"check_mean_is_plain", "check_members_are_their_own"}
 
 @pytest.mark.parametrize("check", [c for c in contract.CHECKS if c.__name__ not in MADE_UP], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+@pytest.mark.first("lora-")
 def test_it_keeps_the_contract(space: str, check: contract.Check) -> None:
     config = from_dict({"space": space, "model": dict(MODEL), "es": {"sigma": 0.05, "learning_rate": 0.025}})
     config = config.model_copy(update={"engine": ToySettings(name="toy_engine:ToyEngine")})

@@ -141,6 +141,7 @@ def test_the_divergence_along_it_is_that_of_scaled_logits(analysed: tuple[Findin
     assert kl[0.5].mean == max(one.mean for one in kl.values())
 
 
+@pytest.mark.slow
 def test_there_is_none_where_the_function_is_one_all_along(config: Config, negated: str) -> None:
     """From the negated model to beyond itself no sign turns; the base and itself cannot be given."""
     settings = Settings(points=3, low=0.0, high=1.0, examples=4, kl=False, sigma=1e-30, trials=3)

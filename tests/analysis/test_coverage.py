@@ -183,6 +183,7 @@ def test_a_planted_chance_is_found(tmp_path: Path) -> None:
     assert rates[0] == pytest.approx((chance * (1 - chance) / (64 * 20)) ** 0.5, rel=0.2)
 
 
+@pytest.mark.slow
 def test_twins_solve_the_same_and_the_base_is_evaluated_unnamed(found: Finding, config: Config, twin: str) -> None:
     numbers = found.numbers
     assert [row["target"] for row in numbers["targets"]] == [BASE, twin] and numbers["solved_is"] == "right by gold"

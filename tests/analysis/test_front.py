@@ -78,6 +78,7 @@ def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
     assert set(standard_errors(few, torch.ones(2, 4)).values()) == {None}
 
 
+@pytest.mark.slow
 def test_every_saved_mean_is_a_point(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

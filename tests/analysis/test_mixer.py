@@ -371,6 +371,7 @@ def test_put_weights_are_evaluated() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str, str]) -> None:
     """Each of the million answers counted: log-probabilities of plain transformers, weights of the saved checkpoint."""
     name = runs["full"]

@@ -59,6 +59,7 @@ def profiles(analysed: tuple[Finding, dict[str, Profile]]) -> dict[str, Profile]
     return analysed[1]
 
 
+@pytest.mark.slow
 def test_twins_get_the_same_noise_and_do_not_differ(
     found: Finding, profiles: dict[str, Profile], twins: list[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_the_evaluation_stays_the_weighted_sum_whatever_lambda_is(straight: Path
 
 
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
+@pytest.mark.first("engine")
 def test_lambda_resumes_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     shorter, longer = (config(tmp_path, max_steps=steps, rollouts=rollouts) for steps in (2, 4))
     run(shorter)

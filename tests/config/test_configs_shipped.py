@@ -129,6 +129,7 @@ def hub_row(split: str, number: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("path", UNTRAINED, ids=lambda p: p.stem)
+@pytest.mark.first("countdown_l", "vllm_countdown", "gsm8k")
 def test_dry_run_accepts_config_with_empty_model(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_rollout_stays_within_memory_gib(
     assert peak(folders["qwen2"], space, limit / 2**30, temperature, target, decoder) < limit
 
 
+@pytest.mark.slow
 def test_static_decoder_memory_stays_within_the_limit_across_rollouts(
     folders: dict[str, Path],
 ) -> None:

@@ -118,6 +118,7 @@ def test_check_reports_a_dead_server_and_the_place_of_its_log(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.first("True")
 def test_server_ends_when_its_parent_is_killed(stopped: bool) -> None:
     """Also a suspended one; and not when the thread ends that started it."""
     code = """

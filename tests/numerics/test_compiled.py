@@ -65,6 +65,7 @@ def test_a_compiler_that_fails_breaks_no_installation(building, monkeypatch, tmp
 
 
 @needs_library
+@pytest.mark.slow
 def test_a_compiler_that_is_named_and_not_there_is_not_exchanged_for_another(building, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert not building.build() and not building.LIBRARY.exists()

@@ -129,7 +129,7 @@ def test_examine_blames_nothing_of_a_sound_server(server: TinyServer, tmp_path: 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.first("ignores", "no scaling", "stale", others="slow")
+@pytest.mark.first("ignores", "stale", others="slow")
 def test_examine_finds_a_planted_fault_and_no_other(server: TinyServer, fault: str) -> None:
     make, wanted = FAULTS[fault]
     server.adapters.clear()

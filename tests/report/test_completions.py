@@ -131,6 +131,7 @@ def test_no_temporary_file_is_left(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "folder").iterdir()] == ["a.parquet"]
 
 
+@pytest.mark.slow
 def test_a_real_run_keeps_what_its_members_said(tmp_path: Path) -> None:
     seen = list[Generation]()
     tree = {"output_dir": str(tmp_path / "run"), "seed": 1, "evaluation": {"max_tokens": 12},

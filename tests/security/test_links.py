@@ -116,6 +116,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.first("resume")
 def test_commands_refuse_a_link_in_place_of_a_folder(
     command: str, folder: str, stranger: Path, victim: Path, cli: Run
 ) -> None:
@@ -403,6 +404,7 @@ def unlisted(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("space", SPACES)
+@pytest.mark.first("lora")
 def test_every_folder_of_a_run_is_listed(space: str, tmp_path: Path, cli: Run) -> None:
     run = tmp_path / "run"
     tree = small(space, run, report=True, tracking={"completions_every": 1, "backends": ["tensorboard"]})

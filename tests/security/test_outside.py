@@ -275,6 +275,7 @@ def test_forged_settings_are_all_marked_ones(made: Path, trap: Trap, tmp_path: P
 
 
 @pytest.mark.parametrize(("setting", "command"), cases())
+@pytest.mark.first("eval", "resume")
 def test_command_refuses_forged_setting(
     setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def until(there: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize("batch", [1, 5, 100])
+@pytest.mark.first("5-")
 def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool, batch: int) -> None:
     whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
     assert set(whole) == {"length", "odd"} and whole["odd"][0] is None

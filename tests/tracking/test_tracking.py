@@ -165,6 +165,7 @@ def test_the_config_is_in_the_event_file(tmp_path: Path) -> None:
     assert b"population_size: 6" in text.tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 def test_wandb_reads_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tell(run, "wandb", ROWS)

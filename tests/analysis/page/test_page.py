@@ -282,6 +282,7 @@ def test_analyses_of_one_name_have_ids_of_their_own() -> None:
     assert len(ids) == len(set(ids)) and "numbers-0-1" in ids
 
 
+@pytest.mark.slow
 def test_a_run_of_100000_generations_takes_seconds() -> None:
     rows = [row(i) for i in range(100_000)]
     start = time.process_time()

@@ -96,6 +96,7 @@ def test_a_run_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -
     assert len((tmp_path / "run/journal.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_a_service_of_other_models(tmp_path: Path) -> None:
     scorer = models(tmp_path)
     words = ["--reward", scorer["reward"], "--cost", scorer["cost"]]
@@ -121,6 +122,7 @@ def test_missing_service_starts_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
@@ -136,6 +138,7 @@ def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path:
     train(tree, evoalign.grpo, resume=True)
 
 
+@pytest.mark.slow
 def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
     tree = config(tmp_path, None)
 
@@ -154,6 +157,7 @@ def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
             train(longer(tree), task=given(digest), resume=True)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_run_by_other_models_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is no refusal: they may have been chosen."""
     scorer = local(tmp_path)

@@ -87,6 +87,7 @@ def apart(direct: Local, many: int) -> tuple[list[str], list[str], dict[str, lis
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_keep_their_scores(served: Served, direct: Local) -> None:
     prompts, responses, wanted = apart(direct, 300)
     before = count(served.url, "items_total"), count(served.url, "batch_size_count")

@@ -214,6 +214,7 @@ def run_of(folder: Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_es_trains_on_the_task(tmp_path: Path) -> None:
     es = {"sigma": 0.1, "num_generations": 1, "population_size": 4}
     checks = {"control_every": 0, "placebo": 0, "perplexity": False}

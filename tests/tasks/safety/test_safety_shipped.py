@@ -59,6 +59,7 @@ def test_no_prompt_is_in_two_splits() -> None:
     assert all(splits) and sum(map(len, splits)) == len(set.union(*splits))
 
 
+@pytest.mark.slow
 def test_base_model_is_partly_safe_and_refuses_nothing_harmless(config: Config) -> None:
     found = evoalign.evaluate(config.model.name, config=config)
     assert 0.3 < found.measures["safe_share"] < 0.7
@@ -70,6 +71,7 @@ def test_base_model_is_partly_safe_and_refuses_nothing_harmless(config: Config) 
 
 @pytest.mark.first("training")
 @pytest.mark.parametrize("folder", [FOLDER / "models", FOLDER / "models" / "judge"], ids=["training", "held_out"])
+@pytest.mark.slow
 def test_scorers_agree_with_human_labels_on_unseen_prompts(folder: Path) -> None:
     asked = rows("test")
     found = columns(folder, asked)
