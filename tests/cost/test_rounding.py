@@ -28,9 +28,9 @@ def served(bench: Bench, sigma: float) -> tuple[float, float]:
     parameters = dict(bench.model.named_parameters())
     mean = {t.name: parameters[t.name].double().flatten() for t in bench.layout.tensors}
     engine: Any = bench.engine
-    engine.mean.write(Plan(0, sigma, bench.members), bench.members[0])
+    engine._serve(Plan(0, sigma, bench.members), bench.members[0])
     moved = torch.cat([parameters[n].double().flatten() - w for n, w in mean.items()])
-    engine.mean.write(Plan(0, sigma, bench.members), None)
+    engine._serve(Plan(0, sigma, bench.members), None)
     noise = torch.cat([bench.space.noise(bench.layout, n, 0, [0])[0].double().flatten() for n in mean])  # type: ignore[index]
     return float((moved != 0).double().mean()), float(torch.corrcoef(torch.stack([moved, noise]))[0, 1])
 

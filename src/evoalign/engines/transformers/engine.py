@@ -159,13 +159,17 @@ class TransformersEngine(KeepsMean):
         try:
             for member in plan.members:
                 pairs = pairs_of([member], requests)
-                if pairs and plan.members != (MEAN,):
-                    self.mean.write(plan, member)
+                if pairs:
+                    self._serve(plan, member)
                 for part in _pieces(pairs, chunk.rows if self._static is None else max(1, len(pairs))):
                     yield from self._generate(plan, [member], part, chunk)
         finally:  # also if the rollout fails or is abandoned
-            if plan.members != (MEAN,):
-                self.mean.write(plan, None)
+            self._serve(plan, None)
+
+    def _serve(self, plan: Plan, member: Member | None) -> None:
+        """Write a dense member over the served weights; None restores the mean."""
+        if plan.members != (MEAN,):
+            self.mean.write(plan, member)
 
     def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Serve batches of members with all their requests, or of requests if those of one member fill a batch."""
