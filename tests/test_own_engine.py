@@ -22,6 +22,7 @@ from evoalign.analysis.sweeping.cells import TrialConfig, make_run
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, ResumeError
+from evoalign.preflight import doctor
 from evoalign.rundir import journal
 from evoalign.rundir.method import load_own
 from evoalign.setup import serve
@@ -109,6 +110,8 @@ def test_probe_doctor_and_dry_run(outside: str, tmp_path: Path) -> None:
     assert "toy serves float32 on cpu" in found["engine"].detail
     assert "fit the model's" in found["prompt length"].detail
     short = {f.name: f for f in evoalign.doctor(tree(tmp_path / "run", outside, engine={"longest": 5}))}
+    unread = from_dict(tree(tmp_path / "run", outside, engine={"longest": 5}))  # as the command line hands it on
+    assert [f for f in doctor.findings(unread) if f.name == "prompt length"] == [short["prompt length"]]
     assert short["prompt length"].status == "failed" and "exceed engine.longest 5" in short["prompt length"].detail
     result = evoalign.probe(mine, sigmas=[0.01, 10.0], members=4, examples=2)
     assert result.rungs[-1].changed_share > 0

@@ -297,6 +297,16 @@ def test_train_requires_the_section_es(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_grpo_requires_a_section_of_a_method(run: Run, tmp_path: Path) -> None:
+    tree = config(tmp_path / "new")
+    del tree["grpo"]
+    file = written(tmp_path, tree)
+    for words in ([], ["--dry-run"]):
+        done = run("grpo", file, *words)
+        assert done.code == 2 and "missing setting es" in done.err
+    assert not (tmp_path / "new").exists()
+
+
 def statuses(found: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.status for finding in found}
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -231,6 +232,17 @@ def test_per_call_cuts_only_tasks_that_score_each_completion_alone() -> None:
     cut = tasks.isolate(whole, GraderConfig(batch=4, isolated=False))
     assert columns_of(cut, TEXTS, ROWS * 4) == {"reward": [4.0] * 12}
     assert tasks.isolate(tasks.create(TaskConfig(name="safety")), GraderConfig(batch=4)).per_call is None
+
+
+class Partly(Whole):
+    def measures(self, text: str, example: Example) -> Any:
+        return {"words": len(text.split()), "accuracy": None}
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_measures_may_not_apply(isolated: bool) -> None:
+    with closing(tasks.isolate(Partly(TaskConfig()), GraderConfig(isolated=isolated))) as task:
+        assert task.measures("two words", {"prompt": "p"}) == {"words": 2.0, "accuracy": None}
 
 
 def test_grader_batch_is_part_of_the_run() -> None:

@@ -65,6 +65,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     output_dir, are lines.
     """
     config = as_config(config)
+    config.trained_by("grpo")  # raises ConfigError if missing
     settings.check_stopping(config)
     run = RunDir(Path(config.output_dir))
     starting = _start_lines(config, run, overwrite=overwrite, resume=resume)

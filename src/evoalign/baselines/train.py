@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +57,7 @@ def grpo(
     Raises a subclass of EvoalignError.
     """
     config = as_config(config)
+    config.trained_by("grpo")  # raises ConfigError if missing
     if not tracking.is_installed("trl"):
         raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
     tracking.check(config)
@@ -302,12 +304,16 @@ def make_trainer(
         raise ConfigError(settings.SPLIT)
     trainer.remove_callback(PrinterCallback)
 
-    def collate(rows: list[dict[str, int]]) -> list[dict[str, Any]]:
-        """Return a batch for TRL. Prompts are made here, as those of a large split would fill the memory."""
-        return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
-
-    trainer.data_collator = cast(Any, collate)  # TRL's own returns the list, too
+    trainer.data_collator = cast(Any, partial(_collate, task, data))  # TRL's own returns the list, too
     return trainer
+
+
+def _collate(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """Return a batch for TRL. Prompts are made here, as those of a large split would fill the memory.
+
+    A function of the module, so that workers of a data loader can be spawned.
+    """
+    return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
 
 
 def _arguments(config: Config, folder: Path) -> Any:

@@ -179,8 +179,13 @@ class Config(Section):
         return self.es_
 
     def trained_by(self, method: Literal["es", "grpo"]) -> EsConfig | GrpoConfig:
-        """Return the section of a training method. Raises ConfigError where it is missing."""
-        return self.grpo if method == "grpo" else self.es
+        """Return the section of a training method. Raises ConfigError where it is missing.
+
+        For GRPO a section `es` is enough: TRL's defaults apply then.
+        """
+        if method == "grpo" and (self.es_ is not None or "grpo" in self.model_fields_set):
+            return self.grpo
+        return self.es
 
     @model_validator(mode="before")
     @classmethod

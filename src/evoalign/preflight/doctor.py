@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from evoalign.config import Config
 from evoalign.cost.estimate import gib
 from evoalign.kernels import compiled
 from evoalign.preflight import plan, work
@@ -31,13 +30,13 @@ def doctor(config: ConfigLike | None = None) -> list[Finding]:
 
     Without a config, check this machine and the shipped model. Raises ConfigError for an invalid config.
     """
-    return list(findings(None if config is None else as_config(config)))
+    return list(findings(config))
 
 
-def findings(config: Config | None) -> Iterator[Finding]:
+def findings(config: ConfigLike | None) -> Iterator[Finding]:
     """Yield the findings of `doctor` one by one."""
     yield from environment()
-    case = Case(config)
+    case = Case(None if config is None else as_config(config))
     try:
         for name, check in checks_of(None if config is None else case.method):
             yield run_check(name, lambda check=check: check(case), case.config.engine.smaller(case.config))

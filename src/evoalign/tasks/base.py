@@ -266,8 +266,10 @@ class Task(ABC):
                 f"{first}{more}; fix the rows or the reward"
             )
 
-    def take_scorer(self, section: ScorerConfig | None) -> None:  # noqa: B027 (most tasks need none)
-        """Receive the section `scorer`. Raises ConfigError if the task cannot score with it. Nothing by default."""
+    def take_scorer(self, section: ScorerConfig | None) -> None:
+        """Receive the section `scorer`. Raises ConfigError if it is missing or the task cannot score with it."""
+        if self.asks_scorer and section is None:
+            raise ConfigError(f"task {self.name} is scored by models; set the section scorer")
 
     def scorer_digest(self) -> str | None:
         """Return a hash of the scoring models and their settings, or None. A run resumes only with the same hash."""

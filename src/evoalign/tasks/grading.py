@@ -92,8 +92,9 @@ class Grading:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self.threads is not None and isinstance(self.task, Isolated) and self.task.stopping is not None:
-            self.task.stopping.set()
+        if self.threads is not None and isinstance(self.task, Isolated):
+            if self.task.stopping is not None:
+                self.task.stopping.set()
             self.threads.shutdown(cancel_futures=True)
             self.task.stopping = None
 

@@ -533,6 +533,7 @@ DAMAGE: dict[str, tuple[str, str | bytes]] = {
     ),
     "settings without end": ("config.yaml", "es: " + "[" * 50_000),
     "a long value": ("config.yaml", "es: {sigma: 1}\nseed: " + "x" * 50_000),
+    "settings without a method": ("config.yaml", "seed: 1\n"),
     "settings that do not exist": ("config.yaml", "es: {sigma: 1}\nmade_up: 1\n"),
     "settings that are code": ("config.yaml", "!!python/object/apply:os.system ['touch owned']\n"),
 }

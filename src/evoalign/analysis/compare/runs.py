@@ -160,6 +160,7 @@ def read(path: Path) -> Run:
     if method is None:
         raise DataError(f"{path / 'manifest.json'} names no method, and there is no journal")
     config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
+    config.trained_by(method)  # raises ConfigError if missing
     result = _valid(path / "results" / "evaluation.json", read_json, _Result.model_validate)
     tables = [path / "results" / "completions" / f"{name}.parquet" for name in ("before", "after")]
     before, after = (_valid(table, parquet.read, _COMPLETIONS.validate_python) for table in tables)

@@ -253,7 +253,8 @@ class VllmEngine(EngineDefaults):
             except (EvoalignError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # vLLM passes on any exception of a worker, and reports its death
-                raise EvoalignError(f"vLLM failed in {method}: {why_not(error)}") from error
+                what = " ".join(map(str, (method, *arguments[: method == "es_mean"])))
+                raise EvoalignError(f"vLLM failed in {what}: {why_not(error)}") from error
 
     @contextmanager
     def _memory(self) -> Generator[None]:

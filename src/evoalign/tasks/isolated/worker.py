@@ -216,7 +216,8 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
             point = task.point(texts[0], examples[0], more)
             return None if point is None else dict(point)
         case "measures":
-            return {str(name): float(value) for name, value in task.measures(texts[0], examples[0]).items()}
+            measures = cast("Mapping[str, float | None]", task.measures(texts[0], examples[0]))  # None: does not apply
+            return {str(name): None if value is None else float(value) for name, value in measures.items()}
         case "self_check":
             return task.self_check(examples)
         case "gold":
