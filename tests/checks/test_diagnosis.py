@@ -122,7 +122,7 @@ def test_a_run_that_has_arrived_may_stand_still():
     for _ in range(30):
         run.generation(0, scores=np.zeros((MEMBERS, PROMPTS)), texts=lambda m, p: WORDS[p])
     assert run.warnings == []
-    assert "moved nothing" in summary(run.diagnosis.history)[1]
+    assert "scored the same" in summary(run.diagnosis.history)[1]
 
 
 def test_a_solved_task_needs_no_wider_noise():
@@ -396,7 +396,7 @@ def test_signs_that_nothing_shows_are_left_out_of_the_summary():
     for k in range(40):
         run.generation(0.3, texts=lambda m, p, k=k: "" if (k, m, p) in {(0, 0, 0), (39, 1, 1)} else text(run.rng))
     assert run.rows[0]["diagnosis"]["empty_share"] == 1 / 128
-    assert summary(run.diagnosis.history)[3] == "completions, first to last 10 generations: none of the signs"
+    assert summary(run.diagnosis.history)[3] == "completions, first to last 10 generations: no signs of broken text"
 
 
 @pytest.mark.parametrize(

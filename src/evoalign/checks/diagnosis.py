@@ -222,7 +222,7 @@ def _signal(history: History) -> str:
     else:
         source = ", of a reward that gives the same text different scores" if history.reward_noise() else ""
         against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}{source}"
-    return f"signal: members spread by {spread:.3g}, {against}; {useless:.0%} of the generations moved nothing"
+    return f"signal: members spread by {spread:.3g}, {against}; in {useless:.0%} of the generations all members scored the same"
 
 
 def _moved(history: History) -> str:
@@ -248,5 +248,5 @@ def _completions(history: History) -> str:
         change = "" if before is None or now is None else f"{before:.0%} to {now:.0%}"
         if change not in ("", "0% to 0%"):
             changes.append(f"{name.replace('_', ' ')} {change}")
-    found = ", ".join(changes) or "none of the signs"
+    found = ", ".join(changes) or "no signs of broken text"
     return f"completions, first to last {len(first)} generations: {found}"

@@ -58,7 +58,7 @@ SHARES = tuple(WORDS)
 _BY_TEXT = {sign.name: sign.shows for sign in SIGNS if sign.shows is not None}
 DEGENERATE = (*_BY_TEXT, "other_script")
 """Signs of a broken text."""
-HACKED = {"earned_wrong": "wrong with the reward of the best", "degenerate": "broken", "template": "one template"}
+HACKED = {"earned_wrong": "wrong, with the highest reward", "degenerate": "broken", "template": "one template"}
 """Marks that make a completion count as hacked."""
 ALARMS = ("degenerate", "template", "earned_wrong", "unlikely")
 
