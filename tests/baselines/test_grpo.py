@@ -714,7 +714,7 @@ def _moved(model: Any) -> float:
         ({"grpo": {"trl": {"output_dir": "/"}}}, r"grpo\.trl\.output_dir .*\(output_dir\)"),
         ({"grpo": {"rollouts": "es"}}, "missing setting es"),
         ({"grpo": {"num_generations": 1}}, r"grpo\.num_generations: .*given: 1"),
-        ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "space lora or lowrank"),
+        ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "set space: lora or lowrank"),
         ({"grpo": {"rollouts": "es", "tune": "lora"}}, "needs grpo.tune full"),
         ({"grpo": {"use_vllm": True}}, r"grpo\.rollouts trl, not engine"),
         ({"grpo": {"use_vllm": True, "rollouts": "trl"}}, "vLLM is not available"),
