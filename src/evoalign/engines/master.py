@@ -133,18 +133,18 @@ class Master:
             self._move(update)
             return
         for part in self.moving:
+            away = part.served is not None and part.master.device != part.served.device
             for here, slices in self._blocks(part, whole=ordered):
-                self._accumulate(part, here, slices, update)
-
-    def _accumulate(self, part: Part, here: Slices, slices: Slices, update: Update) -> None:
-        master, start = part.master[here], None if part.start is None else part.start[here]
-        served = None if part.served is None else part.served[here]
-        away = served is not None and master.device != served.device
-        on_device = master.to(self.device, non_blocking=True) if away else master
-        start = start if start is None or not away else start.to(self.device, non_blocking=True)
-        self.space.accumulate(self.layout, on_device, part.name, slices, update, start, self.optimizer, served=served)
-        if away:
-            master.copy_(on_device)
+                master, start = part.master[here], None if part.start is None else part.start[here]
+                served = None if part.served is None else part.served[here]
+                if away:
+                    start = start if start is None else start.to(self.device, non_blocking=True)
+                moved = master.to(self.device, non_blocking=True) if away else master
+                self.space.accumulate(
+                    self.layout, moved, part.name, slices, update, start, self.optimizer, served=served
+                )
+                if away:
+                    master.copy_(moved)
 
     def _blocks(self, part: Part, *, whole: bool = True) -> Iterator[tuple[Slices, Slices]]:
         """Yield the slices of each block of a part: within the part, and within the whole tensor.
