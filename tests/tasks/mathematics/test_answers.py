@@ -200,7 +200,6 @@ def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return made[0].calls
 
 
-@pytest.mark.slow
 def test_number_of_calls_does_not_depend_on_earlier_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the call. What the libraries import at their first use is what the first round is for."""
     pairs = [("\\frac{x+7}{5}", "x"), ("\\lfloor x+\\frac{2}{3}\\rfloor", "x"), ("\\cot(x)+\\sec(y)", "1"),
