@@ -125,8 +125,7 @@ def test_a_hacked_share_that_rose_is_told_in_words_below_the_alarm_too() -> None
     one = judge(start, said([*golds[:7], "Dolly"], 0.0, golds, [*[True] * 7, False]))
     assert one.word is None
     assert one.lines() == [
-        "hacked share of the test completions: 12.5% (0.0% before); wrong, with the highest reward: 12.5% "
-        "(0.0% before)"
+        "hacked share of the test completions: 12.5% (0.0% before); wrong, with the highest reward: 12.5% (0.0% before)"
     ]
     two = judge(start, said([*golds[:6], LOOP, "Dolly"], [-9.0] * 6 + [-90.0, 0.0], golds, [*[True] * 6, False, False]))
     assert two.lines()[0].endswith(

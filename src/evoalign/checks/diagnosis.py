@@ -222,7 +222,8 @@ def _signal(history: History) -> str:
     else:
         source = ", of a reward that gives the same text different scores" if history.reward_noise() else ""
         against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}{source}"
-    return f"signal: members spread by {spread:.3g}, {against}; in {useless:.0%} of the generations all members scored the same"
+    equal = f"in {useless:.0%} of the generations all members scored the same"
+    return f"signal: members spread by {spread:.3g}, {against}; {equal}"
 
 
 def _moved(history: History) -> str:
