@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -211,5 +212,7 @@ def test_paired_interval() -> None:
     assert (low, high) == (pytest.approx(mean - half), pytest.approx(mean + half))
     assert paired_interval([1.0, 2.0], [2.0, 3.0]) == (1.0, 1.0, 1.0)
     assert paired_interval([1.0], [3.0]) == (2.0, 2.0, 2.0)
+    assert paired_interval([1.0, math.nan, 2.0], [2.0, 5.0, 3.0]) == (1.0, 1.0, 1.0)
+    assert math.isnan(paired_interval([math.nan], [1.0])[0])
     mean, low, high = paired_interval([0.0] * 12, [0.0] * 12, shares=True)
     assert low < mean == 0 < high, "of twelve problems that were not solved, more may be among others"

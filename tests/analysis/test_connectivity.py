@@ -56,13 +56,13 @@ def test_dips_are_the_chord_less_the_reward_at_the_inner_points() -> None:
     assert (found.height, found.alpha, found.n, found.low, found.why) == (1.5, 0.5, 1, None, "1 examples: no interval")
 
 
-@pytest.mark.parametrize(("draws", "examples"), [(1, 12), (8, 40)])
+@pytest.mark.parametrize(("draws", "examples"), [(1, 12), (1, 60), (8, 40)])
 def test_the_interval_holds_the_largest_dip_and_seldom_sees_one_where_there_is_none(
     draws: int, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 95 % of lines or more; the interval of one point that is picked for its dip is wrong far more often."""
     monkeypatch.setattr(connectivity, "DRAWS", 2000)
-    times = 80
+    times = 120
     wrong = missed = naive = 0
     chance: list[float] = []
     for seed in range(times):
@@ -75,7 +75,7 @@ def test_the_interval_holds_the_largest_dip_and_seldom_sees_one_where_there_is_n
         dips_IE = dips(*line(0.0, examples, draws=draws, seed=seed)).mean(0)
         at = dips_IE[dips_IE.mean(1).argmax()]
         naive += at.mean() > t_of(len(at) - 1) * at.std(ddof=1) / len(at) ** 0.5
-    assert wrong <= 0.07 * times and missed <= 0.1 * times
+    assert wrong <= 0.07 * times and missed <= 0.08 * times
     assert naive > 3 * max(1, wrong)
     assert abs(np.mean(chance)) < 4 * np.std(chance) / times**0.5 + 0.02, "corrected has no bias where no point dips"
 
@@ -144,8 +144,8 @@ def test_the_divergence_along_it_is_that_of_scaled_logits(analysed: tuple[Findin
 @pytest.mark.slow
 def test_there_is_none_where_the_function_is_one_all_along(config: Config, negated: str) -> None:
     """From the negated model to beyond itself no sign turns; the base and itself cannot be given."""
-    settings = Settings(points=3, low=0.0, high=1.0, examples=4, kl=False, sigma=1e-30, trials=3)
-    with ModelMixer([negated], config, EvalSettings(examples=4)) as mixer:
+    settings = Settings(points=3, low=0.0, high=1.0, examples=12, kl=False, sigma=1e-30, trials=3)
+    with ModelMixer([negated], config, EvalSettings(examples=12)) as mixer:
         at = [mixer.rewards(mixer.evaluate({negated: 1 + a, BASE: -a})) for a in (0.0, 0.1, 0.2)]
     assert barrier(np.array([0.0, 0.5, 1.0]), np.array([at])).height == 0
     between = line_of([BASE, negated], settings, config)

@@ -40,7 +40,7 @@ def halves(n: int) -> list[tuple[list[int], list[int]]]:
     return [(list(a), [j for j in range(n) if j not in a]) for a in combinations(range(n), n // 2)]
 
 
-@pytest.mark.parametrize("k", [1, 3, 6, 7])
+@pytest.mark.parametrize("k", range(1, 8))
 def test_pass_at_k_is_the_mean_over_all_subsets(k: int) -> None:
     solved_NP = tried([0.0, 0.1, 0.3, 0.5, 0.9, 1.0], 7)
     brute = np.mean([solved_NP[list(chosen)].any(0) for chosen in combinations(range(7), k)], axis=0)
@@ -61,7 +61,7 @@ def test_pass_at_512_is_exact_where_floats_would_cancel() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("k", [1, 4, 12])
 def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int, shared: bool) -> None:
-    """300 times 100 problems of known chances and 12 tries; shared: a try is good or bad at all problems alike.
+    """500 times 100 problems of known chances and 12 tries; shared: a try is good or bad at all problems alike.
 
     A problem's chance is u^3, u uniform; a shared try of quality v, uniform from 0 to 2, solves it with v u^3 or 1.
     """
@@ -72,7 +72,7 @@ def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int,
     )
     held, held_alone, means, errors = 0, 0, list[float](), list[float]()
     fixed_P = np.linspace(0, 1, 100) ** 3
-    for _ in range(300):
+    for _ in range(500):
         quality_N1 = 2 * rng.random((12, 1)) if shared else np.ones((12, 1))
         solved_NP = rng.random((12, 100)) < quality_N1 * rng.random(100) ** 3
         found, alone = (estimators.estimate(solved_NP, k, shared=s) for s in (shared, False))
@@ -81,8 +81,8 @@ def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int,
         solved_NP = rng.random((12, 100)) < quality_N1 * fixed_P
         means.append(estimators.pass_at(solved_NP, k).mean())
         errors.append(estimators.error(estimators.gaps(solved_NP, k), shared=shared) ** 2)
-    assert held >= 277, held
-    assert not shared or k == 12 or held_alone < 270, "problems that share their tries are not independent"
+    assert held >= 465, held
+    assert not shared or k == 12 or held_alone < 450, "problems that share their tries are not independent"
     assert 0.85 < np.mean(errors) / np.var(means) < 2.6
 
 
@@ -266,14 +266,14 @@ def test_only_significant_differences_are_reported() -> None:
 
 
 def test_luck_between_two_sets_of_tries_is_no_shrinkage() -> None:
-    """Of 100 pairs of models alike, the interval of what shrank beyond chance leaves out 0 in about one in twenty."""
+    """Of 200 pairs of models alike, the interval of what shrank beyond chance leaves out 0 in about one in twenty."""
     rare, sure = np.linspace(0.0, 0.2, 40), 0
-    for seed in range(100):
+    for seed in range(200):
         base, own = tried([*rare], 8, 2 * seed), tried([*rare], 8, 2 * seed + 1)
         (found,) = [against_base({BASE: {HEAT: tries(base)}, "own": {HEAT: tries(own)}}, "own", HEAT, [1])]
         sure += not found["shrinkage_beyond_chance"]["low"] <= 0 <= found["shrinkage_beyond_chance"]["high"]
         assert found["by_chance"]["shrunk"] > 0, "chance alone shows some"
-    assert sure <= 10
+    assert sure <= 20
 
 
 def tries(solved_NP: np.ndarray) -> Tries:

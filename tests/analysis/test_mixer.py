@@ -375,7 +375,7 @@ def test_put_weights_are_evaluated() -> None:
 def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str, str]) -> None:
     """Each of the million answers counted: log-probabilities of plain transformers, weights of the saved checkpoint."""
     name = runs["full"]
-    with ModelMixer([name], None, EvalSettings(examples=1, max_tokens=2, kl_tokens=10**6)) as mixer:
+    with ModelMixer([name], None, EvalSettings(examples=3, max_tokens=2, kl_tokens=10**6)) as mixer:
         samples, sums_N4 = mixer.drawn({BASE: 1.0}, {name: 1.0})
         stops = sorted(tokens.load(mixer.config.model).stop_ids)
     policy, base = plain(locate(name, None).weights), plain()

@@ -141,7 +141,7 @@ def test_a_mean_that_is_not_that_of_the_journal_is_refused(tmp_path: Path) -> No
 def test_the_share_of_signal_holds_what_was_planted() -> None:
     """Noise of d directions and a known signal along one of them."""
     random, d, signal, hits, sure = np.random.default_rng(2), 300, 12.0, 0, 0
-    for _ in range(200):
+    for _ in range(300):
         noise = random.normal(size=(21, d))
         share = signal**2 / (signal**2 + d)
         placebos = np.linalg.norm(noise[1:], axis=1)
@@ -150,8 +150,8 @@ def test_the_share_of_signal_holds_what_was_planted() -> None:
         assert there.low is not None and there.high is not None and nothing.low is not None
         hits += there.low <= share <= there.high
         sure += nothing.low > 0
-    assert 0.92 <= hits / 200 <= 0.99
-    assert sure / 200 <= 0.05
+    assert 0.92 <= hits / 300 <= 0.99
+    assert sure / 300 <= 0.05
 
 
 def test_few_placebos_give_no_interval() -> None:

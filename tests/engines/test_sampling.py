@@ -71,8 +71,8 @@ def test_the_ends_of_the_unit_interval_draw_a_kept_token(uniform: float) -> None
 def test_the_kept_set_is_that_of_transformers(top_p: float) -> None:
     from transformers import TopPLogitsWarper
 
-    grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    for seed in range(4):
+    grid = (torch.arange(40_000, dtype=torch.float64) + 0.5) / 40_000
+    for seed in range(10):
         logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed))
         warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits.clone())
         drawn = draw(logits.expand(len(grid), -1), grid, Sampling(1, 1.0, top_p))

@@ -116,7 +116,7 @@ def config_of(path: Path | str, space: str, members: int, sigma: float) -> Confi
 def test_static_members_of_tiny_equal_merged(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from evoalign.models import tiny
 
-    members_are_plain_models(config_of("tiny", space, 8, SIGMAS[space]), tiny(), 21, 1024, monkeypatch)
+    members_are_plain_models(config_of("tiny", space, 30, SIGMAS[space]), tiny(), 33, 1024, monkeypatch)
 
 
 @pytest.mark.real

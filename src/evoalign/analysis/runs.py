@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`train` and `grpo` as users call them: the run, and then its page `report.html`.
 
-Training itself knows nothing of the page, which is made of a run's files.
+The page is made from a run's files; training does not import it.
 """
 
 from __future__ import annotations

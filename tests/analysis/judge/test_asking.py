@@ -34,6 +34,9 @@ KEY = "sk-no-secret-of-anyone-0123456789"
 Judging = Callable[..., Any]
 
 
+DRAW, BOOTSTRAP = report.draw, ratings._bootstrap
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """In a folder with answers of three models to four prompts; no wait between attempts, no bootstrap, no figure."""
@@ -132,6 +135,19 @@ def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
     assert "es: left out 2 prompts" in done.err and "6 further answers" in done.err
     assert "warning: es was trained with the scores of J" in done.err and "scores of other" not in done.err
     assert {row["model_a"] for row in lines()} | {row["model_b"] for row in lines()} == {"es", "start", "short"}
+
+
+def test_ask_rates_and_draws(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw", DRAW)
+    monkeypatch.setattr(ratings, "_bootstrap", BOOTSTRAP)
+    with serving(by_length) as server:
+        assert judged(run, server).code == 0
+    found = json.loads(Path("out/ratings.json").read_text())
+    assert (
+        {"ratings.png", "ratings.svg"}
+        == {*found["figures"]}
+        == {file.name for file in Path("out").glob("ratings.?[nv]g")}
+    )
 
 
 def test_dry_run_prints_cost_and_sends_no_request(run: Run) -> None:
@@ -413,10 +429,11 @@ def test_checked_accepts_urls_with_or_without_route(url: str, to: str) -> None:
         "",
         "host:8000",
         "ftp://host",
+        "http://",
         "http://user:pw@host/v1",
         "http://h:99999",
         "https://h/v1?api_key=1",
-        "http://h/\x1b",
+        "http://h/\x1b[1m",
     ],
 )
 def test_checked_refuses_invalid_urls(url: str) -> None:
@@ -557,9 +574,9 @@ def test_local_judge_decodes_greedily(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompt_larger_than_the_context_has_no_scores(run: Run, tmp_path: Path) -> None:
     """As often as it is: such questions are no sign that the judge is gone."""
     for name in ("short", "long"):
-        rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(6)]
+        rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(MAX_FAILURES)]
         written(tmp_path / f"{name}.jsonl", rows)
-    done = run("judge", "ask", *TWO, "--judge-model", "tiny", "--to", "out")
+    done = run("judge", "ask", *TWO, "--judge-model", "tiny", "--to", "out", "--questions", 6)
     assert done.code == 2 and len(lines()) == 24 > MAX_FAILURES
     assert "no judgment has scores; 24: no reply, the last: the prompt has" in done.err
     assert all("context is 2048" in row["raw"] and row["why"] == "no reply" for row in lines())

@@ -98,8 +98,8 @@ def test_helping_with_harmless_prompts_scores_higher_than_refusing(folder: Path,
             "response_1": corpus.answer_of(rng, one, kind).text,
         }
         for kind in ("help", "template", "law")
-        for one in deeds * 2
+        for one in deeds * 4
     ]
     helped, refused = columns(folder, asked)
     above = [a > b for a, b in zip(helped["reward"], refused["reward"], strict=True)]
-    assert len(above) > 50 and sum(above) > 0.8 * len(above)
+    assert len(above) > 100 and sum(above) > 0.8 * len(above)
