@@ -292,7 +292,7 @@ def test_a_number_that_no_chart_holds_leaves_a_gap() -> None:
 
 def test_a_chart_is_where_its_numbers_are() -> None:
     drawn = svg((0, 0.0), (10, 5.0), (20, 10.0))
-    (first,) = re.findall(r'<path d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)" class="line', drawn)
+    first, *_ = re.findall(r'<path d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)" class="line', drawn)
     x0, y0, x1, y1, x2, y2 = map(float, first)
     assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
     assert y0 > y1 > y2  # upwards
