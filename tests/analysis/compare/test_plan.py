@@ -16,7 +16,7 @@ from copied_runs import Copy, copy_run, edit, step_cost
 from evoalign.analysis.compare import pages
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.groups import read_plan
-from evoalign.analysis.compare.tables import grids
+from evoalign.analysis.compare.tables import end_grid, pair_grids
 from evoalign.errors import ConfigError
 from evoalign.rundir import parquet
 from evoalign.statistics import crossed, crossed_difference
@@ -64,7 +64,7 @@ def test_plan_sets_budget_measure_pairs_and_level(runs: Path, tmp_path: Path) ->
     assert "with 6 seeds the smallest possible p is 0.0312" in said[0], "by the plan's level of 1 %"
     assert not any("wide" in line for line in said if "as planned" in line), "no claim that was not planned"
     assert said[1:] == [f"{END}: not in the plan, so not decided."]
-    assert [grid.title for grid in grids(found)][-3:] == [END, f"{END}: tests", "Settings that differ"]
+    assert [grid.title for grid in (end_grid(found), *pair_grids(found.end))] == [END, f"{END}: tests"]
     written = pages.write(found, tmp_path / "out")
     tree = json.loads((tmp_path / "out/comparison.json").read_text())
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import charts, curves, page
 from evoalign.analysis.page.charts import Chart, Series
-from evoalign.analysis.page.view import Analysed, Completion, Measure, Pair, Picture, Placebos, View
+from evoalign.analysis.page.view import Analysed, Measure, Pair, Picture, Placebos, View
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS, Ends, Words
 from evoalign.statistics import Estimate
 

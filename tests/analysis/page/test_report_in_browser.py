@@ -18,8 +18,9 @@ from browser import Visit, chromium
 from small_runs import UNCHECKED
 from test_page import HOSTILE, row, view
 
+from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import page
-from evoalign.analysis.page.view import Completion, Measure, Pair, View
+from evoalign.analysis.page.view import Measure, Pair, View
 
 pytestmark = pytest.mark.slow
 PHONE, DESKTOP = {"width": 400, "height": 844}, {"width": 1200, "height": 900}
