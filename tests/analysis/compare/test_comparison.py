@@ -60,8 +60,6 @@ def shown(found: Comparison) -> str:
     return file.getvalue()
 
 
-# --- statistics -------------------------------------------------------------------------------------------------------
-
 A = {0: 1.0, 1: 2.5, 2: 2.0, 3: 4.0, 4: 3.0}
 B = {0: 0.5, 1: 2.6, 2: 1.0, 3: 2.0, 4: 1.5}
 
@@ -160,9 +158,6 @@ def test_tests_and_intervals_equal_reference_numbers(name: str) -> None:
     assert dict(pair.p_values) == pytest.approx(p_values, abs=1e-9)
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
-
-
 def test_seeds_and_reporting_settings_make_no_group(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=0)
     copy("b", seed=1, sets={"checkpoint.every": 3, "tracking.project": "other", "evaluation.every": 1})
@@ -174,11 +169,8 @@ def test_seeds_and_reporting_settings_make_no_group(copy: Copy, tmp_path: Path) 
     assert (found[-1].method, found[0].differing["method"]) == ("grpo", "es")
 
 
-BASE, LOW, BOTH = (
-    "learning_rate 0.025, sigma 0.05",
-    {"es.learning_rate": 0.0125, "es.sigma": 0.0125},
-    "0.0125, sigma 0.0125",
-)
+BASE, BOTH = "learning_rate 0.025, sigma 0.05", "0.0125, sigma 0.0125"
+LOW = {"es.learning_rate": 0.0125, "es.sigma": 0.0125}
 FULL = [{"space": "full", "es.learning_rate": rate} for rate in (0.5, 0.7)]
 
 
@@ -192,9 +184,7 @@ FULL = [{"space": "full", "es.learning_rate": rate} for rate in (0.5, 0.7)]
     ],
     ids=["the space alone", "the space first", "both that differ", "of many no more than needed"],
 )
-def test_label_names_what_differs(
-    copy: Copy, tmp_path: Path, settings: list[dict[str, Any]], labels: list[str]
-) -> None:
+def test_label_names_what_differs(copy: Copy, tmp_path: Path, settings: list[Any], labels: list[str]) -> None:
     for i, sets in enumerate(settings):
         copy(f"run{i}", sets=sets)
     assert sorted(g.label for g in compare(tmp_path / "runs").groups) == [f"ES {label}" for label in labels]
@@ -244,9 +234,6 @@ def test_compare_refuses_runs_that_are_not_comparable(
         edits(other)
     with pytest.raises(ConfigError, match=error):
         compare(tmp_path / "runs")
-
-
-# --- budgets ----------------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_taken_at_the_last_evaluation_within_the_budget(copy: Copy, tmp_path: Path) -> None:
@@ -403,9 +390,6 @@ def test_curve_is_none_without_a_common_range(copy: Copy, tmp_path: Path) -> Non
     assert not any("no curve" in note for note in whole.matches[0].notes)
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
-
-
 def test_hacked_share_follows_its_definition(copy: Copy, tmp_path: Path) -> None:
     texts = ["", "The answer is 8. " * 4, "Sure.\nUser: more", "fine", "8", "no", "yes", "a longer one"]
     run = copy("a")
@@ -533,9 +517,6 @@ def test_compare_lists_all_errors_if_no_run_is_readable(copy: Copy, tmp_path: Pa
     assert str(raised.value).count("metrics.jsonl is missing") == 2
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_verdict_has_n_and_p(copy: Copy, tmp_path: Path) -> None:
     copy_both(copy, 6, lambda step, seed: step + 0.1 * seed, lambda step, seed: 0.01 * seed * seed)
@@ -643,13 +624,7 @@ def test_spread_keeps_labels_apart() -> None:
     assert places[1] < places[0] < places[3] and places[2] == 0.9
 
 
-@pytest.mark.parametrize(
-    ("form", "value", "text"),
-    [
-        *((counted, *row) for row in ((0, "0"), (9_999, "9,999"), (12_300, "12.3 k"), (1.5e15, "1.5 P"))),
-        (counted, 1e30, "1e+30"),
-        *((duration, *row) for row in ((3.0, "3 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h"))),
-    ],
-)
-def test_counted_and_duration_are_short(form: Callable[[float], str], value: float, text: str) -> None:
-    assert form(value) == text
+def test_counted_and_duration_are_short() -> None:
+    texts = ["0", "9,999", "12.3 k", "1.5 P", "1e+30"]
+    assert [counted(value) for value in (0, 9_999, 12_300, 1.5e15, 1e30)] == texts
+    assert [duration(seconds) for seconds in (3.0, 119, 150, 9000)] == ["3 s", "119 s", "2.5 min", "2.5 h"]

@@ -143,9 +143,6 @@ def test_read_plan_raises_for_a_bad_file(tmp_path: Path) -> None:
         compare(tmp_path, "wall", plan=plan(tmp_path))
 
 
-# --- over questions ---------------------------------------------------------------------------------------------------
-
-
 def answered(run: Path, rewards: list[float]) -> None:
     """Each question's final reward, and their mean as the run's."""
     file = run / "results/completions/after.parquet"

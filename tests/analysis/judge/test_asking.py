@@ -73,9 +73,6 @@ def no_scores(why: str) -> bool:
     return all(row["scores"] is None and why in row["raw"] and row["why"] == "no reply" for row in lines())
 
 
-# --- a judge that is well ---------------------------------------------------------------------------------------------
-
-
 def test_ask_judges_each_pair_in_both_orders(run: Run) -> None:
     done, server = judged_by(run, by_length, models=("short", "middle", "long"))
     assert done.code == 0, done.err
@@ -111,16 +108,13 @@ def test_scores_belong_to_models_in_either_order(run: Run) -> None:
     assert "agree in 0.0%" in done.out and "a bias to the first" in done.out
 
 
-def test_request_has_the_chat_completions_form(run: Run) -> None:
+def test_requests_have_the_chat_completions_form_and_are_few_at_once(run: Run) -> None:
     _, server = judged_by(run, by_length, "--max-tokens", 99, "--questions", 1, "--dimension", "harmlessness")
     assert len(server.bodies) == 2 and server.keys == [None, None]
     for body in server.bodies:
         assert {k: v for k, v in body.items() if k != "messages"} == {"model": "j", "temperature": 0, "max_tokens": 99}
     assert {row["dimension"] for row in lines()} == {"harmlessness"}
-
-
-def test_concurrency_limits_parallel_requests(run: Run) -> None:
-    assert judged_by(run, slow(0.02), "--concurrency", 3)[1].most == 3
+    assert judged_by(run, slow(0.02), "--concurrency", 3, "--to", "other")[1].most == 3
 
 
 def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
@@ -193,8 +187,6 @@ def test_dry_run_refuses_a_judge_that_does_not_load(run: Run, tmp_path: Path) ->
     shutil.rmtree(tmp_path / "model")
     assert run(*words, "--judge-model", "model", "--dry-run").code == 0
 
-
-# --- a judge that is not ----------------------------------------------------------------------------------------------
 
 EMPTY = b'{"choices": [{"message": {"content": null}}]}'
 FAULTS: dict[str, tuple[Answer, str, int]] = {
@@ -347,9 +339,6 @@ def test_fatal_status_stops_at_once(answer: Answer, said: str, run: Run, monkeyp
     assert "Traceback" not in done.err and KEY not in done.err
 
 
-# --- the key ----------------------------------------------------------------------------------------------------------
-
-
 def test_key_is_sent_but_never_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
 
@@ -408,9 +397,6 @@ def test_checked_refuses_invalid_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="--endpoint") as error:
         checked(url)
     assert "pw" not in str(error.value)
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 def test_ask_resumes(run: Run) -> None:
@@ -482,23 +468,16 @@ def test_other_answers_or_another_rubric_are_refused(run: Run, tmp_path: Path, m
         assert done.code == 2 and "other answers" in done.err
 
 
-@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"a": 1}\n'])
-def test_ask_does_not_overwrite_another_file(text: str, run: Run) -> None:
-    Path("out").mkdir()
-    Path("out/judgments.jsonl").write_text(text)
-    done, server = judged_by(run, by_length)
-    assert done.code == 2 and server.prompts == [] and Path("out/judgments.jsonl").read_text() == text
-
-
-def test_transcript_is_locked(run: Run) -> None:
+def test_another_file_and_one_in_use_are_left_alone(run: Run) -> None:
     Path("out").mkdir()
     with Path("out/.judgments.jsonl.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         done, server = judged_by(run, by_length)
     assert done.code == 2 and "in use by another process" in done.err and server.prompts == []
-
-
-# --- a model in this process ------------------------------------------------------------------------------------------
+    for text in ("my notes\n", "my notes", '{"a": 1}\n'):
+        Path("out/judgments.jsonl").write_text(text)
+        done, server = judged_by(run, by_length)
+        assert done.code == 2 and server.prompts == [] and Path("out/judgments.jsonl").read_text() == text
 
 
 def test_local_judge_replies_are_recorded(run: Run) -> None:
@@ -561,9 +540,6 @@ def test_local_judge_breaks_special_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         asyncio.run(judge.ask(f"Judge this: {answer}"))
     plain, attacked = ([i for i in ids if i in special] for ids in seen)
     assert len(special) > 2 and plain and attacked == plain
-
-
-# --- what is typed ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,6 @@ def drawn(theta: Sequence[float], questions: int, seed: int, nu: float = 0.4, **
     return planted(theta, nu, questions, np.random.default_rng(seed), **options)
 
 
-# --- Bradley and Terry with Davidson's ties ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("models", [2, 3, 6])
 @pytest.mark.parametrize("ties", [True, False])
 def test_fit_maximises_the_likelihood(models: int, ties: bool) -> None:
@@ -156,9 +153,6 @@ def test_intervals_cover_the_truth_for_correlated_judgments() -> None:
     assert 0.92 <= np.mean(held) <= 0.98, np.mean(held)
 
 
-# --- where no estimate is finite --------------------------------------------------------------------------------------
-
-
 def endless(seen: Any, models: int) -> np.ndarray:
     """As `limits`, from linear programs: how far theta_i - theta_j can go along which the likelihood never falls."""
     pairs, rows = pairs_of(models), list[Any]()
@@ -246,9 +240,6 @@ def test_unbounded_interval_end_is_none() -> None:
     assert share == pytest.approx(100 * (11 / 12) ** 12, abs=4)
 
 
-# --- what has no scores -----------------------------------------------------------------------------------------------
-
-
 def test_unparsed_judgments_are_left_out_or_ties_and_counted() -> None:
     games = drawn([0.0, 0.8], 40, 9)
     with_none, with_ties = ([*games, *(one("m0", "m1", came, f"q{q}") for q in range(20))] for came in ("none", "tied"))
@@ -275,9 +266,6 @@ def test_models_without_scores_have_no_rating() -> None:
 )
 def test_outcome_is_a_tie_within_half_a_point(scores: tuple[float, float], outcome: float) -> None:
     assert Judgment("a", "b", "d", "q", scores, True).outcome == outcome
-
-
-# --- how far to trust it ----------------------------------------------------------------------------------------------
 
 
 BOTH = [(q, order) for q in range(40) for order in (True, False)]

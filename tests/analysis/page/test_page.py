@@ -109,11 +109,8 @@ def test_what_is_not_seen_is_written_out(character: str) -> None:
     shown = character.encode("unicode_escape", "backslashreplace").decode()
     assert f"a{shown}b" in source
     assert embedded(source)[0]["a"]["t"] == f"a{shown}b"
-
-
-def test_lines_of_a_completion_stay_lines() -> None:
     found = embedded(page.render([view(completions=[pair(0, after="one\ntwo\tthree")])]))
-    assert found[0]["a"]["t"] == "one\ntwo\\tthree"
+    assert found[0]["a"]["t"] == "one\ntwo\\tthree", "lines stay lines"
 
 
 def test_the_policy_allows_the_page_s_own_script_and_style_alone() -> None:
@@ -163,11 +160,13 @@ def test_a_run_without_placebos_beside_one_that_has_some_says_why() -> None:
     assert "Nothing." not in page.render([*views, View("five", "five")])
 
 
-def test_the_test_split_has_three_digits() -> None:
+def test_the_test_split_has_three_digits_and_heads() -> None:
     found = [Measure("reward", 0.123456, 0.234567, (0.111111, 0.0012345, 0.221333)), Measure("tokens", 1234.56, 999.7)]
     said = part(page.render([view(measures=found)]), "results")
     for cell in ("0.123", "0.235", "+0.111", "+0.00123 to +0.221", "1,235", "1,000", "-235"):
         assert f">{cell}</td>" in said, cell
+    said = part(page.render([view(measures=[Measure("<i>", 1.0, 2.0)])]), "results")
+    assert "<i>" not in said and 'scope="col"' in said and 'scope="row"' in said and "<caption>" in said
 
 
 def test_the_moving_mean_is_the_strong_line_of_a_long_run() -> None:
@@ -300,17 +299,9 @@ def test_a_chart_is_where_its_numbers_are() -> None:
     assert 'role="img"' in drawn and 'aria-label="t"' in drawn
 
 
-def test_long_lines_are_thinned_and_keep_their_end() -> None:
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-80.0, 0.3), (1e-9, 2e-9), (1e9, 1e9 + 1), (-1e200, 1e200)])
+def test_ticks_and_points_of_long_lines_are_few(low: float, high: float) -> None:
     series = charts.thinned(Series("s", [(i, float(i)) for i in range(5000)]))
     assert len(series.points) <= charts.MOST_POINTS + 1 and series.points[-1] == (4999, 4999.0)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-80.0, 0.3), (1e-9, 2e-9), (1e9, 1e9 + 1), (-1e200, 1e200)])
-def test_ticks_are_few_and_within(low: float, high: float) -> None:
     found = charts.ticks(low, high, 6)
     assert 1 <= len(found) <= 8 and all(low - 1e-6 * (high - low) <= t <= high + 1e-6 * (high - low) for t in found)
-
-
-def test_tables_have_heads() -> None:
-    source = part(page.render([view(measures=[Measure("<i>", 1.0, 2.0)])]), "results")
-    assert "<i>" not in source and 'scope="col"' in source and 'scope="row"' in source and "<caption>" in source

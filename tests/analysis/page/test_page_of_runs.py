@@ -33,7 +33,6 @@ from evoalign.checks import diagnosis
 from evoalign.config import load
 from evoalign.placebos import estimates
 from evoalign.placebos import file as placebo_file
-from evoalign.report.figures import canvas, save
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import config_hash
@@ -77,9 +76,6 @@ def edit_result(run: Path, **changes: Any) -> None:
         return {k: v for k, v in {**tree, **new}.items() if v is not None}
 
     edit(run / "results/evaluation.json", change)
-
-
-# --- the end of a run -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_writes_its_report(source: Path) -> None:
@@ -147,9 +143,6 @@ def test_a_report_costs_little(run: Path) -> None:
     start = time.process_time()
     write_report(run)
     assert time.process_time() - start < 0.5
-
-
-# --- what is in it --------------------------------------------------------------------------------------------------
 
 
 def test_the_diagnosis_and_intervals_are_the_run_s_own(source: Path) -> None:
@@ -230,34 +223,16 @@ def test_of_a_run_of_grpo(run: Path, tmp_path: Path) -> None:
     assert not any(key.startswith("es.") for key in view.settings) and "grpo.max_steps" in view.settings
 
 
-class Drawn(Finding):
-    def draw(self, folder: Path) -> list[Path]:
-        figure = canvas(2, 1)
-        save(figure, folder / "odd_name.png")
-        (folder / "odd_name.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
-        return [folder / "odd_name.png", folder / "odd_name.svg"]
-
-
-def test_each_analysis_that_is_there_is_shown(run: Path) -> None:
-    folder = run / "analysis"
-    folder.mkdir()
-    Drawn({"x": [1, 2]}, ["All are short."]).write(folder, "lengths")
-    Finding({"y": 1}, ["Nothing to draw."]).write(folder, "another")
-    view = view_of(run)
-    assert [found.name for found in view.analyses] == ["another", "lengths"]
-    assert [p.kind for p in view.analyses[1].pictures] == ["svg+xml"] and not view.analyses[0].pictures
-    source = shown(run)
-    assert "All are short." in source and "data:image/svg+xml;base64," in source and "alt=" in source
-
-
 NEW = """
 from pathlib import Path
 from evoalign.analysis.base import Analysis, Finding, NoSettings
+from evoalign.report.figures import canvas, save
 
 class Drawn(Finding):
     def draw(self, folder):
         (folder / "points.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
-        return [folder / "points.svg"]
+        save(canvas(2, 1), folder / "points.png")
+        return [folder / "points.png", folder / "points.svg"]
 
 class Generations(Analysis[NoSettings]):
     name = "generations"
@@ -281,9 +256,13 @@ def test_a_new_analysis_is_one_file_that_the_command_line_and_the_report_find(
     assert "Count generations." in go("analyze").out
     done = go("analyze", "generations", run, "--to", run / "analysis")
     assert (done.code, done.err) == (0, "") and "6 generations in all." in done.out
+    Finding({"y": 1}, ["Nothing to draw."]).write(run / "analysis", "another")
+    found = {one.name: [picture.kind for picture in one.pictures] for one in view_of(run).analyses}
+    assert list(found.items()) == [("another", []), ("generations", ["svg+xml"])]
     assert go("report", run).code == 0
     part = section(run / "report.html", "analyses")
-    assert "<h3>generations</h3>" in part and "6 generations in all." in part and "data:image/svg+xml" in part
+    assert "<h3>generations</h3>" in part and "6 generations in all." in part
+    assert "data:image/svg+xml;base64," in part and "alt=" in part and "Nothing to draw." in part
 
 
 def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path, tmp_path: Path, go: Run) -> None:
@@ -301,9 +280,6 @@ def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path,
     (tmp_path / "both/distance.json").write_text('{"format_version": 1}')
     assert "distance.json" in go("report", run, "--analyses", "both").err
     assert "holds no analysis" in go("report", run, "--analyses", run / "figures").err
-
-
-# --- several, and the command ---------------------------------------------------------------------------------------
 
 
 def test_runs_side_by_side(run: Path, tmp_path: Path, go: Run) -> None:
@@ -352,9 +328,6 @@ def test_the_stamp_is_another_where_anything_changed(run: Path) -> None:
         (run / folder / "x.json").touch()
         assert stamp([run], run / "shared") != later
         later = stamp([run], run / "shared")
-
-
-# --- from anywhere --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,6 @@ def test_landmarks_labels_and_focus(visit: Open) -> None:
     assert len(set(ids)) == len(ids)
 
 
-# --- live -----------------------------------------------------------------------------------------------------------
-
 TRAIN = """
 import sys, time, evoalign
 evoalign.train(sys.argv[1], on_generation=lambda generation: time.sleep(1))

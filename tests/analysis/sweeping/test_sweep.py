@@ -347,9 +347,6 @@ def test_children_get_threads_and_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert children_module.visible_gpus(None) == ["2", "3"] and children_module.visible_gpus(["1"]) == ["1"]
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_search_resumes(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
