@@ -255,8 +255,14 @@ def test_landmarks_labels_and_focus(visit: Open) -> None:
 
 
 TRAIN = """
-import sys, time, evoalign
-evoalign.train(sys.argv[1], on_generation=lambda generation: time.sleep(1))
+import pathlib, sys, time, evoalign
+
+def wait(generation):
+    while not pathlib.Path(sys.argv[2]).exists():  # until the page is open
+        time.sleep(0.1)
+    time.sleep(1)
+
+evoalign.train(sys.argv[1], on_generation=wait)
 """
 
 
@@ -271,8 +277,8 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    training = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path / "config.yaml")], env=environment,
-                                stdout=subprocess.DEVNULL)  # fmt: skip
+    words = [sys.executable, "-c", TRAIN, str(tmp_path / "config.yaml"), str(tmp_path / "open")]
+    training = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     serving = None
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file())
@@ -295,6 +301,7 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         assert "not finished" in tab.page.locator("#summary").inner_text()
         tab.page.get_by_label("Search").fill("what")
         tab.page.locator("#made-0 summary").click()
+        (tmp_path / "open").touch()
         tab.page.get_by_text("generation 12 of 12").wait_for(timeout=120_000)
         tab.page.locator("#placebo").wait_for(timeout=120_000)
         tab.page.get_by_text("done; generation 12 of 12").wait_for(timeout=120_000)
