@@ -22,7 +22,6 @@ from evoalign.evaluation import Scored
 from evoalign.placebos import estimates
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos.estimates import drift_together
-from evoalign.report.tables import markdown_table
 from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
 from evoalign.rundir.checksums import EVALUATION
@@ -194,7 +193,8 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
         notes.append(f"Best on the {found['chosen_on']} split by mean {measure}: `{found['cell']}`.")
         if found["chosen_on"] == "test":
             notes.append("It is chosen on the test split, so its mean is optimistic: set task.validation_size.")
-    return "\n".join([*markdown_table(heads, rows), " ".join(notes)]) + "\n"
+    first, *rest = ("| " + " | ".join(row) + " |" for row in (heads, *rows))
+    return "\n".join([first, "|---|" + "---:|" * (len(heads) - 1), *rest, "", " ".join(notes)]) + "\n"
 
 
 def _heading(name: str) -> str:

@@ -145,7 +145,9 @@ def check(configs: Sequence[Config], measure: str | None, more: Iterable[str] = 
     measure, why = shared_aim([config.task.fitness for config in configs], measure)
     if measure in (*SHARED_MEASURES, *more):
         return measure, why
-    for name, config in {config.task.name: config for config in configs if config.task.name in PLAIN}.items():
+    for name, config in {config.task.name: config for config in configs}.items():
+        if name not in PLAIN:
+            continue
         task, data = task_and_data(config, None, None)
         with closing(task):
             right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
