@@ -383,17 +383,12 @@ def test_only_what_the_weights_name_counts() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({}, r"returned columns named \[\]"),
-        ({"a\n": [1.0]}, "use plain text"),
-        ({3: [1.0]}, "use plain text"),
-        ({"a": [1.0, 2.0]}, "returned 2 rewards for 1 texts"),
-        ({"a": [1.0], "b": [math.nan]}, "returned nan as the reward of 'text'"),
-        ([1.0], "task costly failed to score: TypeError"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "message"), [
+    ({}, r"returned columns named \[\]"), ({"a\n": [1.0]}, "use plain text"), ({3: [1.0]}, "use plain text"),
+    ({"a": [1.0, 2.0]}, "returned 2 rewards for 1 texts"),
+    ({"a": [1.0], "b": [math.nan]}, "returned nan as the reward of 'text'"),
+    ([1.0], "task costly failed to score: TypeError"),
+])  # fmt: skip
 def test_invalid_columns_raise_reward_error(columns: Any, message: str) -> None:
     class Wrong(Costly):
         def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Any:
@@ -417,33 +412,26 @@ class Odd(Objective):
         self.state = self.after or {}
 
 
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        (Odd([[1.0], [2.0]]), r"scores of shape \(2, 1\), of which 0 are not finite"),
-        (Odd([[1.0, math.inf]]), "of which 1 are not finite; .* 1 members x 2 prompts"),
-        (Odd("words"), "objective odd failed: ValueError"),
-        (Odd(lambda: 1 / 0), "objective odd failed: ZeroDivisionError"),
-        (Odd([[1.0, 2.0]], {"a": math.nan}), "the state of objective odd has a = nan"),
-        (Odd([[1.0, 2.0]], {"a": "b"}), "the state of objective odd has a = 'b'"),
-    ],
-)
+@pytest.mark.parametrize(("objective", "message"), [
+    (Odd([[1.0], [2.0]]), r"scores of shape \(2, 1\), of which 0 are not finite"),
+    (Odd([[1.0, math.inf]]), "of which 1 are not finite; .* 1 members x 2 prompts"),
+    (Odd("words"), "objective odd failed: ValueError"), (Odd(lambda: 1 / 0), "objective odd failed: ZeroDivisionError"),
+    (Odd([[1.0, 2.0]], {"a": math.nan}), "the state of objective odd has a = nan"),
+    (Odd([[1.0, 2.0]], {"a": "b"}), "the state of objective odd has a = 'b'"),
+])  # fmt: skip
 def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective, message: str) -> None:
     group = grouped({"reward": [1.0, 2.0]}, ["a", "b"], [{}, {}], 0)
     with pytest.raises(RewardError, match=message):
         score(objective, group)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"name": "weighted"}, "'weighted' is not an import path"),
-        ({"name": f"{HERE}:helpful"}, "is not a class derived from evoalign.rewards.objective.Objective"),
-        ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be created with \{'limits': 3\}: TypeError"),
-        ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be created with"),
-        ({"name": f"{HERE}:Odd", "answer": 1}, None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"name": "weighted"}, "'weighted' is not an import path"),
+    ({"name": f"{HERE}:helpful"}, "is not a class derived from evoalign.rewards.objective.Objective"),
+    ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be created with \{'limits': 3\}: TypeError"),
+    ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be created with"),
+    ({"name": f"{HERE}:Odd", "answer": 1}, None),
+])  # fmt: skip
 def test_an_objective_that_cannot_be_made_is_refused(settings: Any, message: str | None) -> None:
     chosen = ObjectiveConfig(**settings)
     if message is None:
@@ -525,9 +513,7 @@ def test_grpo_updates_the_state_with_all_completions(rollouts: str, questions: s
     """By members too, where nobody asks for what the policy itself says; `cost` does not apply to each."""
     pytest.importorskip("trl")
     tree = config(tmp_path / "run", questions, batch_size=None, **ADAPTIVE)
-    tree |= {
-        "grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": rollouts},
-    }
+    tree |= {"grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": rollouts}}
     evoalign.grpo(tree, console=Console(file=io.StringIO()))
     price, average = 0.0, 0.0
     for row in lines(tmp_path / "run/metrics.jsonl"):

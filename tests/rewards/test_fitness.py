@@ -223,14 +223,11 @@ def test_per_member_objective_returns_one_column() -> None:
         judge(type("Wrong", (Longest,), {"per_member": False})(), group)
 
 
-@pytest.mark.parametrize(
-    ("fitness", "said", "reason"),
-    [
-        ("fails", r"task\.fitness fails failed: KeyError: 'label' in own_fitness.py line \d+.*; fix it", "raised"),
-        ("broken", r"task\.fitness broken returned nan for 2 completions", "value"),
-        ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
-    ],
-)
+@pytest.mark.parametrize(("fitness", "said", "reason"), [
+    ("fails", r"task\.fitness fails failed: KeyError: 'label' in own_fitness.py line \d+.*; fix it", "raised"),
+    ("broken", r"task\.fitness broken returned nan for 2 completions", "value"),
+    ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
+])  # fmt: skip
 @pytest.mark.parametrize("isolated", [True, False])
 def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: str, isolated: bool) -> None:
     if fitness == "sleeps" and not isolated:
@@ -245,13 +242,10 @@ def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: st
     task.close()
 
 
-@pytest.mark.parametrize(
-    ("fitness", "said"),
-    [
-        ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
-        ("nowhere", "has no 'nowhere'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fitness", "said"), [
+    ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
+    ("nowhere", "has no 'nowhere'"),
+])  # fmt: skip
 def test_invalid_fitness_functions_are_rejected(fitness: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"task\.fitness: .*{said}"):
         SetObjective(f"{HERE}:{fitness}", str)

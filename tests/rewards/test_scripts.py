@@ -82,21 +82,17 @@ def test_messages_are_given_as_they_are_and_the_completion_as_text(tmp_path: Pat
     assert task.rewards(["hi"], [row]) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("source", "said", "reason"),
-    [
-        ("echo oh dear >&2; exit 3", r"score\.sh failed: ScriptError: exit status 3 .on stderr: 'oh dear'", "raised"),
-        ("kill -9 $$", r"killed by signal 9", "raised"),
-        ("echo 1", r"printed 1 lines for 2 completions; the last is '1'; print one number", "value"),
-        ("printf '1\\n2\\n3\\n'", r"printed 3 lines for 2 completions", "value"),
-        ("true", r"printed 0 lines for 2 completions; print", "value"),
-        ("echo why >&2; echo 1; echo good", r"printed 'good' for the completion 'b' \(on stderr: 'why'\)", "value"),
-        ("echo 1; echo nan", r"printed 'nan' for the completion 'b'", "value"),
-        ("echo 1; echo 1e999", r"printed '1e999' for the completion 'b'", "value"),
-        ("echo 1; echo 1_0", r"printed '1_0'", "value"),
-        ("echo 1; echo", r"printed '' for", "value"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "said", "reason"), [
+    ("echo oh dear >&2; exit 3", r"score\.sh failed: ScriptError: exit status 3 .on stderr: 'oh dear'", "raised"),
+    ("kill -9 $$", r"killed by signal 9", "raised"),
+    ("echo 1", r"printed 1 lines for 2 completions; the last is '1'; print one number", "value"),
+    ("printf '1\\n2\\n3\\n'", r"printed 3 lines for 2 completions", "value"),
+    ("true", r"printed 0 lines for 2 completions; print", "value"),
+    ("echo why >&2; echo 1; echo good", r"printed 'good' for the completion 'b' \(on stderr: 'why'\)", "value"),
+    ("echo 1; echo nan", r"printed 'nan' for the completion 'b'", "value"),
+    ("echo 1; echo 1e999", r"printed '1e999' for the completion 'b'", "value"),
+    ("echo 1; echo 1_0", r"printed '1_0'", "value"), ("echo 1; echo", r"printed '' for", "value"),
+])  # fmt: skip
 def test_invalid_output_raises_reward_error_quoting_it(tmp_path: Path, source: str, said: str, reason: str) -> None:
     error = refused(tmp_path, f"#!/bin/sh\n{source}\n", isolated=False)
     assert re.search(said, str(error)), str(error)

@@ -11,21 +11,12 @@ from hypothesis import strategies as st
 from evoalign.rewards.arithmetic import MAX_DEPTH, MAX_LENGTH, MAX_NUMBERS, ExpressionError, evaluate
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "numbers"),
-    [
-        ("44 + 19 + 35", 98, (19, 35, 44)),
-        (" (1 + 2) / 3 ", 1, (1, 2, 3)),
-        ("((44 + 19) + 35)\n", 98, (19, 35, 44)),
-        ("2+3*4", 14, (2, 3, 4)),
-        ("2-3-4", -5, (2, 3, 4)),
-        ("64/4/2", 8, (2, 4, 64)),
-        ("10 / (60 - 57) * 80", Fraction(800, 3), (10, 57, 60, 80)),
-        ("7-7", 0, (7, 7)),
-        ("0", 0, (0,)),
-        ("((((5))))", 5, (5,)),
-    ],
-)
+@pytest.mark.parametrize(("text", "value", "numbers"), [
+    ("44 + 19 + 35", 98, (19, 35, 44)), (" (1 + 2) / 3 ", 1, (1, 2, 3)), ("((44 + 19) + 35)\n", 98, (19, 35, 44)),
+    ("2+3*4", 14, (2, 3, 4)), ("2-3-4", -5, (2, 3, 4)), ("64/4/2", 8, (2, 4, 64)),
+    ("10 / (60 - 57) * 80", Fraction(800, 3), (10, 57, 60, 80)), ("7-7", 0, (7, 7)), ("0", 0, (0,)),
+    ("((((5))))", 5, (5,)),
+])  # fmt: skip
 def test_value_and_multiset(text: str, value: Fraction, numbers: tuple[int, ...]) -> None:
     expression = evaluate(text)
     assert expression.value == value
@@ -36,52 +27,19 @@ def test_thirds_are_exact() -> None:
     assert evaluate("1/3 + 1/3 + 1/3").value == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "character"),
-        ("   ", "not a complete expression"),
-        ("\n1 + 2", "character"),
-        ("1 + 2\n\n", "character"),
-        ("1 +\n2", "character"),
-        ("1\t+ 2", "character"),
-        ("= 98", "character"),
-        ("1.5 + 2", "character"),
-        ("1e3", "character"),
-        ("1_000", "character"),
-        ("x + 1", "character"),
-        ("__import__('os')", "character"),
-        ("5 % 3", "character"),
-        ("1, 2", "character"),
-        ("٣ + ٤", "character"),
-        ("１+２", "character"),
-        ("²", "character"),
-        ("1 − 2", "character"),
-        ("3**4", "among"),
-        ("3* *4", "among"),
-        ("7//2", "among"),
-        ("9**9**9", "among"),
-        ("-3 + 5", "sign"),
-        ("5 - -3", "sign"),
-        ("5 * (+3)", "sign"),
-        ("(4)(3+2)", "side by side"),
-        ("4(3+2)", "side by side"),
-        ("(3+2)4", "side by side"),
-        ("(3+2) (4)", "side by side"),
-        ("4 5", "side by side"),
-        ("044 + 1", "starts with 0"),
-        ("1 + 00", "starts with 0"),
-        ("(1 + 2", "match"),
-        ("1 + 2)", "match"),
-        (") + (", "match"),
-        ("()", "something other"),
-        ("1 +", "not a complete expression"),
-        ("* 1", "not a complete expression"),
-        ("1 / 0", "divides by zero"),
-        ("5 / (3 - 3)", "divides by zero"),
-        ("1/0 - 1/0", "divides by zero"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "character"), ("   ", "not a complete expression"), ("\n1 + 2", "character"), ("1 + 2\n\n", "character"),
+    ("1 +\n2", "character"), ("1\t+ 2", "character"), ("= 98", "character"), ("1.5 + 2", "character"),
+    ("1e3", "character"), ("1_000", "character"), ("x + 1", "character"), ("__import__('os')", "character"),
+    ("5 % 3", "character"), ("1, 2", "character"), ("٣ + ٤", "character"), ("１+２", "character"), ("²", "character"),
+    ("1 − 2", "character"), ("3**4", "among"), ("3* *4", "among"), ("7//2", "among"), ("9**9**9", "among"),
+    ("-3 + 5", "sign"), ("5 - -3", "sign"), ("5 * (+3)", "sign"), ("(4)(3+2)", "side by side"),
+    ("4(3+2)", "side by side"), ("(3+2)4", "side by side"), ("(3+2) (4)", "side by side"), ("4 5", "side by side"),
+    ("044 + 1", "starts with 0"), ("1 + 00", "starts with 0"), ("(1 + 2", "match"), ("1 + 2)", "match"),
+    (") + (", "match"), ("()", "something other"), ("1 +", "not a complete expression"),
+    ("* 1", "not a complete expression"), ("1 / 0", "divides by zero"), ("5 / (3 - 3)", "divides by zero"),
+    ("1/0 - 1/0", "divides by zero"),
+])  # fmt: skip
 def test_evaluate_rejects_with_a_reason(text: str, reason: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -267,15 +267,12 @@ def test_columns_rejects_renaming_a_column_twice() -> None:
     assert not {"columns", "system_prompt"} & TaskConfig().model_dump().keys()  # old configs are as they were
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "columns", "lacks"),
-    [
-        ("conciseness", {"Instruction": "Hi", "output": "Ho"}, {"prompt": "Instruction", "target": "output"}, ""),
-        ("conciseness", {"question": "Hi", "output": "Ho"}, {}, "{prompt: question, target: output}"),
-        ("countdown", {"nums": [1, 2], "target": 3}, {"numbers": "nums"}, ""),
-        ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
-    ],
-)
+@pytest.mark.parametrize(("name", "row", "columns", "lacks"), [
+    ("conciseness", {"Instruction": "Hi", "output": "Ho"}, {"prompt": "Instruction", "target": "output"}, ""),
+    ("conciseness", {"question": "Hi", "output": "Ho"}, {}, "{prompt: question, target: output}"),
+    ("countdown", {"nums": [1, 2], "target": 3}, {"numbers": "nums"}, ""),
+    ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
+])  # fmt: skip
 def test_every_task_renames_columns(
     name: str, row: dict[str, Any], columns: dict[str, str], lacks: str, tmp_path: Path
 ) -> None:
@@ -349,16 +346,13 @@ class Own(Task):
         return 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "told"),
-    [
-        ("custom", {"prompt": "raw"}, "task.prompt: raw are plain text"),
-        ("conciseness", {"prompt": "raw"}, "task.prompt: raw are plain text"),
-        ("countdown", {"prompt": "short"}, "task.prompt: short are plain text"),
-        ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
-        (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "told"), [
+    ("custom", {"prompt": "raw"}, "task.prompt: raw are plain text"),
+    ("conciseness", {"prompt": "raw"}, "task.prompt: raw are plain text"),
+    ("countdown", {"prompt": "short"}, "task.prompt: short are plain text"),
+    ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
+    (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
+])  # fmt: skip
 def test_system_prompt_needs_messages(name: str, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         made(name, system_prompt="Be brief.", **settings)

@@ -28,10 +28,9 @@ def task(**settings: Any) -> Any:
     return create(TaskConfig(name="conciseness", **settings))
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [("8", 0.0), ("9", 0.0), ("", -1.0), ("The answer is 8.", -15.0), (" 8 \n", 0.0), ("ええと", -2.0)],
-)
+@pytest.mark.parametrize(("text", "reward"), [
+    ("8", 0.0), ("9", 0.0), ("", -1.0), ("The answer is 8.", -15.0), (" 8 \n", 0.0), ("ええと", -2.0),
+])  # fmt: skip
 def test_reward_is_the_difference_in_characters(text: str, reward: float) -> None:
     assert str(task().rewards([text], [ROW])) == str([reward])  # the maximum is 0.0, not -0.0
     assert task(strip=False).rewards([" 8 \n"], [ROW]) == [-3.0]
@@ -67,16 +66,11 @@ def test_file_formats_are_detected_by_content(tmp_path: Path, name: str) -> None
     assert task().gold(data.train[0]) == "No"
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "q", "target": "t"}, "expected prompt and target"),
-        ({}, "found no columns$"),
-        ({"prompt": 3, "target": "t"}, "prompt is 3"),
-        ({"prompt": "p", "target": None}, "target is None"),
-        ({"prompt": "", "target": "t"}, "prompt is empty"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({"question": "q", "target": "t"}, "expected prompt and target"), ({}, "found no columns$"),
+    ({"prompt": 3, "target": "t"}, "prompt is 3"), ({"prompt": "p", "target": None}, "target is None"),
+    ({"prompt": "", "target": "t"}, "prompt is empty"),
+])  # fmt: skip
 def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([ROW, row]), encoding="utf-8")

@@ -53,12 +53,7 @@ def test_everything_is_passed_by_keyword() -> None:
 
     assert task(spy).rewards([" a ", "b"], [PLAIN, PLAIN | {"answer": "5"}]) == [0.0, 1.0]
     loggers = {name: seen.pop(name) for name in ("log_extra", "log_metric")}
-    assert seen == {
-        "prompts": ["2 + 2 =", "2 + 2 ="],
-        "completions": ["a", "b"],
-        "answer": ["4", "5"],
-        "id": [7, 7],
-    }
+    assert seen == {"prompts": ["2 + 2 =", "2 + 2 ="], "completions": ["a", "b"], "answer": ["4", "5"], "id": [7, 7]}
     assert loggers["log_metric"]("accuracy", 0.5) is None
     assert loggers["log_extra"]("column", ["x", "y"]) is None
 
@@ -118,22 +113,15 @@ def test_weighted_sum_ignores_none() -> None:
         task(sometimes).rewards(["go", "skip"], [PLAIN, PLAIN])
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([1.0], "bad returned 1 values for 2 completions"),
-        ([1.0, 2.0, 3.0], "bad returned 3 values for 2 completions"),
-        (1.0, "bad returned 1.0; return a list"),
-        ("ab", "bad returned 'ab'; return a list"),
-        (None, "bad returned None; return a list"),
-        ([1.0, "2"], "bad returned '2' for the completion 'two'"),
-        ([1.0, True], "bad returned True for the completion 'two'"),
-        ([1.0, float("nan")], "bad returned nan for the completion 'two'"),
-        ([float("-inf"), 1.0], "bad returned -inf for the completion 'one'"),
-        ([1.0, [2.0]], "bad returned"),
-        ([1e308, 1e308], None),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    ([1.0], "bad returned 1 values for 2 completions"), ([1.0, 2.0, 3.0], "bad returned 3 values for 2 completions"),
+    (1.0, "bad returned 1.0; return a list"), ("ab", "bad returned 'ab'; return a list"),
+    (None, "bad returned None; return a list"), ([1.0, "2"], "bad returned '2' for the completion 'two'"),
+    ([1.0, True], "bad returned True for the completion 'two'"),
+    ([1.0, float("nan")], "bad returned nan for the completion 'two'"),
+    ([float("-inf"), 1.0], "bad returned -inf for the completion 'one'"), ([1.0, [2.0]], "bad returned"),
+    ([1e308, 1e308], None),
+])  # fmt: skip
 def test_invalid_values_raise_reward_error(value: Any, message: str | None) -> None:
     def bad(**kwargs: Any) -> Any:
         return value
@@ -272,19 +260,12 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
     assert task().prompt(data.train[1]) == [{"role": "user", "content": "Ho", "name": "Al"}]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (None, "prompt is None"),
-        ("", "prompt is ''"),
-        ([], r"prompt is \[\]"),
-        (3, "prompt is 3"),
-        (["Hi"], "message 'Hi'"),
-        ([{"role": "user"}], "message {'role': 'user'}"),
-        ([{"role": "user", "content": 3}], "with strings"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image'"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "message"), [
+    (None, "prompt is None"), ("", "prompt is ''"), ([], r"prompt is \[\]"), (3, "prompt is 3"),
+    (["Hi"], "message 'Hi'"), ([{"role": "user"}], "message {'role': 'user'}"),
+    ([{"role": "user", "content": 3}], "with strings"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image'"),
+])  # fmt: skip
 def test_bad_prompts_are_named(tmp_path: Path, prompt: Any, message: str) -> None:
     path = write(tmp_path / "rows", PLAIN, {"prompt": prompt})
     with pytest.raises(DataError, match=message) as caught:
@@ -431,11 +412,9 @@ def test_gold_column_does_not_affect_scores(tmp_path: Path, isolated: bool) -> N
         found.close()
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [({}, "column right is missing"), ({"right": 4}, "column right holds 4, which is not text")],
-    ids=["missing", "number"],
-)
+@pytest.mark.parametrize(("answer", "said"), [
+    ({}, "column right is missing"), ({"right": 4}, "column right holds 4, which is not text"),
+], ids=["missing", "number"])  # fmt: skip
 def test_gold_column_must_contain_text(tmp_path: Path, answer: Example, said: str) -> None:
     file = written(tmp_path / "rows.jsonl", [{"prompt": "2 + 2 =", **answer}])
     with pytest.raises(DataError, match=said):

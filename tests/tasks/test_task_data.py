@@ -110,17 +110,14 @@ def test_a_validation_file_is_cut_to_its_first_rows_and_takes_none_from_training
     assert numbers(load(default=default, validation_data=own, validation_size=1).validation) == [5]
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"validation_size": 8}, r"task\.validation_size is 8, but the 80 % of rows.json has 8 rows"),
-        ({"train_size": 6, "validation_size": 3}, r"task\.train_size 6 and task\.validation_size 3 are 9 rows, but"),
-        (
-            {"split": "first_last", "train_size": 6, "test_size": 3, "validation_size": 2},
-            r"validation_size 2 are 8 rows, but rows.json before its test rows has 7",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"validation_size": 8}, r"task\.validation_size is 8, but the 80 % of rows.json has 8 rows"),
+    ({"train_size": 6, "validation_size": 3}, r"task\.train_size 6 and task\.validation_size 3 are 9 rows, but"),
+    (
+        {"split": "first_last", "train_size": 6, "test_size": 3, "validation_size": 2},
+        r"validation_size 2 are 8 rows, but rows.json before its test rows has 7",
+    ),
+])  # fmt: skip
 def test_a_validation_split_that_does_not_fit_names_the_setting(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told) as error:
         split(**settings)
@@ -186,32 +183,22 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"n": 1}\n{"n": \n', "line 2: not JSON at column"),
-        (b'{"n": 1}\n[1]\n', "line 2: expected an object"),
-        (b'{\n "n": 1\n}\n', "line 1: not JSON"),
-        (b'[{"n": 1},\n {"n" 2}]', "not JSON at line 2, column"),
-        (b"[1, 2]", "row 1: expected an object"),
-        (b"[]", "has no rows"),
-        (b"", "has no rows"),
-        (b"\n \n", "has no rows"),
-        (b"\xff\xfe\x00", "neither parquet nor UTF-8"),
-        (b"PAR1 and no more", "damaged parquet"),
-        (b"[" * 200_000, "not readable as JSON"),
-        (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
-        (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: duplicate key 'n'"),
-        (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "duplicate key 'm'"),
-        (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "duplicate key '0'"),
-        (b'{"n": "a\\ud800b"}', r"line 1: 'n' has half a surrogate pair, \\ud800"),
-        (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' has half a surrogate pair, \\udfff"),
-        (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* has half a surrogate pair"),
-        (b'{"n": "' + b"a" * (1 << 24) + b'b"}', "a text of 'n' has 16,777,217 characters; at most 16,777,216"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"),
-        (b"prompt,answer\n1,2\n", "line 1: not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b'{"n": 1}\n{"n": \n', "line 2: not JSON at column"), (b'{"n": 1}\n[1]\n', "line 2: expected an object"),
+    (b'{\n "n": 1\n}\n', "line 1: not JSON"), (b'[{"n": 1},\n {"n" 2}]', "not JSON at line 2, column"),
+    (b"[1, 2]", "row 1: expected an object"), (b"[]", "has no rows"), (b"", "has no rows"), (b"\n \n", "has no rows"),
+    (b"\xff\xfe\x00", "neither parquet nor UTF-8"), (b"PAR1 and no more", "damaged parquet"),
+    (b"[" * 200_000, "not readable as JSON"),
+    (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
+    (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: duplicate key 'n'"),
+    (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "duplicate key 'm'"),
+    (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "duplicate key '0'"),
+    (b'{"n": "a\\ud800b"}', r"line 1: 'n' has half a surrogate pair, \\ud800"),
+    (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' has half a surrogate pair, \\udfff"),
+    (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* has half a surrogate pair"),
+    (b'{"n": "' + b"a" * (1 << 24) + b'b"}', "a text of 'n' has 16,777,217 characters; at most 16,777,216"),
+    (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"), (b"prompt,answer\n1,2\n", "line 1: not JSON"),
+])  # fmt: skip
 def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "rows.json"
     path.write_bytes(content)

@@ -27,10 +27,7 @@ from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.grading import Grading
 from evoalign.types import Example, Plan, Request, Rollout, Sampling, population
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in"),
-    pytest.mark.timeout(120),
-]
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in"), pytest.mark.timeout(120)]
 
 SOURCE = """
 import json, os, time

@@ -93,18 +93,12 @@ PROMPTS, RESPONSES = ["aaa", "aa", "a"], ["b", "bb", "bbb"]
 WANTED = {"reward": [1, 2, 3], "cost": [3, 2, 1]}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        of(b"", status=0),
-        of({"detail": "full"}, status=429, headers={"Retry-After": "1"}),
-        of({"detail": "full"}, status=429, headers={"Retry-After": "-inf"}),
-        of(b"<html>bad gateway</html>", status=502),
-        of({"detail": "scoring failed", "again": True}, status=500),
-        of({"ready": False}, status=503),
-        of(b'{"reward": [1', headers={**DIGEST, "Content-Length": "4000"}),
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    of(b"", status=0), of({"detail": "full"}, status=429, headers={"Retry-After": "1"}),
+    of({"detail": "full"}, status=429, headers={"Retry-After": "-inf"}), of(b"<html>bad gateway</html>", status=502),
+    of({"detail": "scoring failed", "again": True}, status=500), of({"ready": False}, status=503),
+    of(b'{"reward": [1', headers={**DIGEST, "Content-Length": "4000"}),
+])  # fmt: skip
 def test_temporary_failures_are_retried(answer: Callable[[Any], Answer], fake: Fake) -> None:
     scorer = fake.client()
     fake.answers = [answer, answer]
@@ -122,28 +116,23 @@ def test_timeouts_are_retried(fake: Fake) -> None:
     over.set()
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (of({"reward": [1, 2], "cost": [1, 2, 3]}), "2 scores of reward for 3 pairs"),
-        (of({"reward": [1, 2, 3]}), "other columns than reward, cost"),
-        (of({"reward": [1, 2, 3], "cost": [1, 2, 3], "more": []}), "other columns"),
-        (of(b'{"reward": [1, 2, NaN], "cost": [1, 2, 3]}'), "not finite"),
-        (of(b'{"reward": [1, 2, 1e999], "cost": [1, 2, 3]}'), "not finite"),
-        (of({"reward": [1, 2, None], "cost": [1, 2, 3]}), "reward that is not a finite number"),
-        (of({"reward": [1, 2, True], "cost": [1, 2, 3]}), "reward that is not a finite number"),
-        (of({"reward": [1, 2, "3"], "cost": [1, 2, 3]}), "reward that is not a finite number"),
-        (of({"reward": 0, "cost": [1, 2, 3]}), "0 scores of reward"),
-        (of([0, 0, 0]), "other columns"),
-        (of(b"<html>hello</html>"), "damaged"),
-        (of(WANTED, headers={"X-Scorer-Digest": "e" * 64}), "changed its models"),
-        (of(WANTED, headers={}), "changed its models"),
-        (of({"detail": "scorer.reward gives nan", "again": False}, status=500), "status 500: scorer.reward gives nan"),
-        (of({"detail": "no"}, status=401), "status 401: no; set scorer.token_env"),
-        (of({"detail": [{"loc": []}]}, status=422), "status 422"),
-        (of(b"{}", status=307, headers={"Location": "http://127.0.0.1:1/"}), "status 307"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "said"), [
+    (of({"reward": [1, 2], "cost": [1, 2, 3]}), "2 scores of reward for 3 pairs"),
+    (of({"reward": [1, 2, 3]}), "other columns than reward, cost"),
+    (of({"reward": [1, 2, 3], "cost": [1, 2, 3], "more": []}), "other columns"),
+    (of(b'{"reward": [1, 2, NaN], "cost": [1, 2, 3]}'), "not finite"),
+    (of(b'{"reward": [1, 2, 1e999], "cost": [1, 2, 3]}'), "not finite"),
+    (of({"reward": [1, 2, None], "cost": [1, 2, 3]}), "reward that is not a finite number"),
+    (of({"reward": [1, 2, True], "cost": [1, 2, 3]}), "reward that is not a finite number"),
+    (of({"reward": [1, 2, "3"], "cost": [1, 2, 3]}), "reward that is not a finite number"),
+    (of({"reward": 0, "cost": [1, 2, 3]}), "0 scores of reward"), (of([0, 0, 0]), "other columns"),
+    (of(b"<html>hello</html>"), "damaged"), (of(WANTED, headers={"X-Scorer-Digest": "e" * 64}), "changed its models"),
+    (of(WANTED, headers={}), "changed its models"),
+    (of({"detail": "scorer.reward gives nan", "again": False}, status=500), "status 500: scorer.reward gives nan"),
+    (of({"detail": "no"}, status=401), "status 401: no; set scorer.token_env"),
+    (of({"detail": [{"loc": []}]}, status=422), "status 422"),
+    (of(b"{}", status=307, headers={"Location": "http://127.0.0.1:1/"}), "status 307"),
+])  # fmt: skip
 def test_invalid_responses_raise_immediately(answer: Callable[[Any], Answer], said: str, fake: Fake) -> None:
     scorer = fake.client()
     fake.answers = [answer]
@@ -259,16 +248,9 @@ def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
     scorer.close()
 
 
-@pytest.mark.parametrize(
-    "health",
-    [
-        {},
-        [],
-        {**HEALTH, "columns": ["cost"]},
-        {**HEALTH, "digest": None},
-        {**HEALTH, "limits": {"items": 0, "body": 1}},
-    ],
-)
+@pytest.mark.parametrize("health", [
+    {}, [], {**HEALTH, "columns": ["cost"]}, {**HEALTH, "digest": None}, {**HEALTH, "limits": {"items": 0, "body": 1}},
+])  # fmt: skip
 def test_other_servers_are_rejected(health: Any, fake: Fake) -> None:
     fake.health = (200, json.dumps(health).encode(), {})
     with pytest.raises(RewardError, match="the server there is not a scorer"):

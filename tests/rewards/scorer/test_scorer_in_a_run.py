@@ -147,10 +147,7 @@ def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbro
     assert last.startswith(f"error: no scores from the scorer at {service.url} for 5 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
-    with (
-        Served(tmp_path, *BITS, port=service.port),
-        Run(tmp_path / "own", service.url, "--resume") as resumed,
-    ):
+    with Served(tmp_path, *BITS, port=service.port), Run(tmp_path / "own", service.url, "--resume") as resumed:
         assert resumed.end() == 0, resumed.said
     same(resumed, unbroken)
 

@@ -103,8 +103,7 @@ def test_a_classifier_scores_as_the_library_does(labels: int, padded: int | None
 
 
 @pytest.mark.parametrize(
-    ("kind", "make"),
-    [("reward", lambda s: (s - 0.75) / 2), ("cost", lambda s: s / 2), ("critic", lambda s: s)],
+    ("kind", "make"), [("reward", lambda s: (s - 0.75) / 2), ("cost", lambda s: s / 2), ("critic", lambda s: s)]
 )
 def test_a_normalizer_is_the_one_of_the_score_type(kind: str, make: Any, tmp_path: Path, reward: Path) -> None:
     folder = safe_rlhf(tmp_path, said={"score_type": kind, "do_normalize": True})
@@ -182,21 +181,15 @@ def no_layer(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (no_weights, "pickle"),
-        (no_head, "lack score_head.weight"),
-        (no_layer, "lack layers.1.mlp.up_proj.weight"),
-        (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
-        (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
-        (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
-        (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "_attn_implementation"),
-        (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
-        (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
-        (lambda f: (f / "config.json").unlink(), "config.json"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "said"), [
+    (no_weights, "pickle"), (no_head, "lack score_head.weight"), (no_layer, "lack layers.1.mlp.up_proj.weight"),
+    (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
+    (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
+    (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
+    (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "_attn_implementation"),
+    (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"), (lambda f: (f / "config.json").unlink(), "config.json"),
+])  # fmt: skip
 def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_path: Path) -> None:
     """Code of a model's own is not run: with None it is passed by, and the model loads."""
     folder = safe_rlhf(tmp_path)
@@ -290,11 +283,10 @@ def test_a_chat_template_that_strips_is_given_stripped_texts(tmp_path: Path) -> 
     assert said == "user: hm? / assistant: yes / "
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [("{{ messages[1]['content'] }}", "once and in this order"), ("{{ raise_exception('no') }}", "rejects a pair"),
-     (None, "has no chat template")],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ messages[1]['content'] }}", "once and in this order"), ("{{ raise_exception('no') }}", "rejects a pair"),
+    (None, "has no chat template"),
+])  # fmt: skip
 def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | None, said: str, tmp_path: Path) -> None:
     folder = safe_rlhf(tmp_path)
     change(folder, "tokenizer_config.json", chat_template=template)

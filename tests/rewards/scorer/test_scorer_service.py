@@ -139,17 +139,10 @@ def test_health_describes_the_scorer(served: Served) -> None:
     assert "/score" in httpx.get(f"{served.url}/openapi.json").json()["paths"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompts": ["zqxtext"], "responses": []},
-        {"prompts": ["zqxtext"], "responses": [1]},
-        {"items": [{"prompt": "zqxtext", "zqxkey": "b"}]},
-        {"items": "zqxtext"},
-        ["zqxtext"],
-        "zqxtext",
-    ],
-)
+@pytest.mark.parametrize("body", [
+    {"prompts": ["zqxtext"], "responses": []}, {"prompts": ["zqxtext"], "responses": [1]},
+    {"items": [{"prompt": "zqxtext", "zqxkey": "b"}]}, {"items": "zqxtext"}, ["zqxtext"], "zqxtext",
+])  # fmt: skip
 def test_validation_errors_do_not_repeat_the_request(body: Any, served: Served) -> None:
     answer = httpx.post(f"{served.url}/score", json=body)
     assert answer.status_code == 422 and "zqx" not in answer.text and answer.json()["form"]
@@ -265,16 +258,12 @@ def test_unavailable_service_raises_error(served: Served) -> None:
         assert threading.active_count() < 60
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0"),
-        (("--host", "0.0.0.0", "--token-env", "NOT_THERE_AT_ALL"), "NOT_THERE_AT_ALL"),
-        (("--template", "{prompt}"), "--template: write chat"),
-        (("--queue", "3"), "--queue 3 is less than --batch-size"),
-        (("--reward", "/nowhere/at/all"), "error: --reward: no folder /nowhere/at/all"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    (("--host", "0.0.0.0"), "--host 0.0.0.0"),
+    (("--host", "0.0.0.0", "--token-env", "NOT_THERE_AT_ALL"), "NOT_THERE_AT_ALL"),
+    (("--template", "{prompt}"), "--template: write chat"), (("--queue", "3"), "--queue 3 is less than --batch-size"),
+    (("--reward", "/nowhere/at/all"), "error: --reward: no folder /nowhere/at/all"),
+])  # fmt: skip
 def test_invalid_serve_options_raise_config_error(
     more: tuple[str, ...], said: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

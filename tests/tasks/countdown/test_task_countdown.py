@@ -32,24 +32,15 @@ def answer(text: str) -> float:
 # --- reward ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        (FULL, 1.1),
-        (" " + FULL + " \n", 1.1),  # stripped
-        ("44 and 19 ...</think>\n<answer>\n44 + 19 + 35</answer>", 0.1),  # leading newline inside the answer
-        ("</think>\n<answer>44 + 19 + 35\n</answer>", 1.1),  # trailing one
-        ("</think><answer>44 + 19 + 35</answer>", 1.06),  # no newline between the blocks
-        ("</think>\n\n<answer>44 + 19 + 35</answer>", 1.06),
-        ("<answer>44 + 19 + 35</answer>", 1.05),
-        ("44 + 19 + 35</think>", 0.01),
-        ("</think>\n<answer>44 + 19</answer>", 0.1),
-        (FULL + " done", 1.06),
-        ("", 0.0),
-        ("<|im_end|>", 0.0),
-        ("Use [44 19 35] to make 98.", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "reward"), [
+    (FULL, 1.1), (" " + FULL + " \n", 1.1),  # stripped
+    ("44 and 19 ...</think>\n<answer>\n44 + 19 + 35</answer>", 0.1),  # leading newline inside the answer
+    ("</think>\n<answer>44 + 19 + 35\n</answer>", 1.1),  # trailing one
+    ("</think><answer>44 + 19 + 35</answer>", 1.06),  # no newline between the blocks
+    ("</think>\n\n<answer>44 + 19 + 35</answer>", 1.06), ("<answer>44 + 19 + 35</answer>", 1.05),
+    ("44 + 19 + 35</think>", 0.01), ("</think>\n<answer>44 + 19</answer>", 0.1), (FULL + " done", 1.06), ("", 0.0),
+    ("<|im_end|>", 0.0), ("Use [44 19 35] to make 98.", 0.0),
+])  # fmt: skip
 def test_reward_is_a_tenth_of_format_plus_answer(text: str, reward: float) -> None:
     assert task().rewards([text], [ROW])[0] == pytest.approx(reward, abs=1e-12)
 
@@ -59,53 +50,33 @@ def test_without_strip_only_one_newline_may_follow() -> None:
     assert unstripped.rewards([FULL + "\n", FULL + "\n\n", FULL + " "], [ROW] * 3) == pytest.approx([1.1, 1.06, 1.06])
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("44 + 19 + 35", 1.0),
-        ("35+(19+44)", 1.0),
-        ("44 + 19 + 35 = 98", 0.0),
-        ("= 98", 0.0),
-        ("98", 0.0),
-        ("44 + 19 + 35 + 0", 0.0),  # a number that was not given
-        ("44 + 54", 0.0),
-        ("44 + 19 + 35 + 44 - 44", 0.0),  # a number used twice
-        ("44 + 19", 0.0),
-        ("35 + 19 * 44", 0.0),
-        ("44 + 19 + 035", 0.0),
-        ("44 + 19 - -35", 0.0),
-        ("44 + 19 + 35\n", 1.0),
-        ("\n44 + 19 + 35", 0.0),
-        ("44 + 19 + ３５", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("44 + 19 + 35", 1.0), ("35+(19+44)", 1.0), ("44 + 19 + 35 = 98", 0.0), ("= 98", 0.0), ("98", 0.0),
+    ("44 + 19 + 35 + 0", 0.0),  # a number that was not given
+    ("44 + 54", 0.0), ("44 + 19 + 35 + 44 - 44", 0.0),  # a number used twice
+    ("44 + 19", 0.0), ("35 + 19 * 44", 0.0), ("44 + 19 + 035", 0.0), ("44 + 19 - -35", 0.0), ("44 + 19 + 35\n", 1.0),
+    ("\n44 + 19 + 35", 0.0), ("44 + 19 + ３５", 0.0), ("", 0.0),
+])  # fmt: skip
 def test_answer_rules(text: str, value: float) -> None:
     assert answer(text) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers", "target"),
-    [("3**4", [3, 4], "81"), ("7//2+1", [7, 2, 1], "4"), ("(4)(3+2)", [4, 3, 2], "20"), ("-4+9", [4, 9], "5")],
-)
+@pytest.mark.parametrize(("text", "numbers", "target"), [
+    ("3**4", [3, 4], "81"), ("7//2+1", [7, 2, 1], "4"), ("(4)(3+2)", [4, 3, 2], "20"), ("-4+9", [4, 9], "5"),
+])  # fmt: skip
 def test_other_operators_earn_nothing(text: str, numbers: list[int], target: str) -> None:
     assert answer_reward(f"<answer>{text}</answer>", numbers, target) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers", "target", "value"),
-    [
-        ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6666666666667", 1.0),
-        ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.66667", 1.0),  # 3.3e-6 away
-        ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6667", 0.0),  # 3.3e-5 away
-        ("69 - (55 + 25)", [69, 55, 25], "-11", 1.0),
-        ("69 - (55 + 25)", [69, 55, 25], "11", 0.0),
-        ("71 + 15 / 4", [71, 15, 4], "74.75", 1.0),
-        ("71 + 15 / 4", [71, 15, 4], 74.75, 1.0),
-        ("1 / 100000", [1, 100000], "0", 0.0),  # a difference of exactly 1e-5 is too much
-        ("1 / 100001", [1, 100001], "0", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "numbers", "target", "value"), [
+    ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6666666666667", 1.0),
+    ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.66667", 1.0),  # 3.3e-6 away
+    ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6667", 0.0),  # 3.3e-5 away
+    ("69 - (55 + 25)", [69, 55, 25], "-11", 1.0), ("69 - (55 + 25)", [69, 55, 25], "11", 0.0),
+    ("71 + 15 / 4", [71, 15, 4], "74.75", 1.0), ("71 + 15 / 4", [71, 15, 4], 74.75, 1.0),
+    ("1 / 100000", [1, 100000], "0", 0.0),  # a difference of exactly 1e-5 is too much
+    ("1 / 100001", [1, 100001], "0", 1.0),
+])  # fmt: skip
 def test_negative_and_fractional_targets(text: str, numbers: list[int], target: str | float, value: float) -> None:
     assert answer_reward(f"<answer>{text}</answer>", numbers, target) == value
 

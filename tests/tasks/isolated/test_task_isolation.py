@@ -153,11 +153,9 @@ def test_exact_values_survive_json(value: Any) -> None:
     assert b"\n" not in worker.encode(value)[:-1]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [(1,), {1: "a"}, b"a", np.float64(1.0), np.int64(1), {"a": [(1,)]}, {1}, datetime.date(2026, 1, 1), 10**5000],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("value", [
+    (1,), {1: "a"}, b"a", np.float64(1.0), np.int64(1), {"a": [(1,)]}, {1}, datetime.date(2026, 1, 1), 10**5000,
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_inexact_values_are_detected(value: Any) -> None:
     assert not is_exact(value)
 

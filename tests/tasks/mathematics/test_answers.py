@@ -91,11 +91,10 @@ def test_is_equal_reads_words_such_as_million(answer: str, gold: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["hundred", "thousand", "million", "billion", "trillion"])
-@pytest.mark.parametrize(
-    "answer",
-    ["6 %s", "6\\text{ %s}", "6\\ \\text{%ss}", "6 \\mathrm{%s}", "6 \\text{ %s dollars}", "\\frac{12}{2}\\text{ %s}",
-     "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}"],
-)  # fmt: skip
+@pytest.mark.parametrize("answer", [
+    "6 %s", "6\\text{ %s}", "6\\ \\text{%ss}", "6 \\mathrm{%s}", "6 \\text{ %s dollars}", "\\frac{12}{2}\\text{ %s}",
+    "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}",
+])  # fmt: skip
 def test_million_differs_from_units(answer: str, word: str) -> None:
     """Also without a parse as a number: math-verify ignores words."""
     assert not answers.is_equal(answer % word, "6") and not answers.is_equal("6", answer % word)
@@ -137,13 +136,10 @@ def test_comparison_is_bounded_by_calls_not_by_time(monkeypatch: pytest.MonkeyPa
     assert answers.is_equal("(x+2)^2", "x^2+4x+4")
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("so \\boxed{72}.", "72"), ("\\boxed{\\frac{1}{2}} and \\fbox{ 3 }", " 3 "), ("\\boxed{1} \\boxed{2", None),
-        ("\\boxed {a\\}b}", "a\\}b"), ("nothing", None), ("\\boxed{" + "1" * 301 + "}", None), ("\\boxed{}", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "found"), [
+    ("so \\boxed{72}.", "72"), ("\\boxed{\\frac{1}{2}} and \\fbox{ 3 }", " 3 "), ("\\boxed{1} \\boxed{2", None),
+    ("\\boxed {a\\}b}", "a\\}b"), ("nothing", None), ("\\boxed{" + "1" * 301 + "}", None), ("\\boxed{}", ""),
+])  # fmt: skip
 def test_last_boxed_returns_the_last_complete_box(text: str, found: str | None) -> None:
     box = answers.last_boxed(text)
     assert (None if box is None else box[1]) == found

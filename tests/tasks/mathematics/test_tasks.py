@@ -79,29 +79,22 @@ def test_prompts_request_the_accepted_answer_format() -> None:
             made(prompt="short")
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("It is 72.", 0), ("#### 72", 1), ("so #### $72.00.\nQuestion: another", 1), ("\\boxed{72}", 1),
-        ("\\boxed{72 \\text{ nuts}}", 1), ("#### 72 nuts", 1), ("\\boxed{\\$72}", 1), ("\\boxed{\\frac{144}{2}}", 1),
-        ("\\boxed{71} #### 72", 1), ("#### 72 \\boxed{71}", 0), ("#### 71\n#### 72", 1), ("####", 0),
-        ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "reward"), [
+    ("It is 72.", 0), ("#### 72", 1), ("so #### $72.00.\nQuestion: another", 1), ("\\boxed{72}", 1),
+    ("\\boxed{72 \\text{ nuts}}", 1), ("#### 72 nuts", 1), ("\\boxed{\\$72}", 1), ("\\boxed{\\frac{144}{2}}", 1),
+    ("\\boxed{71} #### 72", 1), ("#### 72 \\boxed{71}", 0), ("#### 71\n#### 72", 1), ("####", 0),
+    ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
+])  # fmt: skip
 def test_gsm8k_scores_the_last_answer(text: str, reward: float) -> None:
     task = gsm8k()
     assert task.compute_reward(text, GSM8K[0]) == reward
     assert task.measures(text, GSM8K[0])["accuracy"] == reward == float(task.is_right(text, GSM8K[0]))
 
 
-@pytest.mark.parametrize(
-    ("said", "number"),
-    [
-        ("6 million", "6000000"), ("\\$6 million dollars.", "6,000,000"), ("6 \\text{ thousand}", "6000"),
-        ("$6k", "6000"), ("6.5K", "6500"), ("6 kg", "6"), ("6 dozen", "6"), ("6 km", "6"),
-        ("-2 hundred thousand", "-200000"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("said", "number"), [
+    ("6 million", "6000000"), ("\\$6 million dollars.", "6,000,000"), ("6 \\text{ thousand}", "6000"), ("$6k", "6000"),
+    ("6.5K", "6500"), ("6 kg", "6"), ("6 dozen", "6"), ("6 km", "6"), ("-2 hundred thousand", "-200000"),
+])  # fmt: skip
 def test_gsm8k_reads_words_such_as_million(said: str, number: str) -> None:
     task, row = gsm8k(), {"question": "q", "answer": f"#### {number}"}
     bare = {"question": "q", "answer": "#### 6"}
@@ -119,16 +112,13 @@ def test_measures_distinguish_wrong_from_missing_answers() -> None:
     assert competition().rewards(["\\boxed{\\dfrac{6}{8}}", "\\boxed{4}"], [MATH[0], MATH[2]]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "said"),
-    [
-        (gsm8k, {"question": "q", "answer": "72"}, "line 1: it has no final answer; expected .*#### 72"),
-        (gsm8k, {"question": "q"}, "line 1: expected .*#### 72.*question"),
-        (gsm8k, {"question": 3, "answer": "#### 1"}, "line 1: no text in question"),
-        (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
-        (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
-    ],
-)
+@pytest.mark.parametrize(("task", "row", "said"), [
+    (gsm8k, {"question": "q", "answer": "72"}, "line 1: it has no final answer; expected .*#### 72"),
+    (gsm8k, {"question": "q"}, "line 1: expected .*#### 72.*question"),
+    (gsm8k, {"question": 3, "answer": "#### 1"}, "line 1: no text in question"),
+    (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
+    (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
+])  # fmt: skip
 def test_load_data_names_invalid_rows(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=said):
         task(train_data=written(tmp_path / "rows.jsonl", [row, row])).load_data(0)

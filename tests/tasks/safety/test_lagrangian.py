@@ -135,21 +135,15 @@ def test_rate_zero_has_no_state_and_needs_no_mean() -> None:
     assert fixed.price == 0.3
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"start": 0.0}, "lagrangian.start: 0.0; give a number from 0.0001 to maximum 5"),
-        ({"start": 6.0}, "lagrangian.start: 6.0"),
-        ({"maximum": math.inf}, "lagrangian.maximum: inf"),
-        ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0"),
-        ({"margin": math.nan}, "lagrangian.margin: nan"),
-        ({"factor": 1.5}, "lagrangian.factor: 1.5; give a number from 0 to 1"),
-        ({"safe_first": "yes"}, "lagrangian.safe_first: 'yes'; give none, product, published"),
-        ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
-        ({"positive": True}, "cannot be created with"),
-        ({"rate": "fast"}, "cannot be created with"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    ({"start": 0.0}, "lagrangian.start: 0.0; give a number from 0.0001 to maximum 5"),
+    ({"start": 6.0}, "lagrangian.start: 6.0"), ({"maximum": math.inf}, "lagrangian.maximum: inf"),
+    ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0"), ({"margin": math.nan}, "lagrangian.margin: nan"),
+    ({"factor": 1.5}, "lagrangian.factor: 1.5; give a number from 0 to 1"),
+    ({"safe_first": "yes"}, "lagrangian.safe_first: 'yes'; give none, product, published"),
+    ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
+    ({"positive": True}, "cannot be created with"), ({"rate": "fast"}, "cannot be created with"),
+])  # fmt: skip
 def test_invalid_settings_raise_config_error(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as refused:
         create(ObjectiveConfig(name="lagrangian", **options))

@@ -78,10 +78,7 @@ def test_seed_determines_the_selection(files: dict[str, Any]) -> None:
     assert places == sorted(places)
 
 
-@given(
-    st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 100), min_size=1),
-    st.integers(1, 1000),
-)
+@given(st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 100), min_size=1), st.integers(1, 1000))
 def test_fractions_are_apportioned(weights: dict[str, int], total: int) -> None:
     """To whole numbers that add up and are each less than one off."""
     shares = {group: n / sum(weights.values()) for group, n in weights.items()}
@@ -174,29 +171,22 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     assert asked(data.train) == ["Question 1 of FF?"] and data.train[0]["response_0_severity_level"] == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "told"),
-    [
-        ({"shares": {"TT": 500}}, DataError, "too few training rows: 150 TT of 500; lower task.shares"),
-        ({"shares": {"TT": 0.4, "FF": 0.4}}, ConfigError, "neither whole counts nor fractions that add up to 1"),
-        ({"shares": {"XX": 4}}, ConfigError, "task.shares.XX"),
-        ({"shares": {"TT": 0.5, "FF": 0.5}}, ConfigError, "are fractions; set task.train_size"),
-        (
-            {"shares": {"TT": 5}, "train_size": 6},
-            ConfigError,
-            "task.shares {TT: 5} is 5 rows, but task.train_size is 6",
-        ),
-        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, merged from all configs and --set"),
-        ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both select training rows"),
-        ({"protocol": "published_251"}, ConfigError, "task.protocol"),
-        ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last both"),
-        ({"sharse": {"TT": 5}}, ConfigError, r"unknown setting task\.sharse; did you mean task\.shares\?"),
-        ({"prompt": "short"}, ConfigError, "task.prompt: safety has conversation, chat and raw, not short"),
-        ({"system_prompt": "Be kind."}, ConfigError, "set task.prompt: chat"),
-        ({"system_prompt": "Be kind.", "prompt": "conversation"}, ConfigError, "without messages"),
-        ({"fitness": "a.py:b"}, ConfigError, "task.fitness is not for task safety"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "error", "told"), [
+    ({"shares": {"TT": 500}}, DataError, "too few training rows: 150 TT of 500; lower task.shares"),
+    ({"shares": {"TT": 0.4, "FF": 0.4}}, ConfigError, "neither whole counts nor fractions that add up to 1"),
+    ({"shares": {"XX": 4}}, ConfigError, "task.shares.XX"),
+    ({"shares": {"TT": 0.5, "FF": 0.5}}, ConfigError, "are fractions; set task.train_size"),
+    ({"shares": {"TT": 5}, "train_size": 6}, ConfigError, "task.shares {TT: 5} is 5 rows, but task.train_size is 6"),
+    ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, merged from all configs and --set"),
+    ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both select training rows"),
+    ({"protocol": "published_251"}, ConfigError, "task.protocol"),
+    ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last both"),
+    ({"sharse": {"TT": 5}}, ConfigError, r"unknown setting task\.sharse; did you mean task\.shares\?"),
+    ({"prompt": "short"}, ConfigError, "task.prompt: safety has conversation, chat and raw, not short"),
+    ({"system_prompt": "Be kind."}, ConfigError, "set task.prompt: chat"),
+    ({"system_prompt": "Be kind.", "prompt": "conversation"}, ConfigError, "without messages"),
+    ({"fitness": "a.py:b"}, ConfigError, "task.fitness is not for task safety"),
+])  # fmt: skip
 def test_invalid_selections_raise_errors(
     files: dict[str, Any], settings: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
 ) -> None:
@@ -207,15 +197,11 @@ def test_invalid_selections_raise_errors(
         loaded(**files, **settings)
 
 
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        ([{"question": "a"}], r"line 1: no prompt; found question; set task.columns: {prompt: question}"),
-        ([{"prompt": "a"}, {"prompt": "  "}], r"line 2: prompt is '\s+'; expected a text"),
-        ([{"prompt": ["a"]}], "expected a text"),
-        ([{"prompt": "x"}], "every training prompt is also"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "told"), [
+    ([{"question": "a"}], r"line 1: no prompt; found question; set task.columns: {prompt: question}"),
+    ([{"prompt": "a"}, {"prompt": "  "}], r"line 2: prompt is '\s+'; expected a text"),
+    ([{"prompt": ["a"]}], "expected a text"), ([{"prompt": "x"}], "every training prompt is also"),
+])  # fmt: skip
 def test_invalid_rows_raise_data_error(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
     with pytest.raises(DataError, match=told):

@@ -116,19 +116,16 @@ class Broken(RuleScorer):
         return self.answer
 
 
-@pytest.mark.parametrize(
-    ("scorer", "error", "told"),
-    [
-        (Broken({"reward": [1.0]}), RewardError, "the scorer returned no cost"),
-        (Broken({"reward": [1.0], "cost": [0.0, 0.0]}), RewardError, "returned 2 rewards for 1 texts"),
-        (Broken({"reward": [1.0], "cost": [float("nan")]}), RewardError, "returned nan as the reward"),
-        (Broken({"reward": [None], "cost": [0.0]}), RewardError, "returned None as the reward"),
-        (Broken(RewardError("the service is gone")), RewardError, "the service is gone"),
-        (Broken(ConnectionError("refused")), RewardError, "failed to score: ConnectionError: refused"),
-        (Broken({}, ("reward",)), ConfigError, "needs cost, but the scorer has reward; set scorer.reward and"),
-        (None, ConfigError, "needs scoring models; set the section scorer"),
-    ],
-)
+@pytest.mark.parametrize(("scorer", "error", "told"), [
+    (Broken({"reward": [1.0]}), RewardError, "the scorer returned no cost"),
+    (Broken({"reward": [1.0], "cost": [0.0, 0.0]}), RewardError, "returned 2 rewards for 1 texts"),
+    (Broken({"reward": [1.0], "cost": [float("nan")]}), RewardError, "returned nan as the reward"),
+    (Broken({"reward": [None], "cost": [0.0]}), RewardError, "returned None as the reward"),
+    (Broken(RewardError("the service is gone")), RewardError, "the service is gone"),
+    (Broken(ConnectionError("refused")), RewardError, "failed to score: ConnectionError: refused"),
+    (Broken({}, ("reward",)), ConfigError, "needs cost, but the scorer has reward; set scorer.reward and"),
+    (None, ConfigError, "needs scoring models; set the section scorer"),
+])  # fmt: skip
 def test_scorer_failures_raise_errors(scorer: Any, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         columns_of(task(scorer), ["x"], ROWS[:1])
