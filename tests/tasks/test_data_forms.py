@@ -20,8 +20,7 @@ from pydantic import ValidationError
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, EvoalignError
-from evoalign.tasks import Data, Task, create
-from evoalign.types import Example
+from evoalign.tasks import create
 
 ROWS = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": 'a "b",\nc', "answer": "ü"}]
 ASKED = {"role": "user", "content": "Hi"}
@@ -236,15 +235,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("write", "settings", "outcome"), [f[1:] for f in FORMS], ids=[f[0] for f in FORMS])
 def test_load_accepts_or_rejects_each_format(
-    write: Write,
-    settings: dict[str, Any],
-    outcome: list[dict[str, Any]] | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    write: Write, settings: Any, outcome: list[Any] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = str(write(tmp_path))
-    task = create(TaskConfig(name="custom", train_data=source, test_data=source, **settings), [length])
+    task = made(train_data=source, test_data=source, **settings)
     if not isinstance(outcome, str):
         assert list(task.load_data(0).train) == outcome
         return
@@ -257,8 +252,8 @@ def test_load_accepts_or_rejects_each_format(
 # --- columns and system prompts --------------------------------------------------------------------------------------
 
 
-def made(name: str = "custom", **settings: Any) -> Any:
-    return create(TaskConfig(name=name, **settings), *([[length]] if name == "custom" else []))
+def made(name: str = "custom", reward: Callable[..., Any] = length, **settings: Any) -> Any:
+    return create(TaskConfig(name=name, **settings), [reward] if name == "custom" else None)
 
 
 def test_columns_rejects_renaming_a_column_twice() -> None:
@@ -276,8 +271,8 @@ def test_columns_rejects_renaming_a_column_twice() -> None:
 def test_every_task_renames_columns(
     name: str, row: dict[str, Any], columns: dict[str, str], lacks: str, tmp_path: Path
 ) -> None:
-    settings = {"prompt": "chat", "columns": columns, "train_data": str(tmp_path / jsonl(row)(tmp_path))}
-    task = made(name, **settings, test_data=settings["train_data"])
+    path = str(tmp_path / jsonl(row)(tmp_path))
+    task = made(name, prompt="chat", columns=columns, train_data=path, test_data=path)
     if lacks:
         with pytest.raises(DataError, match=re.escape(lacks)):
             task.load_data(0)
@@ -286,30 +281,28 @@ def test_every_task_renames_columns(
         assert list(found.values()) == list(row.values()) and task.prompt(found)[-1]["role"] == "user"
 
 
-def test_missing_column_error_suggests_a_similar_one(tmp_path: Path) -> None:
-    def right(completions: list[str], answer: list[str]) -> list[float]:
-        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
-
-    path = str(tmp_path / jsonl({"prompt": "Hi", "target": "Ho"})(tmp_path))
-    task = create(TaskConfig(name="custom", train_data=path, test_data=path), [right])
-    with pytest.raises(DataError, match=r"columns: prompt, target\).*, or set task\.columns: \{answer: target\}"):
-        task.load_data(0)
-
-
 def test_rewards_get_the_last_assistant_message_as_completion_column(tmp_path: Path) -> None:
     def right(completions: list[Any], completion: list[str]) -> list[float]:
         return [float(c[0]["content"] == a) for c, a in zip(completions, completion, strict=True)]
 
     path = str(tmp_path / jsonl({"messages": [ASKED, SAID]})(tmp_path))
-    task = create(TaskConfig(name="custom", train_data=path, test_data=path, gold="completion"), [right])
+    task = made(reward=right, train_data=path, test_data=path, gold="completion")
     (row,) = task.load_data(0).test
     assert task.rewards(["Ho", "Hu"], [row, row]) == [1.0, 0.0]
     assert task.gold(row) == "Ho"
 
 
-def test_system_prompt_is_prepended_if_there_is_none() -> None:
-    task, row = made(prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
+def test_system_prompt_is_prepended_if_there_is_none_and_hidden_from_rewards() -> None:
+    seen: list[Any] = []
+
+    def spy(prompts: list[Any], completions: list[Any]) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    task, row = made(reward=spy, prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
     assert task.prompt(row) == [SYSTEM, ASKED] and row == {"prompt": "Hi"}
+    task.rewards(["a", "b"], [row, {"prompt": [ASKED]}])
+    assert seen == ["Hi", [ASKED]]
     chat = made(system_prompt="Be brief.")
     assert chat.prompt({"prompt": [ASKED]}) == [SYSTEM, ASKED]
     for role in ("system", "developer"):
@@ -321,37 +314,12 @@ def test_system_prompt_is_prepended_if_there_is_none() -> None:
     assert found[0] == SYSTEM and [m["role"] for m in found] == ["system", "user", "assistant"]
 
 
-def test_rewards_get_prompts_without_system_prompt() -> None:
-    seen: list[Any] = []
-
-    def spy(prompts: list[Any], completions: list[Any]) -> list[float]:
-        seen.extend(prompts)
-        return [0.0] * len(prompts)
-
-    task = create(TaskConfig(name="custom", prompt="chat", system_prompt="Be brief."), [spy])
-    task.rewards(["a", "b"], [{"prompt": "Hi"}, {"prompt": [ASKED]}])
-    assert seen == ["Hi", [ASKED]]
-
-
-class Own(Task):
-    """Custom task with its own prompts."""
-
-    def load_data(self, seed: int) -> Data:
-        return Data([{}], [{}])
-
-    def prompt(self, example: Example) -> str:
-        return "Hi"
-
-    def compute_reward(self, text: str, example: Example) -> float:
-        return 0.0
-
-
 @pytest.mark.parametrize(("name", "settings", "told"), [
     ("custom", {"prompt": "raw"}, "task.prompt: raw are plain text"),
     ("conciseness", {"prompt": "raw"}, "task.prompt: raw are plain text"),
     ("countdown", {"prompt": "short"}, "task.prompt: short are plain text"),
-    ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
-    (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
+    ("countdown", {}, "set task.prompt: chat"),
+    ("own_parts:Outside", {}, "task.system_prompt is not for task own_parts:Outside"),
 ])  # fmt: skip
 def test_system_prompt_needs_messages(name: str, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,68 +122,59 @@ def until(there: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-@pytest.mark.parametrize("batch", [1, 5, 100])
-@pytest.mark.first("5-")
-def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool, batch: int) -> None:
-    whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
+def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool) -> None:
+    whole = columns_of(make("length", "odd", isolated=False), TEXTS, ROWS * 4)
     assert set(whole) == {"length", "odd"} and whole["odd"][0] is None
-    task = make("length", "odd", batch=batch, isolated=isolated)
-    for seed in range(2):
-        found = columns(task, Saying(shuffled(seed)))
-        assert list(found) == list(whole) and repr(found) == repr(whole), "to the bit: -0.0 is not 0.0"
+    task = make("length", "odd", isolated=isolated)
     assert columns_of(task, TEXTS, ROWS * 4) == whole
+    for task.per_call in (1, 5, 100):
+        for seed in range(2):
+            found = columns(task, Saying(shuffled(seed)))
+            assert list(found) == list(whole) and repr(found) == repr(whole), "to the bit: -0.0 is not 0.0"
+        assert columns_of(task, TEXTS, ROWS * 4) == whole
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(5, [5, 5, 2]), (None, [12])])
-def test_pieces_do_not_depend_on_arrival_order(make: Make, tmp_path: Path, batch: int | None, sizes: list[int]) -> None:
-    task = make("seen", batch=batch)
-    cuts = [sum(sizes[:i]) for i in range(len(sizes))]
-    wanted = sorted(repr(TEXTS[cut : cut + size]).replace("'", '"') for cut, size in zip(cuts, sizes, strict=True))
-    for seed in range(3):
-        columns(task, Saying(shuffled(seed)))
-        assert sorted((tmp_path / "seen").read_text().splitlines()) == wanted
-        (tmp_path / "seen").unlink()
+def test_pieces_do_not_depend_on_arrival_order(make: Make, tmp_path: Path) -> None:
+    task = make("seen", batch=5)
+    assert task.per_call == 5
+    for task.per_call, cuts in ((5, (0, 5, 10, 12)), (None, (0, 12))):
+        wanted = sorted(json.dumps(TEXTS[start:end]) for start, end in pairwise(cuts))
+        for seed in range(3):
+            columns(task, Saying(shuffled(seed)))
+            assert sorted((tmp_path / "seen").read_text().splitlines()) == wanted
+            (tmp_path / "seen").unlink()
 
 
-def test_a_piece_is_scored_while_others_are_decoded(make: Make, tmp_path: Path) -> None:
-    task = make("signs", batch=4)
-    began = tmp_path / "began"
+def test_pieces_are_scored_during_decoding_but_whole_generations_and_forks_wait(make: Make, tmp_path: Path) -> None:
+    task, began = make("signs", batch=4), tmp_path / "began"
     engine = Saying([4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11], {4: lambda: until(began.exists)})  # else this never ends
     assert columns(task, engine) == {"signs": [1.0] * 12}
-
-
-def test_whole_generations_and_forks_wait_for_the_last_completion(make: Make, tmp_path: Path) -> None:
-    began = tmp_path / "began"
     absent: list[bool] = []
     engine = Saying(before={11: lambda: absent.append(not began.exists())})
-    columns(make("signs"), engine)
+    began.unlink()
+    task.per_call = None
+    columns(task, engine)
     began.unlink()
 
     def signs(completions: list[str]) -> list[float]:
         began.touch()
         return [1.0 for _ in completions]
 
-    forked = tasks.isolate(tasks.create(TaskConfig(name="custom"), [signs]), GraderConfig(batch=1))
-    try:
+    with closing(tasks.isolate(tasks.create(TaskConfig(name="custom"), [signs]), GraderConfig(batch=1))) as forked:
         assert columns(forked, engine) == {"signs": [1.0] * 12}
-    finally:
-        forked.close()
     assert absent == [True, True] and began.exists()
 
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize(("name", "message"), [("breaks", "no judge for 1.0"), ("nan", "for the completion '1.0'")])
-@pytest.mark.parametrize("batch", [None, 2])
-def test_the_first_error_in_order_is_raised(
-    make: Make, name: str, message: str, batch: int | None, isolated: bool
-) -> None:
-    task = make(name, batch=batch, isolated=isolated)
-    last_first = [*range(9, 12), *range(9)]
-    with pytest.raises(RewardError, match=message) as caught:
-        columns(task, Saying(last_first))
-    assert caught.value.failed is not None
-    if isolated or name == "nan":
-        assert caught.value.failed["completion"] == "1.0" and caught.value.failed["example"] == ROWS[0]
+def test_the_first_error_in_order_is_raised(make: Make, name: str, message: str, isolated: bool) -> None:
+    task = make(name, isolated=isolated)
+    for task.per_call in (None, 2):
+        with pytest.raises(RewardError, match=message) as caught:
+            columns(task, Saying([*range(9, 12), *range(9)]))  # the last come first
+        assert caught.value.failed is not None
+        if isolated or name == "nan":
+            assert caught.value.failed["completion"] == "1.0" and caught.value.failed["example"] == ROWS[0]
 
 
 def test_an_interrupt_does_not_wait_for_a_thread(make: Make, tmp_path: Path) -> None:
@@ -193,9 +186,8 @@ def test_an_interrupt_does_not_wait_for_a_thread(make: Make, tmp_path: Path) -> 
         pids.append(int((tmp_path / "began").read_text()))
         raise KeyboardInterrupt
 
-    order = [9, 10, 11, *range(9)]
     with pytest.raises(KeyboardInterrupt):
-        columns(task, Saying(order, {3: interrupt}))
+        columns(task, Saying([9, 10, 11, *range(9)], {3: interrupt}))
     assert [t.name for t in threading.enumerate() if t.name.startswith("evoalign-grading")] == []
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)

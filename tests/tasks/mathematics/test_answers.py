@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import itertools
 import logging
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from types import CellType, FunctionType
-from typing import Any
 
 import pytest
 
@@ -75,19 +76,11 @@ TOWERS = (
 )
 
 
-@pytest.mark.parametrize(("answer", "gold"), SAME)
-def test_is_equal_accepts_other_notation(answer: str, gold: str) -> None:
-    assert answers.is_equal(answer, gold)
-
-
-@pytest.mark.parametrize(("answer", "gold"), OTHER)
-def test_is_equal_rejects_another_answer(answer: str, gold: str) -> None:
-    assert not answers.is_equal(answer, gold)
-
-
-@pytest.mark.parametrize(("answer", "gold"), WORDS)
-def test_is_equal_reads_words_such_as_million(answer: str, gold: str) -> None:
-    assert answers.is_equal(answer, gold)
+@pytest.mark.parametrize(
+    ("answer", "gold", "equal"), [*((*p, True) for p in SAME + WORDS), *((*p, False) for p in OTHER)]
+)
+def test_is_equal_accepts_other_notation_and_rejects_other_answers(answer: str, gold: str, equal: bool) -> None:
+    assert answers.is_equal(answer, gold) == equal
 
 
 @pytest.mark.parametrize("word", ["hundred", "thousand", "million", "billion", "trillion"])
@@ -104,26 +97,23 @@ def test_expression_bombs_are_wrong_and_harmless(monkeypatch: pytest.MonkeyPatch
     """With a tenth of the work that is allowed, since each would take all of it."""
     assert not answers.is_equal("9^{9^{9^9}}", "x^2+1")  # what is learnt at the first use is learnt
     monkeypatch.setattr(answers, "MOST_CALLS", answers.MOST_CALLS // 10)
-    took = {name: _seconds(bomb, "2") for name, bomb in BOMBS.items()}
-    assert max(took.values()) < 2, took
+    all_wrong_within(2, BOMBS.values(), "2")
 
 
 def test_parsing_evaluates_nothing_large() -> None:
-    texts = [place.replace("%s", tower) for place in READ_AT_ONCE for tower in TOWERS]
-    took = {text: _seconds(text, "2") for text in texts}
-    assert max(took.values()) < 2, took
+    all_wrong_within(2, (place.replace("%s", tower) for place in READ_AT_ONCE for tower in TOWERS), "2")
 
 
 @pytest.mark.long
 def test_expression_bombs_take_a_fraction_of_the_timeout() -> None:
-    took = {name: _seconds(bomb, gold) for name, bomb in BOMBS.items() for gold in ("2", "x^2+1", "(1,2)")}
-    assert max(took.values()) < 6, took
+    all_wrong_within(6, BOMBS.values(), "2", "x^2+1", "(1,2)")
 
 
-def _seconds(answer: str, gold: str) -> float:
-    start = time.perf_counter()
-    assert not answers.is_equal(answer, gold), answer[:40]
-    return time.perf_counter() - start
+def all_wrong_within(seconds: float, texts: Iterable[str], *golds: str) -> None:
+    for answer, gold in itertools.product(texts, golds):
+        start = time.perf_counter()
+        assert not answers.is_equal(answer, gold), answer[:40]
+        assert time.perf_counter() - start < seconds, answer[:40]
 
 
 def test_comparison_is_bounded_by_calls_not_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +144,9 @@ def test_number_parses_plain_decimals() -> None:
 
 def test_model_output_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sympy makes a number of its digits that way, and would make of a plain expression whatever it says."""
-    import builtins
-
     reached: list[str] = []
     evaluate = builtins.eval
-
-    def heard(*given: Any) -> Any:
-        reached.append(str(given[0]))
-        return evaluate(*given)
-
-    monkeypatch.setattr(builtins, "eval", heard)
+    monkeypatch.setattr(builtins, "eval", lambda *given: (reached.append(str(given[0])), evaluate(*given))[1])
     assert answers.is_equal("2(x+1.50)", "2x+3")
     assert not answers.is_equal("__import__('os').getcwd()", "2") and not answers.is_equal("3+4*(5)", "2")
     assert not answers.is_equal("\\variable{__import__('os')}", "2") and not answers.is_equal("\\text{exit()}", "2")
@@ -177,8 +160,11 @@ def test_math_verify_is_imported_lazily() -> None:
         "assert task.compute_reward('so \\\\boxed{72}', row) == 1.0; "
         "print('math_verify' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+    assert printed_by(code) == "False\n"
+
+
+def printed_by(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -203,11 +189,10 @@ def test_number_of_calls_does_not_depend_on_earlier_comparisons(monkeypatch: pyt
              ("\\sqrt{7+4\\sqrt{3}}", "2+\\sqrt{3}")]  # fmt: skip
     for pair in pairs:
         calls_of(*pair, monkeypatch)
-    there = [calls_of(*pair, monkeypatch) for pair in pairs]
     back = [calls_of(*pair, monkeypatch) for pair in reversed(pairs)]
     twice = [[calls_of(*pair, monkeypatch) for _ in range(2)] for pair in pairs]
-    assert there == back[::-1] and twice == [[calls, calls] for calls in there]
-    assert min(there) > 1_000
+    assert twice == [[calls, calls] for calls in reversed(back)]
+    assert min(back) > 1_000
 
 
 def test_garbage_collection_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +243,7 @@ def test_first_comparison_of_a_process_is_within_the_bound() -> None:
         "from evoalign.tasks.answers import is_equal; "
         "print(is_equal('(x+1)^3', 'x^3+3x^2+3x+1'), is_equal('(x+1)^3', 'x^3+3x^2+3x+2'))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "True False\n"
+    assert printed_by(code) == "True False\n"
 
 
 def test_exceeding_the_bound_survives_a_discarded_generator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from math_rows import GSM8K, MATH, written
-from rich.console import Console
+from math_rows import GSM8K, MATH
+from small_runs import UNCHECKED
+from task_runs import jsonl, lines, train
 
 import evoalign
 from evoalign import tasks
@@ -40,11 +40,11 @@ def competition(**settings: Any) -> Math:
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
     """MATH in a fresh process, as a run has it."""
-    file = written(tmp_path_factory.mktemp("apart") / "rows.jsonl", MATH)
+    file = jsonl(tmp_path_factory.mktemp("apart") / "rows.jsonl", MATH)
     task = tasks.isolate(tasks.create(TaskConfig(name="math", train_data=file)), GraderConfig())
     task.load_data(0)
-    yield task
-    task.close()
+    with closing(task):
+        yield task
 
 
 # --- forms ---
@@ -52,7 +52,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
 
 @pytest.mark.parametrize(("task", "rows"), [(gsm8k, GSM8K), (competition, MATH)])
 def test_load_data_accepts_published_rows(task: Any, rows: list[Any], tmp_path: Path) -> None:
-    made = task(train_data=written(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
+    made = task(train_data=jsonl(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
     data = made.load_data(0)
     assert (data.train, data.test) == (rows[:2], rows[-3:])
     made.self_check(rows)
@@ -121,7 +121,7 @@ def test_measures_distinguish_wrong_from_missing_answers() -> None:
 ])  # fmt: skip
 def test_load_data_names_invalid_rows(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=said):
-        task(train_data=written(tmp_path / "rows.jsonl", [row, row])).load_data(0)
+        task(train_data=jsonl(tmp_path / "rows.jsonl", [row, row])).load_data(0)
 
 
 @pytest.mark.parametrize("task", [gsm8k, competition])
@@ -167,15 +167,13 @@ def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest
     monkeypatch.setattr(answers, "MOST_CALLS", 10**12)
     monkeypatch.setattr(answers, "_is_readable", lambda text: True)
     answers.is_equal("1+1", "2")  # imported before the fork
-    task = tasks.isolate(gsm8k(train_data=written(tmp_path / "rows.jsonl", GSM8K)), GraderConfig(timeout=1, retries=0))
-    try:
+    made = gsm8k(train_data=jsonl(tmp_path / "rows.jsonl", GSM8K))
+    with closing(tasks.isolate(made, GraderConfig(timeout=1, retries=0))) as task:
         data = task.load_data(0)
         texts = ["#### 5", "#### 9^{9^{9^9}}"]
         with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* causes it alone; fix it"):
             task.rewards(texts, [data.train[0]] * 2)
         assert task.rewards(texts[:1], [data.train[0]]) == [0.0]
-    finally:
-        task.close()
 
 
 def test_hash_seed_is_fixed_in_workers(apart: Task) -> None:
@@ -186,7 +184,7 @@ def test_hash_seed_is_fixed_in_workers(apart: Task) -> None:
 
 
 def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
-    file = written(tmp_path / "rows.jsonl", GSM8K)
+    file = jsonl(tmp_path / "rows.jsonl", GSM8K)
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "gsm8k", "train_data": file}})
     check_measure([config], "answered")
     with pytest.raises(ConfigError, match="task gsm8k has no such measure; it has reward"):
@@ -196,28 +194,23 @@ def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
 # --- runs ---
 
 
-def run_of(folder: Path, **more: Any) -> dict[str, Any]:
-    data = {"train_data": written(folder / "rows.jsonl", GSM8K), "test_data": written(folder / "test.jsonl", GSM8K[:2])}
-    return {
-        "output_dir": str(folder / "run"), "task": {"name": "gsm8k", "prompt": "raw", **data},
-        "evaluation": {"max_tokens": 6}, "tracking": {"completions_every": 0}, **more,
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["es", "grpo"])
+def test_training_reports_accuracy(method: str, tmp_path: Path) -> None:
+    if method == "grpo":
+        pytest.importorskip("trl")
+    settings = {
+        "es": {"sigma": 0.1, "num_generations": 1, "population_size": 4},
+        "grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"},
+    }
+    data = {"train_data": jsonl(tmp_path / "rows", GSM8K), "test_data": jsonl(tmp_path / "test", GSM8K[:2])}
+    tree: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"), "task": {"name": "gsm8k", "prompt": "raw", **data},
+        "evaluation": {"max_tokens": 6}, "tracking": {"completions_every": 0}, method: settings[method],
+        "checks": UNCHECKED if method == "es" else {"perplexity": False},
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_es_trains_on_the_task(tmp_path: Path) -> None:
-    es = {"sigma": 0.1, "num_generations": 1, "population_size": 4}
-    checks = {"control_every": 0, "placebo": 0, "perplexity": False}
-    found = evoalign.train(run_of(tmp_path, es=es, checks=checks), console=Console(file=io.StringIO()))
+    found, _ = train(tree, evoalign.train if method == "es" else evoalign.grpo)
     assert {"accuracy", "answered", "reward", "right"} <= found.after.measures.keys()
-    assert [scored.target for scored in found.after.completions] == ["#### 72", "#### 1,200"]
-
-
-@pytest.mark.slow
-def test_grpo_trains_on_the_task(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    asked = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"}
-    checks = {"perplexity": False}
-    found = evoalign.grpo(run_of(tmp_path, grpo=asked, checks=checks), console=Console(file=io.StringIO()))
     assert found.after.measures["accuracy"] == found.after.measures["reward"]
-    assert json.loads((found.path / "metrics.jsonl").read_text())["generation"] == 0
+    assert [scored.target for scored in found.after.completions] == ["#### 72", "#### 1,200"]
+    assert lines(found.path / "metrics.jsonl")[0]["generation"] == 0

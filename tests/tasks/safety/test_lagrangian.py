@@ -1,35 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Lagrangian of helpfulness and cost, against plain loops, and its lambda through a run that is killed."""
+"""The Lagrangian of helpfulness and cost, against plain loops. A run with it is in test_safety_task.py."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
-from small_runs import UNCHECKED
 
-import evoalign
 from evoalign.config import ObjectiveConfig
 from evoalign.errors import ConfigError, RewardError
-from evoalign.report.rows import rebuilt_row
 from evoalign.rewards.objective import Group, create, grouped, score
-from evoalign.rundir import journal
 from evoalign.tasks.safety import Lagrangian
-from evoalign.types import Example
 
-HERE = "test_lagrangian"
-GENERATIONS = 3
 numbers = st.floats(-20, 20).map(lambda x: round(x, 3))
 
 
@@ -83,22 +71,7 @@ def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
     assert flat.ravel().tolist() == pytest.approx([0.1 - c / deviation(cost) for c in cost], rel=1e-12)
     small = Lagrangian(standardize=True).scores(group([5e-324, 0.0], [0.0, 0.0]))
     assert np.isfinite(small).all()
-
-
-def test_standardize_needs_a_population() -> None:
     assert Lagrangian().scores_alone and not Lagrangian(standardize=True).scores_alone
-
-
-def by_hand(costs: Sequence[float], margin: float, positive_only: bool, rate: float, most: float) -> list[float]:
-    log, average, path = 0.0, 0.0, list[float]()
-    for c in costs:
-        wanted = c + margin
-        if positive_only and wanted < 0:
-            wanted = 0.0
-        average = 0.9 * average + 0.1 * wanted
-        log = min(max(log + rate * average, math.log(1e-4)), math.log(most))
-        path.append(math.exp(log))
-    return path
 
 
 @given(st.lists(numbers, min_size=1, max_size=30), st.floats(-3, 3), st.booleans(), st.sampled_from([0.005, 0.5, 9.0]))
@@ -106,10 +79,16 @@ def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(
     costs: list[float], margin: float, positive_only: bool, rate: float
 ) -> None:
     objective = Lagrangian(rate=rate, margin=margin, positive_only=positive_only)
-    for c, wanted in zip(costs, by_hand(costs, margin, positive_only, rate, 5.0), strict=True):
+    log, average = 0.0, 0.0
+    for c in costs:
+        wanted = c + margin
+        if positive_only and wanted < 0:
+            wanted = 0.0
+        average = 0.9 * average + 0.1 * wanted
+        log = min(max(log + rate * average, math.log(1e-4)), math.log(5.0))
         before = objective.price
         score(objective, group([1.0, 2.0], [100.0, -50.0], mean=[c - 1.0, c + 1.0]))
-        assert objective.price == pytest.approx(wanted, rel=1e-9)
+        assert objective.price == pytest.approx(math.exp(log), rel=1e-9)
         assert 1e-4 <= objective.price <= 5.0
         if positive_only:
             assert objective.price >= before * (1 - 1e-12)
@@ -159,74 +138,3 @@ def test_missing_columns_raise_reward_error() -> None:
         score(Lagrangian(), group([1.0, 2.0], [1.0, 1.0]))
     own = Lagrangian(rate=0, reward="good", cost="bad")
     assert score(own, grouped({"good": [3.0], "bad": [1.0]}, ["x"], [{}], 0)).tolist() == [[2.0]]
-
-
-# --- through a run ----------------------------------------------------------------------------------------------------
-
-
-def reward(text: str, example: Example) -> float:
-    return float(sum(c in "aeiou" for c in text))
-
-
-def cost(text: str, example: Example) -> float:
-    return text.count(" ") / 5 - 0.1
-
-
-def config(output: Path, rows: Path, /, batch_size: int | None = 2, **objective: Any) -> dict[str, Any]:
-    if not rows.exists():
-        rows.write_text(
-            "".join(json.dumps({"prompt": f"Tell me about the {w}:"}) + "\n" for w in ("sea", "sky", "sun"))
-        )
-    return {
-        "output_dir": str(output), "seed": 5, "deterministic": True,
-        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
-        "task": {"name": "custom", "train_data": str(rows), "test_data": str(rows), "batch_size": batch_size,
-                 "rewards": [f"{HERE}:reward", f"{HERE}:cost"], "reward_weights": [1.0, -1.0],
-                 "objective": {"name": "lagrangian", "rate": 2.0, **objective}},
-        "evaluation": {"max_tokens": 8, "temperature": 0.8}, "checkpoint": {"every": 1}, "checks": UNCHECKED,
-        "tracking": {"completions_every": 0}, "grader": {"isolated": False},
-    }  # fmt: skip
-
-
-def train(tree: dict[str, Any], **arguments: Any) -> evoalign.Result:
-    return evoalign.train(tree, console=Console(file=io.StringIO(), width=200), **arguments)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lagrangian")
-    train(config(folder / "run", folder / "rows.jsonl"))
-    return folder / "run"
-
-
-def test_journal_and_metrics_contain_lambda(straight: Path) -> None:
-    log = journal.read(straight / "journal.jsonl").whole()
-    states = [recorded.objective for recorded in log.generations]
-    assert all(set(state) == {"lambda", "cost_average"} for state in states)
-    assert len({state["lambda"] for state in states}) == GENERATIONS
-    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    assert [row["objective"] for row in rows] == states
-    assert rebuilt_row(log.generations[2])["objective"] == states[2]
-    for name in ("lambda", "cost_average"):
-        assert f"<figcaption>Kept by the objective: {name}, by generation<" in (straight / "report.html").read_text()
-
-
-def test_resume_restores_lambda_bit_for_bit(straight: Path, tmp_path: Path) -> None:
-    whole = (straight / "journal.jsonl").read_bytes()
-    copy = Path(shutil.copytree(straight, tmp_path / "run"))
-    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
-    train(config(copy, straight.parent / "rows.jsonl"), resume=True)
-    assert (copy / "journal.jsonl").read_bytes() == whole
-
-
-def test_grpo_accepts_only_objectives_per_completion(straight: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    rows = straight.parent / "rows.jsonl"
-    grpo = {"grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}}
-    with pytest.raises(ConfigError, match="objective lagrangian scores a whole population at once"):
-        evoalign.grpo(config(tmp_path / "run", rows, standardize=True) | grpo, console=Console(file=io.StringIO()))
-    tree = config(tmp_path / "run", rows, batch_size=None, rate=0, start=0.5) | grpo
-    evoalign.grpo(tree, console=Console(file=io.StringIO()))
-    (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    means = row["rewards"]
-    assert row["mean"] == pytest.approx(means["reward"] - 0.5 * means["cost"])

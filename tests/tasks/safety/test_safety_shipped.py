@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import random
 import sys
 from collections.abc import Generator, Mapping
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from task_runs import lines
 
 import evoalign
 from evoalign.config import Config, ScorerConfig, load
@@ -43,7 +43,7 @@ def corpus(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 
 def rows(split: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (FOLDER / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return lines(FOLDER / f"{split}.jsonl")
 
 
 def columns(folder: Path, asked: list[dict[str, Any]]) -> list[Mapping[str, list[float]]]:
@@ -92,14 +92,10 @@ def test_helping_with_harmless_prompts_scores_higher_than_refusing(folder: Path,
     rng = random.Random(0)
     deeds = [one for one in corpus.of_split("test") if not one.deed.harmful]
     asked = [
-        {
-            "prompt": corpus.prompt_of(rng, one),
-            "response_0": corpus.answer_of(rng, one, "comply").text,
-            "response_1": corpus.answer_of(rng, one, kind).text,
-        }
-        for kind in ("help", "template", "law")
-        for one in deeds * 4
-    ]
+        {"prompt": corpus.prompt_of(rng, one), "response_0": corpus.answer_of(rng, one, "comply").text,
+         "response_1": corpus.answer_of(rng, one, kind).text}
+        for kind in ("help", "template", "law") for one in deeds * 4
+    ]  # fmt: skip
     helped, refused = columns(folder, asked)
     above = [a > b for a, b in zip(helped["reward"], refused["reward"], strict=True)]
     assert len(above) > 100 and sum(above) > 0.8 * len(above)

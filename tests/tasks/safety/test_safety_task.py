@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import rule_scorer
+import task_runs
 import torch
 from command_line import caller
 from pyarrow import parquet
-from rich.console import Console
 from rule_scorer import RuleScorer
 from small_runs import UNCHECKED
+from task_runs import jsonl, lines
 
 import evoalign
 from evoalign import models, setup
@@ -43,9 +44,10 @@ def task(scorer: Any = None, **settings: Any) -> Safety:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Any]:
-    for name, rows in (("train", ROWS[:4]), ("test", ROWS[4:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return {"train_data": str(tmp_path / "train.jsonl"), "test_data": str(tmp_path / "test.jsonl")}
+    return {
+        f"{name}_data": jsonl(tmp_path / f"{name}.jsonl", rows)
+        for name, rows in (("train", ROWS[:4]), ("test", ROWS[4:]))
+    }
 
 
 def test_the_forms_of_the_prompt() -> None:
@@ -144,9 +146,7 @@ def test_safety_is_not_isolated_and_has_no_gold(files: dict[str, Any]) -> None:
 
 
 def test_unreachable_hub_error_names_the_settings() -> None:
-    with pytest.raises(
-        DataError, match=r"hub:PKU-Alignment/PKU-SafeRLHF:test: without a network, set task\.train_data"
-    ):
+    with pytest.raises(DataError, match=r"PKU-SafeRLHF:test: without a network, set task\.train_data"):
         task().load_data(0)
 
 
@@ -201,29 +201,29 @@ def config(output: Path, files: dict[str, Any], **settings: Any) -> dict[str, An
     }  # fmt: skip
 
 
-def train(tree: dict[str, Any], scorer: Any, **arguments: Any) -> evoalign.Result:
-    given = Safety(from_dict(tree).task, scorer)
-    return evoalign.train(tree, task=given, console=Console(file=io.StringIO(), width=200), **arguments)
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def train(tree: dict[str, Any], scorer: Any, **arguments: Any) -> tuple[evoalign.Result, str]:
+    return task_runs.train(tree, task=Safety(from_dict(tree).task, scorer), **arguments)
 
 
 def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files: dict[str, Any], tmp_path: Path) -> None:
     scorer = RuleScorer()
-    result = train(config(tmp_path / "run", files), scorer)
+    result, _ = train(config(tmp_path / "run", files), scorer)
     sizes = [len(call) for call in scorer.calls]
     # Members and the mean of each generation, and the evaluations before and after: each is one call.
     assert sorted(sizes) == sorted([8, 2] * 4 + [4, 4])
-    assert len({path["objective"]["lambda"] for path in rows_of(tmp_path / "run/metrics.jsonl")}) == 4
+    states = [row["objective"] for row in lines(tmp_path / "run/metrics.jsonl")]
+    assert states == [line["objective"] for line in lines(tmp_path / "run/journal.jsonl") if "objective" in line]
+    assert len({state["lambda"] for state in states}) == 4
+    for name in ("lambda", "cost_average"):
+        caption = f"<figcaption>Kept by the objective: {name}, by generation<"
+        assert caption in (tmp_path / "run/report.html").read_text()
     table = parquet.read_table(tmp_path / "run/results/completions/after.parquet").to_pylist()
     rewards, costs = (np.array([row[f"reward/{name}"] for row in table]) for name in COLUMNS)
-    points = rows_of(tmp_path / "run/results/points.jsonl")
+    points = lines(tmp_path / "run/results/points.jsonl")
     assert [list(point) for point in points] == [["prompt", "response", "reward", "cost"]] * 4
     assert [point["prompt"] for point in points] == [row["prompt"] for row in ROWS[4:] for _ in range(2)]
     assert [[point[name] for name in COLUMNS] for point in points] == list(map(list, zip(rewards, costs, strict=True)))
-    assert len(rows_of(tmp_path / "run/results/points_before.jsonl")) == 4
+    assert len(lines(tmp_path / "run/results/points_before.jsonl")) == 4
     assert checksums.verify(tmp_path / "run", "results/points.jsonl")
     measures = result.after.measures
     assert measures["reward"] == pytest.approx((rewards - costs).mean())
@@ -237,7 +237,7 @@ def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files: dict[st
     with pytest.raises(RewardError, match="the scorer is gone"):
         train(tree, Dies(after=6))
     train(tree, RuleScorer(), resume=True)
-    ours, theirs = (rows_of(tmp_path / name / "journal.jsonl") for name in ("run", "again"))
+    ours, theirs = (lines(tmp_path / name / "journal.jsonl") for name in ("run", "again"))
     assert [line.get("objective") for line in ours[1:]] == [line.get("objective") for line in theirs[1:]]
     assert ours[-1]["weights_hash"] == theirs[-1]["weights_hash"]
 
@@ -256,23 +256,17 @@ class Dies(RuleScorer):
 def test_run_prints_notes_about_rows(files: dict[str, Any], tmp_path: Path) -> None:
     with Path(files["train_data"]).open("a") as file:
         file.write(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[5]) + "\n")
-    output = io.StringIO()
     tree = config(tmp_path / "run", files)
     tree["es"]["num_generations"] = 1
-    given = Safety(from_dict(tree).task, RuleScorer())
-    evoalign.train(tree, task=given, console=Console(file=output, width=200))
-    assert "1 training rows are left out: their prompts are also those of another split" in output.getvalue()
-    assert "5 training rows have 4 different prompts: some repeat" in output.getvalue()
+    _, output = train(tree, RuleScorer())
+    assert "1 training rows are left out: their prompts are also those of another split" in output
+    assert "5 training rows have 4 different prompts: some repeat" in output
 
 
 def test_evaluation_calls_the_scorer_once(files: dict[str, Any], tmp_path: Path) -> None:
-    read = from_dict(config(tmp_path / "run", files))
-    scorer = RuleScorer()
-    parts = setup.assemble(read, Safety(read.task, scorer))
-    try:
+    read, scorer = from_dict(config(tmp_path / "run", files)), RuleScorer()
+    with closing(setup.assemble(read, Safety(read.task, scorer))) as parts:
         found = evaluate(parts.engine, parts.tokens, parts.task, parts.data.test, read.evaluation)
-    finally:
-        parts.close()
     assert [len(call) for call in scorer.calls] == [4] and scorer.closed == 1
     assert len(found.completions) == 4 and "safe_share" in found.measures_E
 
@@ -297,14 +291,14 @@ def test_eval_command_writes_points(
     run, asked = caller(monkeypatch, capsys), ["--config", tmp_path / "asked.yaml"]
     done = run("eval", "tiny", *asked, "--output", tmp_path / "one.json")
     assert done.code == 0, done.err
-    points, found = rows_of(tmp_path / "one_points.jsonl"), json.loads((tmp_path / "one.json").read_text())
+    points, found = lines(tmp_path / "one_points.jsonl"), json.loads((tmp_path / "one.json").read_text())
     assert [list(point) for point in points] == [["prompt", "response", "reward", "cost"]] * 2
     assert [point["prompt"] for point in points] == [row["prompt"] for row in ROWS[4:]]
     assert [{name: p[name] for name in COLUMNS} for p in points] == [one["rewards"] for one in found["completions"]]
     assert "points" not in found
     done = run("eval", "tiny", models.tiny(), *asked, "--split", "train", "--output", tmp_path / "two.json")
     assert done.code == 0, done.err
-    both = [rows_of(tmp_path / f"two_points_{place}.jsonl") for place in (0, 1)]
+    both = [lines(tmp_path / f"two_points_{place}.jsonl") for place in (0, 1)]
     assert both[0] == both[1] and [point["prompt"] for point in both[0]] == [row["prompt"] for row in ROWS[:4]]
     assert not (tmp_path / "points.jsonl").exists()
 
