@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import task_runs
+from command_line import caller
 from pyarrow import parquet
-from rich.console import Console
+from small_runs import UNCHECKED
+from task_runs import lines, resumed_after, train
 
 import evoalign
-from evoalign import cli
 from evoalign.config import GraderConfig, ObjectiveConfig, TaskConfig, code_of, from_dict, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError
 from evoalign.report import figures
@@ -98,34 +100,20 @@ class Costly(Task):
         return {"reward": self.rewards(texts, examples), "blanks": np.array([t.count(" ") for t in texts])}
 
 
-def write_questions(file: Path) -> str:
-    words = ("sea", "sky", "sun", "rain")
-    file.write_text("".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in words))
-    return str(file)
-
-
 @pytest.fixture
 def questions(tmp_path: Path) -> str:
-    return write_questions(tmp_path / "questions.jsonl")
+    return task_runs.questions(tmp_path / "questions.jsonl")
 
 
-def config(output: Path, questions: str, **task: Any) -> dict[str, Any]:
+def config(output: Path, questions: str, generations: int = GENERATIONS, **task: Any) -> dict[str, Any]:
     return {
         "output_dir": str(output), "seed": 5, "deterministic": True,
-        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": generations, "population_size": 4},
         "task": {"name": "custom", "train_data": questions, "test_data": questions, "batch_size": 2,
                  "rewards": [f"{HERE}:helpful", f"{HERE}:cost"], "reward_weights": [1.0, -0.5], **task},
         "evaluation": {"max_tokens": 8, "temperature": 0.8, "every": 2}, "checkpoint": {"every": 1},
         "checks": {"control_every": 2}, "tracking": {"completions_every": 0}, "grader": {"isolated": False},
     }  # fmt: skip
-
-
-def train(tree: Mapping[str, Any], **arguments: Any) -> evoalign.Result:
-    return evoalign.train(tree, console=Console(file=io.StringIO(), width=200), **arguments)
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def bits(values: Sequence[float]) -> bytes:
@@ -139,9 +127,14 @@ ADAPTIVE = {"objective": {"name": f"{HERE}:Adaptive", "limit": 0.05}}
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run with the adaptive objective that never stopped, and its questions."""
     folder = tmp_path_factory.mktemp("adaptive")
-    file = write_questions(folder / "questions.jsonl")
+    file = task_runs.questions(folder / "questions.jsonl")
     train(config(folder / "run", file, **ADAPTIVE))
     return folder / "run", file
+
+
+@pytest.fixture
+def copied(straight: tuple[Path, str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(straight[0], tmp_path / "run"))
 
 
 # --- a state that is resumed ----------------------------------------------------------------------------------------
@@ -162,24 +155,18 @@ def test_journal_records_the_state(straight: tuple[Path, str]) -> None:
 
 @pytest.mark.first("[6]")
 @pytest.mark.parametrize("kept", [2, 6, 9])
-def test_truncated_journal_resumes_to_the_same_bits(straight: tuple[Path, str], kept: int, tmp_path: Path) -> None:
+def test_truncated_journal_resumes_to_the_same_bits(straight: tuple[Path, str], kept: int, copied: Path) -> None:
     """Also after an update's line, before its seal: the state is that of the line."""
     whole = (straight[0] / "journal.jsonl").read_bytes()
-    copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
-    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
-    train(config(copy, straight[1], **ADAPTIVE), resume=True)
-    assert (copy / "journal.jsonl").read_bytes() == whole
+    assert resumed_after(kept, copied, config(copied, straight[1], **ADAPTIVE)) == whole
 
 
-def test_state_changes_the_run(straight: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
-    whole = (copy / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (copy / "journal.jsonl").write_bytes(b"".join(whole[: 1 + 2 * HALF]))
+def test_state_changes_the_run(straight: tuple[Path, str], copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 1 + 2 * HALF
     monkeypatch.setattr(Adaptive, "restore", lambda self, state: None)
-    train(config(copy, straight[1], **ADAPTIVE), resume=True)
-    ours, theirs = (lines(path / "journal.jsonl") for path in (copy, straight[0]))
-    assert ours[: 1 + 2 * HALF] == theirs[: 1 + 2 * HALF]
-    assert ours[1 + 2 * HALF] != theirs[1 + 2 * HALF]
+    resumed_after(kept, copied, config(copied, straight[1], **ADAPTIVE))
+    ours, theirs = (lines(path / "journal.jsonl") for path in (copied, straight[0]))
+    assert ours[:kept] == theirs[:kept] and ours[kept] != theirs[kept]
 
 
 def test_the_weights_do_not_depend_on_the_state(straight: tuple[Path, str], tmp_path: Path) -> None:
@@ -188,14 +175,13 @@ def test_the_weights_do_not_depend_on_the_state(straight: tuple[Path, str], tmp_
     assert checkpoint.verify(tmp_path / "mean").objective == sealed.objective
 
 
-def test_a_state_of_another_objective_is_refused(straight: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_state_of_another_objective_is_refused(straight: tuple[Path, str], copied: Path) -> None:
     with pytest.raises(ResumeError, match=r"objective weighted_sum has the state none, .* recorded average, ln_lambda"):
         WeightedSum().restore({"average": 0.0, "ln_lambda": 0.0})
-    copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
     with pytest.raises(ResumeError, match="objective"):
-        train(config(copy, straight[1]), resume=True)
+        train(config(copied, straight[1]), resume=True)
     with pytest.raises(ResumeError, match=r"task.objective.limit is 0.05 in the run and 0.1 now"):
-        train(config(copy, straight[1], objective={"name": f"{HERE}:Adaptive", "limit": 0.1}), resume=True)
+        train(config(copied, straight[1], objective={"name": f"{HERE}:Adaptive", "limit": 0.1}), resume=True)
 
 
 def test_a_saved_mean_with_another_state_is_not_of_the_journal(straight: tuple[Path, str], tmp_path: Path) -> None:
@@ -225,7 +211,7 @@ def test_invalid_recorded_state_is_damage(straight: tuple[Path, str], state: Any
 # --- what is told of components --------------------------------------------------------------------------------------
 
 
-def test_reward_means_are_reported_everywhere(straight: tuple[Path, str], questions: str, tmp_path: Path) -> None:
+def test_reward_means_are_reported_everywhere(straight: tuple[Path, str]) -> None:
     run = straight[0]
     rows = lines(run / "metrics.jsonl")
     assert all(list(row["rewards"]) == ["helpful", "cost"] for row in rows)
@@ -242,22 +228,18 @@ def test_reward_means_are_reported_everywhere(straight: tuple[Path, str], questi
     assert before["reward/helpful"] == pytest.approx(np.mean([helpful(row["text"], {}) for row in table]))
     for row in table:  # the weighted sum, whatever the objective is
         assert row["reward"] == row["reward/helpful"] - 0.5 * row["reward/cost"]
-    output = io.StringIO()
-    again = evoalign.train(config(run, straight[1], **ADAPTIVE), resume=True, console=Console(file=output, width=200))
+    again, output = train(config(run, straight[1], **ADAPTIVE), resume=True)
     assert again.before.measures == before
-    assert "reward/helpful" in output.getvalue()
+    assert "reward/helpful" in output
 
 
 def test_plain_output_names_rewards(questions: str, tmp_path: Path) -> None:
-    output = io.StringIO()
-    tree = config(tmp_path / "run", questions)
-    tree["es"]["num_generations"] = 1
-    evoalign.train(tree, console=Console(file=output, width=200))
+    _, output = train(config(tmp_path / "run", questions, 1))
     (row,) = lines(tmp_path / "run/metrics.jsonl")
-    assert f"helpful {row['rewards']['helpful']:.4g}  cost (x -0.5) {row['rewards']['cost']:.4g}" in output.getvalue()
+    assert f"helpful {row['rewards']['helpful']:.4g}  cost (x -0.5) {row['rewards']['cost']:.4g}" in output
     assert row["reward_weights"] == {"helpful": 1.0, "cost": -0.5}
     assert step_and_values(row)[1]["train/reward_weights/cost"] == -0.5
-    assert re.search(r"reward/cost\s+\(x -0.5\)", output.getvalue())
+    assert re.search(r"reward/cost\s+\(x -0.5\)", output)
     assert json.loads((tmp_path / "run/results/evaluation.json").read_text())["reward_weights"] == row["reward_weights"]
     assert "objective" not in row
     assert not any("objective" in line for line in lines(tmp_path / "run/journal.jsonl"))
@@ -266,22 +248,17 @@ def test_plain_output_names_rewards(questions: str, tmp_path: Path) -> None:
 
 def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions: str, tmp_path: Path) -> None:
     seen: list[evoalign.Generation] = []
-    tree = config(tmp_path / "run", questions, rewards=[f"{HERE}:helpful"], reward_weights=None)
-    tree["es"]["num_generations"] = 1
-    result = train(tree, on_generation=seen.append)
+    tree = config(tmp_path / "run", questions, 1, rewards=[f"{HERE}:helpful"], reward_weights=None)
+    result, _ = train(tree, on_generation=seen.append)
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert not {"rewards", "objective"} & row.keys()
-    assert not (tmp_path / "run/figures/rewards.png").exists()
-    assert not (tmp_path / "run/figures/objective.png").exists()
+    assert not any((tmp_path / f"run/figures/{name}.png").exists() for name in ("rewards", "objective"))
     assert seen[0].rewards == seen[0].objective == {}
     assert not any(name.startswith("reward/") for name in result.before.measures)
     header, update, _ = lines(tmp_path / "run/journal.jsonl")
-    assert "objective" not in header["config"]["task"]
-    assert "objective" not in update
     record = json.loads((saved_folders(tmp_path / "run")[-1] / "evoalign.json").read_text())
-    assert "objective" not in record
-    columns = parquet.read_schema(tmp_path / "run/results/completions/before.parquet").names
-    assert "rewards" not in columns
+    assert not any("objective" in kept for kept in (header["config"]["task"], update, record))
+    assert "rewards" not in parquet.read_schema(tmp_path / "run/results/completions/before.parquet").names
 
 
 def test_reported_means_ignore_missing_values() -> None:
@@ -293,11 +270,8 @@ def test_reported_means_ignore_missing_values() -> None:
 
 
 def test_a_figure_with_gaps(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"generation": 0, "rewards": {"a": 1.0, "b": None}},
-        {"generation": 1},
-        {"generation": 2, "rewards": {"a": 2.0}},
-    ]  # fmt: skip
+    rewards: list[dict[str, Any]] = [{"rewards": {"a": 1.0, "b": None}}, {}, {"rewards": {"a": 2.0}}]
+    rows = [{"generation": i, **row} for i, row in enumerate(rewards)]
     figures.rewards(rows, tmp_path / "rewards.png")
     assert (tmp_path / "rewards.png").is_file()
     figures.rewards(rows[1:2], tmp_path / "none.png")
@@ -311,9 +285,8 @@ def test_a_figure_with_gaps(tmp_path: Path) -> None:
 def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated: bool) -> None:
     functions = [helpful, cost, lambda text, example: 0.1 * len(text), helpful]
     task = create_task(TaskConfig(name="custom", reward_weights=[0.1, 1 / 3, -7.7, 1e-9]), functions)
-    task = isolate(task, GraderConfig(isolated=isolated))
     texts, examples = ["", "a b", "sea and sky", "x" * 50, "e e e", "aeiou"], [{"prompt": str(i)} for i in range(3)]
-    try:
+    with closing(isolate(task, GraderConfig(isolated=isolated))) as task:
         columns = columns_of(task, texts, examples * 2)
         assert list(columns) == ["helpful", "cost", "<lambda>", "helpful_2"]
         assert columns["cost"][0] is None
@@ -324,8 +297,6 @@ def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated: bool) -> None:
         assert bits(scores_MP.ravel()[1:]) == bits(expected)
         assert bits(scores_MP.ravel()) == bits(task.rewards(texts, examples * 2))
         assert bits(rewards_of(task, texts, examples * 2)) == bits(scores_MP.ravel())
-    finally:
-        task.close()
 
 
 @pytest.mark.parametrize("weights", [None, {"a": 1.0, "b": 1.0, "c": 1.0}])
@@ -430,15 +401,11 @@ def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective
     ({"name": f"{HERE}:helpful"}, "is not a class derived from evoalign.rewards.objective.Objective"),
     ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be created with \{'limits': 3\}: TypeError"),
     ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be created with"),
-    ({"name": f"{HERE}:Odd", "answer": 1}, None),
 ])  # fmt: skip
-def test_an_objective_that_cannot_be_made_is_refused(settings: Any, message: str | None) -> None:
-    chosen = ObjectiveConfig(**settings)
-    if message is None:
-        assert create(chosen).name == "odd"
-        return
+def test_an_objective_that_cannot_be_made_is_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        create(chosen)
+        create(ObjectiveConfig(**settings))
+    assert create(ObjectiveConfig.model_validate({"name": f"{HERE}:Odd", "answer": 1})).name == "odd"
 
 
 def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str, tmp_path: Path) -> None:
@@ -454,28 +421,21 @@ def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"task\.objective\.name .*{HERE}:Adaptive"):
         evoalign.evaluate(straight[0])
-    asked = ["--set", f"task.rewards=[{HERE}:helpful,{HERE}:cost]", "--set", "evaluation.max_tokens=4"]
-    words = ["evoalign", "eval", str(straight[0]), *asked]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code
-    assert f"task.objective.name to '{HERE}:Adaptive'" in " ".join(capsys.readouterr().err.split())
+    rewards = f"task.rewards=[{HERE}:helpful,{HERE}:cost]"
+    done = caller(monkeypatch, capsys)("eval", straight[0], "--set", rewards, "--set", "evaluation.max_tokens=4")
+    assert done.code and f"task.objective.name to '{HERE}:Adaptive'" in " ".join(done.err.split())
 
 
 def test_probe_needs_an_objective_without_population(questions: str, tmp_path: Path) -> None:
     """Members against each other: it trains by ES, without a control; the probe and GRPO refuse it."""
-    tree = config(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
-    tree["es"]["num_generations"] = 1
+    tree = config(tmp_path / "run", questions, 1, objective=f"{HERE}:Ranks")
     seen: list[evoalign.Generation] = []
     train(tree, on_generation=seen.append)
     assert np.sort(np.array(seen[0].scores_MP), axis=0).tolist() == [[float(i)] * 2 for i in range(4)]
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert row["diagnosis"]["control"] is None
-    from evoalign.preflight import probe
-
     with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, but the probe has none"):
-        probe.probe(tree, members=4, examples=1)
+        evoalign.probe(tree, members=4, examples=1)
 
 
 def test_max_reward_applies_only_to_the_default_objective(random_qwen2: Path, tmp_path: Path) -> None:
@@ -485,7 +445,7 @@ def test_max_reward_applies_only_to_the_default_objective(random_qwen2: Path, tm
         "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 1, "population_size": 4},
         "task": {"name": "conciseness", "batch_size": 2,
                  "objective": {"name": "weighted_sum", "weights": {"reward": -1.0}}},
-        "evaluation": {"max_tokens": 6}, "checks": {"control_every": 0, "canary_every": 0},
+        "evaluation": {"max_tokens": 6}, "checks": UNCHECKED,
     }  # fmt: skip
     train(tree)
     (row,) = lines(tmp_path / "run/metrics.jsonl")
@@ -495,12 +455,16 @@ def test_max_reward_applies_only_to_the_default_objective(random_qwen2: Path, tm
     assert not any("earns the maximum already" in warning for warning in found.warnings)
 
 
+def grpo(output: Path, questions: str, **task: Any) -> dict[str, Any]:
+    method = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}
+    return config(output, questions, batch_size=None, **task) | {"grpo": method, "checks": {"perplexity": False}}
+
+
 def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    tree = config(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
-    tree |= {"grpo": {"max_steps": 1, "num_generations": 2}}
+    tree = grpo(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
     with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, but GRPO has none"):
-        evoalign.grpo(tree, console=Console(file=io.StringIO()))
+        train(tree, evoalign.grpo)
     assert not (tmp_path / "run").exists()
     from evoalign.baselines import planning
 
@@ -512,9 +476,9 @@ def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) ->
 def test_grpo_updates_the_state_with_all_completions(rollouts: str, questions: str, tmp_path: Path) -> None:
     """By members too, where nobody asks for what the policy itself says; `cost` does not apply to each."""
     pytest.importorskip("trl")
-    tree = config(tmp_path / "run", questions, batch_size=None, **ADAPTIVE)
-    tree |= {"grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": rollouts}}
-    evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    tree = grpo(tmp_path / "run", questions, **ADAPTIVE)
+    tree["grpo"] |= {"max_steps": 2, "rollouts": rollouts}
+    train(tree, evoalign.grpo)
     price, average = 0.0, 0.0
     for row in lines(tmp_path / "run/metrics.jsonl"):
         average = 0.5 * average + 0.5 * float(np.float32(row["rewards"]["cost"]))
@@ -534,12 +498,8 @@ class Halved(WeightedSum):
 def test_grpo_is_given_what_the_objective_makes(questions: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     weights = {"helpful": 1.0, "cost": -0.5}
-    tree = config(
-        tmp_path / "run", questions, objective={"name": f"{HERE}:Halved", "weights": weights}, batch_size=None
-    )
-    tree |= {"grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}}
-    tree["tracking"] = {"completions_every": 1}
-    evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    tree = grpo(tmp_path / "run", questions, objective={"name": f"{HERE}:Halved", "weights": weights})
+    train(tree | {"tracking": {"completions_every": 1}}, evoalign.grpo)
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     means = row["rewards"]
     said = parquet.read_table(tmp_path / "run/results/completions/generation_0000.parquet").to_pylist()
@@ -570,6 +530,5 @@ def test_objectives_get_copies() -> None:
     group = grouped({"reward": [1.0, 2.0]}, ["a", "b"], [row], 0)
     for _ in range(2):
         assert score(Spoils(), group).tolist() == [[1.0], [2.0]]
-    assert (
-        row == {"numbers": [1, 2]} and group.texts_MP[0][0] == "a" and group.columns_MP["reward"].tolist() == [[1], [2]]
-    )
+    assert row == {"numbers": [1, 2]} and group.texts_MP[0][0] == "a"
+    assert group.columns_MP["reward"].tolist() == [[1], [2]]

@@ -20,6 +20,11 @@ def jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
     return str(path)
 
 
+def questions(path: Path) -> str:
+    """Write four prompts."""
+    return jsonl(path, [{"prompt": f"Tell me about {word}:"} for word in ("sea", "sky", "sun", "rain")])
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

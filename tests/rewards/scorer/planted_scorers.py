@@ -83,6 +83,12 @@ def change(folder: Path, name: str, **changes: Any) -> None:
     (folder / name).write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
 
 
+def without(folder: Path, prefix: str) -> None:
+    """Remove the tensors whose names begin so."""
+    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if not name.startswith(prefix)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def forward_by_hand(folder: Path, ids: list[int]) -> float:
     """The end score of a Llama body and a linear head, from the tensors alone: the paper's equations, one token row
     after another, in float64."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -64,3 +65,21 @@ def count(url: str, name: str, headers: dict[str, str] | None = None) -> float:
     return next(
         float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"evoalign_scorer_{name} ")
     )
+
+
+def ask_one_by_one(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, list[float]]]:
+    """Return responses to requests of one pair each, 64 at once."""
+
+    async def asked() -> list[dict[str, list[float]]]:
+        room = asyncio.Semaphore(64)
+        async with httpx.AsyncClient(timeout=SECONDS) as http:
+
+            async def one(prompt: str, response: str) -> dict[str, list[float]]:
+                async with room:
+                    body = {"items": [{"prompt": prompt, "response": response}]}
+                    answer = await http.post(f"{url}/score", json=body)
+                return answer.raise_for_status().json()
+
+            return await asyncio.gather(*map(one, prompts, responses))
+
+    return asyncio.run(asked())

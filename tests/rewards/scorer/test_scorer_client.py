@@ -37,13 +37,15 @@ class Fake:
         self.answers: list[Callable[[Any], Answer]] = []
         self.health: Answer = (200, json.dumps(HEALTH).encode(), {})
         self.asked: list[tuple[int, dict[str, str]]] = []
+        self.clients: list[Service] = []
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def client(self, **settings: Any) -> Service:
-        return Service(ScorerConfig(name="service", url=self.url, **settings))
+        self.clients.append(Service(ScorerConfig(name="service", url=self.url, **settings)))
+        return self.clients[-1]
 
     def answer(self, path: str, headers: dict[str, str], raw: bytes) -> Answer:
         if path == "/health":
@@ -80,6 +82,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     monkeypatch.setattr(client, "BACKOFF", 0.01)
     found = Fake()
     yield found
+    for scorer in found.clients:
+        scorer.close()
     found.server.shutdown()
     found.server.server_close()
 
@@ -104,7 +108,6 @@ def test_temporary_failures_are_retried(answer: Callable[[Any], Answer], fake: F
     fake.answers = [answer, answer]
     assert scorer.score(PROMPTS, RESPONSES) == WANTED
     assert len(fake.asked) == 3
-    scorer.close()
 
 
 def test_timeouts_are_retried(fake: Fake) -> None:
@@ -140,7 +143,6 @@ def test_invalid_responses_raise_immediately(answer: Callable[[Any], Answer], sa
         scorer.score(PROMPTS, RESPONSES)
     assert len(fake.asked) == 1
     assert scorer.score(PROMPTS, RESPONSES) == WANTED  # it is asked again as if nothing had been
-    scorer.close()
 
 
 def test_deadline_counts_time_without_any_scores(fake: Fake) -> None:
@@ -148,7 +150,6 @@ def test_deadline_counts_time_without_any_scores(fake: Fake) -> None:
     fake.answers = [of({}, status=503)] * 10_000
     with pytest.raises(RewardError, match=r"no scores .* for 0\.3 s \(status 503.*start it again"):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
-    scorer.close()
 
 
 def test_outage_and_recovery_are_logged_once(
@@ -168,7 +169,6 @@ def test_outage_and_recovery_are_logged_once(
         said = rf"no scores from the scorer at {fake.url} \(.+\): retrying for 100 s, until [\d:]{{8}}; "
         assert re.match(said, away)
         assert back.startswith(f"the scorer at {fake.url} ")
-    scorer.close()
 
 
 def test_concurrent_failures_log_one_outage(
@@ -180,20 +180,15 @@ def test_concurrent_failures_log_one_outage(
     with pytest.raises(RewardError):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
     assert len(caplog.messages) == 1 and "retrying for 1 s" in caplog.text
-    scorer.close()
 
 
-def test_failures_between_successes_are_not_logged(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
-    scorer = fake.client(concurrency=4)
-    fake.answers = [*[right] * 3, of({}, status=503)] * 50
-    scorer.score(PROMPTS * 400, RESPONSES * 400)
-    assert len(fake.asked) > 150 and caplog.messages == []
-    scorer.close()
-
-
-def test_failure_after_a_success_is_not_logged(
+def test_failures_between_and_after_successes_are_not_logged(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fake.answers = [*[right] * 3, of({}, status=503)] * 50
+    fake.client(concurrency=4).score(PROMPTS * 400, RESPONSES * 400)
+    assert len(fake.asked) > 150 and caplog.messages == []
+    fake.asked.clear()
     monkeypatch.setattr(client, "QUIET", 0.0)
     scorer = fake.client(concurrency=2)
     answered = threading.Event()
@@ -201,7 +196,6 @@ def test_failure_after_a_success_is_not_logged(
     fake.answers = [lambda _: (answered.wait(60), of({}, status=503)(_))[1]]
     scorer.score(PROMPTS * 4, RESPONSES * 4)
     assert len(fake.asked) == 3 and caplog.messages == []
-    scorer.close()
 
 
 def test_outage_is_logged_before_the_deadline(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +214,6 @@ def test_outage_is_logged_before_the_deadline(fake: Fake, monkeypatch: pytest.Mo
     fake.answers = [of({}, status=503), lambda body: (writing.wait(60), right(body))[1]]
     scorer.score(PROMPTS * 4, RESPONSES * 4)
     assert ["no scores" in line for line in told] == [True, False]
-    scorer.close()
 
 
 def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
@@ -232,7 +225,6 @@ def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
         with nullcontext() if len(answers) == 1 else pytest.raises(RewardError, match=r"no scores .* for 0\.3 s"):
             assert scorer.score(PROMPTS, RESPONSES) == WANTED
         assert len(fake.asked) == asked and time.monotonic() - began >= 0.3
-    scorer.close()
 
 
 def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
@@ -245,7 +237,6 @@ def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
     assert sum(count for count, _ in fake.asked) == 100
     with pytest.raises(RewardError, match="2 prompts but 1 responses"):
         scorer.score(["a", "b"], ["c"])
-    scorer.close()
 
 
 @pytest.mark.parametrize("health", [

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import sys
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import forked
-import httpx
 import kill_points
 import pytest
+import task_runs
 import yaml
 from planted_scorers import safe_rlhf
-from served_scorers import SECONDS, Served, count, until
+from served_scorers import SECONDS, Served, ask_one_by_one, count, until
+from task_runs import jsonl
 
 from evoalign.config import ScorerConfig
 from evoalign.rewards.scorer.models import Local
@@ -73,15 +73,16 @@ class Run:
             self.process.wait(SECONDS)
 
 
+def rows_of(split: str) -> list[dict[str, Any]]:
+    return task_runs.lines(SHIPPED / f"{split}.jsonl")
+
+
 def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
-    for name, rows in (("train", 8), ("test", 4)):
-        lines = (SHIPPED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / f"{name}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
+    data = {f"{name}_data": jsonl(folder / name, rows_of(name)[:n]) for name, n in (("train", 8), ("test", 4))}
     return {
         "output_dir": str(folder / "run"), "seed": 5, "deterministic": True, "space": "lowrank", "lowrank": {"rank": 1},
         "model": {"name": str(SHIPPED / "models" / "base")}, "engine": {"threads": 1},
-        "task": {"name": "safety", "train_data": str(folder / "train.jsonl"), "test_data": str(folder / "test.jsonl"),
-                 "batch_size": 4},
+        "task": {"name": "safety", **data, "batch_size": 4},
         "scorer": {"name": "service", "url": url, "deadline": deadline},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": GENERATIONS, "population_size": 4},
         "checkpoint": {"every": 1, "keep_last": GENERATIONS}, "evaluation": {"max_tokens": 12, "every": 2},
@@ -147,22 +148,13 @@ def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbro
     assert last.startswith(f"error: no scores from the scorer at {service.url} for 5 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
-    with Served(tmp_path, *BITS, port=service.port), Run(tmp_path / "own", service.url, "--resume") as resumed:
-        assert resumed.end() == 0, resumed.said
+    with Served(tmp_path, *BITS) as other, Run(tmp_path / "own", other.url, "--resume") as resumed:
+        assert resumed.end() == 0, resumed.said  # at another port, which is no other scorer
     same(resumed, unbroken)
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Start a service with the same cost model and another reward model."""
-    folder = tmp_path_factory.mktemp("others")
-    safe_rlhf(folder, seed=11)
-    return "--reward", str(folder), "--cost", MODELS["cost"], "--batch-size", "1"
-
-
-def test_restarted_service_with_other_weights_is_rejected(
-    tmp_path: Path, unbroken: dict[str, Any], others: tuple[str, ...]
-) -> None:
+def test_restarted_service_with_other_weights_is_rejected(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    others = "--reward", str(safe_rlhf(tmp_path / "other", seed=11)), "--cost", MODELS["cost"], "--batch-size", "1"
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
@@ -181,26 +173,8 @@ def test_restarted_service_with_other_weights_is_rejected(
     same(resumed, unbroken)
 
 
-def ask(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, list[float]]]:
-    """Return responses to requests of one pair each, 64 at once, from another process."""
-
-    async def asked() -> list[dict[str, list[float]]]:
-        room = asyncio.Semaphore(64)
-        async with httpx.AsyncClient(timeout=SECONDS) as http:
-
-            async def one(prompt: str, response: str) -> dict[str, list[float]]:
-                async with room:
-                    body = {"items": [{"prompt": prompt, "response": response}]}
-                    answer = await http.post(f"{url}/score", json=body)
-                return answer.raise_for_status().json()
-
-            return await asyncio.gather(*map(one, prompts, responses))
-
-    return asyncio.run(asked())
-
-
 def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
-    rows = [json.loads(line) for line in (SHIPPED / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = rows_of("train")
     prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
     responses = [f"{rows[i * 7 % len(rows)]['prompt']} {i}" for i in range(1000)]
     wanted = Local(ScorerConfig(name="local", device="cpu", **MODELS)).score(prompts, responses)
@@ -209,9 +183,9 @@ def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, u
         ProcessPoolExecutor(1, kill_points.PROCESSES) as pool,
         Run(tmp_path / "own", service.url) as run,
     ):
-        pool.submit(ask, service.url, [], []).result(SECONDS)
+        pool.submit(ask_one_by_one, service.url, [], []).result(SECONDS)
         run.sealed(0)
-        found = pool.submit(ask, service.url, prompts, responses)
+        found = pool.submit(ask_one_by_one, service.url, prompts, responses)
         until(lambda: count(service.url, "queue_length") > 32, "the requests do not arrive")
         before = run.journal
         assert run.process.poll() is None

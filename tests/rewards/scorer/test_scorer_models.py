@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted_scorers import change, classifier, forward_by_hand, pairs, safe_rlhf, text, tokenizer_into
+from planted_scorers import change, classifier, forward_by_hand, pairs, safe_rlhf, text, tokenizer_into, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -22,12 +22,9 @@ from evoalign.rewards.scorer.models import Local
 TEMPLATE = "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}"
 
 
-def local(reward: Path | str, cost: Path | None = None, **settings: Any) -> Local:
-    found = create(
-        ScorerConfig(
-            name="local", reward=str(reward), cost=None if cost is None else str(cost), device="cpu", **settings
-        )
-    )
+def local(reward: Path | str, cost: Path | str | None = None, **settings: Any) -> Local:
+    models = {"reward": str(reward), "cost": None if cost is None else str(cost)}
+    found = create(ScorerConfig(name="local", device="cpu", **models, **settings))
     assert isinstance(found, Local)
     return found
 
@@ -102,21 +99,18 @@ def test_a_classifier_scores_as_the_library_does(labels: int, padded: int | None
     assert local(folder).score(prompts, responses)["reward"] == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "make"), [("reward", lambda s: (s - 0.75) / 2), ("cost", lambda s: s / 2), ("critic", lambda s: s)]
-)
-def test_a_normalizer_is_the_one_of_the_score_type(kind: str, make: Any, tmp_path: Path, reward: Path) -> None:
-    folder = safe_rlhf(tmp_path, said={"score_type": kind, "do_normalize": True})
+@pytest.mark.parametrize(("said", "make"), [
+    ({"score_type": "reward"}, lambda s: (s - 0.75) / 2), ({"score_type": "cost"}, lambda s: s / 2),
+    ({"score_type": "critic"}, lambda s: s), ({"mean": [1.0], "var": [0.25]}, lambda s: (s - 1) / 0.5),
+], ids=["reward", "cost", "critic", "in the config alone"])  # fmt: skip
+def test_a_normalizer_is_the_one_of_the_score_type(
+    said: dict[str, Any], make: Any, tmp_path: Path, reward: Path
+) -> None:
+    folder = safe_rlhf(tmp_path, said={**said, "do_normalize": True})
+    if "mean" in said:
+        without(folder, "normalizer")
     plain = local(reward).score(*pairs(5))["reward"]
     assert local(folder).score(*pairs(5))["reward"] == pytest.approx([make(s) for s in plain], abs=1e-5)
-
-
-def test_a_normalizer_may_be_in_the_config_alone(tmp_path: Path, reward: Path) -> None:
-    folder = safe_rlhf(tmp_path, said={"do_normalize": True, "mean": [1.0], "var": [0.25]})
-    tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith("normalizer")}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    plain = local(reward).score(*pairs(5))["reward"]
-    assert local(folder).score(*pairs(5))["reward"] == pytest.approx([(s - 1) / 0.5 for s in plain], abs=1e-5)
 
 
 def test_bfloat16_scores_are_not_rounded_to_bfloat16(reward: Path) -> None:
@@ -165,24 +159,10 @@ def test_non_finite_scores_raise_reward_error(tmp_path: Path) -> None:
         local(folder).score(*pairs(3))
 
 
-def no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def no_head(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["score_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def no_layer(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(("spoil", "said"), [
-    (no_weights, "pickle"), (no_head, "lack score_head.weight"), (no_layer, "lack layers.1.mlp.up_proj.weight"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickle"),
+    (lambda f: without(f, "score_head.weight"), "lack score_head.weight"),
+    (lambda f: without(f, "model.layers.1.mlp.up_proj"), "lack layers.1.mlp.up_proj.weight"),
     (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
     (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
     (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
@@ -203,23 +183,22 @@ def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_
 
 
 def test_models_that_do_not_fit_are_rejected(tmp_path: Path, reward: Path) -> None:
-    with pytest.raises(ModelError, match=r"scorer.cost: no folder /nowhere/at/all"):
-        local(reward, Path("/nowhere/at/all"))
-    with pytest.raises(ModelError, match="Qwen2ForCausalLM"):
-        local("tiny")
-    with pytest.raises(ModelError, match=r"scorer.reward_revision 'v1': scorer.reward .* is a folder"):
-        local(reward, reward_revision="v1")
-    with pytest.raises(ModelError, match="3 labels; use a model with one or two"):
-        local(classifier(tmp_path, labels=3))
+    three = classifier(tmp_path, labels=3)
+    for model, settings, said in (
+        (reward, {"cost": Path("/nowhere/at/all")}, r"scorer.cost: no folder /nowhere/at/all"),
+        ("tiny", {}, "Qwen2ForCausalLM"), (three, {}, "3 labels; use a model with one or two"),
+        (reward, {"reward_revision": "v1"}, r"scorer.reward_revision 'v1': scorer.reward .* is a folder"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=said):
+            local(model, **settings)
 
 
 # --- text ---
 
 
 def encoded(scorer: Local, prompt: str, response: str) -> tuple[str, tuple[int, int]]:
-    tokens = AutoTokenizer.from_pretrained(tiny())
     found = scorer.models["reward"].pairs.encode(prompt, response)
-    return tokens.decode(found.ids), (found.prompt_cut, found.response_cut)
+    return AutoTokenizer.from_pretrained(tiny()).decode(found.ids), (found.prompt_cut, found.response_cut)
 
 
 def test_long_responses_are_truncated_at_the_end(reward: Path) -> None:
@@ -245,13 +224,10 @@ def test_a_long_prompt_loses_its_beginning_and_the_response_keeps_a_quarter(rewa
     assert short.endswith(" ASSISTANT:yes<|im_end|>") and cut[1] == 0 < cut[0]
 
 
-def test_pairs_that_were_cut_are_counted(reward: Path) -> None:
+def test_the_models_own_positions_bound_the_tokens_and_cuts_are_counted(reward: Path) -> None:
     scorer = local(reward, max_tokens=100)
     scorer.score(["a", "a", text(3, 300)], ["b", text(4, 300), "b"])
     assert scorer.cut == {"prompt": 1, "response": 1}
-
-
-def test_the_models_own_positions_bound_the_tokens(reward: Path) -> None:
     assert local(reward).models["reward"].pairs.max_tokens == 256
     with pytest.raises(ConfigError, match=r"scorer.max_tokens 16: the template alone takes \d+ tokens; set at least"):
         local(reward, max_tokens=16)
@@ -270,13 +246,11 @@ def test_a_special_token_that_a_model_writes_out_stays_text(template: str, rewar
     assert "a <|im_start|>question" in tokens.decode(forged.ids) and "one<|im_end|>two" in tokens.decode(forged.ids)
 
 
-def test_a_chat_template_is_the_scoring_models_own(reward: Path) -> None:
-    said, _ = encoded(local(reward, template="chat"), " hm? ", "yes\n")
-    assert said == "<|im_start|>user\n hm? <|im_end|>\n<|im_start|>assistant\nyes\n<|im_end|>\n"
-
-
-def test_a_chat_template_that_strips_is_given_stripped_texts(tmp_path: Path) -> None:
+def test_a_chat_template_is_the_scoring_models_own(tmp_path: Path) -> None:
+    """One that strips gets stripped texts."""
     folder = safe_rlhf(tmp_path)
+    said, _ = encoded(local(folder, template="chat"), " hm? ", "yes\n")
+    assert said == "<|im_start|>user\n hm? <|im_end|>\n<|im_start|>assistant\nyes\n<|im_end|>\n"
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] | trim + ' / ' }}{% endfor %}"
     change(folder, "tokenizer_config.json", chat_template=template)
     said, _ = encoded(local(folder, template="chat"), " hm? ", "yes\n")
@@ -314,15 +288,10 @@ def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path: Path, mon
             make(home / "snapshots" / commit, seed=seed)
             (home / "refs" / name).write_text(commit)
 
-    def hub(**revisions: str) -> Local:
-        made = create(ScorerConfig(name="local", reward="our/reward", cost="our/cost", device="cpu", **revisions))  # pyright: ignore[reportArgumentType]
-        assert isinstance(made, Local)
-        return made
-
     asked = pairs(3)
     for revisions, commits in (({}, "aa"), ({"reward_revision": "v1"}, "ba"), ({"cost_revision": "b" * 40}, "ab")):
         folders = [home / "snapshots" / (commit * 40) for home, commit in zip(homes.values(), commits, strict=True)]
-        wanted, found = local(folders[0], folders[1]), hub(**revisions)
+        wanted, found = local(folders[0], folders[1]), local("our/reward", "our/cost", **revisions)
         assert found.score(*asked) == wanted.score(*asked) and found.digest == wanted.digest
     with pytest.raises(ModelError, match=r"model our/cost"):
-        hub(cost_revision="v2")
+        local("our/reward", "our/cost", cost_revision="v2")

@@ -4,7 +4,6 @@
 import asyncio
 import datetime
 import decimal
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from task_runs import jsonl
 
 from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig
@@ -52,11 +52,14 @@ def isolate() -> Iterator[Isolate]:
         task.close()
 
 
-def fresh(isolate: Isolate, path: Path, source: str, *names: str, **settings: Any) -> Task:
-    """Functions by import path: a worker that is a fresh process."""
+def fresh(isolate: Isolate, path: Path, source: str, kind: str = "fresh", **settings: Any) -> Task:
+    """The function named like its file, by import path: a worker that is a fresh process, or else a fork."""
     path.write_text(source, encoding="utf-8")
-    config = TaskConfig(name="custom", rewards=[f"{path}:{name}" for name in names], **settings)
-    return isolate(tasks.create(config))
+    made: Any = tasks.create(TaskConfig(name="custom", rewards=[f"{path}:{path.stem}"], **settings))
+    return isolate(made) if kind == "fresh" else isolate(made.functions[0].function, **settings)
+
+
+both = pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
 
 
 def length(completions: list[str], **kwargs: Any) -> list[float]:
@@ -71,10 +74,8 @@ def pid(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def test_built_in_tasks_score_in_place() -> None:
-    for name in ("conciseness", "countdown"):
-        task = tasks.create(TaskConfig(name=name))
+    for task in (tasks.create(TaskConfig(name=name)) for name in ("conciseness", "countdown")):
         assert tasks.isolate(task, GraderConfig()) is task
-        task.close()
 
 
 def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
@@ -93,17 +94,13 @@ def test_isolate_warns_without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_isolated_task_delegates_attributes(isolate: Isolate, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(PLAIN | {"id": i}) for i in range(5)))
-    plain = tasks.create(TaskConfig(name="custom", train_data=str(path)), [length])
+    path = jsonl(tmp_path / "rows.jsonl", [PLAIN | {"id": i} for i in range(5)])
+    plain = tasks.create(TaskConfig(name="custom", train_data=path), [length])
     task = isolate(plain)
     assert (task.name, task.max_reward, task.config) == (plain.name, plain.max_reward, plain.config)
     assert task.load_data(3) == plain.load_data(3)
-    assert task.prompt(CHAT) == CHAT["prompt"]
-    assert task.clean(" a ") == "a"
-    assert task.gold(PLAIN) is None
-    assert task.measures("a", PLAIN) == {}
-    assert task.point("a", PLAIN, {"reward": 1.0}) is None
+    assert (task.prompt(CHAT), task.clean(" a "), task.gold(PLAIN)) == (CHAT["prompt"], "a", None)
+    assert task.measures("a", PLAIN) == {} and task.point("a", PLAIN, {"reward": 1.0}) is None
     task.self_check([PLAIN])
     assert task.functions == plain.functions  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="nothing_such"):
@@ -125,16 +122,13 @@ def test_weights_none_and_both_forms(isolate: Isolate) -> None:
     assert task.rewards([], []) == []
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+@both
 def test_odd_text_arrives_code_point_for_code_point(isolate: Isolate, tmp_path: Path, kind: str) -> None:
     source = (
         "def same(completions, points):\n"
         "    return [float(list(map(ord, c)) == p) for c, p in zip(completions, points)]\n"
     )
-    path = tmp_path / "same.py"
-    task = fresh(isolate, path, source, "same", strip=False)
-    if kind == "fork":
-        task = isolate(task.functions[0].function, strip=False)  # type: ignore[attr-defined]
+    task = fresh(isolate, tmp_path / "same.py", source, kind, strip=False)
     texts = [*ODD, "".join(map(chr, range(0x3000)))]
     assert task.rewards(texts, [PLAIN | {"points": list(map(ord, text))} for text in texts]) == [1.0] * len(texts)
 
@@ -160,10 +154,10 @@ def test_inexact_values_are_detected(value: Any) -> None:
     assert not is_exact(value)
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+@both
 def test_ten_megabytes(isolate: Isolate, tmp_path: Path, kind: str) -> None:
     source = "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
-    task = isolate(length) if kind == "fork" else fresh(isolate, tmp_path / "mine.py", source, "length")
+    task = fresh(isolate, tmp_path / "length.py", source, kind)
     texts = [chr(97 + i % 26) * (170_000 + i) for i in range(60)]
     assert task.rewards(texts, [PLAIN] * 60) == [170_000.0 + i for i in range(60)]
 
@@ -179,7 +173,7 @@ def test_async_functions_start_in_a_fork_of_a_running_loop(isolate: Isolate) -> 
     assert asyncio.run(notebook()) == [2.0]
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+@both
 def test_output_of_user_code_goes_to_stderr(
     isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,9 +184,7 @@ def test_output_of_user_code_goes_to_stderr(
         "    assert sys.stdin.read() == ''\n"
         "    return [1.0 for _ in completions]\n"
     )
-    task = fresh(isolate, tmp_path / "loud.py", source, "loud")
-    if kind == "fork":
-        task = isolate(task.functions[0].function)  # type: ignore[attr-defined]
+    task = fresh(isolate, tmp_path / "loud.py", source, kind)
     assert task.rewards(["a"], [PLAIN]) == task.rewards(["a"], [PLAIN]) == [1.0]
     task.close()
     out, err = capfd.readouterr()
@@ -255,7 +247,7 @@ def test_exit_handlers_run_when_the_task_is_closed(isolate: Isolate, tmp_path: P
         "    atexit.register(pathlib.Path(log[0]).write_text, 'kept')\n"
         "    return [1.0 for _ in completions]\n"
     )
-    task = fresh(isolate, tmp_path / "keep.py", source, "keep")
+    task = fresh(isolate, tmp_path / "keep.py", source)
     assert task.rewards(["a"], [PLAIN | {"log": str(tmp_path / "log")}]) == [1.0]
     task.close()
     assert (tmp_path / "log").read_text() == "kept"
@@ -264,9 +256,9 @@ def test_exit_handlers_run_when_the_task_is_closed(isolate: Isolate, tmp_path: P
 @pytest.mark.slow
 def test_import_error_in_the_worker_raises_reward_error(isolate: Isolate, tmp_path: Path) -> None:
     source = (
-        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no model')\ndef f(completions): return [0.0]\n"
+        "import sys\nif 'pytest' not in sys.modules: raise OSError('no model')\ndef fails(completions): return [0.0]\n"
     )
-    task = fresh(isolate, tmp_path / "fails.py", source, "f")
+    task = fresh(isolate, tmp_path / "fails.py", source)
     with pytest.raises(ConfigError, match="fails to import: OSError: no model"):
         task.rewards(["a"], [PLAIN])
 
@@ -297,23 +289,16 @@ def rich(completions, when, price, raw, **kwargs):
 """
 
 
-def rich_rows(path: Path, raw: bytes = b"\xff") -> None:
-    columns = {
-        "prompt": [str(i) for i in range(5)],
-        "when": [datetime.datetime(2026, 1, 2, 3)] * 5,
-        "price": [decimal.Decimal("1.50")] * 5,
-        "raw": [raw] * 5,
-    }
-    parquet.write_table(pa.table(columns), path)
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    row = {"when": datetime.datetime(2026, 1, 2, 3), "price": decimal.Decimal("1.50"), "raw": b"\xff"}
+    parquet.write_table(pa.Table.from_pylist([{"prompt": str(i), **row} for i in range(5)]), tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> None:
-    data = tmp_path / "rows.parquet"
-    rich_rows(data)
-    task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
-    if kind == "fork":
-        task = isolate(task.functions[0].function, train_data=str(data))  # type: ignore[attr-defined]
+@both
+def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str, data: Path) -> None:
+    task = fresh(isolate, tmp_path / "rich.py", RICH, kind, train_data=str(data))
     rows = task.load_data(0)
     examples = [*rows.test, *rows.train]
     assert task.rewards(["a"] * 5, examples) == [1.0] * 5
@@ -322,10 +307,8 @@ def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.slow
-def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path) -> None:
-    data = tmp_path / "rows.parquet"
-    rich_rows(data)
-    task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
+def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path, data: Path) -> None:
+    task = fresh(isolate, tmp_path / "rich.py", RICH, train_data=str(data))
     rows = task.load_data(0)
     task.rewards(["a"], rows.train[:1])
     task.close()  # the next call starts another worker, which reads the file again
@@ -373,7 +356,7 @@ def own(path: Path, name: str) -> Task:
     return tasks.create(TaskConfig(name=f"{path}:{name}"))
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+@both
 def test_custom_task_scores_in_the_worker(isolate: Isolate, tmp_path: Path, kind: str) -> None:
     plain = own(tmp_path / "own.py", "Own")
     plain.from_config = kind == "fresh"
@@ -382,11 +365,9 @@ def test_custom_task_scores_in_the_worker(isolate: Isolate, tmp_path: Path, kind
     assert isinstance(task, Isolated)
     assert task.rewards([" X ", "z"], [data.train[0]] * 2) == [1.0, 0.0]
     assert task.compute_reward("y", data.test[0]) == 1.0
-    assert task.gold(data.test[0]) == "y"
-    assert task.clean(" X ") == "x"
+    assert (task.gold(data.test[0]), task.clean(" X ")) == ("y", "x")
     measures = task.measures("y", data.test[0])
-    assert measures["right"] == 1.0
-    assert measures["pid"] != os.getpid()
+    assert measures["right"] == 1.0 and measures["pid"] != os.getpid()
     point = task.point("y", data.test[0], {"reward": 1.5, "cost": None})
     assert point == {"pid": measures["pid"], "said": "y", **data.test[0], "reward": 1.5, "cost": None}
     task.self_check([*data.train, *data.test])
@@ -403,30 +384,10 @@ def test_custom_task_errors_and_hangs_raise_reward_error(isolate: Isolate, tmp_p
             task.rewards([text], [row])
     with pytest.raises(DataError, match="row 0 of 1 is no good"):
         task.self_check([row])
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' causes it alone"):
-        task.measures("word", row)
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' causes it alone") as caught:
-        task.clean("hang")
-    assert (caught.value.failed or {})["completion"] == "hang"
-
-
-class Held(Task):
-    """Handed over as an object, with what a script put into it."""
-
-    name = "held"
-
-    def __init__(self, bonus: float) -> None:
-        super().__init__(TaskConfig(name="held"))
-        self.bonus = bonus
-
-    def load_data(self, seed: int) -> Data:
-        return Data([{"key": (1, 2)}], [{"key": (3, 4)}])
-
-    def prompt(self, example: Example) -> Prompt:
-        return str(example["key"])
-
-    def compute_reward(self, text: str, example: Example) -> float:
-        return len(text) + self.bonus + example["key"][0] if isinstance(example["key"], tuple) else float("nan")
+    for ask, text in ((lambda: task.measures("word", row), "word"), (lambda: task.clean("hang"), "hang")):
+        with pytest.raises(RewardError, match=rf"task strict hung: .* the completion '{text}' causes it") as caught:
+            ask()
+        assert (caught.value.failed or {})["completion"] == text
 
 
 class Lazy(Sequence[Any]):
@@ -444,16 +405,28 @@ class Lazy(Sequence[Any]):
         return {"key": (self.first + index, 0)}
 
 
-class Learning(Held):
-    """Knows its maximum from its data."""
+class Held(Task):
+    """Handed over as an object, with what a script put into it; learns its maximum from its data."""
+
+    name = "held"
+
+    def __init__(self, bonus: float) -> None:
+        super().__init__(TaskConfig(name="held"))
+        self.bonus = bonus
 
     def load_data(self, seed: int) -> Data:
         self.max_reward = 7.5
         return Data(Lazy(1), Lazy(3))
 
+    def prompt(self, example: Example) -> Prompt:
+        return str(example["key"])
 
-def test_lazy_rows_are_created_once(isolate: Isolate) -> None:
-    task = isolate(Learning(0.5))
+    def compute_reward(self, text: str, example: Example) -> float:
+        return len(text) + self.bonus + example["key"][0] if isinstance(example["key"], tuple) else float("nan")
+
+
+def test_a_task_object_is_forked_with_what_it_holds_and_lazy_rows_are_created_once(isolate: Isolate) -> None:
+    task = isolate(Held(0.5))
     assert task.max_reward == float("inf")
     data = task.load_data(0)
     assert task.max_reward == 7.5
@@ -463,23 +436,17 @@ def test_lazy_rows_are_created_once(isolate: Isolate) -> None:
 @pytest.mark.slow
 def test_a_subclass_of_custom_keeps_what_it_loads(isolate: Isolate, tmp_path: Path) -> None:
     path = tmp_path / "keeping.py"
-    path.write_text(
-        "from evoalign.tasks import Data\n"
-        "from evoalign.tasks.custom import Custom\n"
-        "class Keeping(Custom):\n"
-        "    def __init__(self, config):\n"
-        "        super().__init__(config, [self.score])\n"
-        "    def load_data(self, seed):\n"
-        "        self.bonus = 2.0 + seed\n"
-        "        return Data([{'prompt': '?'}], [{'prompt': '!'}])\n"
-        "    def score(self, completions):\n"
-        "        return [self.bonus for _ in completions]\n"
-    )
+    path.write_text("""
+from evoalign.tasks import Data
+from evoalign.tasks.custom import Custom
+class Keeping(Custom):
+    def __init__(self, config):
+        super().__init__(config, [self.score])
+    def load_data(self, seed):
+        self.bonus = 2.0 + seed
+        return Data([{'prompt': '?'}], [{'prompt': '!'}])
+    def score(self, completions):
+        return [self.bonus for _ in completions]
+""")
     task = isolate(tasks.create(TaskConfig(name=f"{path}:Keeping")))
     assert task.rewards(["a"], [task.load_data(1).train[0]]) == [3.0]
-
-
-def test_a_task_object_is_forked_with_what_it_holds(isolate: Isolate) -> None:
-    task = isolate(Held(0.5))
-    data = task.load_data(0)
-    assert task.rewards(["abc", "a"], [data.train[0], data.test[0]]) == [4.5, 4.5]
