@@ -137,9 +137,6 @@ def copied(straight: tuple[Path, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(straight[0], tmp_path / "run"))
 
 
-# --- a state that is resumed ----------------------------------------------------------------------------------------
-
-
 def test_journal_records_the_state(straight: tuple[Path, str]) -> None:
     log = journal.read(straight[0] / "journal.jsonl").whole()
     states = [recorded.objective for recorded in log.generations]
@@ -208,9 +205,6 @@ def test_invalid_recorded_state_is_damage(straight: tuple[Path, str], state: Any
         journal.read(tmp_path / "journal.jsonl").whole()
 
 
-# --- what is told of components --------------------------------------------------------------------------------------
-
-
 def test_reward_means_are_reported_everywhere(straight: tuple[Path, str]) -> None:
     run = straight[0]
     rows = lines(run / "metrics.jsonl")
@@ -276,9 +270,6 @@ def test_a_figure_with_gaps(tmp_path: Path) -> None:
     assert (tmp_path / "rewards.png").is_file()
     figures.rewards(rows[1:2], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-# --- the weighted sum -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("isolated", [False, True])
@@ -349,9 +340,6 @@ def test_only_what_the_weights_name_counts() -> None:
     nothing = grouped({"a": [None], "b": [None]}, ["text"], [{}], 0)
     with pytest.raises(RewardError, match=r"every reward function \(a, b\) returned None for the completion 'text'"):
         score(both, nothing)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("columns", "message"), [

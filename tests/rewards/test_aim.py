@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from small_runs import UNCHECKED
+from task_runs import train
 
 import evoalign
 from evoalign.analysis.compare.comparison import compare
@@ -25,7 +27,7 @@ from evoalign.analysis.sweeping.cells import Run, TrialConfig
 from evoalign.analysis.sweeping.children import Ended
 from evoalign.analysis.sweeping.search import domain, search
 from evoalign.analysis.sweeping.sweep import Source, sweep
-from evoalign.config import from_dict
+from evoalign.config import from_dict, load
 from evoalign.errors import ConfigError
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos import run as placebo_run
@@ -58,7 +60,7 @@ def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
 def in_this_process(source: Source, *rest: Any) -> list[Ended]:
     """The runs of a sweep one after another: as many processes would take half a minute to begin."""
     while (run := source.next()) is not None:
-        evoalign.train(run.config, console=Console(file=io.StringIO()))
+        train(run.config)
         source.done(run)
     return []
 
@@ -83,15 +85,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
     """A run of the same task that trains for another fitness, or for the reward."""
-    made: dict[str | None, Path] = {}
-
-    def run(fitness: str | None) -> Path:
-        if fitness not in made:
-            folder = tmp_path_factory.mktemp("other")
-            made[fitness] = evoalign.train(config(folder, fitness), console=Console(file=io.StringIO())).path
-        return made[fitness]
-
-    return run
+    return cache(lambda fitness: train(config(tmp_path_factory.mktemp("other"), fitness))[0].path)
 
 
 def test_measure_of_needs_no_import() -> None:
@@ -187,7 +181,7 @@ def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp
     _, tree, _ = swept
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}
-    tree["es"]["sigma"] = float(run_setting(run, "sigma"))
+    tree["es"]["sigma"] = load([run / "config.yaml"]).es.sigma
     measured = placebo_run.placebo(run, shuffles=3, config=tree)
     assert measured.fitness is not None and len(measured.fitness.placebos) == 3
     assert placebo_run.keep(run, measured).startswith("saved in ")
@@ -214,8 +208,3 @@ def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp
     file.write_text(file.read_text().replace('"fitness/letters"', '"fitness/others"'))
     with pytest.raises(evoalign.EvoalignError, match=r"placebo\.json was altered"):
         compare(run)
-
-
-def run_setting(run: Path, name: str) -> str:
-    """A number of the run's config.yaml."""
-    return next(line.split(":")[1] for line in (run / "config.yaml").read_text().splitlines() if f" {name}:" in line)

@@ -68,9 +68,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, said
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
-
 def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(runs: tuple[Path, str]) -> None:
     plain, mean = (lines(runs[0] / name / "journal.jsonl") for name in ("plain", "mean"))
     assert len(plain) == len(mean) == 1 + 2 * GENERATIONS
@@ -152,9 +149,6 @@ def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path
     marks = {mark.generation: mark for mark in map(checkpoint.verify, saved_folders(tmp_path / "run"))}
     assert rows[0]["validation"]["fitness/letters"] > 3 > rows[0]["validation"]["reward"]
     assert marks[1].validation == rows[0]["validation"]["fitness/letters"] == log.validated[0]
-
-
-# --- what it is asked, and what is wrong with it ----------------------------------------------------------------------
 
 
 def test_fitness_gets_all_samples_of_a_seed() -> None:

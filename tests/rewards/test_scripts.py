@@ -9,13 +9,15 @@ import os
 import re
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import caller
 
 import evoalign
-from evoalign import cli, tasks
+from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig, code_of, from_dict
 from evoalign.errors import ConfigError, RewardError
 from evoalign.tasks import Task
@@ -35,11 +37,9 @@ def script(folder: Path, source: str, name: str = "score.sh", mode: int = 0o755)
 
 
 def scored(path: str, texts: list[str], rows: list[Any] = ROWS, weights: Any = None, **grader: Any) -> list[float]:
-    task = tasks.isolate(made(path, weights=weights), GraderConfig(**{"retries": 0, "timeout": 20, **grader}))
-    try:
+    limits = GraderConfig(**{"retries": 0, "timeout": 20, **grader})
+    with closing(tasks.isolate(made(path, weights=weights), limits)) as task:
         return task.rewards(texts, rows)
-    finally:
-        task.close()
 
 
 def made(*paths: str, weights: Any = None) -> Task:
@@ -151,8 +151,6 @@ def test_a_script_is_code_that_a_run_may_not_name(
     (run / "journal.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=rf"task\.rewards to '{path}'"):
         evoalign.evaluate(run)
-    monkeypatch.setattr(sys, "argv", ["evoalign", "eval", str(run), "--set", "evaluation.max_tokens=1"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2 and "task.rewards" in capsys.readouterr().err
+    done = caller(monkeypatch, capsys)("eval", run, "--set", "evaluation.max_tokens=1")
+    assert done.code == 2 and "task.rewards" in done.err
     assert not (tmp_path / "ran").exists()

@@ -34,9 +34,6 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(c)) for c in completions]
 
 
-# --- how each is written ---------------------------------------------------------------------------------------------
-
-
 def lines(rows: list[dict[str, Any]] = ROWS) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
@@ -121,8 +118,6 @@ def script(place: Path) -> str:
     file("who/what/rows.jsonl", lines())(place)
     return "hub:who/what"
 
-
-# --- the table: name, how it is written, settings of the task, the rows or what is said -------------------------------
 
 QUESTIONS = [{"question": "2 + 2 =", "target": "4", "n": 1}]
 MAPPED = {"prompt": "question", "answer": "target"}
@@ -247,9 +242,6 @@ def test_load_accepts_or_rejects_each_format(
         task.load_data(0)
     assert outcome in str(caught.value) and str(caught.value).isprintable()
     assert not (tmp_path / "was_run").exists()
-
-
-# --- columns and system prompts --------------------------------------------------------------------------------------
 
 
 def made(name: str = "custom", reward: Callable[..., Any] = length, **settings: Any) -> Any:

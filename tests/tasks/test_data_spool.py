@@ -6,14 +6,19 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import task_runs
 from pyarrow import parquet
 
 from evoalign import rollouts
@@ -35,15 +40,12 @@ ROWS: list[dict[str, Any]] = [
 
 def by_id(completions: list[str], id: list[int], **columns: Any) -> list[float]:
     """Other for each row, and for a date that is one."""
-    days = columns.get("day") or [None] * len(id)
-    return [
-        len(c) * 100 + i + 0.5 * isinstance(d, datetime.date) for c, i, d in zip(completions, id, days, strict=True)
-    ]
+    days = (isinstance(day, datetime.date) for day in columns.get("day") or [None] * len(id))
+    return [len(c) * 100 + i + 0.5 * dated for c, i, dated in zip(completions, id, days, strict=True)]
 
 
 def jsonl(path: Path) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    return str(path)
+    return task_runs.jsonl(path, ROWS)
 
 
 def dated(path: Path) -> str:
@@ -63,17 +65,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch, most: int, task: Task) -> Data:
     return task.load_data(7)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"validation_size": 5},
-    {"split": "first_last", "train_size": 20, "validation_size": 10, "test_size": 15},
+@pytest.mark.parametrize("settings", [
+    {"validation_size": 5}, {"split": "first_last", "train_size": 20, "validation_size": 10, "test_size": 15},
     {"test_data": "same", "train_size": 30, "test_size": 20},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=["seeded", "first_last", "two"])
-def test_spooled_rows_keep_content_and_order(
-    source: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+], ids=["seeded", "first_last", "two"])  # fmt: skip
+def test_spooled_rows_keep_content_and_order(source: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {k: source if v == "same" else v for k, v in settings.items()}
     task = create(TaskConfig(name="custom", train_data=source, **settings), [by_id])
     whole, many = loaded(monkeypatch, COUNT, task), loaded(monkeypatch, 3, task)
@@ -104,20 +100,15 @@ def test_scores_in_the_graders_process_are_the_same(source: str, monkeypatch: py
     data = loaded(monkeypatch, COUNT, task)
     texts = ["a" * (i % 7) for i in range(len(data.train))]
     wanted = task.rewards(texts, data.train)
-    held = isolate(task, GraderConfig())
-    try:
+    with closing(isolate(task, GraderConfig())) as held:
         many = loaded(monkeypatch, 3, held)
         assert isinstance(many.train, spool.Spooled)
         assert held.rewards(texts, list(many.train)) == wanted
         assert held.rewards(texts[:9], [many.train[i] for i in range(9)]) == wanted[:9]
-    finally:
-        held.close()
 
 
 @pytest.mark.slow
 def test_a_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import evoalign
-
     def journal(name: str, most: int) -> list[dict[str, Any]]:
         monkeypatch.setattr(spool, "IN_MEMORY", most)
         monkeypatch.setattr(rollouts, "EARLY", most)
@@ -126,8 +117,7 @@ def test_a_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "task": {"name": "custom", "train_data": jsonl(tmp_path / "rows"), "batch_size": 5, "test_size": 2},
             "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4}, "checks": {"canary_every": 0},
         }  # fmt: skip
-        path = evoalign.train(tree, reward=by_id).path
-        return [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+        return task_runs.lines(task_runs.train(tree, reward=by_id)[0].path / "journal.jsonl")
 
     ours, theirs = journal("many", 3), journal("whole", COUNT)
     assert len(ours) > 3 and ours[1:] == theirs[1:]
@@ -191,19 +181,13 @@ def test_rows_that_are_not_used_are_not_read(tmp_path: Path) -> None:
 
 
 def test_full_disk_error_names_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def write(self, line: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(line: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def temporary(**_: Any) -> Full:
-        return Full()
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", temporary)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: SimpleNamespace(write=full))
     with pytest.raises(DataError, match=r"No space left on device; free space there, or set TMPDIR"):
         loaded(monkeypatch, 3, create(TaskConfig(name="custom", train_data=jsonl(tmp_path / "rows")), [by_id]))
 
-
-# --- a million rows --------------------------------------------------------------------------------------------------
 
 MEASURED = """
 import re, sys
@@ -237,9 +221,6 @@ def as_parquet(path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("write", [as_lines, as_parquet])
 def test_a_million_rows_take_less_than_a_gibibyte(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    import subprocess
-    import sys
-
     write(tmp_path / "rows")
     assert (tmp_path / "rows").stat().st_size > (150_000_000 if write is as_lines else 50_000_000)
     (tmp_path / "reward.py").write_text("def short(completions, answer):\n    return [0.0 for _ in completions]\n")

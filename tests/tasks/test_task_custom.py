@@ -42,9 +42,6 @@ def exact(completions: list[str], answer: list[str]) -> list[float | None]:
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
 
-# --- TRL's semantics ------------------------------------------------------------------------------------------------
-
-
 def test_everything_is_passed_by_keyword() -> None:
     seen: dict[str, Any] = {}
 
@@ -139,9 +136,6 @@ def by_state(completions: list[str], trainer_state: Any = None) -> list[float]:
     return [float(trainer_state is None)] * len(completions)
 
 
-# --- the simple form, and async -------------------------------------------------------------------------------------
-
-
 def test_the_simple_form() -> None:
     def compute_reward(text: str, example: Any) -> float | None:
         return None if example["id"] == 8 else float(text == example["answer"])
@@ -189,9 +183,6 @@ def test_async_objects_and_failures() -> None:
     assert task(Judge()).rewards(["a"], [PLAIN]) == [2.0]
     with pytest.raises(RewardError, match="reward function Judge failed: TimeoutError: judge is away"):
         task(Judge(), length).rewards(["bad"], [PLAIN])
-
-
-# --- where functions and rows come from -----------------------------------------------------------------------------
 
 
 def test_functions_by_import_path(tmp_path: Path) -> None:
@@ -263,9 +254,6 @@ def test_rows_need_the_columns_that_functions_and_settings_name(
 ) -> None:
     with pytest.raises(DataError, match=message):
         task(reward, train_data=jsonl(tmp_path / "rows", rows), **settings).load_data(0)
-
-
-# --- what a reward changes ------------------------------------------------------------------------------------------
 
 
 def pops(text: str, example: Any) -> float:

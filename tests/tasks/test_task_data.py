@@ -46,9 +46,6 @@ def numbers(data: Data) -> tuple[list[int], ...]:
     return tuple([row["n"] for row in rows] for rows in (data.train, data.validation, data.test))
 
 
-# --- splits ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", [0, 33, 2**32 - 1])
 def test_seeded_is_numpys_frozen_permutation(seed: int, load: Load) -> None:
     order = np.random.RandomState(seed).permutation(10).tolist()
@@ -110,9 +107,6 @@ def test_load_rejects_splits_that_do_not_fit(settings: Any, error: type[Exceptio
     with pytest.raises(error, match=said) as caught:
         load(**settings)
     assert "\n" not in str(caught.value)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_have_their_place(tmp_path: Path) -> None:

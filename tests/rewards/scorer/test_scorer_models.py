@@ -193,9 +193,6 @@ def test_models_that_do_not_fit_are_rejected(tmp_path: Path, reward: Path) -> No
             local(model, **settings)
 
 
-# --- text ---
-
-
 def encoded(scorer: Local, prompt: str, response: str) -> tuple[str, tuple[int, int]]:
     found = scorer.models["reward"].pairs.encode(prompt, response)
     return AutoTokenizer.from_pretrained(tiny()).decode(found.ids), (found.prompt_cut, found.response_cut)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from task_runs import jsonl
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
@@ -27,9 +28,6 @@ def task(**settings: Any) -> Any:
 
 def answer(text: str) -> float:
     return answer_reward(f"<answer>{text}</answer>", [44, 19, 35], "98")
-
-
-# --- reward ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "reward"), [
@@ -61,13 +59,6 @@ def test_answer_rules(text: str, value: float) -> None:
     assert answer(text) == value
 
 
-@pytest.mark.parametrize(("text", "numbers", "target"), [
-    ("3**4", [3, 4], "81"), ("7//2+1", [7, 2, 1], "4"), ("(4)(3+2)", [4, 3, 2], "20"), ("-4+9", [4, 9], "5"),
-])  # fmt: skip
-def test_other_operators_earn_nothing(text: str, numbers: list[int], target: str) -> None:
-    assert answer_reward(f"<answer>{text}</answer>", numbers, target) == 0.0
-
-
 @pytest.mark.parametrize(("text", "numbers", "target", "value"), [
     ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6666666666667", 1.0),
     ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.66667", 1.0),  # 3.3e-6 away
@@ -76,8 +67,12 @@ def test_other_operators_earn_nothing(text: str, numbers: list[int], target: str
     ("71 + 15 / 4", [71, 15, 4], "74.75", 1.0), ("71 + 15 / 4", [71, 15, 4], 74.75, 1.0),
     ("1 / 100000", [1, 100000], "0", 0.0),  # a difference of exactly 1e-5 is too much
     ("1 / 100001", [1, 100001], "0", 1.0),
+    ("3**4", [3, 4], "81", 0.0), ("7//2+1", [7, 2, 1], "4", 0.0), ("(4)(3+2)", [4, 3, 2], "20", 0.0),  # no operators
+    ("-4+9", [4, 9], "5", 0.0),
 ])  # fmt: skip
-def test_negative_and_fractional_targets(text: str, numbers: list[int], target: str | float, value: float) -> None:
+def test_answer_reward_compares_values_by_the_four_operators(
+    text: str, numbers: list[int], target: str | float, value: float
+) -> None:
     assert answer_reward(f"<answer>{text}</answer>", numbers, target) == value
 
 
@@ -122,15 +117,8 @@ def test_long_responses_score_up_to_the_limit() -> None:
 def test_measures() -> None:
     figures = task().measures("<answer>44+19+35</answer>", ROW)
     assert figures == {"accuracy": 1.0, "format": 0.5, "answer_reward": 1.0, "high_reward": 1.0}
-    assert task().measures("</think>\n<answer>1</answer>", ROW) == {
-        "accuracy": 0.0,
-        "format": 1.0,
-        "answer_reward": 0.0,
-        "high_reward": 0.0,
-    }
-
-
-# --- prompts --------------------------------------------------------------------------------------------------------
+    wrong = task().measures("</think>\n<answer>1</answer>", ROW)
+    assert wrong == {"accuracy": 0.0, "format": 1.0, "answer_reward": 0.0, "high_reward": 0.0}
 
 
 def test_raw_prompt_is_the_context_and_short_is_exact() -> None:
@@ -146,26 +134,18 @@ def test_chat_is_a_system_and_a_user_message() -> None:
     assert "<think>" not in user["content"][-20:]
 
 
-def test_chat_response_opens_the_think_block() -> None:
-    chat = task(prompt="chat")
-    assert chat.compute_reward("<think>" + FULL, ROW) == 1.1
-    assert chat.measures(FULL, ROW)["format"] == 0.5
+def test_response_opens_the_think_block_unless_the_prompt_does() -> None:
+    row = ROW | {"context": "Make 98 from 44, 19 and 35."}
+    for form, example in ((task(prompt="chat"), ROW), (task(), row)):
+        assert form.compute_reward("<think>" + FULL, example) == 1.1
+        assert form.measures(FULL, example)["format"] == 0.5
     assert task(prompt="short").compute_reward(FULL, ROW) == 1.1
-
-
-def test_chat_opened_grades_the_continuation() -> None:
     opened = task(prompt="chat_opened")
     *chat, begun = opened.prompt(ROW)
     assert chat == task(prompt="chat").prompt(ROW)
     assert begun == {"role": "assistant", "content": "Let me solve this step by step.\n<think>"}
     assert opened.compute_reward(FULL, ROW) == 1.1
     assert opened.measures("44, 19</think>\n<answer>1</answer>", ROW)["format"] == 1.0
-
-
-def test_response_opens_the_block_if_the_context_does_not() -> None:
-    row = ROW | {"context": "Make 98 from 44, 19 and 35."}
-    assert task().measures(FULL, row)["format"] == 0.5
-    assert task().compute_reward("<think>" + FULL, row) == 1.1
 
 
 @pytest.mark.parametrize("prompt", ["raw", "chat", "short", "chat_opened"])
@@ -185,44 +165,32 @@ def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> N
     assert [f"of row {i} earns 0.1" in said for i in range(7)] == [False, True, False, True, True, False, False]
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_default_is_the_shipped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # found from any folder
     data = create(TaskConfig(name="countdown")).load_data(33)
     assert (len(data.train), len(data.test)) == (1760, 440)
 
 
-def test_bad_rows_are_named(tmp_path: Path) -> None:
-    for change, message in [
-        ({"numbers": "44 19"}, "numbers is '44 19'"),
-        ({"numbers": []}, "numbers is"),
-        ({"numbers": [1, True]}, "numbers is"),
-        ({"numbers": [1, -2]}, "numbers is"),
-        ({"numbers": [1, 2.5]}, "numbers is"),
-        ({"target": None}, "target is None"),
-        ({"target": "1/3"}, "target is '1/3'"),
-        ({"target": "1e999999999"}, "target is"),
-        ({"target": "nan"}, "target is"),
-        ({"target": "٣"}, "target is"),
-        ({"target": True}, "target is"),
-        ({"context": ""}, "context is"),
-        ({"solution": 3}, "solution is 3"),
-    ]:
-        path = tmp_path / "data.json"
-        path.write_text(json.dumps([ROW, ROW | change]), encoding="utf-8")
-        with pytest.raises(DataError, match=message) as caught:
-            create(TaskConfig(name="countdown", train_data=str(path))).load_data(0)
-        assert f"{path}, row 2" in str(caught.value)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"numbers": "44 19"}, "numbers is '44 19'"), ({"numbers": []}, "numbers is"),
+    ({"numbers": [1, True]}, "numbers is"),
+    ({"numbers": [1, -2]}, "numbers is"), ({"numbers": [1, 2.5]}, "numbers is"), ({"target": None}, "target is None"),
+    ({"target": "1/3"}, "target is '1/3'"), ({"target": "1e999999999"}, "target is"), ({"target": "nan"}, "target is"),
+    ({"target": "٣"}, "target is"), ({"target": True}, "target is"), ({"context": ""}, "context is"),
+    ({"solution": 3}, "solution is 3"),
+])  # fmt: skip
+def test_bad_rows_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "data", [ROW, ROW | change])
+    with pytest.raises(DataError, match=message) as caught:
+        create(TaskConfig(name="countdown", train_data=path)).load_data(0)
+    assert f"{path}, line 2" in str(caught.value)
 
 
 def test_only_raw_needs_the_context(tmp_path: Path) -> None:
-    path = tmp_path / "data.json"
-    path.write_text(json.dumps([{"numbers": [1, 2], "target": 3}] * 5), encoding="utf-8")
-    assert len(create(TaskConfig(name="countdown", train_data=str(path), prompt="short")).load_data(0).test) == 1
+    path = jsonl(tmp_path / "data", [{"numbers": [1, 2], "target": 3}] * 5)
+    assert len(create(TaskConfig(name="countdown", train_data=path, prompt="short")).load_data(0).test) == 1
     with pytest.raises(DataError, match=r"task\.prompt: short, chat, chat_opened"):
-        create(TaskConfig(name="countdown", train_data=str(path))).load_data(0)
+        create(TaskConfig(name="countdown", train_data=path)).load_data(0)
 
 
 def test_reward_functions_are_rejected() -> None:

@@ -70,9 +70,6 @@ def pid(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(os.getpid()) for _ in completions]
 
 
-# --- which tasks are isolated ---------------------------------------------------------------------------------------
-
-
 def test_built_in_tasks_score_in_place() -> None:
     for task in (tasks.create(TaskConfig(name=name)) for name in ("conciseness", "countdown")):
         assert tasks.isolate(task, GraderConfig()) is task
@@ -105,9 +102,6 @@ def test_isolated_task_delegates_attributes(isolate: Isolate, tmp_path: Path) ->
     assert task.functions == plain.functions  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="nothing_such"):
         task.nothing_such  # type: ignore[attr-defined] # noqa: B018
-
-
-# --- scoring as in place --------------------------------------------------------------------------------------------
 
 
 def test_weights_none_and_both_forms(isolate: Isolate) -> None:
@@ -221,9 +215,6 @@ def test_the_worker_outlives_the_thread_that_started_it(isolate: Isolate) -> Non
     assert len(set(seen)) == 1
 
 
-# --- fresh processes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_fresh_process_has_the_same_path_and_folder(
     isolate: Isolate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,8 +269,6 @@ def test_functions_of_a_script_are_forked(tmp_path: Path) -> None:
     assert done.stdout == "[3.0]\n"
 
 
-# --- rows that are more than JSON -----------------------------------------------------------------------------------
-
 RICH = """
 import datetime, decimal
 def rich(completions, when, price, raw, **kwargs):
@@ -317,8 +306,6 @@ def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path, d
     with pytest.raises(DataError, match=r"row 0 of the train split differs in 'prompt'"):
         task.rewards(["a"], rows.train[:1])
 
-
-# --- a Task of the user's own ---------------------------------------------------------------------------------------
 
 OWN = """
 import os, time

@@ -47,9 +47,6 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
         yield task
 
 
-# --- forms ---
-
-
 @pytest.mark.parametrize(("task", "rows"), [(gsm8k, GSM8K), (competition, MATH)])
 def test_load_data_accepts_published_rows(task: Any, rows: list[Any], tmp_path: Path) -> None:
     made = task(train_data=jsonl(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
@@ -144,9 +141,6 @@ def test_missing_math_verify_raises_config_error(monkeypatch: pytest.MonkeyPatch
         tasks.create(TaskConfig(name="gsm8k"))
 
 
-# --- the process that scores ---
-
-
 def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
     assert isinstance(apart, Isolated)
     nested = ["{" * 60 + "1" + "}" * 60, "\\frac{1}{x+" * 20 + "}" * 20]
@@ -189,9 +183,6 @@ def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
     check_measure([config], "answered")
     with pytest.raises(ConfigError, match="task gsm8k has no such measure; it has reward"):
         check_measure([config], "solved")
-
-
-# --- runs ---
 
 
 @pytest.mark.slow

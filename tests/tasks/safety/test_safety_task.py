@@ -162,9 +162,6 @@ def test_default_data_are_those_of_shipped() -> None:
             check_parted("a run", one, other.model_copy(update={"validation_size": 3}), "validation")
 
 
-# --- the section scorer -----------------------------------------------------------------------------------------------
-
-
 def test_the_section_scorer_reaches_the_task(files: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made once, when it is first asked."""
     made = list[Any]()
@@ -186,9 +183,6 @@ def test_the_section_scorer_reaches_the_task(files: dict[str, Any], monkeypatch:
     own, _ = setup.task_and_data(config.model_copy(update={"scorer": section}), task(RuleScorer(), **files), None)
     own.columns(["a"], data.train[:1])
     assert len(made) == 1
-
-
-# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def config(output: Path, files: dict[str, Any], **settings: Any) -> dict[str, Any]:
