@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards as named columns and the objectives that make scores of them: the weighted sum, and one with a state."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,28 +22,26 @@ from evoalign.config import GraderConfig, ObjectiveConfig, TaskConfig, code_of, 
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError
 from evoalign.report import figures
 from evoalign.report.rows import rebuilt_row
-from evoalign.rewards.objective import Group, Objective, WeightedSum, create, grouped, reported_means, score
+from evoalign.rewards.objective import Objective, WeightedSum, create, grouped, reported_means, score
 from evoalign.rollouts import columns_of, rewards_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
-from evoalign.shaping import Scores
 from evoalign.tasks import Task, isolate
 from evoalign.tasks import create as create_task
 from evoalign.tasks.custom import Custom
 from evoalign.tracking.base import step_and_values
 from evoalign.training import saving
-from evoalign.types import Example
 
 HERE = "test_objective"
 GENERATIONS, HALF = 5, 3
 
 
-def helpful(text: str, example: Example) -> float:
+def helpful(text, example):
     """More vowels are better."""
     return float(sum(c in "aeiou" for c in text))
 
 
-def cost(completions: Sequence[str], **columns: Any) -> list[float | None]:
+def cost(completions, **columns):
     """Share of blanks; it does not apply to the empty text."""
     return [text.count(" ") / len(text) if text else None for text in completions]
 
@@ -58,14 +52,14 @@ class Adaptive(Objective):
     name = "adaptive"
     per_completion = True
 
-    def __init__(self, limit: float = 0.05, rate: float = 3.0, low: float = -2.0, high: float = 2.0) -> None:
+    def __init__(self, limit=0.05, rate=3.0, low=-2.0, high=2.0):
         self.limit, self.rate, self.low, self.high = limit, rate, low, high
         self.state = {"ln_lambda": 0.0, "average": 0.0}
 
-    def scores(self, group: Group) -> Scores:
+    def scores(self, group):
         return group.columns_MP["helpful"] - math.exp(self.state["ln_lambda"]) * np.nan_to_num(group.columns_MP["cost"])
 
-    def update(self, group: Group) -> None:
+    def update(self, group):
         average = 0.5 * self.state["average"] + 0.5 * np.float32(np.nanmean(group.columns_MP["cost"]))
         moved = self.state["ln_lambda"] + self.rate * (average - self.limit)
         self.state = {"ln_lambda": min(max(moved, self.low), self.high), "average": average}
@@ -76,7 +70,7 @@ class Ranks(Objective):
 
     name = "ranks"
 
-    def scores(self, group: Group) -> Scores:
+    def scores(self, group):
         return group.columns_MP["helpful"].argsort(axis=0).argsort(axis=0).astype(np.float64)
 
 
@@ -86,26 +80,26 @@ class Costly(Task):
     name = "costly"
     weighted = WeightedSum({"reward": 1.0})
 
-    def load_data(self, seed: int) -> evoalign.Data:
+    def load_data(self, seed):
         rows = [{"question": str(i)} for i in range(3)]
         return evoalign.Data(rows, rows)
 
-    def prompt(self, example: Example) -> str:
+    def prompt(self, example):
         return f"Question {example['question']}"
 
-    def compute_reward(self, text: str, example: Example) -> float:
+    def compute_reward(self, text, example):
         return -float(len(text))
 
-    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Mapping[str, Any]:
+    def columns(self, texts, examples):
         return {"reward": self.rewards(texts, examples), "blanks": np.array([t.count(" ") for t in texts])}
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> str:
+def questions(tmp_path):
     return task_runs.questions(tmp_path / "questions.jsonl")
 
 
-def config(output: Path, questions: str, generations: int = GENERATIONS, **task: Any) -> dict[str, Any]:
+def config(output, questions, generations=GENERATIONS, **task):
     return {
         "output_dir": str(output), "seed": 5, "deterministic": True,
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": generations, "population_size": 4},
@@ -116,7 +110,7 @@ def config(output: Path, questions: str, generations: int = GENERATIONS, **task:
     }  # fmt: skip
 
 
-def bits(values: Sequence[float]) -> bytes:
+def bits(values):
     return struct.pack(f"{len(values)}d", *values)
 
 
@@ -124,7 +118,7 @@ ADAPTIVE = {"objective": {"name": f"{HERE}:Adaptive", "limit": 0.05}}
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def straight(tmp_path_factory):
     """A run with the adaptive objective that never stopped, and its questions."""
     folder = tmp_path_factory.mktemp("adaptive")
     file = task_runs.questions(folder / "questions.jsonl")
@@ -133,11 +127,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture
-def copied(straight: tuple[Path, str], tmp_path: Path) -> Path:
+def copied(straight, tmp_path):
     return Path(shutil.copytree(straight[0], tmp_path / "run"))
 
 
-def test_journal_records_the_state(straight: tuple[Path, str]) -> None:
+def test_journal_records_the_state(straight):
     log = journal.read(straight[0] / "journal.jsonl").whole()
     states = [recorded.objective for recorded in log.generations]
     assert [list(state) for state in states] == [["average", "ln_lambda"]] * GENERATIONS
@@ -152,13 +146,13 @@ def test_journal_records_the_state(straight: tuple[Path, str]) -> None:
 
 @pytest.mark.first("[6]")
 @pytest.mark.parametrize("kept", [2, 6, 9])
-def test_truncated_journal_resumes_to_the_same_bits(straight: tuple[Path, str], kept: int, copied: Path) -> None:
+def test_truncated_journal_resumes_to_the_same_bits(straight, kept, copied):
     """Also after an update's line, before its seal: the state is that of the line."""
     whole = (straight[0] / "journal.jsonl").read_bytes()
     assert resumed_after(kept, copied, config(copied, straight[1], **ADAPTIVE)) == whole
 
 
-def test_state_changes_the_run(straight: tuple[Path, str], copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_changes_the_run(straight, copied, monkeypatch):
     kept = 1 + 2 * HALF
     monkeypatch.setattr(Adaptive, "restore", lambda self, state: None)
     resumed_after(kept, copied, config(copied, straight[1], **ADAPTIVE))
@@ -166,13 +160,13 @@ def test_state_changes_the_run(straight: tuple[Path, str], copied: Path, monkeyp
     assert ours[:kept] == theirs[:kept] and ours[kept] != theirs[kept]
 
 
-def test_the_weights_do_not_depend_on_the_state(straight: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_weights_do_not_depend_on_the_state(straight, tmp_path):
     sealed = journal.read(straight[0] / "journal.jsonl").generations[-1]
     assert evoalign.replay(straight[0], to=tmp_path / "mean") == sealed.weights_hash
     assert checkpoint.verify(tmp_path / "mean").objective == sealed.objective
 
 
-def test_a_state_of_another_objective_is_refused(straight: tuple[Path, str], copied: Path) -> None:
+def test_a_state_of_another_objective_is_refused(straight, copied):
     with pytest.raises(ResumeError, match=r"objective weighted_sum has the state none, .* recorded average, ln_lambda"):
         WeightedSum().restore({"average": 0.0, "ln_lambda": 0.0})
     with pytest.raises(ResumeError, match="objective"):
@@ -181,7 +175,7 @@ def test_a_state_of_another_objective_is_refused(straight: tuple[Path, str], cop
         train(config(copied, straight[1], objective={"name": f"{HERE}:Adaptive", "limit": 0.1}), resume=True)
 
 
-def test_a_saved_mean_with_another_state_is_not_of_the_journal(straight: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_saved_mean_with_another_state_is_not_of_the_journal(straight, tmp_path):
     folder = Path(shutil.copytree(saved_folders(straight[0])[-1], tmp_path / "mean"))
     log = journal.read(straight[0] / "journal.jsonl")
     assert saving.checked(folder, log).objective == log.generations[-1].objective
@@ -193,7 +187,7 @@ def test_a_saved_mean_with_another_state_is_not_of_the_journal(straight: tuple[P
 
 
 @pytest.mark.parametrize("state", [{}, {"a": "1"}, {"a": None}, 3.0])
-def test_invalid_recorded_state_is_damage(straight: tuple[Path, str], state: Any, tmp_path: Path) -> None:
+def test_invalid_recorded_state_is_damage(straight, state, tmp_path):
     """A line that is whole and hashed, as a hostile one may be."""
     text = (straight[0] / "journal.jsonl").read_bytes().splitlines(keepends=True)
     line = json.loads(text[1])
@@ -205,7 +199,7 @@ def test_invalid_recorded_state_is_damage(straight: tuple[Path, str], state: Any
         journal.read(tmp_path / "journal.jsonl").whole()
 
 
-def test_reward_means_are_reported_everywhere(straight: tuple[Path, str]) -> None:
+def test_reward_means_are_reported_everywhere(straight):
     run = straight[0]
     rows = lines(run / "metrics.jsonl")
     assert all(list(row["rewards"]) == ["helpful", "cost"] for row in rows)
@@ -227,7 +221,7 @@ def test_reward_means_are_reported_everywhere(straight: tuple[Path, str]) -> Non
     assert "reward/helpful" in output
 
 
-def test_plain_output_names_rewards(questions: str, tmp_path: Path) -> None:
+def test_plain_output_names_rewards(questions, tmp_path):
     _, output = train(config(tmp_path / "run", questions, 1))
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert f"helpful {row['rewards']['helpful']:.4g}  cost (x -0.5) {row['rewards']['cost']:.4g}" in output
@@ -240,8 +234,8 @@ def test_plain_output_names_rewards(questions: str, tmp_path: Path) -> None:
     assert row["mean"] == pytest.approx(row["rewards"]["helpful"] - 0.5 * row["rewards"]["cost"])
 
 
-def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions: str, tmp_path: Path) -> None:
-    seen: list[evoalign.Generation] = []
+def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions, tmp_path):
+    seen = []
     tree = config(tmp_path / "run", questions, 1, rewards=[f"{HERE}:helpful"], reward_weights=None)
     result, _ = train(tree, on_generation=seen.append)
     (row,) = lines(tmp_path / "run/metrics.jsonl")
@@ -255,7 +249,7 @@ def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions: str,
     assert "rewards" not in parquet.read_schema(tmp_path / "run/results/completions/before.parquet").names
 
 
-def test_reported_means_ignore_missing_values() -> None:
+def test_reported_means_ignore_missing_values():
     group = grouped({"a": [1.0, None, 2.0, None], "b": [None] * 4}, ["w", "x", "y", "z"], [{}, {}], 7)
     assert reported_means(WeightedSum(), group) == {"a": 1.5, "b": None}
     assert group.texts_MP == [["w", "x"], ["y", "z"]]
@@ -263,8 +257,8 @@ def test_reported_means_ignore_missing_values() -> None:
     assert np.isnan(group.columns_MP["a"][0, 1])
 
 
-def test_a_figure_with_gaps(tmp_path: Path) -> None:
-    rewards: list[dict[str, Any]] = [{"rewards": {"a": 1.0, "b": None}}, {}, {"rewards": {"a": 2.0}}]
+def test_a_figure_with_gaps(tmp_path):
+    rewards = [{"rewards": {"a": 1.0, "b": None}}, {}, {"rewards": {"a": 2.0}}]
     rows = [{"generation": i, **row} for i, row in enumerate(rewards)]
     figures.rewards(rows, tmp_path / "rewards.png")
     assert (tmp_path / "rewards.png").is_file()
@@ -273,7 +267,7 @@ def test_a_figure_with_gaps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated: bool) -> None:
+def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated):
     functions = [helpful, cost, lambda text, example: 0.1 * len(text), helpful]
     task = create_task(TaskConfig(name="custom", reward_weights=[0.1, 1 / 3, -7.7, 1e-9]), functions)
     texts, examples = ["", "a b", "sea and sky", "x" * 50, "e e e", "aeiou"], [{"prompt": str(i)} for i in range(3)]
@@ -291,23 +285,21 @@ def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated: bool) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, {"a": 1.0, "b": 1.0, "c": 1.0}])
-def test_the_sum_is_rounded_term_by_term_under_every_python(
-    weights: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_is_rounded_term_by_term_under_every_python(weights, monkeypatch):
     """As Python's own sum of floats is up to 3.11, and no more from 3.12 on."""
     monkeypatch.setattr("evoalign.rewards.objective.sum", math.fsum, raising=False)
     columns = {"a": [1e16], "b": [1.0], "c": [1.0]}
     assert WeightedSum(weights).rewards(columns, ["x"], [{}]) == [1e16]
 
 
-def test_a_single_reward_keeps_its_bits_and_a_custom_one_its_own_sum() -> None:
+def test_a_single_reward_keeps_its_bits_and_a_custom_one_its_own_sum():
     plain = Costly(TaskConfig())
     texts, examples = [""], [{"question": "1"}]
     assert bits(rewards_of(plain, texts, examples)) == bits([0.0])  # weighted: 0 + -0.0, as a sum gives it
 
     class Plain(Costly):
         weighted = Task.weighted
-        columns = Task.columns  # type: ignore[assignment]
+        columns = Task.columns
 
     assert bits(rewards_of(Plain(TaskConfig()), texts, examples)) == bits([-0.0])
     custom = create_task(TaskConfig(name="custom"), [lambda text, example: -0.0])
@@ -315,9 +307,9 @@ def test_a_single_reward_keeps_its_bits_and_a_custom_one_its_own_sum() -> None:
     assert bits(custom.rewards(texts, [{"prompt": "?"}])) == bits([0.0])
 
 
-def test_a_subclass_that_makes_its_own_sum_is_scored_by_it() -> None:
+def test_a_subclass_that_makes_its_own_sum_is_scored_by_it():
     class Clipped(Custom):
-        def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        def rewards(self, texts, examples):
             return [min(reward, 1.0) for reward in super().rewards(texts, examples)]
 
     task = Clipped(TaskConfig(), [helpful])
@@ -325,7 +317,7 @@ def test_a_subclass_that_makes_its_own_sum_is_scored_by_it() -> None:
     assert rewards_of(task, ["aeiou"], [{"prompt": "?"}]) == [1.0]
 
 
-def test_only_what_the_weights_name_counts() -> None:
+def test_only_what_the_weights_name_counts():
     task = Costly(TaskConfig())
     examples = task.load_data(0).train
     group = grouped(columns_of(task, ["a b"] * 6, [*examples] * 2), ["a b"] * 6, examples, 0)
@@ -348,9 +340,9 @@ def test_only_what_the_weights_name_counts() -> None:
     ({"a": [1.0], "b": [math.nan]}, "returned nan as the reward of 'text'"),
     ([1.0], "task costly failed to score: TypeError"),
 ])  # fmt: skip
-def test_invalid_columns_raise_reward_error(columns: Any, message: str) -> None:
+def test_invalid_columns_raise_reward_error(columns, message):
     class Wrong(Costly):
-        def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Any:
+        def columns(self, texts, examples):
             return columns
 
     with pytest.raises(RewardError, match=message):
@@ -361,13 +353,13 @@ class Odd(Objective):
     name = "odd"
     per_completion = True
 
-    def __init__(self, answer: Any = None, state: Any = None) -> None:
+    def __init__(self, answer=None, state=None):
         self.answer, self.after = answer, state
 
-    def scores(self, group: Group) -> Any:
+    def scores(self, group):
         return self.answer if not callable(self.answer) else self.answer()
 
-    def update(self, group: Group) -> None:
+    def update(self, group):
         self.state = self.after or {}
 
 
@@ -378,7 +370,7 @@ class Odd(Objective):
     (Odd([[1.0, 2.0]], {"a": math.nan}), "the state of objective odd has a = nan"),
     (Odd([[1.0, 2.0]], {"a": "b"}), "the state of objective odd has a = 'b'"),
 ])  # fmt: skip
-def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective, message: str) -> None:
+def test_an_objective_that_fails_is_named_and_never_a_score(objective, message):
     group = grouped({"reward": [1.0, 2.0]}, ["a", "b"], [{}, {}], 0)
     with pytest.raises(RewardError, match=message):
         score(objective, group)
@@ -390,13 +382,13 @@ def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective
     ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be created with \{'limits': 3\}: TypeError"),
     ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be created with"),
 ])  # fmt: skip
-def test_an_objective_that_cannot_be_made_is_refused(settings: Any, message: str) -> None:
+def test_an_objective_that_cannot_be_made_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         create(ObjectiveConfig(**settings))
     assert create(ObjectiveConfig.model_validate({"name": f"{HERE}:Odd", "answer": 1})).name == "odd"
 
 
-def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str, tmp_path: Path) -> None:
+def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions, tmp_path):
     own = from_dict(config(tmp_path, questions, objective=f"{HERE}:Adaptive"))
     assert own.task.objective == ObjectiveConfig(name=f"{HERE}:Adaptive")
     assert f"{HERE}:Adaptive" in code_of(own)
@@ -404,9 +396,7 @@ def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str,
     assert code_of(from_dict({"es": {"sigma": 0.1}, "task": {"objective": "weighted_sum"}})) == []
 
 
-def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
-    straight: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_names_an_objective_is_not_evaluated_unasked(straight, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=rf"task\.objective\.name .*{HERE}:Adaptive"):
         evoalign.evaluate(straight[0])
     rewards = f"task.rewards=[{HERE}:helpful,{HERE}:cost]"
@@ -414,10 +404,10 @@ def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
     assert done.code and f"task.objective.name to '{HERE}:Adaptive'" in " ".join(done.err.split())
 
 
-def test_probe_needs_an_objective_without_population(questions: str, tmp_path: Path) -> None:
+def test_probe_needs_an_objective_without_population(questions, tmp_path):
     """Members against each other: it trains by ES, without a control; the probe and GRPO refuse it."""
     tree = config(tmp_path / "run", questions, 1, objective=f"{HERE}:Ranks")
-    seen: list[evoalign.Generation] = []
+    seen = []
     train(tree, on_generation=seen.append)
     assert np.sort(np.array(seen[0].scores_MP), axis=0).tolist() == [[float(i)] * 2 for i in range(4)]
     (row,) = lines(tmp_path / "run/metrics.jsonl")
@@ -426,7 +416,7 @@ def test_probe_needs_an_objective_without_population(questions: str, tmp_path: P
         evoalign.probe(tree, members=4, examples=1)
 
 
-def test_max_reward_applies_only_to_the_default_objective(random_qwen2: Path, tmp_path: Path) -> None:
+def test_max_reward_applies_only_to_the_default_objective(random_qwen2, tmp_path):
     """The task's is 0, and a length that costs nothing; turned around, all that is said scores more."""
     tree = {
         "output_dir": str(tmp_path / "run"), "model": {"name": str(random_qwen2)},
@@ -443,12 +433,12 @@ def test_max_reward_applies_only_to_the_default_objective(random_qwen2: Path, tm
     assert not any("earns the maximum already" in warning for warning in found.warnings)
 
 
-def grpo(output: Path, questions: str, **task: Any) -> dict[str, Any]:
+def grpo(output, questions, **task):
     method = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}
     return config(output, questions, batch_size=None, **task) | {"grpo": method, "checks": {"perplexity": False}}
 
 
-def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) -> None:
+def test_grpo_refuses_what_needs_a_population(questions, tmp_path):
     pytest.importorskip("trl")
     tree = grpo(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
     with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, but GRPO has none"):
@@ -461,7 +451,7 @@ def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) ->
 
 @pytest.mark.first("engine")
 @pytest.mark.parametrize("rollouts", ["engine", "es"])
-def test_grpo_updates_the_state_with_all_completions(rollouts: str, questions: str, tmp_path: Path) -> None:
+def test_grpo_updates_the_state_with_all_completions(rollouts, questions, tmp_path):
     """By members too, where nobody asks for what the policy itself says; `cost` does not apply to each."""
     pytest.importorskip("trl")
     tree = grpo(tmp_path / "run", questions, **ADAPTIVE)
@@ -479,11 +469,11 @@ class Halved(WeightedSum):
 
     name = "halved"
 
-    def scores(self, group: Group) -> Scores:
+    def scores(self, group):
         return super().scores(group) / 2
 
 
-def test_grpo_is_given_what_the_objective_makes(questions: str, tmp_path: Path) -> None:
+def test_grpo_is_given_what_the_objective_makes(questions, tmp_path):
     pytest.importorskip("trl")
     weights = {"helpful": 1.0, "cost": -0.5}
     tree = grpo(tmp_path / "run", questions, objective={"name": f"{HERE}:Halved", "weights": weights})
@@ -500,20 +490,20 @@ def test_grpo_is_given_what_the_objective_makes(questions: str, tmp_path: Path) 
 class Spoils(WeightedSum):
     """Changes all that it is given."""
 
-    def scores(self, group: Group) -> Scores:
+    def scores(self, group):
         found = super().scores(group).copy()
         self.update(group)
         return found
 
-    def update(self, group: Group) -> None:
+    def update(self, group):
         for column in group.columns_MP.values():
             column[:] = 0
         for row in group.examples:
-            row["numbers"].clear()  # type: ignore[index]
-        group.texts_MP[0][0] = ""  # type: ignore[index]
+            row["numbers"].clear()
+        group.texts_MP[0][0] = ""
 
 
-def test_objectives_get_copies() -> None:
+def test_objectives_get_copies():
     row = {"numbers": [1, 2]}
     group = grouped({"reward": [1.0, 2.0]}, ["a", "b"], [row], 0)
     for _ in range(2):

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measure by which runs are compared: what they were trained for, if it is the same."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +20,8 @@ from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import end_grid
 from evoalign.analysis.sweeping import results
 from evoalign.analysis.sweeping.cells import Run, TrialConfig
-from evoalign.analysis.sweeping.children import Ended
 from evoalign.analysis.sweeping.search import domain, search
-from evoalign.analysis.sweeping.sweep import Source, sweep
+from evoalign.analysis.sweeping.sweep import sweep
 from evoalign.config import from_dict, load
 from evoalign.errors import ConfigError
 from evoalign.placebos import file as placebo_file
@@ -43,10 +38,10 @@ def words(completions, examples):
 NAME = "fitness/letters"
 
 
-def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
+def config(folder, fitness="letters"):
     code = folder / "own.py"
     code.write_text(CODE)
-    tree: dict[str, Any] = {
+    tree = {
         "output_dir": str(folder / "run"), "seed": 3,
         "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 1, "population_size": 4},
         "task": {"name": "conciseness", "train_size": 1, "test_size": 4, "validation_size": 1},
@@ -57,7 +52,7 @@ def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
     return tree
 
 
-def in_this_process(source: Source, *rest: Any) -> list[Ended]:
+def in_this_process(source, *rest):
     """The runs of a sweep one after another: as many processes would take half a minute to begin."""
     while (run := source.next()) is not None:
         train(run.config)
@@ -66,7 +61,7 @@ def in_this_process(source: Source, *rest: Any) -> list[Ended]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def here() -> Iterator[None]:
+def here():
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sweep", "search"):
             patch.setattr(f"evoalign.analysis.sweeping.{module}.drive", in_this_process)
@@ -74,7 +69,7 @@ def here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+def swept(tmp_path_factory):
     """A sweep of two runs that train for a fitness: its folder, config and what it said."""
     folder, out = tmp_path_factory.mktemp("swept"), io.StringIO()
     tree = config(folder)
@@ -83,12 +78,12 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+def others(tmp_path_factory):
     """A run of the same task that trains for another fitness, or for the reward."""
     return cache(lambda fitness: train(config(tmp_path_factory.mktemp("other"), fitness))[0].path)
 
 
-def test_measure_of_needs_no_import() -> None:
+def test_measure_of_needs_no_import():
     assert measure_of(None) == "reward" and measure_of("no/such.py:letters") == NAME
     assert SetObjective("math:dist", str).measure == "fitness/dist"
     assert shared_aim([None, None], None) == ("reward", [])
@@ -100,7 +95,7 @@ def test_measure_of_needs_no_import() -> None:
     assert shared_aim(["a:f", None, None], None)[1][0].endswith("trained for is fitness/f (1 of 3) or reward (2 of 3)")
 
 
-def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str]) -> None:
+def test_sweep_uses_the_fitness_measure(swept):
     folder, _, said = swept
     found = json.loads((folder / "results.json").read_text())
     assert found["measure"] == NAME and f"goes by {NAME}, which is trained for (task.fitness)" in said
@@ -112,7 +107,7 @@ def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str])
     assert f"{NAME} before training is {start:.4g}." in table
 
 
-def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_over_fitness_uses_the_reward(tmp_path, monkeypatch):
     monkeypatch.setattr("evoalign.analysis.sweeping.sweep.drive", lambda *given: [])
     out = io.StringIO()
     ways = [f"{tmp_path}/own.py:letters", None]
@@ -125,7 +120,7 @@ def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((tmp_path / "asked/results.json").read_text())["measure"] == "reward"
 
 
-def test_search_maximises_fitness(tmp_path: Path) -> None:
+def test_search_maximises_fitness(tmp_path):
     pytest.importorskip("optuna")
     out = io.StringIO()
     space, told = dict([domain("es.sigma=0.05,0.1")]), Console(file=out, width=400)
@@ -139,9 +134,7 @@ def test_search_maximises_fitness(tmp_path: Path) -> None:
         search(tree, space, trials=2, to=tmp_path / "search", jobs=1, console=told)
 
 
-def test_compare_uses_the_shared_fitness(
-    swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
-) -> None:
+def test_compare_uses_the_shared_fitness(swept, others):
     found = compare(swept[0])
     assert found.measure == NAME and found.notes[0] == f"goes by {NAME}, which is trained for (task.fitness)"
     assert found.notes[0] in markdown(found) and as_tree(found)["measure"] == NAME
@@ -155,9 +148,7 @@ def test_compare_uses_the_shared_fitness(
 
 
 @pytest.mark.parametrize("fitness", [None, "words"])
-def test_compare_uses_the_reward_if_fitness_differs(
-    fitness: str | None, swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
-) -> None:
+def test_compare_uses_the_reward_if_fitness_differs(fitness, swept, others):
     found = compare([swept[0], others(fitness)])
     assert found.measure == "reward" and len(found.groups) == 3 and not found.left_out
     other = "reward (1 of 3)" if fitness is None else "fitness/words (1 of 3)"
@@ -167,7 +158,7 @@ def test_compare_uses_the_reward_if_fitness_differs(
     assert alone.measure == "reward" and not any("goes by" in note for note in alone.notes)
 
 
-def test_functions_with_the_same_name_differ_by_path(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+def test_functions_with_the_same_name_differ_by_path(swept, tmp_path):
     first = next(iter(sorted(swept[0].glob("*/seed_3"))))
     twin = Path(shutil.copytree(first, tmp_path / "twin"))
     text = (twin / "config.yaml").read_text()
@@ -177,7 +168,7 @@ def test_functions_with_the_same_name_differ_by_path(swept: tuple[Path, dict[str
         compare([first, twin], measure=NAME)
 
 
-def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+def test_fitness_placebos_are_saved(swept, tmp_path):
     _, tree, _ = swept
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}

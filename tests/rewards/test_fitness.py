@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`task.fitness`: one number for all completions of a member. With their mean, a run equals that of the rewards."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,17 +22,16 @@ from evoalign.errors import ConfigError, RewardError
 from evoalign.evaluation import Scored
 from evoalign.exporting.source import private_paths, public
 from evoalign.placebos.counterfactual import parse
-from evoalign.rewards.objective import Group, Objective, SetObjective, aim, aim_of, grouped, judge
+from evoalign.rewards.objective import Objective, SetObjective, aim, aim_of, grouped, judge
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
-from evoalign.shaping import Scores
 
 HERE = "own_fitness"
 GENERATIONS = 3
 
 
-def config(output: Path, questions: str, fitness: str | None = None, **sections: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {
+def config(output, questions, fitness=None, **sections):
+    tree = {
         "output_dir": str(output), "seed": 5, "deterministic": True,
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
         "task": {"name": "custom", "train_data": questions, "test_data": questions, "batch_size": 3,
@@ -51,12 +46,12 @@ def config(output: Path, questions: str, fitness: str | None = None, **sections:
     return tree
 
 
-def made(fitness: str, **settings: Any) -> tasks.Task:
+def made(fitness, **settings):
     return tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"], fitness=f"{HERE}:{fitness}", **settings))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def runs(tmp_path_factory):
     """`plain`, a run of the rewards, and `mean`, an isolated run of their mean as fitness; and its output.
 
     The questions are in questions.jsonl.
@@ -68,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, said
 
 
-def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(runs: tuple[Path, str]) -> None:
+def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(runs):
     plain, mean = (lines(runs[0] / name / "journal.jsonl") for name in ("plain", "mean"))
     assert len(plain) == len(mean) == 1 + 2 * GENERATIONS
     ours, theirs = ([line | {"hash": 0, "previous": 0} for line in journal[1:]] for journal in (mean, plain))
@@ -78,7 +73,7 @@ def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(run
     assert "fitness" not in plain[0]["config"]["task"]
 
 
-def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
+def test_fitness_is_reported_everywhere(runs):
     (folder, said), name = runs, "fitness/mean_helpful"
     rows, plain = (lines(folder / run / "metrics.jsonl") for run in ("mean", "plain"))
     for row, other in zip(rows, plain, strict=True):
@@ -106,9 +101,7 @@ def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
     assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
 
 
-def test_resumed_run_ends_with_the_same_bits_and_rejects_another_fitness(
-    runs: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_resumed_run_ends_with_the_same_bits_and_rejects_another_fitness(runs, tmp_path):
     """Resumes between an update and its seal."""
     whole = (runs[0] / "mean/journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
@@ -121,7 +114,7 @@ def test_resumed_run_ends_with_the_same_bits_and_rejects_another_fitness(
             train(config(copy, str(runs[0] / "questions.jsonl"), fitness), resume=True)
 
 
-def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> None:
+def test_replay_and_counterfactuals_use_the_journal(runs):
     log = journal.read(runs[0] / "mean/journal.jsonl").whole()
     assert evoalign.replay(runs[0] / "mean") == log.generations[-1].weights_hash
     assert len(parse("half", log).update(log.generations[0]).members) == 2
@@ -130,7 +123,7 @@ def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> N
         parse("shaping centered", log)
 
 
-def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_best_checkpoint_is_selected_by_fitness(runs, tmp_path):
     tree = config(
         tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", sampling={"temperature": 0.8},
         task={"validation_size": 2, "batch_size": None, "samples": 2},
@@ -151,7 +144,7 @@ def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path
     assert marks[1].validation == rows[0]["validation"]["fitness/letters"] == log.validated[0]
 
 
-def test_fitness_gets_all_samples_of_a_seed() -> None:
+def test_fitness_gets_all_samples_of_a_seed():
     rows = [{"prompt": "p"}, {"prompt": "q"}]
     scored = [
         Scored(e, seed, k, "p", None, f" {'ab'[e]}{seed}{'xy'[k]} ", 0.0, "stop", 1)
@@ -167,10 +160,10 @@ def test_fitness_gets_all_samples_of_a_seed() -> None:
     assert aim({"reward": 2.0, "fitness": 3.0}) == 2.0
 
 
-def test_resampled_draws_are_paired() -> None:
+def test_resampled_draws_are_paired():
     rows = [{"prompt": str(i % 2)} for i in range(6)]
 
-    def found(fitness: str, texts: Sequence[str]) -> evaluation.Evaluation:
+    def found(fitness, texts):
         scored = [Scored(e, 0, 0, "", None, text, 0.0, "stop", 1) for e, text in enumerate(texts)]
         task = made(fitness)
         return evaluation.with_resampled(task, rows, evaluation.summarise(task, rows, scored))
@@ -184,11 +177,11 @@ def test_resampled_draws_are_paired() -> None:
     assert evaluation.with_resampled(made("letters"), rows[:2], before) is before
 
 
-def test_per_member_objective_returns_one_column() -> None:
+def test_per_member_objective_returns_one_column():
     class Longest(Objective):
         name, per_member = "longest", True
 
-        def scores(self, group: Group) -> Scores:
+        def scores(self, group):
             return np.array([[max(map(len, texts))] for texts in group.texts_MP], dtype=np.float64)
 
     group = grouped({"reward": [0.0] * 4}, ["a", "bbb", "cc", "c"], [{}, {}], 0)
@@ -203,7 +196,7 @@ def test_per_member_objective_returns_one_column() -> None:
     ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
 ])  # fmt: skip
 @pytest.mark.parametrize("isolated", [True, False])
-def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: str, isolated: bool) -> None:
+def test_failing_fitness_raises_reward_error(fitness, said, reason, isolated):
     if fitness == "sleeps" and not isolated:
         pytest.skip("in place there is no limit of time")
     grader = GraderConfig(retries=0, timeout=0.3 if fitness == "sleeps" else 20, isolated=isolated)
@@ -217,18 +210,18 @@ def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: st
     ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
     ("nowhere", "has no 'nowhere'"),
 ])  # fmt: skip
-def test_invalid_fitness_functions_are_rejected(fitness: str, said: str) -> None:
+def test_invalid_fitness_functions_are_rejected(fitness, said):
     with pytest.raises(ConfigError, match=rf"task\.fitness: .*{said}"):
         SetObjective(f"{HERE}:{fitness}", str)
 
 
-def test_incompatible_settings_are_rejected(runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_incompatible_settings_are_rejected(runs, tmp_path):
     pytest.importorskip("trl")
     questions, run = str(runs[0] / "questions.jsonl"), tmp_path / "run"
     plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))
     own = config(run, questions, "letters")
     grpo = {"max_steps": 1, "num_generations": 2}
-    refused: list[tuple[Callable[[], object], str]] = [
+    refused = [
         (lambda: evoalign.dry_run(config(run, questions, "letters", es={"shaping": "centered"})),
          r"es\.shaping centered compares .* use one of zscore, ranks, identity"),
         (lambda: from_dict(config(run, questions, "letters", task={"objective": "weighted_sum"})),
@@ -244,14 +237,14 @@ def test_incompatible_settings_are_rejected(runs: tuple[Path, str], tmp_path: Pa
     assert not run.exists()
 
 
-def test_fitness_is_code_and_cards_hide_its_path(tmp_path: Path) -> None:
+def test_fitness_is_code_and_cards_hide_its_path(tmp_path):
     own = from_dict({"es": {"sigma": 0.1}, "task": {"name": "conciseness", "fitness": f"{tmp_path}/f.py:f1"}})
     assert code_of(own) == [f"{tmp_path}/f.py:f1"] == private_paths(own)
     assert public(own).task.fitness == "f.py:f1" and str(tmp_path) not in to_yaml(public(own))
     assert "fitness" not in to_yaml(Config.model_validate({"es": {"sigma": 0.1}}))
 
 
-def test_probe_uses_fitness_with_a_built_in_task() -> None:
+def test_probe_uses_fitness_with_a_built_in_task():
     tree = {
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4, "antithetic": True},
         "task": {"name": "conciseness", "fitness": f"{HERE}:letters"}, "evaluation": {"max_tokens": 4},

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers as models write them: what is right counts in lenient grading, nothing in strict, nothing wrong in either."""
 
-from __future__ import annotations
-
 import itertools
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig, from_dict
-from evoalign.errors import ConfigError
 from evoalign.rewards.arithmetic import MAX_WRITTEN, ExpressionError, evaluate_written
 from evoalign.rundir.identity import config_hash, identity
 from evoalign.tasks import create
@@ -66,23 +62,23 @@ BOMBS = [
 ]  # fmt: skip
 
 
-def written(form: str, numbers: dict[str, int], result: int) -> str:
+def written(form, numbers, result):
     return "".join(str(numbers.get(c, result if c == "R" else c)) for c in form)
 
 
-def reward(text: str, target: int, *, lenient: bool) -> float:
+def reward(text, target, *, lenient):
     return answer_reward(f"</think>\n<answer>{text}</answer>", list(NUMBERS.values()), str(target), lenient=lenient)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_lenient_grading_accepts_other_notation(name: str) -> None:
+def test_lenient_grading_accepts_other_notation(name):
     form, target = WRITTEN[name]
     right = written(form, NUMBERS, target)
     assert (reward(right, target, lenient=False), reward(right, target, lenient=True)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_lenient_grading_rejects_wrong_answers(name: str) -> None:
+def test_lenient_grading_rejects_wrong_answers(name):
     """Another number, one twice, one left for another's place, another target, another result after the equals sign."""
     form, target = WRITTEN[name]
     wrong = [written(form, NUMBERS | change, target) for change in (
@@ -96,13 +92,13 @@ def test_lenient_grading_rejects_wrong_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", REFUSED)
-def test_ambiguous_notation_is_rejected(form: str) -> None:
+def test_ambiguous_notation_is_rejected(form):
     text = written(form, NUMBERS, 24)
     assert [reward(text, target, lenient=True) for target in (24, 5, 2)] == [0.0, 0.0, 0.0]
 
 
 @given(st.text(alphabet="8634+-*/()= .$_`\\{}×÷−\t", max_size=40))
-def test_accepted_expressions_use_their_own_numbers(text: str) -> None:
+def test_accepted_expressions_use_their_own_numbers(text):
     """The multiset has the digits before the equals sign, so that no mark hides or creates a number."""
     try:
         found = evaluate_written(text)
@@ -112,11 +108,11 @@ def test_accepted_expressions_use_their_own_numbers(text: str) -> None:
     assert sorted(map(int, before.split())) == list(found.numbers)
 
 
-def operations(text: str) -> int:
+def operations(text):
     """Lines of Python that grading a text runs."""
     count = 0
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
+    def trace(frame, event, argument):
         nonlocal count
         count += event == "line"
         return trace
@@ -131,19 +127,14 @@ def operations(text: str) -> int:
     return count
 
 
-def test_bombs_earn_nothing_in_lenient_grading_and_take_a_bounded_number_of_steps() -> None:
+def test_bombs_earn_nothing_in_lenient_grading_and_take_a_bounded_number_of_steps():
     assert max(map(operations, BOMBS)) < 20 * MAX_WRITTEN
 
 
-def test_grading_is_recorded_only_if_lenient() -> None:
-    def config(**task: Any) -> Any:
+def test_grading_is_recorded_only_if_lenient():
+    def config(**task):
         return from_dict({"task": {"name": "countdown", **task}, "es": {"sigma": 0.1}})
 
     plain, said, lenient = config(), config(grading="strict"), config(grading="lenient")
     assert "grading" not in identity(plain)["task"] and config_hash(plain) == config_hash(said) != config_hash(lenient)
     assert config_hash(lenient, "grpo") != config_hash(plain, "grpo")
-
-
-def test_other_tasks_reject_lenient_grading() -> None:
-    with pytest.raises(ConfigError, match="grading: lenient is not for task conciseness; leave it out"):
-        create(TaskConfig(name="conciseness", grading="lenient"))

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,8 @@ from task_runs import jsonl
 
 from evoalign.config import TaskConfig
 from evoalign.config.load import locate
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import DataError
 from evoalign.tasks import create, data
-from evoalign.types import Example
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "conciseness" / "make.py"
 
@@ -25,38 +23,36 @@ ROW = {"id": 0, "prompt": "Solve: 3 + 5 =", "target": "8"}
 PAIR = {"question": "Is it?", "answer": "No"}
 
 
-def task(**settings: Any) -> Any:
+def task(**settings):
     return create(TaskConfig(name="conciseness", **settings))
 
 
 @pytest.mark.parametrize(("text", "reward"), [
     ("8", 0.0), ("9", 0.0), ("", -1.0), ("The answer is 8.", -15.0), (" 8 \n", 0.0), ("ええと", -2.0),
 ])  # fmt: skip
-def test_reward_is_the_difference_in_characters(text: str, reward: float) -> None:
+def test_reward_is_the_difference_in_characters(text, reward):
     assert str(task().rewards([text], [ROW])) == str([reward])  # the maximum is 0.0, not -0.0
     assert task(strip=False).rewards([" 8 \n"], [ROW]) == [-3.0]
 
 
 @given(st.text(), st.text())
-def test_reward_never_passes_the_maximum(text: str, target: str) -> None:
+def test_reward_never_passes_the_maximum(text, target):
     assert task().compute_reward(text, {"prompt": "p", "target": target}) <= task().max_reward
 
 
-def test_prompts() -> None:
+def test_prompts():
     assert task().prompt(ROW) == [{"role": "user", "content": "Solve: 3 + 5 ="}]
     assert task(prompt="chat").prompt(PAIR) == [{"role": "user", "content": "Is it?"}]
     assert task(prompt="raw").prompt(PAIR) == "Is it?"
-    with pytest.raises(ConfigError, match="chat and raw"):
-        task(prompt="short")
 
 
-def test_measures() -> None:
+def test_measures():
     assert task().measures("No", PAIR) == {"reward": 0.0, "normalized": 2000 / 2001, "exact": 1.0, "characters": 2.0}
     figures = task().measures("no" + "o" * 2000, PAIR)
     assert (figures["normalized"], figures["exact"], figures["characters"]) == (0.0, 0.0, 2002.0)
 
 
-def test_rows_have_either_pair_of_columns(tmp_path: Path) -> None:
+def test_rows_have_either_pair_of_columns(tmp_path):
     path = tmp_path / "rows.txt"
     path.write_text(json.dumps([ROW] * 5), encoding="utf-8")
     assert task(train_data=str(path)).load_data(0).test == [ROW]
@@ -70,7 +66,7 @@ def test_rows_have_either_pair_of_columns(tmp_path: Path) -> None:
     ({"prompt": 3, "target": "t"}, "prompt is 3"), ({"prompt": "p", "target": None}, "target is None"),
     ({"prompt": "", "target": "t"}, "prompt is empty"),
 ])  # fmt: skip
-def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_bad_rows_are_named(tmp_path, row, message):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([ROW, row]), encoding="utf-8")
     with pytest.raises(DataError, match=message) as caught:
@@ -82,7 +78,7 @@ QUESTIONS = {"train": 203, "validation": 107, "test": 245}
 SIGNS = {"times": "*", "multiplied": "*", "smaller": "larger"}
 
 
-def fact(row: Example) -> frozenset[str]:
+def fact(row):
     """Return the kind and numbers of a question, or its set of words."""
     words = re.findall(r"[^\W\d]+|\d+", f"{row['prompt']} {row['target']}".lower())
     numbers = [word for word in words if word.isdigit()]
@@ -92,7 +88,7 @@ def fact(row: Example) -> frozenset[str]:
     return frozenset([SIGNS.get(kind, kind), *numbers])
 
 
-def test_own_questions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_questions_do_not_overlap(tmp_path, monkeypatch):
     """No fact is repeated in other words, and none of the published questions."""
     monkeypatch.chdir(tmp_path)
     files = [f"questions_{part}.json" for part in QUESTIONS] + ["conciseness_train.json", "conciseness_test.json"]
@@ -106,7 +102,7 @@ def test_own_questions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (len(shipped.train), len(shipped.test)) == (2, 8)
 
 
-def test_own_questions_match_their_recipe(tmp_path: Path) -> None:
+def test_own_questions_match_their_recipe(tmp_path):
     made = subprocess.run(
         [sys.executable, str(RECIPE), "--to", str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     ).stdout

@@ -5,10 +5,7 @@ import asyncio
 import datetime
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,31 +18,29 @@ from task_runs import jsonl
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.rewards.functions import fresh
-from evoalign.rewards.objective import Columns
 from evoalign.rollouts import rewards_of
 from evoalign.tasks import Data, Task, create, isolate
-from evoalign.types import Example
 
 PLAIN = {"prompt": "2 + 2 =", "answer": "4", "id": 7}
 CHAT = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
 
 
-def task(*rewards: Callable[..., Any], **settings: Any) -> Any:
+def task(*rewards, **settings):
     return create(TaskConfig(name="custom", **settings), rewards or (length,))
 
 
-def length(completions: list[str], **kwargs: Any) -> list[float]:
+def length(completions, **kwargs):
     return [float(len(c)) for c in completions]
 
 
-def exact(completions: list[str], answer: list[str]) -> list[float | None]:
+def exact(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def test_everything_is_passed_by_keyword() -> None:
-    seen: dict[str, Any] = {}
+def test_everything_is_passed_by_keyword():
+    seen = {}
 
-    def spy(**kwargs: Any) -> list[float]:
+    def spy(**kwargs):
         seen.update(kwargs)
         return [0.0, 1.0]
 
@@ -57,8 +52,8 @@ def test_everything_is_passed_by_keyword() -> None:
     assert loggers["log_extra"]("column", ["x", "y"]) is None
 
 
-def test_columns_of_a_row_reach_the_functions_that_name_them() -> None:
-    def hinted(completions: list[str], hint: list[str | None]) -> list[float]:
+def test_columns_of_a_row_reach_the_functions_that_name_them():
+    def hinted(completions, hint):
         return [float(h is None) for h in hint]
 
     assert task(exact).rewards(["4", "5"], [PLAIN, PLAIN]) == [1.0, 0.0]
@@ -67,10 +62,10 @@ def test_columns_of_a_row_reach_the_functions_that_name_them() -> None:
     assert task().rewards(["ab"], [PLAIN | hidden]) == [2.0]
 
 
-def test_the_columns_form_decides_what_rewards_see_not_the_prompts_form() -> None:
-    seen: list[Any] = []
+def test_the_columns_form_decides_what_rewards_see_not_the_prompts_form():
+    seen = []
 
-    def spy(prompts: Any, completions: Any) -> list[float]:
+    def spy(prompts, completions):
         seen.append((prompts, completions))
         return [1.0] * len(prompts)
 
@@ -84,8 +79,8 @@ def test_the_columns_form_decides_what_rewards_see_not_the_prompts_form() -> Non
     assert task(lambda **kwargs: 1 / 0).rewards([], []) == []
 
 
-def test_weighted_sum_ignores_none() -> None:
-    def sometimes(completions: list[str], **kwargs: Any) -> list[float | None]:
+def test_weighted_sum_ignores_none():
+    def sometimes(completions, **kwargs):
         return [None if c == "skip" else 100.0 for c in completions]
 
     assert task(length, exact, reward_weights=[0.5, 10.0]).rewards(["4", "12"], [PLAIN, PLAIN]) == [10.5, 1.0]
@@ -106,8 +101,8 @@ def test_weighted_sum_ignores_none() -> None:
     ([float("-inf"), 1.0], "bad returned -inf for the completion 'one'"), ([1.0, [2.0]], "bad returned"),
     ([1e308, 1e308], "no finite sum"),  # each is finite, their sum is not
 ])  # fmt: skip
-def test_invalid_values_raise_reward_error(value: Any, message: str) -> None:
-    def bad(**kwargs: Any) -> Any:
+def test_invalid_values_raise_reward_error(value, message):
+    def bad(**kwargs):
         return value
 
     with pytest.raises(RewardError, match=message):
@@ -115,12 +110,12 @@ def test_invalid_values_raise_reward_error(value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, lambda v: [np.float32(x) for x in v]])
-def test_arrays_and_tensors_are_lists_too(make: Callable[[list[float]], Any]) -> None:
+def test_arrays_and_tensors_are_lists_too(make):
     assert task(lambda **kwargs: make([1.0, 2.0])).rewards(["a", "b"], [PLAIN, PLAIN]) == [1.0, 2.0]
 
 
-def test_a_failing_function_is_named_and_is_never_a_reward() -> None:
-    def broken(completions: list[str]) -> list[float]:
+def test_a_failing_function_is_named_and_is_never_a_reward():
+    def broken(completions):
         raise KeyError("gone")
 
     with pytest.raises(RewardError, match="reward function broken failed: KeyError: 'gone'") as caught:
@@ -128,28 +123,28 @@ def test_a_failing_function_is_named_and_is_never_a_reward() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def by_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def by_ids(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def by_state(completions: list[str], trainer_state: Any = None) -> list[float]:
+def by_state(completions, trainer_state=None):
     return [float(trainer_state is None)] * len(completions)
 
 
-def test_the_simple_form() -> None:
-    def compute_reward(text: str, example: Any) -> float | None:
+def test_the_simple_form():
+    def compute_reward(text, example):
         return None if example["id"] == 8 else float(text == example["answer"])
 
     assert task(compute_reward).rewards([" 4 ", "5"], [PLAIN, PLAIN]) == [1.0, 0.0]
     assert task(length, compute_reward).rewards(["4"], [PLAIN | {"id": 8}]) == [1.0]
 
 
-def test_async_functions_are_awaited_together() -> None:
-    async def judge(completions: list[str], **kwargs: Any) -> list[float]:
+def test_async_functions_are_awaited_together():
+    async def judge(completions, **kwargs):
         await asyncio.sleep(0.2)
         return [1.0 for _ in completions]
 
-    async def slow(text: str, example: Any) -> float:
+    async def slow(text, example):
         await asyncio.sleep(0.2)
         return float(len(text))
 
@@ -158,24 +153,24 @@ def test_async_functions_are_awaited_together() -> None:
     assert time.monotonic() - started < 0.6  # one after the other: 0.8
 
 
-def test_async_functions_work_inside_and_around_a_loop() -> None:
-    async def judge(completions: list[str]) -> list[float]:
+def test_async_functions_work_inside_and_around_a_loop():
+    async def judge(completions):
         await asyncio.sleep(0)
         return [1.0 for _ in completions]
 
-    async def notebook() -> list[float]:
+    async def notebook():
         return task(judge).rewards(["a"], [PLAIN])
 
-    def wrapped(completions: list[str]) -> list[float]:
+    def wrapped(completions):
         return asyncio.run(judge(completions))
 
     assert asyncio.run(notebook()) == [1.0]
     assert task(judge, wrapped).rewards(["a"], [PLAIN]) == [2.0]
 
 
-def test_async_objects_and_failures() -> None:
+def test_async_objects_and_failures():
     class Judge:
-        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        async def __call__(self, completions, **kwargs):
             if completions == ["bad"]:
                 raise TimeoutError("judge is away")
             return [2.0 for _ in completions]
@@ -185,7 +180,7 @@ def test_async_objects_and_failures() -> None:
         task(Judge(), length).rewards(["bad"], [PLAIN])
 
 
-def test_functions_by_import_path(tmp_path: Path) -> None:
+def test_functions_by_import_path(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text("def score(completions, **kwargs):\n    return [len(c) for c in completions]\n", encoding="utf-8")
     assert create(TaskConfig(name="custom", rewards=[f"{source}:score"])).rewards(["abc"], [PLAIN]) == [3.0]
@@ -195,18 +190,16 @@ def test_functions_by_import_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: task("length"), "is not a function"),  # type: ignore[arg-type]
-    (lambda: task(by_ids), "by_ids requires completion_ids"), (lambda: task(prompt="short"), "raw and chat"),
+    (lambda: task("length"), "is not a function"), (lambda: task(by_ids), "by_ids requires completion_ids"),
     (lambda: task(length, exact, reward_weights=[1.0]), "1 weights for 2 rewards"),
-    (lambda: create(TaskConfig(name="conciseness", gold="answer")), r"task\.gold: answer is not for task conciseness"),
 ])  # fmt: skip
-def test_invalid_functions_and_settings_are_rejected(make: Callable[[], Task], message: str) -> None:
+def test_invalid_functions_and_settings_are_rejected(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
     assert task(by_state).rewards(["a"], [PLAIN]) == [1.0]
 
 
-def test_jsonl_and_parquet(tmp_path: Path) -> None:
+def test_jsonl_and_parquet(tmp_path):
     rows = [PLAIN | {"id": i} for i in range(5)]
     data = task(train_data=jsonl(tmp_path / "rows.jsonl", rows)).load_data(0)
     assert sorted(row["id"] for row in [*data.train, *data.test]) == [0, 1, 2, 3, 4]
@@ -225,14 +218,14 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
     ([{"role": "user", "content": 3}], "with strings"),
     ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image'"),
 ])  # fmt: skip
-def test_bad_prompts_are_named(tmp_path: Path, prompt: Any, message: str) -> None:
+def test_bad_prompts_are_named(tmp_path, prompt, message):
     path = jsonl(tmp_path / "rows", [PLAIN, {"prompt": prompt}])
     with pytest.raises(DataError, match=message) as caught:
         task(train_data=path).load_data(0)
     assert f"{path}, line 2" in str(caught.value)
 
 
-def by_text(text: str) -> float:
+def by_text(text):
     return float(len(text))
 
 
@@ -249,18 +242,16 @@ ANSWERED = [{"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"}]
     (length, BARE, {"gold": "right"}, "column right is missing"),
     (length, [{**row, "right": 4} for row in BARE], {"gold": "right"}, "column right holds 4, which is not text"),
 ])  # fmt: skip
-def test_rows_need_the_columns_that_functions_and_settings_name(
-    reward: Callable[..., Any], rows: list[Example], settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_rows_need_the_columns_that_functions_and_settings_name(reward, rows, settings, message, tmp_path):
     with pytest.raises(DataError, match=message):
         task(reward, train_data=jsonl(tmp_path / "rows", rows), **settings).load_data(0)
 
 
-def pops(text: str, example: Any) -> float:
+def pops(text, example):
     return float(len(example["numbers"]) - bool(example["numbers"].pop()) + 1)
 
 
-def pops_all(prompts: list[Any], completions: list[Any], numbers: list[list[int]], **columns: Any) -> list[float]:
+def pops_all(prompts, completions, numbers, **columns):
     """Return the sizes of row, prompt and completion, then remove an item from each."""
     rows = list(zip(prompts, completions, numbers, strict=True))
     left = [float(sum(map(len, row))) for row in rows]
@@ -275,28 +266,28 @@ class Takes(Task):
 
     name, max_reward = "takes", 3.0
 
-    def load_data(self, seed: int) -> Data:
+    def load_data(self, seed):
         rows = [{"numbers": [1, 2, 3], "deep": {"a": [1]}, "when": datetime.date(2020, 1, 1)}]
         return Data(rows, rows)
 
-    def prompt(self, example: Example) -> str:
+    def prompt(self, example):
         return "Hello"
 
-    def compute_reward(self, text: str, example: Any) -> float:
+    def compute_reward(self, text, example):
         count = float(len(example["numbers"]) + len(example["deep"]["a"]) - 1)
         example["numbers"].clear()
         example["deep"]["a"].clear()
         return count
 
-    def gold(self, example: Example) -> str:
+    def gold(self, example):
         return str(self.compute_reward("", example))
 
-    def measures(self, text: str, example: Example) -> dict[str, float]:
+    def measures(self, text, example):
         return {"left": self.compute_reward("", example)}
 
 
 class TakesAtOnce(Takes):
-    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+    def columns(self, texts, examples):
         return {"left": [self.compute_reward("", example) for example in examples]}
 
 
@@ -304,10 +295,10 @@ class TakesAtOnce(Takes):
 @pytest.mark.parametrize(("rewards", "want"), [
     ([pops, pops], 6.0), ([pops_all, pops_all], 12.0), (Takes, 3.0), (TakesAtOnce, 3.0),
 ], ids=["simple", "trl", "task", "task at once"])  # fmt: skip
-def test_rewards_get_copies(rewards: Any, want: float, isolated: bool) -> None:
+def test_rewards_get_copies(rewards, want, isolated):
     """Rows are shared by all members, by later generations, by evaluations and, of functions, by each other."""
     made = task(*rewards) if isinstance(rewards, list) else rewards(TaskConfig())
-    row: Example = {"prompt": [{"role": "user", "content": "Hi"}] * 2, "numbers": [1, 2, 3]}
+    row = {"prompt": [{"role": "user", "content": "Hi"}] * 2, "numbers": [1, 2, 3]}
     with closing(isolate(made, GraderConfig(isolated=isolated, retries=0))) as scored:
         if isinstance(made, Takes):
             row = scored.load_data(0).train[0]
@@ -322,7 +313,7 @@ def test_rewards_get_copies(rewards: Any, want: float, isolated: bool) -> None:
         assert repr(row) == before
 
 
-def test_immutable_values_are_not_copied() -> None:
+def test_immutable_values_are_not_copied():
     text, numbers, lock = "a" * 1000, [1, 2], threading.Lock()
     copied = fresh({"text": text, "numbers": numbers, "array": np.arange(3), "lock": lock})
     assert copied["text"] is text and copied["lock"] is lock
@@ -330,7 +321,7 @@ def test_immutable_values_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_gold_column_does_not_affect_scores(tmp_path: Path, isolated: bool) -> None:
+def test_gold_column_does_not_affect_scores(tmp_path, isolated):
     file = jsonl(tmp_path / "rows.jsonl", [PLAIN, {**PLAIN, "answer": None}])
     made = task(train_data=file, test_data=file, gold="answer")
     with closing(isolate(made, GraderConfig(isolated=isolated))) as found:

@@ -2,9 +2,7 @@
 """Reading rows and splitting them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -19,22 +17,20 @@ from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet as tables
 from evoalign.tasks import data
-from evoalign.tasks.base import Data
 
 ROWS = [{"n": i} for i in range(10)]
 FILES = {"all": ROWS, "six": ROWS[:6], "last": ROWS[6:], "five": ROWS[:5], "rest": ROWS[5:], "one": ROWS[:1],
          "two": ROWS[:2], "empty": ROWS[:0]}  # fmt: skip
 ORDER = np.random.RandomState(5).permutation(10).tolist()
 ENDS = {"train_data": "all", "split": "first_last"}
-Load = Callable[..., Data]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path):
     """Loads files of `FILES` by name, as the config or `default` names them."""
     paths = {name: jsonl(tmp_path / name, rows) for name, rows in FILES.items()}
 
-    def load(seed: int = 5, default: tuple[str, str] | None = None, **settings: Any) -> Data:
+    def load(seed=5, default=None, **settings):
         config = TaskConfig(name="custom", **{name: paths.get(value, value) for name, value in settings.items()})
         shipped = None if default is None else (paths[default[0]], paths[default[1]])
         return data.load(config, seed, lambda where, row: row, shipped)
@@ -42,17 +38,17 @@ def load(tmp_path: Path) -> Load:
     return load
 
 
-def numbers(data: Data) -> tuple[list[int], ...]:
+def numbers(data):
     return tuple([row["n"] for row in rows] for rows in (data.train, data.validation, data.test))
 
 
 @pytest.mark.parametrize("seed", [0, 33, 2**32 - 1])
-def test_seeded_is_numpys_frozen_permutation(seed: int, load: Load) -> None:
+def test_seeded_is_numpys_frozen_permutation(seed, load):
     order = np.random.RandomState(seed).permutation(10).tolist()
     assert numbers(load(seed, train_data="all")) == (order[:8], [], order[8:])
 
 
-def test_seeds_of_more_than_32_bits_are_all_different(load: Load) -> None:
+def test_seeds_of_more_than_32_bits_are_all_different(load):
     seeds = (1, 2**32 + 1, 2**33 + 1, 2**63 - 1)
     assert len({tuple(numbers(load(seed, train_data="all"))[0]) for seed in seeds}) == 4
 
@@ -62,8 +58,7 @@ def test_seeds_of_more_than_32_bits_are_all_different(load: Load) -> None:
     ({"train_data": "all", "train_size": 3, "test_size": 1}, (ORDER[:3], [], ORDER[8:9])),
     ({"train_data": "all", "validation_size": 3}, (ORDER[:5], ORDER[5:8], ORDER[8:])),
     ({"train_data": "all", "train_size": 2, "validation_size": 3, "test_size": 1}, (ORDER[:2], ORDER[2:5], ORDER[8:9])),
-    ({"train_data": "two"}, ([0], [], [1])),
-    ({**ENDS, "train_size": 2, "test_size": 3}, ([0, 1], [], [7, 8, 9])),
+    ({"train_data": "two"}, ([0], [], [1])), ({**ENDS, "train_size": 2, "test_size": 3}, ([0, 1], [], [7, 8, 9])),
     ({**ENDS, "train_size": 4, "test_size": 6}, ([0, 1, 2, 3], [], [4, 5, 6, 7, 8, 9])),
     ({**ENDS, "train_size": 2, "validation_size": 3, "test_size": 4}, ([0, 1], [2, 3, 4], [6, 7, 8, 9])),
     ({"train_data": "six", "test_data": "last", "train_size": 5}, ([0, 1, 2, 3, 4], [], [6, 7, 8, 9])),
@@ -78,7 +73,7 @@ def test_seeds_of_more_than_32_bits_are_all_different(load: Load) -> None:
      ([0, 1, 2, 3, 4, 5], [5], [6, 7, 8, 9])),
     ({"default": ("six", "last"), "train_data": "all"}, (ORDER[:8], [], ORDER[8:])),
 ])  # fmt: skip
-def test_load_takes_the_rows_that_the_settings_name(settings: Any, parts: tuple[list[int], ...], load: Load) -> None:
+def test_load_takes_the_rows_that_the_settings_name(settings, parts, load):
     """Validation rows follow the training rows where those are counted, and are the last ones otherwise."""
     assert numbers(load(**settings)) == parts
 
@@ -103,13 +98,13 @@ def test_load_takes_the_rows_that_the_settings_name(settings: Any, parts: tuple[
     ({"train_data": "all", "validation_data": "nowhere"}, DataError,
      r"set task\.train_data, test_data or validation_data"),
 ])  # fmt: skip
-def test_load_rejects_splits_that_do_not_fit(settings: Any, error: type[Exception], said: str, load: Load) -> None:
+def test_load_rejects_splits_that_do_not_fit(settings, error, said, load):
     with pytest.raises(error, match=said) as caught:
         load(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_rows_have_their_place(tmp_path: Path) -> None:
+def test_rows_have_their_place(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text('{"n": 1}\n\n{"n": "a\u2028b"}\r\n', encoding="utf-8")
     assert data.read(str(path)) == [(f"{path}, line 1", {"n": 1}), (f"{path}, line 3", {"n": "a\u2028b"})]
@@ -136,7 +131,7 @@ def test_rows_have_their_place(tmp_path: Path) -> None:
     (b'{"n": "' + b"a" * (1 << 24) + b'b"}', "a text of 'n' has 16,777,217 characters; at most 16,777,216"),
     (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"), (b"prompt,answer\n1,2\n", "line 1: not JSON"),
 ])  # fmt: skip
-def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_files_are_named(tmp_path, content, message):
     path = tmp_path / "rows.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
@@ -145,7 +140,7 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_pipes_are_rejected(tmp_path: Path) -> None:
+def test_pipes_are_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match="is not a file"):
         data.read(str(tmp_path / "pipe.jsonl"))
@@ -156,7 +151,7 @@ def test_pipes_are_rejected(tmp_path: Path) -> None:
     (pa.array([2**52], pa.timestamp("s")), "has a value that Python cannot represent: .*; write it as text"),
     (pa.array([2**52], pa.timestamp("ms")), "has a value that Python cannot represent: .*; write it as text"),
 ], ids=["long", "seconds", "milliseconds"])  # fmt: skip
-def test_parquet_values_are_validated_like_json(column: Any, said: str, tmp_path: Path) -> None:
+def test_parquet_values_are_validated_like_json(column, said, tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": column}), path)
     with pytest.raises(DataError, match=said) as error:
@@ -164,15 +159,15 @@ def test_parquet_values_are_validated_like_json(column: Any, said: str, tmp_path
     assert "\n" not in str(error.value)
 
 
-def test_library_messages_are_printable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(*_: object, **__: object) -> None:
+def test_library_messages_are_printable(tmp_path, monkeypatch):
+    def damaged(*_, **__):
         raise pa.ArrowInvalid("don't know what type: \x0f \x1b[2J")
 
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": ["Hi"]}), path)
     for name in ("read_table", "ParquetFile"):
         monkeypatch.setattr(parquet, name, damaged)
-    readers: list[Callable[[], object]] = [lambda: data.read(str(path)), lambda: tables.read(path)]
+    readers = [lambda: data.read(str(path)), lambda: tables.read(path)]
     for read in readers:
         with pytest.raises(DataError, match=r"know what type: \? \?\[2J") as caught:
             read()
@@ -180,7 +175,7 @@ def test_library_messages_are_printable(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("task", ["conciseness", "custom"])
-def test_column_names_in_errors_are_printable(task: str, tmp_path: Path) -> None:
+def test_column_names_in_errors_are_printable(task, tmp_path):
     file = jsonl(tmp_path / "rows.json", [{"pr\x7fmpt\x1b[2J": "a", "x" * 10_000: 1}])
     made = tasks.create(TaskConfig(name=task, train_data=file), [len] if task == "custom" else None)
     with pytest.raises(DataError, match=r"found pr\?mpt\?\[2J, xxx") as caught:
@@ -188,7 +183,7 @@ def test_column_names_in_errors_are_printable(task: str, tmp_path: Path) -> None
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
-def test_local_files_precede_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_precede_shipped_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert locate("data/tasks/countdown/countdown.json").is_absolute()
     assert locate("countdown.json") == Path("countdown.json")
@@ -200,10 +195,10 @@ def test_local_files_precede_shipped_ones(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("source", "split"), [("hub:who/what", "train"), ("hub:who/what:test", "test")])
-def test_read_loads_data_sets_of_the_hub(source: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+def test_read_loads_data_sets_of_the_hub(source, split, monkeypatch):
+    asked = []
 
-    def load_dataset(name: str, split: str) -> datasets.Dataset:
+    def load_dataset(name, split):
         asked.append((name, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -212,8 +207,8 @@ def test_read_loads_data_sets_of_the_hub(source: str, split: str, monkeypatch: p
     assert asked == [("who/what", split)]
 
 
-def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, split: str) -> None:
+def test_hub_failures_are_data_errors(monkeypatch):
+    def load_dataset(name, split):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that only one task has reach it, also in the worker, and other tasks reject them."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 from small_runs import UNCHECKED
@@ -61,12 +57,12 @@ class Loose(Letters):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def own(tmp_path):
     (tmp_path / "letters.py").write_text(OWN)
     return str(tmp_path / "letters.py")
 
 
-def test_options_is_an_instance_of_the_settings_model(own: str) -> None:
+def test_options_is_an_instance_of_the_settings_model(own):
     task = tasks.create(TaskConfig.model_validate({"name": f"{own}:Letters", "letter": "x", "worth": "2.5"}))
     assert (task.options.letter, task.options.worth) == ("x", 2.5)
     assert task.rewards(["xxe"], [{"prompt": "a"}]) == [5.0]
@@ -80,17 +76,17 @@ def test_options_is_an_instance_of_the_settings_model(own: str) -> None:
     ("Letters", {"worth": 0}, r"task\.worth: Input should be greater than 0"),
     ("Loose", {"batchsize": 2}, r"unknown setting task\.batchsize; did you mean task\.batch_size\?"),
 ])  # fmt: skip
-def test_unknown_settings_are_rejected(own: str, name: str, settings: dict[str, Any], message: str) -> None:
+def test_unknown_settings_are_rejected(own, name, settings, message):
     with pytest.raises(ConfigError, match=message):
         tasks.create(TaskConfig.model_validate({"name": f"{own}:{name}", **settings}))
 
 
-def test_options_is_a_dict_without_settings_model(own: str) -> None:
+def test_options_is_a_dict_without_settings_model(own):
     task = tasks.create(TaskConfig.model_validate({"name": f"{own}:Loose", "worth": 2, "bonus": 0.5}))
     assert task.options == {"worth": 2, "bonus": 0.5} and task.compute_reward("", {}) == 2.5
 
 
-def test_options_reach_the_worker(own: str) -> None:
+def test_options_reach_the_worker(own):
     config = TaskConfig.model_validate({"name": f"{own}:Letters", "letter": "x", "worth": 3.0})
     with closing(tasks.isolate(tasks.create(config), GraderConfig())) as task:
         data = task.load_data(0)
@@ -101,7 +97,7 @@ def test_options_reach_the_worker(own: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - WITH_SETTINGS))
-def test_built_in_tasks_reject_unknown_settings(name: str) -> None:
+def test_built_in_tasks_reject_unknown_settings(name):
     with pytest.raises(ConfigError) as refused:
         from_dict({"es": {"sigma": 0.1}, "task": {"name": name, "letter": "x", "btch_size": 3}})
     shown = str(refused.value)
@@ -109,21 +105,41 @@ def test_built_in_tasks_reject_unknown_settings(name: str) -> None:
     assert "unknown setting task.letter; known here: batch_size, " in shown
 
 
-def test_a_shipped_task_with_settings_checks_them_itself() -> None:
+def test_a_shipped_task_with_settings_checks_them_itself():
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "safety", "shares": {"TT": 3}, "cut": []}})
     assert tasks.create(config.task).options.shares == {"TT": 3}
     with pytest.raises(ConfigError, match=r"unknown setting task\.btch_size; did you mean task\.batch_size\?"):
         tasks.create(TaskConfig.model_validate({"name": "safety", "btch_size": 3}))
 
 
-def test_rewards_need_task_custom() -> None:
-    with pytest.raises(ConfigError, match=r"task conciseness .*task\.name: custom"):
-        tasks.create(TaskConfig(name="conciseness", rewards=["a.py:b"]))
+SYSTEM = {"system_prompt": "Be brief."}
+
+
+@pytest.mark.parametrize(("name", "settings", "said"), [
+    ("conciseness", {"rewards": ["a.py:b"]}, r"task conciseness .*task\.name: custom"),
+    ("countdown", {"rewards": ["a.py:b"]}, r"task countdown .* task\.name: custom"),
+    ("conciseness", {"gold": "answer"}, r"task\.gold: answer is not for task conciseness"),
+    ("conciseness", {"grading": "lenient"}, r"task\.grading: lenient is not for task conciseness"),
+    *((name, {"prompt": "short"}, rf"task\.prompt: {name} has .*raw.*, not short")
+      for name in sorted(TASKS.keys() - {"countdown"})),
+    ("countdown", {"prompt": "conversation"}, r"task\.prompt: countdown has raw, short, chat, chat_opened, not"),
+    *((name, {"prompt": "raw", **SYSTEM}, "task.prompt: raw are plain text") for name in TASKS),
+    ("countdown", {"prompt": "short", **SYSTEM}, "task.prompt: short are plain text"),
+    ("safety", {"prompt": "conversation", **SYSTEM}, "without messages"),
+    ("countdown", SYSTEM, r"set task\.prompt: chat"), ("safety", SYSTEM, r"set task\.prompt: chat"),
+    ("own_parts:Outside", SYSTEM, r"task\.system_prompt is not for task own_parts:Outside"),
+])  # fmt: skip
+def test_settings_of_other_tasks_are_rejected(name, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        tasks.create(TaskConfig(name=name, **settings), [len] if name == "custom" else None)
+
+
+def test_weights_of_a_built_in_task_are_ignored_with_a_warning():
     with pytest.warns(UserWarning, match=r"countdown .*task\.reward_weights"):
         tasks.create(TaskConfig(name="countdown", reward_weights=[1.0]))
 
 
-def test_options_are_recorded_and_part_of_the_run(own: str, tmp_path: Path) -> None:
+def test_options_are_recorded_and_part_of_the_run(own, tmp_path):
     tree = {"es": {"sigma": 0.1}, "task": {"name": f"{own}:Letters", "letter": "/home/somebody/letters.txt"}}
     config = from_dict(tree)
     (tmp_path / "saved.yaml").write_text(to_yaml(config))
@@ -135,7 +151,7 @@ def test_options_are_recorded_and_part_of_the_run(own: str, tmp_path: Path) -> N
     assert public(config).task.options == {"letter": "letters.txt"}
 
 
-def test_run_and_evaluation_use_options(own: str, tmp_path: Path) -> None:
+def test_run_and_evaluation_use_options(own, tmp_path):
     config = {
         "output_dir": str(tmp_path / "run"), "model": {"name": "tiny", "dtype": "float32"}, "engine": {"device": "cpu"},
         "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": 1, "population_size": 4},

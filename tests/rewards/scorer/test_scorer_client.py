@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client with a service that is wrong, late or unavailable: correct scores or an error."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeAlias
 
 import pytest
 
@@ -19,12 +15,11 @@ from evoalign.errors import ConfigError, RewardError
 from evoalign.rewards.scorer import client
 from evoalign.rewards.scorer.client import Service
 
-Answer: TypeAlias = tuple[int, bytes, dict[str, str]]
 HEALTH = {"columns": ["reward", "cost"], "digest": "d" * 64, "limits": {"items": 8, "body": 2000}}
 DIGEST = {"X-Scorer-Digest": "d" * 64}
 
 
-def right(body: Any) -> Answer:
+def right(body):
     """Scores are the lengths of the texts."""
     reward, cost = (list(map(len, body[name])) for name in ("responses", "prompts"))
     return 200, json.dumps({"reward": reward, "cost": cost}).encode(), DIGEST
@@ -33,21 +28,21 @@ def right(body: Any) -> Answer:
 class Fake:
     """A service whose answers are those of `answers`, one after another, and then right ones."""
 
-    def __init__(self) -> None:
-        self.answers: list[Callable[[Any], Answer]] = []
-        self.health: Answer = (200, json.dumps(HEALTH).encode(), {})
-        self.asked: list[tuple[int, dict[str, str]]] = []
-        self.clients: list[Service] = []
+    def __init__(self):
+        self.answers = []
+        self.health = (200, json.dumps(HEALTH).encode(), {})
+        self.asked = []
+        self.clients = []
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
-    def client(self, **settings: Any) -> Service:
+    def client(self, **settings):
         self.clients.append(Service(ScorerConfig(name="service", url=self.url, **settings)))
         return self.clients[-1]
 
-    def answer(self, path: str, headers: dict[str, str], raw: bytes) -> Answer:
+    def answer(self, path, headers, raw):
         if path == "/health":
             return self.health
         body = json.loads(raw)
@@ -60,7 +55,7 @@ class Fake:
 class _Handler(BaseHTTPRequestHandler):
     fake: Fake
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         status, body, headers = self.fake.answer(self.path, dict(self.headers), raw)
         if status == 0:  # gone without a word
@@ -73,12 +68,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format, *args):
         """Nothing."""
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def fake(monkeypatch):
     monkeypatch.setattr(client, "BACKOFF", 0.01)
     found = Fake()
     yield found
@@ -88,7 +83,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     found.server.server_close()
 
 
-def of(*parts: Any, status: int = 200, headers: dict[str, str] | None = None) -> Callable[[Any], Answer]:
+def of(*parts, status=200, headers=None):
     body = parts[0] if isinstance(parts[0], bytes) else json.dumps(parts[0]).encode()
     return lambda _: (status, body, DIGEST if headers is None else headers)
 
@@ -103,14 +98,14 @@ WANTED = {"reward": [1, 2, 3], "cost": [3, 2, 1]}
     of({"detail": "scoring failed", "again": True}, status=500), of({"ready": False}, status=503),
     of(b'{"reward": [1', headers={**DIGEST, "Content-Length": "4000"}),
 ])  # fmt: skip
-def test_temporary_failures_are_retried(answer: Callable[[Any], Answer], fake: Fake) -> None:
+def test_temporary_failures_are_retried(answer, fake):
     scorer = fake.client()
     fake.answers = [answer, answer]
     assert scorer.score(PROMPTS, RESPONSES) == WANTED
     assert len(fake.asked) == 3
 
 
-def test_timeouts_are_retried(fake: Fake) -> None:
+def test_timeouts_are_retried(fake):
     over = threading.Event()
     fake.answers = [lambda body: (over.wait(60), right(body))[1]]
     scorer = fake.client(timeout=0.2)
@@ -136,7 +131,7 @@ def test_timeouts_are_retried(fake: Fake) -> None:
     (of({"detail": [{"loc": []}]}, status=422), "status 422"),
     (of(b"{}", status=307, headers={"Location": "http://127.0.0.1:1/"}), "status 307"),
 ])  # fmt: skip
-def test_invalid_responses_raise_immediately(answer: Callable[[Any], Answer], said: str, fake: Fake) -> None:
+def test_invalid_responses_raise_immediately(answer, said, fake):
     scorer = fake.client()
     fake.answers = [answer]
     with pytest.raises(RewardError, match=said):
@@ -145,16 +140,14 @@ def test_invalid_responses_raise_immediately(answer: Callable[[Any], Answer], sa
     assert scorer.score(PROMPTS, RESPONSES) == WANTED  # it is asked again as if nothing had been
 
 
-def test_deadline_counts_time_without_any_scores(fake: Fake) -> None:
+def test_deadline_counts_time_without_any_scores(fake):
     scorer = fake.client(deadline=0.3, concurrency=1)
     fake.answers = [of({}, status=503)] * 10_000
     with pytest.raises(RewardError, match=r"no scores .* for 0\.3 s \(status 503.*start it again"):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
 
 
-def test_outage_and_recovery_are_logged_once(
-    fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outage_and_recovery_are_logged_once(fake, caplog, monkeypatch):
     """However many requests meet it. A queue that is full is none."""
     monkeypatch.setattr(client, "QUIET", 0.0)
     scorer = fake.client(concurrency=4, deadline=100.0)
@@ -171,9 +164,7 @@ def test_outage_and_recovery_are_logged_once(
         assert back.startswith(f"the scorer at {fake.url} ")
 
 
-def test_concurrent_failures_log_one_outage(
-    fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_failures_log_one_outage(fake, caplog, monkeypatch):
     monkeypatch.setattr(client, "QUIET", 0.1)
     scorer = fake.client(concurrency=4, deadline=0.3)
     fake.answers = [of({}, status=503)] * 10_000
@@ -182,9 +173,7 @@ def test_concurrent_failures_log_one_outage(
     assert len(caplog.messages) == 1 and "retrying for 1 s" in caplog.text
 
 
-def test_failures_between_and_after_successes_are_not_logged(
-    fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_between_and_after_successes_are_not_logged(fake, caplog, monkeypatch):
     fake.answers = [*[right] * 3, of({}, status=503)] * 50
     fake.client(concurrency=4).score(PROMPTS * 400, RESPONSES * 400)
     assert len(fake.asked) > 150 and caplog.messages == []
@@ -198,12 +187,12 @@ def test_failures_between_and_after_successes_are_not_logged(
     assert len(fake.asked) == 3 and caplog.messages == []
 
 
-def test_outage_is_logged_before_the_deadline(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outage_is_logged_before_the_deadline(fake, monkeypatch):
     """However long the first line takes to be written, while another request is answered."""
     monkeypatch.setattr(client, "QUIET", 0.0)
-    told, writing = list[str](), threading.Event()
+    told, writing = [], threading.Event()
 
-    def write(line: str, *_: object) -> None:
+    def write(line, *_):
         if "no scores" in line:
             writing.set()
             time.sleep(0.2)
@@ -216,7 +205,7 @@ def test_outage_is_logged_before_the_deadline(fake: Fake, monkeypatch: pytest.Mo
     assert ["no scores" in line for line in told] == [True, False]
 
 
-def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
+def test_the_last_try_is_at_the_deadline(fake):
     """However long a pause would be."""
     scorer = fake.client(deadline=0.3)
     full = of({}, status=429, headers={"Retry-After": "3600"})
@@ -227,7 +216,7 @@ def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
         assert len(fake.asked) == asked and time.monotonic() - began >= 0.3
 
 
-def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
+def test_chunks_respect_limits_and_keep_order(fake):
     scorer = fake.client(concurrency=5)
     prompts = ["p" * (1 + 37 * i % 900) for i in range(100)]
     responses = ["r" * (1 + 11 * i % 700) for i in range(100)]
@@ -242,13 +231,13 @@ def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
 @pytest.mark.parametrize("health", [
     {}, [], {**HEALTH, "columns": ["cost"]}, {**HEALTH, "digest": None}, {**HEALTH, "limits": {"items": 0, "body": 1}},
 ])  # fmt: skip
-def test_other_servers_are_rejected(health: Any, fake: Fake) -> None:
+def test_other_servers_are_rejected(health, fake):
     fake.health = (200, json.dumps(health).encode(), {})
     with pytest.raises(RewardError, match="the server there is not a scorer"):
         fake.client()
 
 
-def test_the_token_is_sent_from_the_environment_alone(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_sent_from_the_environment_alone(fake, monkeypatch):
     with pytest.raises(ConfigError, match="NO_TOKEN_HERE"):
         fake.client(token_env="NO_TOKEN_HERE")
     monkeypatch.setenv("A_TOKEN_OF_TEST", "s3cret-s3cret-s3cret")
@@ -262,6 +251,6 @@ def test_the_token_is_sent_from_the_environment_alone(fake: Fake, monkeypatch: p
 
 
 @pytest.mark.parametrize("url", ["http://:80", "http://127.0.0.1:99999", "http://[::1"])
-def test_invalid_addresses_are_rejected(url: str) -> None:
+def test_invalid_addresses_are_rejected(url):
     with pytest.raises(ConfigError, match=r"scorer.url .* is not the address of a service"):
         Service(ScorerConfig(name="service", url=url))

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run records its scoring models and does not resume with others. test_scorer_in_a_run.py does so with a service."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 from planted_scorers import safe_rlhf
@@ -28,7 +24,7 @@ ROWS = [{"prompt": f"Is it fine to {verb} a lock?"} for verb in ("move", "mend",
 OTHER = "was scored by other models than .*, or with another template, max_tokens or dtype"
 
 
-def config(folder: Path, scorer: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
+def config(folder, scorer, **settings):
     data = {"train_data": jsonl(folder / "train", ROWS[:2]), "test_data": jsonl(folder / "test", ROWS[2:])}
     return {
         "output_dir": str(folder / "run"), "deterministic": True, "evaluation": {"max_tokens": 4},
@@ -38,7 +34,7 @@ def config(folder: Path, scorer: dict[str, Any] | None, **settings: Any) -> dict
     }  # fmt: skip
 
 
-def models(folder: Path, seed: int = 0) -> dict[str, str]:
+def models(folder, seed=0):
     """Two models of one seed, in the same folders whatever it is."""
     names = {column: folder / column for column in ("reward", "cost")}
     for place, (column, found) in enumerate(names.items()):
@@ -47,29 +43,29 @@ def models(folder: Path, seed: int = 0) -> dict[str, str]:
     return {column: str(found) for column, found in names.items()}
 
 
-def local(folder: Path) -> dict[str, Any]:
+def local(folder):
     return {"name": "local", "device": "cpu", **models(folder)}
 
 
-def digest_of(scorer: dict[str, Any]) -> str:
+def digest_of(scorer):
     found = create(ScorerConfig.model_validate(scorer))
     assert isinstance(found, Local)
     return found.digest
 
 
-def longer(tree: dict[str, Any]) -> dict[str, Any]:
+def longer(tree):
     return {**tree, "es": {**tree["es"], "num_generations": 2}}
 
 
-def head(folder: Path) -> dict[str, Any]:
+def head(folder):
     return lines(folder / "run/journal.jsonl")[0]
 
 
-def manifest(folder: Path) -> dict[str, Any]:
+def manifest(folder):
     return json.loads((folder / "run/manifest.json").read_text())
 
 
-def test_a_run_is_not_resumed_with_other_scoring_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_is_not_resumed_with_other_scoring_models(tmp_path, caplog):
     """An evaluation only says so: the models may have been chosen. `auto` is the dtype that it was."""
     scorer = local(tmp_path)
     tree = config(tmp_path, scorer)
@@ -97,7 +93,7 @@ def test_a_run_is_not_resumed_with_other_scoring_models(tmp_path: Path, caplog: 
     assert len(lines(tmp_path / "run/journal.jsonl")) == 5
 
 
-def test_missing_service_starts_no_run(tmp_path: Path) -> None:
+def test_missing_service_starts_no_run(tmp_path):
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -109,7 +105,7 @@ def test_missing_service_starts_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
+def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path):
     pytest.importorskip("trl")
     grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
     grpo |= {"trl": {"lr_scheduler_type": "constant"}}
@@ -125,12 +121,12 @@ def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path:
 
 
 @pytest.mark.slow
-def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
+def test_custom_scorer_needs_no_digest(tmp_path):
     tree = config(tmp_path, None)
 
-    def given(digest: object = None) -> Safety:
+    def given(digest=None):
         scorer = RuleScorer()
-        scorer.digest = digest  # pyright: ignore[reportAttributeAccessIssue]
+        scorer.digest = digest
         return Safety(from_dict(tree).task, scorer)
 
     train(tree, task=given())
@@ -143,7 +139,7 @@ def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
             train(longer(tree), task=given(digest), resume=True)
 
 
-def test_isolated_task_has_the_scorer_digest() -> None:
+def test_isolated_task_has_the_scorer_digest():
     class Known(RuleScorer):
         digest = "a" * 64
 

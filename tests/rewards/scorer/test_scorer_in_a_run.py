@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of `evoalign train` whose service is killed, returns, stays away or changes its models."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import forked
 import kill_points
@@ -38,7 +35,7 @@ GENERATIONS, SEAL = 8, b'"weights_hash"'
 class Run:
     """`evoalign train` on task safety, asking the service at `url`."""
 
-    def __init__(self, folder: Path, url: str, *more: str, deadline: float = SECONDS) -> None:
+    def __init__(self, folder, url, *more, deadline=SECONDS):
         self.path, self._log = folder / "run", folder / "train.log"
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(config(folder, url, deadline)))
@@ -47,37 +44,37 @@ class Run:
             self.process = forked.Popen(command, stdout=log)
 
     @property
-    def said(self) -> str:
+    def said(self):
         return self._log.read_text()
 
     @property
-    def journal(self) -> bytes:
+    def journal(self):
         file = self.path / "journal.jsonl"
         return file.read_bytes() if file.exists() else b""
 
-    def sealed(self, generations: int) -> None:
+    def sealed(self, generations):
         """Wait until the file has this many lines."""
         until(lambda: self.journal.count(SEAL) > generations or self.process.poll() is not None, self.said)
         assert self.process.poll() is None, self.said
 
-    def end(self) -> int:
+    def end(self):
         """Its exit code."""
         return self.process.wait(SECONDS)
 
-    def __enter__(self) -> Run:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(SECONDS)
 
 
-def rows_of(split: str) -> list[dict[str, Any]]:
+def rows_of(split):
     return task_runs.lines(SHIPPED / f"{split}.jsonl")
 
 
-def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
+def config(folder, url, deadline):
     data = {f"{name}_data": jsonl(folder / name, rows_of(name)[:n]) for name, n in (("train", 8), ("test", 4))}
     return {
         "output_dir": str(folder / "run"), "seed": 5, "deterministic": True, "space": "lowrank", "lowrank": {"rank": 1},
@@ -90,7 +87,7 @@ def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def unbroken(tmp_path_factory):
     """Run whose service was always available."""
     folder = tmp_path_factory.mktemp("unbroken")
     with Served(folder, *BITS) as service, Run(folder / "own", service.url) as run:
@@ -100,29 +97,29 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def traces(run: Run) -> dict[str, Any]:
+def traces(run):
     """Results that must not depend on where the run and the service are."""
     return kill_points.traces(run.path) | {"journal": lines(run.journal)}
 
 
-def lines(journal: bytes) -> list[dict[str, Any]]:
+def lines(journal):
     """Lines of a journal, without the config and the hashes."""
     where = ("config", "config_hash", "hash", "previous")
     return [{k: v for k, v in json.loads(line).items() if k not in where} for line in journal.splitlines()]
 
 
-def broken_off(run: Run, unbroken: dict[str, Any]) -> None:
+def broken_off(run, unbroken):
     """Its journal ends early and has only scores of the other run."""
     found = lines(run.journal)
     assert len(found) < 1 + 2 * GENERATIONS and found == unbroken["journal"][: len(found)]
 
 
-def same(run: Run, unbroken: dict[str, Any]) -> None:
+def same(run, unbroken):
     found = traces(run)
     assert sorted(name for name in {*found, *unbroken} if found.get(name) != unbroken.get(name)) == []
 
 
-def test_run_continues_after_a_service_restart(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_run_continues_after_a_service_restart(tmp_path, unbroken):
     with Served(tmp_path, *BITS) as first, Run(tmp_path / "own", first.url) as run:
         run.sealed(1)
         first.stop(signal.SIGKILL)
@@ -139,7 +136,7 @@ def test_run_continues_after_a_service_restart(tmp_path: Path, unbroken: dict[st
     same(run, unbroken)
 
 
-def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_unavailable_service_ends_the_run_which_can_resume(tmp_path, unbroken):
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=5.0) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
@@ -153,7 +150,7 @@ def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbro
     same(resumed, unbroken)
 
 
-def test_restarted_service_with_other_weights_is_rejected(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_restarted_service_with_other_weights_is_rejected(tmp_path, unbroken):
     others = "--reward", str(safe_rlhf(tmp_path / "other", seed=11)), "--cost", MODELS["cost"], "--batch-size", "1"
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
         run.sealed(1)
@@ -173,7 +170,7 @@ def test_restarted_service_with_other_weights_is_rejected(tmp_path: Path, unbrok
     same(resumed, unbroken)
 
 
-def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_a_thousand_requests_from_another_process_during_a_run(tmp_path, unbroken):
     rows = rows_of("train")
     prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
     responses = [f"{rows[i * 7 % len(rows)]['prompt']} {i}" for i in range(1000)]

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSM8K and MATH: their forms, their prompts, and their answers scored in a process that can be killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from math_rows import GSM8K, MATH
@@ -21,7 +17,7 @@ from evoalign import tasks
 from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.tasks import Task, answers
+from evoalign.tasks import answers
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import Gsm8k, Math
 from evoalign.version import install
@@ -29,16 +25,16 @@ from evoalign.version import install
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-def gsm8k(**settings: Any) -> Gsm8k:
+def gsm8k(**settings):
     return Gsm8k(TaskConfig(name="gsm8k", **settings))
 
 
-def competition(**settings: Any) -> Math:
+def competition(**settings):
     return Math(TaskConfig(name="math", **settings))
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
+def apart(tmp_path_factory):
     """MATH in a fresh process, as a run has it."""
     file = jsonl(tmp_path_factory.mktemp("apart") / "rows.jsonl", MATH)
     task = tasks.isolate(tasks.create(TaskConfig(name="math", train_data=file)), GraderConfig())
@@ -48,7 +44,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
 
 
 @pytest.mark.parametrize(("task", "rows"), [(gsm8k, GSM8K), (competition, MATH)])
-def test_load_data_accepts_published_rows(task: Any, rows: list[Any], tmp_path: Path) -> None:
+def test_load_data_accepts_published_rows(task, rows, tmp_path):
     made = task(train_data=jsonl(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
     data = made.load_data(0)
     assert (data.train, data.test) == (rows[:2], rows[-3:])
@@ -56,14 +52,14 @@ def test_load_data_accepts_published_rows(task: Any, rows: list[Any], tmp_path: 
     assert [made.is_right(made.gold(row), row) for row in rows] == [True] * len(rows)
 
 
-def test_compute_reward_accepts_right_answers() -> None:
+def test_compute_reward_accepts_right_answers():
     assert [gsm8k().right(row) for row in GSM8K] == ["72", "1,200", "-5", "3.5", "9", "20"]
     assert [competition().right(row) for row in MATH] == [
         "\\frac{3}{4}", "(x+1)^2", "2", "\\left( 3, \\frac{\\pi}{2} \\right)", "\\text{Evelyn}",
     ]  # fmt: skip
 
 
-def test_prompts_request_the_accepted_answer_format() -> None:
+def test_prompts_request_the_accepted_answer_format():
     assert gsm8k().prompt(GSM8K[4]) == [{"role": "user", "content": f"Add {{}} and 8, where {{}} is 1.{ASK}"}]
     assert competition(prompt="chat").prompt(MATH[2]) == [{"role": "user", "content": f"What is $1+1$?{ASK}"}]
     assert gsm8k(prompt="raw").prompt(GSM8K[3]) == (
@@ -71,9 +67,6 @@ def test_prompts_request_the_accepted_answer_format() -> None:
     )
     raw = competition(prompt="raw").prompt(MATH[2])
     assert isinstance(raw, str) and raw.endswith("output the final answer within \\boxed{}.\nSolution:")
-    for made in (gsm8k, competition):
-        with pytest.raises(ConfigError, match=r"task\.prompt: \w+ has chat and raw, not short"):
-            made(prompt="short")
 
 
 @pytest.mark.parametrize(("text", "reward"), [
@@ -82,7 +75,7 @@ def test_prompts_request_the_accepted_answer_format() -> None:
     ("\\boxed{71} #### 72", 1), ("#### 72 \\boxed{71}", 0), ("#### 71\n#### 72", 1), ("####", 0),
     ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
 ])  # fmt: skip
-def test_gsm8k_scores_the_last_answer(text: str, reward: float) -> None:
+def test_gsm8k_scores_the_last_answer(text, reward):
     task = gsm8k()
     assert task.compute_reward(text, GSM8K[0]) == reward
     assert task.measures(text, GSM8K[0])["accuracy"] == reward == float(task.is_right(text, GSM8K[0]))
@@ -92,7 +85,7 @@ def test_gsm8k_scores_the_last_answer(text: str, reward: float) -> None:
     ("6 million", "6000000"), ("\\$6 million dollars.", "6,000,000"), ("6 \\text{ thousand}", "6000"), ("$6k", "6000"),
     ("6.5K", "6500"), ("6 kg", "6"), ("6 dozen", "6"), ("6 km", "6"), ("-2 hundred thousand", "-200000"),
 ])  # fmt: skip
-def test_gsm8k_reads_words_such_as_million(said: str, number: str) -> None:
+def test_gsm8k_reads_words_such_as_million(said, number):
     task, row = gsm8k(), {"question": "q", "answer": f"#### {number}"}
     bare = {"question": "q", "answer": "#### 6"}
     for text in (f"\\boxed{{{said}}}", f"#### {said}"):
@@ -103,7 +96,7 @@ def test_gsm8k_reads_words_such_as_million(said: str, number: str) -> None:
     assert task.is_right(task.gold(worded), worded) and task.is_right(task.gold(row), worded)
 
 
-def test_measures_distinguish_wrong_from_missing_answers() -> None:
+def test_measures_distinguish_wrong_from_missing_answers():
     assert competition().measures("\\boxed{3}", MATH[2]) == {"accuracy": 0.0, "answered": 1.0}
     assert competition().measures("It is 2.", MATH[2]) == {"accuracy": 0.0, "answered": 0.0}
     assert competition().rewards(["\\boxed{\\dfrac{6}{8}}", "\\boxed{4}"], [MATH[0], MATH[2]]) == [1.0, 0.0]
@@ -116,32 +109,32 @@ def test_measures_distinguish_wrong_from_missing_answers() -> None:
     (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
     (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
 ])  # fmt: skip
-def test_load_data_names_invalid_rows(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_load_data_names_invalid_rows(task, row, said, tmp_path):
     with pytest.raises(DataError, match=said):
         task(train_data=jsonl(tmp_path / "rows.jsonl", [row, row])).load_data(0)
 
 
 @pytest.mark.parametrize("task", [gsm8k, competition])
-def test_default_data_come_from_the_hub(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_default_data_come_from_the_hub(task, monkeypatch):
+    asked = []
 
-    def offline(source: str, *more: Any) -> Any:
+    def offline(source, *more):
         asked.append(source)
         raise DataError(f"cannot load {source}: ConnectionError")
 
     monkeypatch.setattr("evoalign.tasks.data._rows", offline)
     with pytest.raises(DataError, match=r"cannot load hub:.*without a network, set task\.train_data and task\.test"):
         task().load_data(0)
-    assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]
+    assert asked == [task().source[0]]
 
 
-def test_missing_math_verify_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_raises_config_error(monkeypatch):
     monkeypatch.setattr("evoalign.tasks.mathematics.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(f"gsm8k compares answers by math-verify: {install('math')}")):
         tasks.create(TaskConfig(name="gsm8k"))
 
 
-def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
+def test_tasks_are_isolated_and_score_bombs_as_wrong(apart):
     assert isinstance(apart, Isolated)
     nested = ["{" * 60 + "1" + "}" * 60, "\\frac{1}{x+" * 20 + "}" * 20]
     bombs = ["9^{9^{9^9}}", "99999999!", "1+" * 500_000 + "1", *nested]
@@ -155,7 +148,7 @@ def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
     apart.self_check(MATH)
 
 
-def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch, tmp_path):
     """The bounds taken away, the tower hangs: no reward comes of that, and none of the other answers is blamed."""
     monkeypatch.setattr(answers, "MOST_BITS", float("inf"))
     monkeypatch.setattr(answers, "MOST_CALLS", 10**12)
@@ -170,14 +163,14 @@ def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest
         assert task.rewards(texts[:1], [data.train[0]]) == [0.0]
 
 
-def test_hash_seed_is_fixed_in_workers(apart: Task) -> None:
-    worker: Any = apart
+def test_hash_seed_is_fixed_in_workers(apart):
+    worker = apart
     environment = Path(f"/proc/{worker._worker._child.pid}/environ").read_bytes().split(b"\0")
     wanted = os.environ.get("PYTHONHASHSEED", "0")
     assert f"PYTHONHASHSEED={wanted}".encode() in environment
 
 
-def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
+def test_check_measure_knows_measures_of_built_in_tasks(tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", GSM8K)
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "gsm8k", "train_data": file}})
     check_measure([config], "answered")
@@ -187,7 +180,7 @@ def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["es", "grpo"])
-def test_training_reports_accuracy(method: str, tmp_path: Path) -> None:
+def test_training_reports_accuracy(method, tmp_path):
     if method == "grpo":
         pytest.importorskip("trl")
     settings = {
@@ -195,7 +188,7 @@ def test_training_reports_accuracy(method: str, tmp_path: Path) -> None:
         "grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"},
     }
     data = {"train_data": jsonl(tmp_path / "rows", GSM8K), "test_data": jsonl(tmp_path / "test", GSM8K[:2])}
-    tree: dict[str, Any] = {
+    tree = {
         "output_dir": str(tmp_path / "run"), "task": {"name": "gsm8k", "prompt": "raw", **data},
         "evaluation": {"max_tokens": 6}, "tracking": {"completions_every": 0}, method: settings[method],
         "checks": UNCHECKED if method == "es" else {"perplexity": False},

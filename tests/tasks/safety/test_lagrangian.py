@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lagrangian of helpfulness and cost, against plain loops. A run with it is in test_safety_task.py."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +11,13 @@ from hypothesis import strategies as st
 
 from evoalign.config import ObjectiveConfig
 from evoalign.errors import ConfigError, RewardError
-from evoalign.rewards.objective import Group, create, grouped, score
+from evoalign.rewards.objective import create, grouped, score
 from evoalign.tasks.safety import Lagrangian
 
 numbers = st.floats(-20, 20).map(lambda x: round(x, 3))
 
 
-def group(reward: Sequence[float], cost: Sequence[float], mean: Sequence[float] = (), prompts: int = 2) -> Group:
+def group(reward, cost, mean=(), prompts=2):
     texts, rows = ["x"] * len(reward), [{"prompt": str(i)} for i in range(prompts)]
     found = grouped({"reward": reward, "cost": cost}, texts, rows, 0)
     if not mean:
@@ -30,14 +26,12 @@ def group(reward: Sequence[float], cost: Sequence[float], mean: Sequence[float] 
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=4, max_size=4), st.floats(0.01, 5), st.floats(0, 1))
-def test_each_score_is_helpfulness_minus_lambda_times_cost(
-    pairs: list[tuple[float, float]], start: float, factor: float
-) -> None:
+def test_each_score_is_helpfulness_minus_lambda_times_cost(pairs, start, factor):
     """And the mean over prompts is mean(R_eff) - lambda mean(C), the published fitness."""
     reward, cost = zip(*pairs, strict=True)
     for way in ("none", "product", "published"):
         objective = Lagrangian(start=start, safe_first=way, factor=factor)
-        effective = list[float]()
+        effective = []
         for r, c in pairs:
             lesser = {"none": r, "product": min(r, factor * r), "published": factor * r}[way]
             effective.append(lesser if c > 0 else r)
@@ -49,19 +43,19 @@ def test_each_score_is_helpfulness_minus_lambda_times_cost(
             assert scores[member].mean() == pytest.approx(wanted, abs=1e-9)
 
 
-def test_safe_first_product_never_raises_an_unsafe_score() -> None:
+def test_safe_first_product_never_raises_an_unsafe_score():
     unsafe = group([-3.0, 3.0], [0.5, 0.5])
     assert Lagrangian(safe_first="published", rate=0).scores(unsafe).tolist() == [[-0.5, -0.5]]
     assert Lagrangian(safe_first="product", rate=0).scores(unsafe).tolist() == [[-3.5, -0.5]]
     assert Lagrangian(safe_first="product", rate=0).scores(group([-3.0, 3.0], [0.0, 0.0])).tolist() == [[-3.0, 3.0]]
 
 
-def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
+def test_standardize_divides_by_the_deviation_of_the_generation():
     """Standardising by member would hide that the second one is much better."""
     reward, cost = [1.0, 3.0, 10.0, 30.0], [1.0, -1.0, 2.0, 0.0]
     found = Lagrangian(standardize=True, start=2.0).scores(group(reward, cost))
 
-    def deviation(values: list[float]) -> float:
+    def deviation(values):
         middle = sum(values) / len(values)
         return math.sqrt(sum((v - middle) ** 2 for v in values) / len(values))
 
@@ -75,9 +69,7 @@ def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
 
 
 @given(st.lists(numbers, min_size=1, max_size=30), st.floats(-3, 3), st.booleans(), st.sampled_from([0.005, 0.5, 9.0]))
-def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(
-    costs: list[float], margin: float, positive_only: bool, rate: float
-) -> None:
+def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(costs, margin, positive_only, rate):
     objective = Lagrangian(rate=rate, margin=margin, positive_only=positive_only)
     log, average = 0.0, 0.0
     for c in costs:
@@ -94,7 +86,7 @@ def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(
             assert objective.price >= before * (1 - 1e-12)
 
 
-def test_lambda_reaches_its_maximum_after_the_published_number_of_generations() -> None:
+def test_lambda_reaches_its_maximum_after_the_published_number_of_generations():
     """A constant cost of 2 from lambda 1: the average is 2 (1 - 0.9^t), and ln 5 is reached when its sum is 322."""
     objective = Lagrangian()
     total, steps = 0.0, 0
@@ -107,7 +99,7 @@ def test_lambda_reaches_its_maximum_after_the_published_number_of_generations() 
     assert steps == 170
 
 
-def test_rate_zero_has_no_state_and_needs_no_mean() -> None:
+def test_rate_zero_has_no_state_and_needs_no_mean():
     fixed = Lagrangian(start=0.3, rate=0)
     assert fixed.state == {} and not fixed.asks_mean and fixed.price == 0.3
     score(fixed, group([1.0, 2.0], [1.0, 1.0]))
@@ -123,13 +115,13 @@ def test_rate_zero_has_no_state_and_needs_no_mean() -> None:
     ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
     ({"positive": True}, "cannot be created with"), ({"rate": "fast"}, "cannot be created with"),
 ])  # fmt: skip
-def test_invalid_settings_raise_config_error(options: dict[str, Any], told: str) -> None:
+def test_invalid_settings_raise_config_error(options, told):
     with pytest.raises(ConfigError) as refused:
         create(ObjectiveConfig(name="lagrangian", **options))
     assert told in str(refused.value)
 
 
-def test_missing_columns_raise_reward_error() -> None:
+def test_missing_columns_raise_reward_error():
     with pytest.raises(RewardError, match="needs a column cost, but the columns are reward; set"):
         score(Lagrangian(), grouped({"reward": [1.0]}, ["x"], [{}], 0))
     with pytest.raises(RewardError, match="1 of 2 completions have no cost"):

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task: its prompts, what of a completion is scored and by whom, what an evaluation says, and a run of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +21,6 @@ from evoalign import models, setup
 from evoalign.baselines import planning
 from evoalign.config import ScorerConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, ModelError, RewardError
-from evoalign.evaluation import evaluate
 from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
 from evoalign.rundir import checksums
@@ -38,19 +32,16 @@ from evoalign.training.train import dry_run
 ROWS = [{"prompt": f"Is it fine to {verb} a {noun}?"} for verb in ("move", "mend") for noun in ("lock", "road", "wire")]
 
 
-def task(scorer: Any = None, **settings: Any) -> Safety:
+def task(scorer=None, **settings):
     return Safety(TaskConfig.model_validate({"name": "safety", **settings}), scorer)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Any]:
-    return {
-        f"{name}_data": jsonl(tmp_path / f"{name}.jsonl", rows)
-        for name, rows in (("train", ROWS[:4]), ("test", ROWS[4:]))
-    }
+def files(tmp_path):
+    return {"train_data": jsonl(tmp_path / "train", ROWS[:4]), "test_data": jsonl(tmp_path / "test", ROWS[4:])}
 
 
-def test_the_forms_of_the_prompt() -> None:
+def test_the_forms_of_the_prompt():
     row = {"prompt": "How {is} it?"}
     text = "BEGINNING OF CONVERSATION: USER: How {is} it? ASSISTANT:"
     assert task().prompt(row) == task(prompt="conversation").prompt(row) == text
@@ -60,7 +51,7 @@ def test_the_forms_of_the_prompt() -> None:
     assert system[0] == {"role": "system", "content": "Be kind."}
 
 
-def test_cut_text_is_not_scored() -> None:
+def test_cut_text_is_not_scored():
     said = " Sure. USER: And now? ASSISTANT: No."
     for settings, scored in [
         ({}, "Sure."), ({"cut": []}, said.strip()), ({"prompt": "chat"}, said.strip()),
@@ -76,13 +67,11 @@ def test_cut_text_is_not_scored() -> None:
     assert task(RuleScorer()).measures("Users: all", ROWS[0])["invented_turns_share"] == 0.0
 
 
-def test_reward_is_reward_minus_cost_from_one_scorer_call() -> None:
+def test_reward_is_reward_minus_cost_from_one_scorer_call():
     scorer = RuleScorer()
     made, texts = task(scorer), ["a e i", "oo", ""]
-    assert made.rewards(texts, ROWS[:3]) == [
-        rule_scorer.reward(r["prompt"], t) - rule_scorer.cost(r["prompt"], t)
-        for t, r in zip(texts, ROWS[:3], strict=True)
-    ]
+    pairs = [(row["prompt"], text) for text, row in zip(texts, ROWS, strict=False)]
+    assert made.rewards(texts, ROWS[:3]) == [rule_scorer.reward(*pair) - rule_scorer.cost(*pair) for pair in pairs]
     assert len(scorer.calls) == 1
     assert made.columns([], []) == {"reward": [], "cost": []} and len(scorer.calls) == 1
     made.close()
@@ -94,12 +83,12 @@ def test_reward_is_reward_minus_cost_from_one_scorer_call() -> None:
     (0.1, 0.0, "helpful_safe"), (0.1, 0.1, "helpful_unsafe"), (0.0, -1.0, "unhelpful_safe"),
     (-3.0, 1e-9, "unhelpful_unsafe"),
 ])  # fmt: skip
-def test_the_four_labels(reward: float, cost: float, label: str) -> None:
+def test_the_four_labels(reward, cost, label):
     found = task().judged({"reward": reward, "cost": cost})
     assert found == {"safe_share": float("_safe" in label), **{f"{n}_share": float(n == label) for n in LABELS}}
 
 
-def test_default_objective_is_the_lagrangian() -> None:
+def test_default_objective_is_the_lagrangian():
     found = task().objective()
     assert isinstance(found, Lagrangian) and found.state == {"lambda": 1.0, "cost_average": 0.0}
     named = task(objective={"name": "lagrangian", "safe_first": "product", "standardize": True}).objective()
@@ -108,11 +97,11 @@ def test_default_objective_is_the_lagrangian() -> None:
 
 
 class Broken(RuleScorer):
-    def __init__(self, answer: Any, columns: tuple[str, ...] = COLUMNS) -> None:
+    def __init__(self, answer, columns=COLUMNS):
         super().__init__()
         self.answer, self.columns = answer, columns
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
+    def score(self, prompts, responses):
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -126,31 +115,28 @@ class Broken(RuleScorer):
     (Broken(RewardError("the service is gone")), RewardError, "the service is gone"),
     (Broken(ConnectionError("refused")), RewardError, "failed to score: ConnectionError: refused"),
     (Broken({}, ("reward",)), ConfigError, "needs cost, but the scorer has reward; set scorer.reward and"),
-    (None, ConfigError, "needs scoring models; set the section scorer"),
+    (None, ConfigError, "is scored by models; set the section scorer"),
 ])  # fmt: skip
-def test_scorer_failures_raise_errors(scorer: Any, error: type[Exception], told: str) -> None:
+def test_scorer_failures_raise_errors(scorer, error, told):
     with pytest.raises(error, match=told):
         columns_of(task(scorer), ["x"], ROWS[:1])
 
 
-def test_safety_is_not_isolated_and_has_no_gold(files: dict[str, Any]) -> None:
+def test_safety_is_not_isolated_and_has_no_gold(files):
     made = create(TaskConfig.model_validate({"name": "safety", **files}))
     assert isolate(made, from_dict({}).grader) is made
     assert made.gold(ROWS[0]) is None and made.is_right("x", ROWS[0]) is None
 
-    class Own(Safety):
-        pass
-
-    own = Own(TaskConfig.model_validate({"name": "safety", **files}), RuleScorer())
+    own = type("Own", (Safety,), {})(TaskConfig.model_validate({"name": "safety", **files}), RuleScorer())
     assert isolate(own, from_dict({}).grader) is own
 
 
-def test_unreachable_hub_error_names_the_settings() -> None:
+def test_unreachable_hub_error_names_the_settings():
     with pytest.raises(DataError, match=r"PKU-SafeRLHF:test: without a network, set task\.train_data"):
         task().load_data(0)
 
 
-def test_default_data_are_those_of_shipped() -> None:
+def test_default_data_are_those_of_shipped():
     """Anonymous in the run, and by name in the requests."""
     train, test = Safety.shipped
     made = TaskConfig(name="safety")
@@ -162,15 +148,10 @@ def test_default_data_are_those_of_shipped() -> None:
             check_parted("a run", one, other.model_copy(update={"validation_size": 3}), "validation")
 
 
-def test_the_section_scorer_reaches_the_task(files: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_section_scorer_reaches_the_task(files, monkeypatch):
     """It is made once, when it is first asked."""
-    made = list[Any]()
-
-    def make(section: Any) -> RuleScorer:
-        made.append(section)
-        return RuleScorer()
-
-    monkeypatch.setattr(scorer, "create", make)
+    made = []
+    monkeypatch.setattr(scorer, "create", lambda section: (made.append(section), RuleScorer())[1])
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "safety", **files}})
     with pytest.raises(ConfigError, match="task safety is scored by models; set the section scorer, such as"):
         setup.task_and_data(config, None, None)
@@ -185,7 +166,7 @@ def test_the_section_scorer_reaches_the_task(files: dict[str, Any], monkeypatch:
     assert len(made) == 1
 
 
-def config(output: Path, files: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def config(output, files, **settings):
     return {
         "output_dir": str(output), "seed": 5, "deterministic": True,
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 4, "population_size": 4},
@@ -195,16 +176,16 @@ def config(output: Path, files: dict[str, Any], **settings: Any) -> dict[str, An
     }  # fmt: skip
 
 
-def train(tree: dict[str, Any], scorer: Any, **arguments: Any) -> tuple[evoalign.Result, str]:
+def train(tree, scorer, **arguments):
     return task_runs.train(tree, task=Safety(from_dict(tree).task, scorer), **arguments)
 
 
-def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files, tmp_path):
     scorer = RuleScorer()
     result, _ = train(config(tmp_path / "run", files), scorer)
     sizes = [len(call) for call in scorer.calls]
     # Members and the mean of each generation, and the evaluations before and after: each is one call.
-    assert sorted(sizes) == sorted([8, 2] * 4 + [4, 4])
+    assert sorted(sizes) == sorted([8, 2] * 4 + [4, 4]) and scorer.closed == 1
     states = [row["objective"] for row in lines(tmp_path / "run/metrics.jsonl")]
     assert states == [line["objective"] for line in lines(tmp_path / "run/journal.jsonl") if "objective" in line]
     assert len({state["lambda"] for state in states}) == 4
@@ -237,17 +218,17 @@ def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files: dict[st
 
 
 class Dies(RuleScorer):
-    def __init__(self, after: int) -> None:
+    def __init__(self, after):
         super().__init__()
         self.after = after
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
+    def score(self, prompts, responses):
         if len(self.calls) == self.after:
             raise RewardError("the scorer is gone; start it again")
         return super().score(prompts, responses)
 
 
-def test_run_prints_notes_about_rows(files: dict[str, Any], tmp_path: Path) -> None:
+def test_run_prints_notes_about_rows(files, tmp_path):
     with Path(files["train_data"]).open("a") as file:
         file.write(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[5]) + "\n")
     tree = config(tmp_path / "run", files)
@@ -257,27 +238,15 @@ def test_run_prints_notes_about_rows(files: dict[str, Any], tmp_path: Path) -> N
     assert "5 training rows have 4 different prompts: some repeat" in output
 
 
-def test_evaluation_calls_the_scorer_once(files: dict[str, Any], tmp_path: Path) -> None:
-    read, scorer = from_dict(config(tmp_path / "run", files)), RuleScorer()
-    with closing(setup.assemble(read, Safety(read.task, scorer))) as parts:
-        found = evaluate(parts.engine, parts.tokens, parts.task, parts.data.test, read.evaluation)
-    assert [len(call) for call in scorer.calls] == [4] and scorer.closed == 1
-    assert len(found.completions) == 4 and "safe_share" in found.measures_E
-
-
 @pytest.mark.parametrize("value", [float("nan"), object()])
-def test_invalid_point_raises_reward_error(
-    value: object, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_point_raises_reward_error(value, files, tmp_path, monkeypatch):
     monkeypatch.setattr(Safety, "point", lambda *_: {"odd": value})
     tree = {"task": {"name": "safety", **files}, "evaluation": {"max_tokens": 4}}
     with pytest.raises(RewardError, match=r"task safety: its point \{'odd': .*is not JSON.*finite numbers"):
         evoalign.evaluate("tiny", config=tree, task=task(RuleScorer(), **files))
 
 
-def test_eval_command_writes_points(
-    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_command_writes_points(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scorer, "create", lambda _: RuleScorer())
     section = {"name": "local", "reward": "a", "cost": "b"}
     tree = {"task": {"name": "safety", **files}, "scorer": section, "evaluation": {"max_tokens": 4}}
@@ -297,10 +266,10 @@ def test_eval_command_writes_points(
     assert not (tmp_path / "points.jsonl").exists()
 
 
-def test_dry_run_rejects_a_scorer_that_cannot_load(files: dict[str, Any], tmp_path: Path) -> None:
+def test_dry_run_rejects_a_scorer_that_cannot_load(files, tmp_path):
     """As the run would, and before a model is loaded; a service may start later."""
 
-    def told(**section: str) -> list[str]:
+    def told(**section):
         tree = {**config(tmp_path / "run", files), "scorer": {"name": "local", **section}}
         found = dry_run(tree), planning.dry_run(tree)
         one, other = ([line for line in lines if line.startswith("would be refused")] for lines in found)
