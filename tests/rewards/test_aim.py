@@ -109,8 +109,7 @@ def test_sweep_uses_the_fitness_measure(swept):
 
 def test_sweep_over_fitness_uses_the_reward(tmp_path, monkeypatch):
     monkeypatch.setattr("evoalign.analysis.sweeping.sweep.drive", lambda *given: [])
-    out = io.StringIO()
-    ways = [f"{tmp_path}/own.py:letters", None]
+    out, ways = io.StringIO(), [f"{tmp_path}/own.py:letters", None]
     sweep(config(tmp_path), grid={"task.fitness": ways}, to=tmp_path / "sweep", console=Console(file=out, width=400))
     assert "since task.fitness differs: trained for is fitness/letters (1 of 2) or reward (1 of 2)" in out.getvalue()
     assert json.loads((tmp_path / "sweep/results.json").read_text())["measure"] == "reward"
@@ -179,22 +178,18 @@ def test_fitness_placebos_are_saved(swept, tmp_path):
     kept = placebo_file.read(run, read(run).config)
     assert kept is not None and (kept.reward, kept.fitness) == (measured.reward, measured.fitness)
     assert kept.aim is kept.fitness
-
     evoalign.export(run, tmp_path / "card")
     card = (tmp_path / "card/README.md").read_text()
     assert "fitness/letters, the trained measure: 3 placebos reached" in card and "Reward: 3 placebos" in card
-
     rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
     whole, drift = measured.fitness, "share of the gain that is drift, all runs pooled"
     assert rows["reward of the mean placebo"] == (f"{measured.reward.mean:.4g}",)
     assert rows[f"{NAME} of the mean placebo"] == (f"{np.mean(whole.placebos):.4g}",)
     gain, moved = whole.real - whole.before, float(np.mean(whole.placebos)) - whole.before
     assert rows[f"{NAME}: {drift}"] == (f"{moved / gain:.0%}" if gain > 0 else "-",) and drift in rows
-
     evaluation = json.loads((run / "results/evaluation.json").read_text())
     found = results.placebo_of(Run(TrialConfig("a", {}), 3, run, from_dict(tree), "es"), evaluation)
     assert found == {"placebos": 3, "measure": NAME, "drift": moved, "gain": gain}
-
     file = run / placebo_file.PLACEBO
     file.write_text(file.read_text().replace('"fitness/letters"', '"fitness/others"'))
     with pytest.raises(evoalign.EvoalignError, match=r"placebo\.json was altered"):

@@ -43,6 +43,11 @@ def run(scorer, use, **settings):
     return asyncio.run(asyncio.wait_for(whole(), 120))
 
 
+async def until(is_so):
+    while not is_so():
+        await asyncio.sleep(0)
+
+
 def one(batcher, length):
     return batcher.score(["p"], ["r" * length])
 
@@ -60,8 +65,7 @@ def test_a_batch_that_is_not_full_is_begun_after_its_wait_and_at_the_end():
 
     async def ended(batcher, meter):
         asked = asyncio.ensure_future(one(batcher, 7))
-        while meter.queued == 0:
-            await asyncio.sleep(0)
+        await until(lambda: meter.queued != 0)
         batcher.hurry()
         return await asked
 
@@ -74,14 +78,11 @@ def test_lengths_are_together_and_the_oldest_goes_first():
 
     async def use(batcher, meter):
         first = asyncio.ensure_future(batcher.score(["p"] * 4, ["r"] * 4))
-        while meter.queued < 4:
-            await asyncio.sleep(0)
-        while meter.queued == 4:
-            await asyncio.sleep(0)
+        await until(lambda: meter.queued >= 4)
+        await until(lambda: meter.queued != 4)
         lengths = [50, 1, 51, 2, 52, 3, 53, 4]
         rest = [asyncio.ensure_future(one(batcher, length)) for length in lengths]
-        while meter.queued < 8:
-            await asyncio.sleep(0)
+        await until(lambda: meter.queued >= 8)
         scorer.open.set()
         assert [(await asked)["reward"][0] for asked in rest] == lengths
         await first
@@ -93,8 +94,7 @@ def test_lengths_are_together_and_the_oldest_goes_first():
 def test_a_queue_that_is_full_refuses_whole_requests_and_keeps_none_of_them():
     async def use(batcher, meter):
         waiting = asyncio.ensure_future(batcher.score(["p"] * 3, ["r"] * 3))
-        while meter.queued < 3:
-            await asyncio.sleep(0)
+        await until(lambda: meter.queued >= 3)
         with pytest.raises(FullError) as full:
             await batcher.score(["p"] * 8, ["r"] * 8)
         assert full.value.seconds >= 1 and meter.queued == 3 and meter.refused == 1
@@ -117,8 +117,7 @@ def test_failing_request_does_not_fail_others():
 def test_cancelled_requests_leave_the_queue():
     async def use(batcher, meter):
         gone = asyncio.ensure_future(batcher.score(["p"] * 3, ["r"] * 3))
-        while meter.queued < 3:
-            await asyncio.sleep(0)
+        await until(lambda: meter.queued >= 3)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         assert meter.queued == 0

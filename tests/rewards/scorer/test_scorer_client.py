@@ -140,13 +140,6 @@ def test_invalid_responses_raise_immediately(answer, said, fake):
     assert scorer.score(PROMPTS, RESPONSES) == WANTED  # it is asked again as if nothing had been
 
 
-def test_deadline_counts_time_without_any_scores(fake):
-    scorer = fake.client(deadline=0.3, concurrency=1)
-    fake.answers = [of({}, status=503)] * 10_000
-    with pytest.raises(RewardError, match=r"no scores .* for 0\.3 s \(status 503.*start it again"):
-        scorer.score(PROMPTS * 10, RESPONSES * 10)
-
-
 def test_outage_and_recovery_are_logged_once(fake, caplog, monkeypatch):
     """However many requests meet it. A queue that is full is none."""
     monkeypatch.setattr(client, "QUIET", 0.0)
@@ -164,11 +157,12 @@ def test_outage_and_recovery_are_logged_once(fake, caplog, monkeypatch):
         assert back.startswith(f"the scorer at {fake.url} ")
 
 
-def test_concurrent_failures_log_one_outage(fake, caplog, monkeypatch):
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_deadline_counts_time_without_any_scores_and_logs_one_outage(concurrency, fake, caplog, monkeypatch):
     monkeypatch.setattr(client, "QUIET", 0.1)
-    scorer = fake.client(concurrency=4, deadline=0.3)
+    scorer = fake.client(concurrency=concurrency, deadline=0.3)
     fake.answers = [of({}, status=503)] * 10_000
-    with pytest.raises(RewardError):
+    with pytest.raises(RewardError, match=r"no scores .* for 0\.3 s \(status 503.*start it again"):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
     assert len(caplog.messages) == 1 and "retrying for 1 s" in caplog.text
 
