@@ -23,8 +23,8 @@ from evoalign.types import Example, Messages, Prompt
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns that hold a conversation."""
-ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant"}
-ROLES |= {"system": "system"}
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+ROLES.update({name: name for name in ("user", "assistant", "system")})
 """Roles by their names in ShareGPT data."""
 
 
