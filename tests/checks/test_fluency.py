@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nats a token under the base model, against plain transformers on the tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from evoalign.cost.estimate import second_copy_lines
 from evoalign.errors import ModelError
 from evoalign.evaluation import Scored
 from evoalign.models import tiny
-from evoalign.setup import Parts, assemble
+from evoalign.setup import assemble
 
 CONFIG = {
     "task": {"name": "conciseness", "prompt": "raw"},
@@ -27,17 +24,17 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[Parts]:
+def parts():
     found = assemble(from_dict(CONFIG))
     yield found
     found.close()
 
 
-def said(texts: list[str]) -> list[Scored]:
+def said(texts):
     return [Scored(i, 0, 0, "", None, text, 0.0, "stop", 1) for i, text in enumerate(texts)]
 
 
-def test_each_example_is_looked_at_before_one_of_them_again(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_example_is_looked_at_before_one_of_them_again(parts, monkeypatch):
     """Eight questions of 20 samples lie one question after another: the first completions would be of two of them."""
     drawn = [Scored(e, 0, k, "", None, f"It is {e}{k}.", 0.0, "stop", 1) for e in range(8) for k in range(20)]
     monkeypatch.setattr(divergence, "MOST_COMPLETIONS", 16)
@@ -46,7 +43,7 @@ def test_each_example_is_looked_at_before_one_of_them_again(parts: Parts, monkey
     assert looked == [(e, k) for e in range(8) for k in range(2)]
 
 
-def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
+def test_nats_a_token_are_those_of_plain_transformers(parts):
     texts = ["It is Paris.", "", "x", "zq 7 7 zq"]
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32),
@@ -73,7 +70,7 @@ def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
     assert (nothing.before, nothing.after, nothing.tokens_after) == (None, None, 0)
 
 
-def test_it_costs_more_to_say_what_no_model_says(parts: Parts) -> None:
+def test_it_costs_more_to_say_what_no_model_says(parts):
     own = [s.text for s in parts.evaluate_test().completions]
     letters = ["zq xj wv kq", "qqz vvj jjx"] * 4
     found = divergence.fluency(Reference.of(parts), parts.tokens, parts.task, parts.data.test, said(own), said(letters))
@@ -81,8 +78,8 @@ def test_it_costs_more_to_say_what_no_model_says(parts: Parts) -> None:
     assert found.after > found.before + 2
 
 
-def test_a_copy_that_does_not_fit_is_a_model_error(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+def test_a_copy_that_does_not_fit_is_a_model_error(parts, monkeypatch):
+    def refuse(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     reference = Reference.of(parts)
@@ -95,7 +92,7 @@ def test_a_copy_that_does_not_fit_is_a_model_error(parts: Parts, monkeypatch: py
     ("wanted", "here", "expected"),
     [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
 )
-def test_when_it_is_measured(wanted: bool | None, here: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_is_measured(wanted, here, expected, monkeypatch):
     config = from_dict({**CONFIG, "checks": {} if wanted is None else {"perplexity": wanted}})
     monkeypatch.setattr(type(config.engine), "serves_here", here)
     assert config.measures_nats is expected

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of weights, read by rows, against what the libraries themselves load, merge and save."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +9,20 @@ import torch
 from families import build, make_config, unfused
 from safetensors.torch import load_file, save_file
 
-from evoalign.checks.distance import Base, Difference, Product, blocks, changes_of
+from evoalign.checks.distance import Base, Product, blocks, changes_of
 from evoalign.errors import ModelError
 from evoalign.models import tensors, tiny
 
 NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
 
 
-def live(path: Path, **settings: Any) -> Any:
+def live(path, **settings):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **settings)
 
 
-def moved(path: Path, seed: int = 0) -> Any:
+def moved(path, seed=0):
     """The model with noise on each parameter."""
     model, generator = live(path), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -36,14 +31,14 @@ def moved(path: Path, seed: int = 0) -> Any:
     return model
 
 
-def dense(change: Difference | Product) -> np.ndarray[Any, Any]:
+def dense(change):
     """All rows, read in several blocks."""
     found = [change.rows(at).numpy() for at in blocks(change.shape, 50)]
     assert len(found) > 1 or change.shape[0] == 1 or np.prod(change.shape) <= 50
     return np.concatenate(found)
 
 
-def check(found: Mapping[str, Any], model: Any, base: Any) -> None:
+def check(found, model, base):
     """All changes are those of the models' own parameters, by their names in checkpoints."""
     new, old = unfused(model), unfused(base)
     assert set(found) == set(new)
@@ -54,7 +49,7 @@ def check(found: Mapping[str, Any], model: Any, base: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mixtral"])
-def test_a_checkpoint_that_the_library_saved(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_library_saved(family, tmp_path):
     """Tied and untied; the experts of a layer fused in the library and apart in its files."""
     base = build(family, tmp_path / "base")
     model = moved(base)
@@ -66,7 +61,7 @@ def test_a_checkpoint_that_the_library_saved(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_experts_that_are_fused_in_the_files_too(family: str, tmp_path: Path) -> None:
+def test_experts_that_are_fused_in_the_files_too(family, tmp_path):
     base = build(family, tmp_path / "base")
     model = moved(base)
     (tmp_path / "new").mkdir()
@@ -77,7 +72,7 @@ def test_experts_that_are_fused_in_the_files_too(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_rounding_alone_changed_is_no_change(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_rounding_alone_changed_is_no_change(dtype, tmp_path):
     """A checkpoint in half precision of a base in float32, one number of which was trained."""
     model = live(tiny())
     model.save_pretrained(tmp_path / "base")
@@ -91,11 +86,11 @@ def test_what_rounding_alone_changed_is_no_change(dtype: torch.dtype, tmp_path: 
     assert found[NORM].square() == pytest.approx(1, abs=0.02)
 
 
-def test_files_are_opened_anew_and_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_opened_anew_and_read_the_same(tmp_path, monkeypatch):
     """What was read of a mapped file counts as memory until it is closed."""
-    opened: list[Path] = []
-    plain: Callable[[Path], Any] = getattr(tensors, "_open")  # noqa: B009
-    monkeypatch.setattr(tensors, "_open", lambda file: (opened.append(file), plain(file))[1])  # type: ignore[misc]
+    opened = []
+    plain = getattr(tensors, "_open")  # noqa: B009
+    monkeypatch.setattr(tensors, "_open", lambda file: (opened.append(file), plain(file))[1])
     monkeypatch.setattr(tensors, "MAPPED", 10_000)
     file = tiny() / "model.safetensors"
     own, found = load_file(file), tensors.Files([file])
@@ -105,12 +100,12 @@ def test_files_are_opened_anew_and_read_the_same(tmp_path: Path, monkeypatch: py
     assert len(opened) > 20
 
 
-def adapted(path: Path, **settings: Any) -> Any:
+def adapted(path, **settings):
     """An adapter made by PEFT."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model: Any = get_peft_model(live(path), LoraConfig(task_type="CAUSAL_LM", **settings))
+    model = get_peft_model(live(path), LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -119,7 +114,7 @@ def adapted(path: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["lora", "rslora"])
-def test_an_adapter_of_peft_is_its_merged_weights_less_the_base(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_of_peft_is_its_merged_weights_less_the_base(settings, tmp_path):
     model = adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], **settings)
     model.save_pretrained(tmp_path)
     found = changes_of(tmp_path, Base(make_config("tiny")))
@@ -127,7 +122,7 @@ def test_an_adapter_of_peft_is_its_merged_weights_less_the_base(settings: dict[s
     check_merged(found, model, tiny(), 12)
 
 
-def check_merged(found: Mapping[str, Any], model: Any, base: Path, count: int) -> None:
+def check_merged(found, model, base, count):
     old = {name: p.detach().clone() for name, p in live(base).named_parameters()}
     new = {name: p.detach() - old[name] for name, p in model.merge_and_unload().named_parameters()}
     assert set(found) == {name for name, change in new.items() if bool(change.any())} and len(found) == count
@@ -135,7 +130,7 @@ def check_merged(found: Mapping[str, Any], model: Any, base: Path, count: int) -
         np.testing.assert_allclose(dense(change), new[name].numpy(), rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_layers_that_keep_their_weights_the_other_way_round(tmp_path: Path) -> None:
+def test_layers_that_keep_their_weights_the_other_way_round(tmp_path):
     """GPT-2's are [in, out], and one of them is square: a change taken for its transpose has the same shape."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -149,7 +144,7 @@ def test_layers_that_keep_their_weights_the_other_way_round(tmp_path: Path) -> N
     check_merged(found, adapter, tmp_path / "base", 3)
 
 
-def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+def altered(folder, change):
     shutil.copytree(tiny(), folder)
     state = load_file(folder / "model.safetensors")
     change(state)
@@ -166,7 +161,7 @@ def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     ],
     ids=["shape", "missing", "more"],
 )
-def test_a_checkpoint_of_another_model(change: Callable[..., object], said: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model(change, said, tmp_path):
     with pytest.raises(ModelError, match=said):
         changes_of(altered(tmp_path / "new", change), Base(make_config("tiny")))
 
@@ -180,7 +175,7 @@ def test_a_checkpoint_of_another_model(change: Callable[..., object], said: str,
     ],
     ids=["shape", "ranks", "missing"],
 )
-def test_an_adapter_of_another_model(factor: str, change: Any, said: str, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model(factor, change, said, tmp_path):
     adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     state, name = load_file(file), f"base_model.model.model.layers.0.self_attn.q_proj.{factor}.weight"
@@ -190,7 +185,7 @@ def test_an_adapter_of_another_model(factor: str, change: Any, said: str, tmp_pa
         changes_of(tmp_path, Base(make_config("tiny")))
 
 
-def test_an_adapter_on_a_head_that_is_tied_is_not_left_out(tmp_path: Path) -> None:
+def test_an_adapter_on_a_head_that_is_tied_is_not_left_out(tmp_path):
     adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj", "lm_head"]).save_pretrained(
         tmp_path, save_embedding_layers=False
     )
@@ -198,7 +193,7 @@ def test_an_adapter_on_a_head_that_is_tied_is_not_left_out(tmp_path: Path) -> No
         changes_of(tmp_path, Base(make_config("tiny")))
 
 
-def test_factors_that_were_taken_out_of_the_base_are_refused(tmp_path: Path) -> None:
+def test_factors_that_were_taken_out_of_the_base_are_refused(tmp_path):
     """PiSSA's base is another one from the start."""
     adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"

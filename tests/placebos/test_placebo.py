@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gain split in drift and signal: by hand, by simulation, and of a run whose journal is replayed."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +48,7 @@ REAL = [-2.0, -1.0, -3.0, -4.0, -2.0]
 PLACEBOS = [[-6.0, -5.0, -8.0, -7.0, -6.0], [-5.0, -3.0, -6.0, -6.0, -4.0], [-1.0, -1.0, -3.0, -3.0, -2.0]]
 
 
-def test_a_gain_is_split_by_hand() -> None:
+def test_a_gain_is_split_by_hand():
     found = split(BEFORE, REAL, PLACEBOS, [-10.0] * 5)
     assert (found.before, found.real, found.flip, found.items) == (-9.8, -2.4, -10.0, 5)
     assert found.placebos == pytest.approx((-6.4, -4.8, -2.0)) and found.mean == pytest.approx(-4.4)
@@ -68,7 +64,7 @@ def test_a_gain_is_split_by_hand() -> None:
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["share"]["mean"] == found.share.mean
 
 
-def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
+def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards():
     """Placebos differ among each other: the interval about their mean leaves out most runs that are one of them."""
     rng, said = np.random.default_rng(0), 0
     for _ in range(200):
@@ -89,7 +85,7 @@ def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
      ([0.0] * 4 + [0.1], 0.9, "5 placebos cannot show whether it is more than drift, 20 can: "),
      ([0.01 * k for k in range(20)], 0.9, "more than drift: 0 of 20 "), ([0.5, 0.6, 0.7], 0.1, "not shown")],
 )  # fmt: skip
-def test_one_more_placebo_is_not_called_more_than_drift(placebos: list[float], real: float, said: str) -> None:
+def test_one_more_placebo_is_not_called_more_than_drift(placebos, real, said):
     """An interval about the mean placebo leaves out most placebos, and with them a run that is no more than one."""
     rng = np.random.default_rng(0)
     items_E = rng.normal(0, 0.1, 50)
@@ -97,11 +93,11 @@ def test_one_more_placebo_is_not_called_more_than_drift(placebos: list[float], r
     assert beyond_drift(found).startswith(said)
 
 
-def test_placebos_that_tie_reach_the_run() -> None:
+def test_placebos_that_tie_reach_the_run():
     assert split([0.0] * 4, [1.0, 0, 1, 0], [[0.0, 1, 0, 1], [0.0] * 4]).reached == 1
 
 
-def test_a_share_needs_a_gain_that_is_sure() -> None:
+def test_a_share_needs_a_gain_that_is_sure():
     found = split(BEFORE, [-20.0, 2.0, -13.0, -6.0, -8.0], PLACEBOS)
     assert found.share is None and found.as_dict()["share"] is None
     assert "is not significant, so no drift share" in sentence(found)
@@ -109,7 +105,7 @@ def test_a_share_needs_a_gain_that_is_sure() -> None:
     assert one.share is None and one.gain.low is None
 
 
-def test_words() -> None:
+def test_words():
     found = split(BEFORE, REAL, PLACEBOS, [-11.0] * 5)
     assert sentence(found).startswith(
         "3 placebos (the same noise, shuffled coefficients) reached -4.4 on average (-6.4 to -2), from -9.8; the run "
@@ -137,7 +133,7 @@ def test_words() -> None:
 
 
 @pytest.mark.parametrize("count", [5, 20])
-def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
+def test_nothing_is_promised_of_a_run_without_a_gain(count):
     """The noise breaks the model, the run is above all its placebos, and yet no better than the start, or worse."""
     rng = np.random.default_rng(0)
     before, broken = rng.normal(0, 0.1, 50), [rng.normal(-3, 0.1, 50) for _ in range(count)]
@@ -152,10 +148,10 @@ def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
     assert near.signal.mean > 0 and beyond_drift(near).startswith("the gain of the run is not significant; 0 of ")
 
 
-def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
+def test_a_share_outside_of_0_to_100_percent_has_words():
     rng = np.random.default_rng(0)
 
-    def said(real: float, placebo: float, spread: float = 0.1, count: int = 19) -> str:
+    def said(real, placebo, spread=0.1, count=19):
         before = rng.normal(0, 0.1, 50)
         return sentence(
             split(before, before + rng.normal(real, 0.1, 50), [rng.normal(placebo, spread, 50) for _ in range(count)])
@@ -183,7 +179,7 @@ def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
     assert "% of the gain is drift (95 % interval " in said(1, 0.5)
 
 
-def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
+def test_a_gain_that_a_placebo_reaches_is_not_all_signal():
     """Noise surely does harm in the mean, and yet one of the placebos is above the run."""
     before = np.random.default_rng(0).normal(0, 0.01, 50)
     found = split(before, before + 1 + before[::-1], [*[before - 2 + before[::-1]] * 29, before + 1.5])
@@ -191,7 +187,7 @@ def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
     assert sentence(found).endswith(": no part of the gain is shown to be drift")
 
 
-def test_task_fitness_without_a_placebo_is_damage() -> None:
+def test_task_fitness_without_a_placebo_is_damage():
     reward = split(np.zeros(5), np.ones(5), [np.zeros(5)]).as_dict()
     whole = {"name": "fitness/f1", "before": 0.1, "real": 0.2, "placebos": []}
     with pytest.raises(DataError, match=r"damaged \(placebo.fitness.placebos\)"):
@@ -202,7 +198,7 @@ def test_task_fitness_without_a_placebo_is_damage() -> None:
 @pytest.mark.parametrize(
     ("placebos", "items", "most"), [(3, 8, 0.99), (5, 200, 0.985), (20, 50, 0.975)], ids=["3x8", "5x200", "20x50"]
 )
-def test_the_intervals_hold_signal_drift_and_share(placebos: int, items: int, most: float) -> None:
+def test_the_intervals_hold_signal_drift_and_share(placebos, items, most):
     """Of 400 simulated runs whose items are answered by all: 95 % is 92 to 98 %; with few placebos it is more."""
     random, held = np.random.default_rng(0), np.zeros(3)
     for _ in range(400):
@@ -217,7 +213,7 @@ def test_the_intervals_hold_signal_drift_and_share(placebos: int, items: int, mo
     assert (held / 400 >= 0.92).all() and (held / 400 <= most).all(), held / 400
 
 
-def tree(folder: Path, **more: Any) -> dict[str, Any]:
+def tree(folder, **more):
     return {
         "output_dir": str(folder), "seed": 2, "task": {"name": "conciseness"}, "engine": {"threads": 1},
         "lora": {"rank": 4, "alpha": 4, "target_layers": [3], "target_modules": ["down_proj"]},
@@ -228,13 +224,13 @@ def tree(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("placebo") / "run"
     evoalign.train(tree(folder), console=Console(quiet=True))
     return folder
 
 
-def test_the_command_says_what_saved_counterfactuals_earn(run: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_saved_counterfactuals_earn(run, tmp_path):
     """Each placebo is the mean that `replay --to` saves, evaluated as any adapter is."""
     run = shutil.copytree(run, tmp_path / "run")
     result = CliRunner().invoke(
@@ -257,7 +253,7 @@ def test_the_command_says_what_saved_counterfactuals_earn(run: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: Path) -> None:
+def test_the_command_shows_a_counterfactual_beside_the_run(run, tmp_path):
     arguments = ["replay", str(run), "--counterfactual", "shuffle", "-g", "1"]
     result = CliRunner().invoke(cli.app, [*arguments, "--seeds", "0,3"])
     assert result.exit_code == 0, result.output
@@ -276,7 +272,7 @@ def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_another_task_is_split_as_well(run: Path, tmp_path: Path) -> None:
+def test_another_task_is_split_as_well(run, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text("task: {name: countdown, test_size: 3}\nevaluation: {max_tokens: 4}\n")
     found = evoalign.placebo(run, shuffles=1, off_task=other)
@@ -285,7 +281,7 @@ def test_another_task_is_split_as_well(run: Path, tmp_path: Path) -> None:
     assert "off_task" in found.as_dict()
 
 
-def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
+def test_what_is_not_that_run_is_refused(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     file = copy / "config.yaml"
@@ -301,14 +297,14 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
         evoalign.placebo(tmp_path / "grpo")
 
 
-def measure(folder: Path, *more: str) -> str:
+def measure(folder, *more):
     """What the command says of what it keeps."""
     done = CliRunner().invoke(cli.app, ["placebo", str(folder), *more])
     assert done.exit_code == 0, done.output
     return done.stderr
 
 
-def shown(folder: Path) -> str:
+def shown(folder):
     """What stands in the card, and in the comparison at the end."""
     evoalign.export(folder, folder.parent / "card")
     text = (folder.parent / "card/README.md").read_text()
@@ -316,7 +312,7 @@ def shown(folder: Path) -> str:
     return text.partition("**Signal and drift.**")[2].partition("\n")[0]
 
 
-def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended, tmp_path):
     folder = shutil.copytree(ended[0], tmp_path / "run")
     sums = (folder / "SHA256SUMS").read_text().splitlines()
     assert "Reward: 2 placebos" in shown(folder)
@@ -338,7 +334,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     assert "not saved: " in measure(folder, "--shuffles", "3")
 
 
-def test_a_card_tells_nobody_to_measure_more() -> None:
+def test_a_card_tells_nobody_to_measure_more():
     """Who reads it has no run. With fewer than 19, p cannot be below 5 %."""
     some = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 4)
     assert beyond_drift(some).startswith(
@@ -353,7 +349,7 @@ def test_a_card_tells_nobody_to_measure_more() -> None:
     assert placebo_lines({}, PlaceboResults(some)), "of a run that measured none itself"
 
 
-def forged(file: Path, **changes: Any) -> None:
+def forged(file, **changes):
     with checksums.recorded(file.parents[1], PLACEBO):
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -370,7 +366,7 @@ DAMAGE = {
 }
 
 
-def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended, tmp_path):
     whole = shutil.copytree(ended[0], tmp_path / "whole")
     measure(whole, "--shuffles", "3")
     for number, (why, change) in enumerate(DAMAGE.items()):
@@ -385,7 +381,7 @@ def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[P
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_takes_away_what_was_kept(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_takes_away_what_was_kept(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     measure(folder, "--shuffles", "1")
     longer = tree(folder)
@@ -397,7 +393,7 @@ def test_a_run_that_goes_on_takes_away_what_was_kept(run: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_public_result(run: Path) -> None:
+def test_the_public_result(run):
     found = evoalign.placebo(run, shuffles=1, generation=1)
     assert isinstance(found, Placebos) and isinstance(found.reward, Split)
     assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
@@ -405,11 +401,11 @@ def test_the_public_result(run: Path) -> None:
     assert found.as_dict()["each"].keys() == found.measures.keys()
 
 
-def results(folder: Path) -> dict[str, Any]:
+def results(folder):
     return json.loads((folder / "results/evaluation.json").read_text())
 
 
-def train(folder: Path, placebos: int | None = 2, resume: bool = False) -> str:
+def train(folder, placebos=2, resume=False):
     checks = {"control_every": 0, "placebo": placebos}
     told = io.StringIO()
     evoalign.train(tree(folder, checks=checks), resume=resume, console=Console(file=told, width=300))
@@ -417,13 +413,13 @@ def train(folder: Path, placebos: int | None = 2, resume: bool = False) -> str:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def ended(tmp_path_factory):
     """The same run with two placebos at its end, and what it said."""
     folder = tmp_path_factory.mktemp("placebo") / "ended"
     return folder, train(folder)
 
 
-def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -> None:
+def test_a_training_ends_with_its_placebos(run, ended):
     """The ones that the command measures; and nothing else of the run is another."""
     folder, told = ended
     assert "evaluating 2 placebos: the run with shuffled coefficients" in told and "mean placebo" in told
@@ -438,7 +434,7 @@ def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -
         assert (run / file).read_bytes() == (folder / file).read_bytes()
 
 
-def test_the_budget_has_the_placebos(run: Path, ended: tuple[Path, str]) -> None:
+def test_the_budget_has_the_placebos(run, ended):
     """Two more evaluations of the test split, and twice the updates that lead there."""
     without, found = (json.loads((f / "results/budget.json").read_text())["evaluation"] for f in (run, ended[0]))
     split = without["completions"] // 2  # before and after
@@ -449,12 +445,10 @@ def test_the_budget_has_the_placebos(run: Path, ended: tuple[Path, str]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["failure", "stop"])
-def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
-    kind: str, run: Path, ended: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(kind, run, ended, tmp_path, monkeypatch):
     follow, calls = Follower.follow, list[int]()
 
-    def ends(self: Follower, other: Any) -> str:
+    def ends(self, other):
         calls.append(1)
         if kind == "failure":
             raise torch.OutOfMemoryError("no room\nat all")
@@ -474,11 +468,11 @@ def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
 
 
 @pytest.mark.slow
-def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_there_before_the_placebos(run, tmp_path, monkeypatch):
     """So that whatever ends the process there takes nothing with it but what is measured from there on."""
     seen = list[bool]()
 
-    def dies(self: Follower, other: Any) -> str:
+    def dies(self, other):
         seen.append(checksums.verify(tmp_path / "run"))
         raise KeyboardInterrupt
 
@@ -492,10 +486,10 @@ def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_mistake_in_them_is_raised_and_costs_nothing(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_mistake_in_them_is_raised_and_costs_nothing(run, tmp_path, monkeypatch):
     """It is no failure of the machine, which one has to live with."""
 
-    def wrong(self: Follower, other: Any) -> str:
+    def wrong(self, other):
         raise AssertionError("of the code")
 
     monkeypatch.setattr(Follower, "follow", wrong)
@@ -504,7 +498,7 @@ def test_a_mistake_in_them_is_raised_and_costs_nothing(run: Path, tmp_path: Path
     assert results(tmp_path / "run")["after"] == results(run)["after"] and checksums.verify(tmp_path / "run")
 
 
-def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended, tmp_path):
     folder = shutil.copytree(ended[0], tmp_path / "run")
     config = load([folder / "config.yaml"])
     assert Run(TrialConfig("base", {}), config.seed, folder, config, "es").evaluation() is not None
@@ -513,7 +507,7 @@ def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str
     assert Run(TrialConfig("base", {}), config.seed, folder, config, "es").evaluation() is None
 
 
-def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
+def test_runs_together_have_one_share_of_drift(ended):
     """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
     found = read(ended[0])
     some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
@@ -524,7 +518,7 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     assert _drift(alone, "reward") == _drift([], "reward") == "-"
 
 
-def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run, ended, tmp_path):
     """By what was kept where that is more, as a comparison has it; and shares in per cent."""
     other = shutil.copytree(ended[0], tmp_path / "other")
     measure(other, "--shuffles", "3")
@@ -548,13 +542,13 @@ def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple
     assert table(both, "reward").splitlines()[2].endswith(" (of 1) |")
 
 
-def test_few_enough_for_a_tenth_by_counts_alone() -> None:
+def test_few_enough_for_a_tenth_by_counts_alone():
     """By hand: 8 members x 10 prompts x 20 generations are 1,600 completions of 10 + 20 tokens."""
     specs = [TensorSpec("w", (100, 100), "linear", 0, 0.1)]
     layout = Layout((EvolvedTensor("w.lora_B", (100, 1), "w"),), 0, "float32", rank=1)
     es = {"num_generations": 20, "population_size": 8, "sigma": 0.1}
 
-    def count(test: int, tokens: int = 20, es: dict[str, Any] = es, **evaluation: Any) -> int:
+    def count(test, tokens=20, es=es, **evaluation):
         tree = {"es": es, "sampling": {"max_tokens": 20}, "evaluation": {"max_tokens": tokens, **evaluation}}
         return placebos_in_a_tenth(from_dict(tree), specs, layout, [10] * 10, [10] * test)
 
@@ -566,7 +560,7 @@ def test_few_enough_for_a_tenth_by_counts_alone() -> None:
     assert placebos_in_a_tenth(config, wide, layout, [10] * 10, [10] * 10) == 0, "here the noise costs as much"
 
 
-def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
+def test_comparisons_and_cards_say_it(ended):
     folder, _ = ended
     found, own = read(folder), results(folder)["placebo"]["reward"]
     assert found.placebo is not None and found.placebo.reward.placebos == tuple(own["placebos"])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recommendations for made-up measurements, and reasons for none."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

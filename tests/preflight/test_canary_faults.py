@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`evoalign canary` finds each planted fault, and no other, on a small server that applies adapters."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
-from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evoalign.engines.server import adapters
 from evoalign.models import tiny
-from evoalign.preflight.canary import Report, examine
+from evoalign.preflight.canary import examine
 
 PROMPTS = ("The opposite of hot is", "Once upon a time there was a miller who had three sons, and")
 """Weak adapters have little effect on these, so that the examination starts below its threshold."""
@@ -30,14 +27,14 @@ Reply = tuple[int, Any]
 class TinyServer:
     """Serves the tiny model with adapters in transformers, by the requests of vLLM's server."""
 
-    def __init__(self) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(tiny())
+    def __init__(self):
+        self.model = AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(tiny())
         self.weights = {n: p.data.clone() for n, p in self.model.named_parameters() if p.ndim == 2}
-        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.adapters = {}
         self.applied, self.lock = "tiny", threading.Lock()
 
-    def reply(self, path: str, body: dict[str, Any]) -> Reply:
+    def reply(self, path, body):
         with self.lock:
             if path == "/v1/models":
                 rows = [{"id": "tiny", "root": str(tiny()), "owned_by": "vllm", "parent": None}]
@@ -51,7 +48,7 @@ class TinyServer:
                 return (200, self.complete(body)) if is_known else (404, {"message": "no such model"})
             return 200, {"version": "1"}
 
-    def load(self, name: str, folder: Path) -> Reply:
+    def load(self, name, folder):
         if name in self.adapters:
             return 400, {"message": "it is loaded already"}
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -67,7 +64,7 @@ class TinyServer:
         return 200, {}
 
     @torch.inference_mode()
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, body):
         for name, parameter in self.model.named_parameters():
             if name in self.weights:
                 moved = self.adapters.get(body["model"], {}).get(name)
@@ -83,11 +80,11 @@ class TinyServer:
 
 
 @contextmanager
-def serving(server: TinyServer) -> Generator[str]:
+def serving(server):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, tree = server.reply(self.path, json.loads(raw or b"{}"))
             self.send_response(status)
@@ -97,7 +94,7 @@ def serving(server: TinyServer) -> Generator[str]:
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *arguments: Any) -> None:
+        def log_message(self, format, *arguments):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
@@ -108,20 +105,20 @@ def serving(server: TinyServer) -> Generator[str]:
 
 
 @pytest.fixture(scope="module")
-def server() -> TinyServer:
+def server():
     return TinyServer()
 
 
 @pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def memory(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "IN_MEMORY", tmp_path)
 
 
-def names(report: Report, status: str) -> set[str]:
+def names(report, status):
     return {check.name for check in report.checks if check.status == status}
 
 
-def test_examine_blames_nothing_of_a_sound_server(server: TinyServer, tmp_path: Path) -> None:
+def test_examine_blames_nothing_of_a_sound_server(server, tmp_path):
     with serving(server) as url:
         report = examine(url, prompts=PROMPTS)
     assert report.code == 0 and len(names(report, "ok")) == len(report.checks) == 16, report
@@ -130,7 +127,7 @@ def test_examine_blames_nothing_of_a_sound_server(server: TinyServer, tmp_path: 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.first("ignores", "stale", others="slow")
-def test_examine_finds_a_planted_fault_and_no_other(server: TinyServer, fault: str) -> None:
+def test_examine_finds_a_planted_fault_and_no_other(server, fault):
     make, wanted = FAULTS[fault]
     server.adapters.clear()
     with serving(server) as url, between(url, "no-key", make()) as address:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of gains: against formulas written out here, and by simulation of rewards that cannot be learned."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations, product
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probe on the shipped model: what it measures, recommends, shows and writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal
@@ -338,6 +336,6 @@ def _written(folder):
     return config
 
 
-def test_probe_rejects_a_config_for_grpo() -> None:
+def test_probe_rejects_a_config_for_grpo():
     with pytest.raises(ConfigError, match="missing setting es"):
         probe(from_dict({"grpo": {"max_steps": 1}}))

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparisons, adapters and sessions of `evoalign canary`; tests/engine_* check real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
 import threading
 import time
-from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from evoalign import http, models
 from evoalign.cli import main
 from evoalign.engines.server import client as client_module
-from evoalign.engines.server import dialect as dialects
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import LostError, RefusedError
 from evoalign.engines.server.dialect import ServerInfo
@@ -37,11 +32,11 @@ from evoalign.types import Request, Sampling
 NAME = "base_model.model.model.layers.{}.mlp.{}"
 
 
-def completions(*tokens: tuple[str, float]) -> tuple[Completion, ...]:
+def completions(*tokens):
     return (Completion(tuple(t for t, _ in tokens), tuple(p for _, p in tokens)),)
 
 
-def test_distance_ignores_ties_and_counts_sure_tokens() -> None:
+def test_distance_ignores_ties_and_counts_sure_tokens():
     assert distance(completions(("a", -0.7), ("b", -1.0)), completions(("a", -0.7), ("b", -1.5))) == pytest.approx(0.25)
     tie = (("a", -0.7), ("b", -9.0)), (("c", -0.7), ("b", 0.0))
     assert distance(*(completions(*one) for one in tie)) == pytest.approx(0.0, abs=0.02)
@@ -50,7 +45,7 @@ def test_distance_ignores_ties_and_counts_sure_tokens() -> None:
     assert distance(completions(("a", 0.0)), completions(("c", -2.0))) == 8.0, "bounded"
 
 
-def test_distance_is_a_lower_bound_of_the_largest_change() -> None:
+def test_distance_is_a_lower_bound_of_the_largest_change():
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         one, other = torch.randn((2, 5), generator=generator).mul(2).log_softmax(-1)
@@ -58,7 +53,7 @@ def test_distance_is_a_lower_bound_of_the_largest_change() -> None:
         assert distance(*found) <= float((one - other).abs().max()) + 1e-6
 
 
-def test_distance_counts_an_empty_completion_where_the_other_is_sure() -> None:
+def test_distance_counts_an_empty_completion_where_the_other_is_sure():
     assert distance(completions(), completions()) == 0.0
     assert distance(completions(), completions(("a", -0.7))) == 0.0
     assert distance(completions(("a", -0.01)), completions()) == 1.0
@@ -69,21 +64,21 @@ class Stub:
 
     url = "http://stub"
 
-    def __init__(self, said: Any) -> None:
+    def __init__(self, said):
         self.said, self.asked = said, list[tuple[str, Any]]()
 
-    async def post(self, path: str, body: Any, *, seconds: float | None) -> Any:
+    async def post(self, path, body, *, seconds):
         self.asked.append((path, body))
         return self.said
 
 
-def ask(said: Any, api: Any, dialect: Any = None, **more: Any) -> tuple[Completion, list[Any]]:
+def ask(said, api, dialect=None, **more):
     client = Stub(said)
-    prompter = Prompter(client, dialect or VllmDialect(), api, "base", **more)  # type: ignore[arg-type]
+    prompter = Prompter(client, dialect or VllmDialect(), api, "base", **more)
     return asyncio.run(prompter.complete("Hello", "mine")), client.asked
 
 
-def test_a_chat_with_null_content_is_an_empty_completion() -> None:
+def test_a_chat_with_null_content_is_an_empty_completion():
     null = {"choices": [{"message": {"content": None}, "logprobs": None}]}
     assert ask(null, "chat")[0] == Completion((), ())
     assert ask({"choices": [{"message": {"content": None}, "logprobs": {"content": None}}]}, "chat")[0].tokens == ()
@@ -93,7 +88,7 @@ def test_a_chat_with_null_content_is_an_empty_completion() -> None:
         ask({"choices": [{"message": {"content": "a"}, "logprobs": None}]}, "chat")
 
 
-def test_each_dialect_names_adapters_in_its_own_field() -> None:
+def test_each_dialect_names_adapters_in_its_own_field():
     said = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [-0.5]}}]}
     named = [ask(said, "completions", dialect, **more)[1][0][1] for dialect, more in (
         (VllmDialect(), {}), (SglangDialect(), {}), (SglangDialect(), {"as_model": True}),
@@ -103,11 +98,11 @@ def test_each_dialect_names_adapters_in_its_own_field() -> None:
     ]  # fmt: skip
 
 
-def test_chat_returns_token_ids_and_null_content_is_an_empty_completion() -> None:
-    def said(choice: dict[str, Any], count: int = 1) -> dialects.Completion:
+def test_chat_returns_token_ids_and_null_content_is_an_empty_completion():
+    def said(choice, count=1):
         client = Stub({"choices": [{"finish_reason": "stop", **choice}], "usage": {"completion_tokens": count}})
         request = Request(0, (5, 6), Sampling(4), seed=7)
-        (one,) = asyncio.run(SglangDialect("chat").generate(client, [request], "mine", [2]))  # type: ignore[arg-type]
+        (one,) = asyncio.run(SglangDialect("chat").generate(client, [request], "mine", [2]))
         ((path, body),) = client.asked
         assert path == "/v1/chat/completions" and body["lora_path"] == "mine" and body["input_ids"] == [5, 6]
         return one
@@ -120,7 +115,7 @@ def test_chat_returns_token_ids_and_null_content_is_an_empty_completion() -> Non
             said({"message": message}, count)
 
 
-def folder_with(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+def folder_with(folder, tensors, **config):
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     own = {"r": 4, "lora_alpha": 6, "target_modules": ["up_proj", "down_proj"], **config}
@@ -128,7 +123,7 @@ def folder_with(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -
     return folder
 
 
-def factors(rank: int = 4) -> dict[str, torch.Tensor]:
+def factors(rank=4):
     torch.manual_seed(0)
     shapes = {NAME.format(0, "up_proj"): (5, 7), NAME.format(0, "down_proj"): (7, 5)}
     return {
@@ -138,7 +133,7 @@ def factors(rank: int = 4) -> dict[str, torch.Tensor]:
     }
 
 
-def weights(adapter: PeftAdapter, module: str) -> torch.Tensor:
+def weights(adapter, module):
     """Return what an adapter adds to a module's weights, by PEFT's rule."""
     config, name = adapter.config, NAME.format(0, module)
     rank, alpha = config["r"], config.get("alpha_pattern", {}).get(module, config["lora_alpha"])
@@ -147,7 +142,7 @@ def weights(adapter: PeftAdapter, module: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"alpha_pattern": {"down_proj": 24}}])
-def test_forms_of_an_adapter_are_equivalent(config: dict[str, Any], tmp_path: Path) -> None:
+def test_forms_of_an_adapter_are_equivalent(config, tmp_path):
     source = read_adapter(folder_with(tmp_path / "a", factors(), **config))
     given = {"use_rslora": False, **source.as_given(8.0).config}
     for module in ("up_proj", "down_proj"):
@@ -161,7 +156,7 @@ def test_forms_of_an_adapter_are_equivalent(config: dict[str, Any], tmp_path: Pa
     assert all(f.config["r"] == f.config["lora_alpha"] for f in (only, source.plain(2.0)))
 
 
-def test_gain_is_the_output_for_inputs_of_unit_variance(tmp_path: Path) -> None:
+def test_gain_is_the_output_for_inputs_of_unit_variance(tmp_path):
     source = read_adapter(folder_with(tmp_path / "a", factors()))
     for name, module in source.modules.items():
         x = torch.randn((50_000, 5 if "up_proj" in name else 7), dtype=torch.float64)
@@ -169,8 +164,8 @@ def test_gain_is_the_output_for_inputs_of_unit_variance(tmp_path: Path) -> None:
         assert module.gain == pytest.approx(float(output.pow(2).mean().sqrt()), rel=0.03)
 
 
-def test_read_adapter_refuses_what_is_not_plain_lora(tmp_path: Path) -> None:
-    def refused(words: str, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+def test_read_adapter_refuses_what_is_not_plain_lora(tmp_path):
+    def refused(words, tensors, **config):
         folder = folder_with(tmp_path / words.replace(" ", "_"), tensors, **config)
         with pytest.raises(EvoalignError, match=words):
             read_adapter(folder)
@@ -186,7 +181,7 @@ def test_read_adapter_refuses_what_is_not_plain_lora(tmp_path: Path) -> None:
         read_adapter(pickled)
 
 
-def test_random_adapter_has_the_shapes_of_the_model(tmp_path: Path) -> None:
+def test_random_adapter_has_the_shapes_of_the_model(tmp_path):
     source = random_adapter(str(models.tiny()), 4, ["q_proj", "up_proj"])
     assert source.projections == ["q_proj", "up_proj"] and len(source.modules) == 8
     weights = load_file(models.tiny() / "model.safetensors")
@@ -209,9 +204,7 @@ def test_random_adapter_has_the_shapes_of_the_model(tmp_path: Path) -> None:
         (["http://127.0.0.1:9", "--server", "other"], "--server other"),
     ],
 )
-def test_a_server_that_cannot_be_checked_is_exit_code_2(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_be_checked_is_exit_code_2(words, message, monkeypatch, capsys):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     monkeypatch.setattr("sys.argv", ["evoalign", "canary", *words])
     with pytest.raises(SystemExit) as stopped:
@@ -219,21 +212,21 @@ def test_a_server_that_cannot_be_checked_is_exit_code_2(
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_connection_that_was_idle_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_was_idle_is_not_reused(monkeypatch):
     """uvicorn closes it after 5 seconds: a request at that moment would count as a lost server."""
     came = list[int]()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             came.append(self.client_address[1])
             self.send_response(200)
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
 
-        def log_message(self, format: str, *arguments: Any) -> None:
+        def log_message(self, format, *arguments):
             pass
 
     assert http.KEPT < 5
@@ -254,11 +247,11 @@ Statuses = dict[str, int | list[int]]
 
 
 @contextmanager
-def server_with(statuses: Statuses) -> Generator[str]:
+def server_with(statuses):
     """Run a server that accepts every request but these, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status = statuses.get(self.path, 200)
             if isinstance(status, list):
@@ -270,7 +263,7 @@ def server_with(statuses: Statuses) -> Generator[str]:
 
         do_GET = do_POST
 
-        def log_message(self, format: str, *arguments: Any) -> None:
+        def log_message(self, format, *arguments):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -280,7 +273,7 @@ def server_with(statuses: Statuses) -> Generator[str]:
 
 
 @contextmanager
-def session_with(statuses: Statuses, folder: Path) -> Generator[Session]:
+def session_with(statuses, folder):
     with server_with(statuses) as url:
         client, dialect = client_module.Client(url), SglangDialect()
         prompter = Prompter(client, dialect, "completions", "base")
@@ -307,7 +300,7 @@ ADAPTER = PeftAdapter({}, {"a": torch.zeros(1)})
         ({LOAD: 500, UNLOAD: 500}, True),
     ],
 )
-def test_close_returns_what_the_server_does_not_unload(statuses: Statuses, is_left: bool, tmp_path: Path) -> None:
+def test_close_returns_what_the_server_does_not_unload(statuses, is_left, tmp_path):
     """A failed unload is repeated at the end; an adapter that was refused is not left."""
     with session_with(statuses, tmp_path) as session:
         try:
@@ -318,14 +311,14 @@ def test_close_returns_what_the_server_does_not_unload(statuses: Statuses, is_le
         assert session.close() == (["evoalign-1"] if is_left else [])
 
 
-def faulty(self: Examination, folders: Any) -> Iterator[Check]:
+def faulty(self, folders):
     """Yield a check that loads an adapter, then fail."""
     with self._session.loaded(ADAPTER):
         yield Check("one", "ok", "loaded")
     raise KeyError("unexpected")
 
 
-def test_examine_reports_adapters_left_on_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examine_reports_adapters_left_on_the_server(tmp_path, monkeypatch):
     """Also where the examination ends with an error."""
     seen = list[Check]()
     monkeypatch.setattr(Examination, "checks", faulty)
@@ -338,14 +331,12 @@ def test_examine_reports_adapters_left_on_the_server(tmp_path: Path, monkeypatch
         assert examine(url, folder=tmp_path).checks == ()
 
 
-def unknown(statuses: Statuses, folder: Path) -> Check:
+def unknown(statuses, folder):
     with session_with(statuses, folder) as session:
         return Examination(session, False)._unknown()
 
 
-def test_an_unknown_name_may_get_an_error_but_not_end_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_name_may_get_an_error_but_not_end_the_server(tmp_path, monkeypatch):
     """A server that fails the request and is ready afterwards refuses it; one that is not ready gets no verdict."""
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     path, health = "/v1/completions", "/health_generate"
@@ -358,10 +349,8 @@ def test_an_unknown_name_may_get_an_error_but_not_end_the_server(
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_an_unexpected_error_is_exit_code_2(
-    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any, **__: Any) -> Report:
+def test_an_unexpected_error_is_exit_code_2(debug, monkeypatch, capsys):
+    def fail(*_, **__):
         raise KeyError("unexpected")
 
     monkeypatch.setattr(canary_module, "examine", fail)
@@ -374,6 +363,6 @@ def test_an_unexpected_error_is_exit_code_2(
 
 
 @pytest.mark.parametrize("status", ["ok", "FAULT"])
-def test_verdict_removes_control_characters_of_the_server(status: Any) -> None:
+def test_verdict_removes_control_characters_of_the_server(status):
     report = Report("http://a", "SGLang \x1b[2J\n0", "completions", 0.0, (Check("a", status, "b"),), 1.0)
     assert report.verdict().startswith("SGLang ?[2J?0 ")

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of two or three generations on the tiny model, through the Python API, and what they leave."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,23 +18,21 @@ from safetensors.torch import save_file
 from small_runs import UNCHECKED
 
 import evoalign
-from evoalign import Generation, Result
 from evoalign.config import load
 from evoalign.errors import ConfigError, EvoalignError, RunExistsError
 from evoalign.evolve import sigma_at, step_at
 from evoalign.models import tiny
 from evoalign.rollouts import batch
 from evoalign.rundir import journal
-from evoalign.types import Example
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
 
 
-def tree(output: Path, space: str = "lora", **sections: Any) -> dict[str, Any]:
-    es: dict[str, Any] = {"sigma": WIDTHS[space], "num_generations": 2, "population_size": 6}
+def tree(output, space="lora", **sections):
+    es = {"sigma": WIDTHS[space], "num_generations": 2, "population_size": 6}
     es["learning_rate"] = es["sigma"]
-    whole: dict[str, Any] = {"output_dir": str(output), "seed": 1, "space": space, "es": es,
+    whole = {"output_dir": str(output), "seed": 1, "space": space, "es": es,
                              "evaluation": {"max_tokens": 12}, "checks": UNCHECKED}  # fmt: skip
     for name, section in sections.items():
         old = whole.get(name, {})
@@ -45,22 +40,22 @@ def tree(output: Path, space: str = "lora", **sections: Any) -> dict[str, Any]:
     return whole
 
 
-def train(config: Mapping[str, Any], **arguments: Any) -> Result:
+def train(config, **arguments):
     return evoalign.train(config, console=Console(file=io.StringIO(), width=100), **arguments)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module", params=SPACES)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
+def run(request, tmp_path_factory):
     space = request.param
     return space, train(tree(tmp_path_factory.mktemp(space) / "run", space))
 
 
 @pytest.mark.first("lora")
-def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
+def test_train_writes_the_files_of_a_run(run):
     space, result = run
     names = {str(p.relative_to(result.path)) for p in result.path.rglob("*") if p.is_file()}
     saved = "loras/generation_0002" if space == "lora" else "checkpoints/generation_0002"
@@ -101,9 +96,9 @@ def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
         assert np.mean([row["reward"] for row in rows]) == pytest.approx(evaluation.measures["reward"])
 
 
-def replay(path: Path) -> list[str]:
+def replay(path):
     """Apply a journal's updates to a fresh engine and return the hash after each; they are the sealed ones."""
-    hashes: list[str] = []
+    hashes = []
     with Bench(load([path / "config.yaml"])) as bench:
         log = journal.read(path / "journal.jsonl")
         assert log.header.weights_hash == bench.engine.fingerprint()
@@ -116,7 +111,7 @@ def replay(path: Path) -> list[str]:
 
 
 @pytest.mark.first("lora", "full")
-def test_the_journal_replays(run: tuple[str, Result]) -> None:
+def test_the_journal_replays(run):
     _, result = run
     hashes = replay(result.path)
     assert len(set(hashes)) == 2, "the run did not move"
@@ -124,7 +119,7 @@ def test_the_journal_replays(run: tuple[str, Result]) -> None:
 
 @pytest.mark.first("lora")
 @pytest.mark.last("full")
-def test_the_same_seed_gives_the_same_journal(run: tuple[str, Result], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_journal(run, tmp_path):
     space, result = run
     first = (result.path / "journal.jsonl").read_bytes()
     again = train(tree(tmp_path / "again", space))
@@ -135,7 +130,7 @@ def test_the_same_seed_gives_the_same_journal(run: tuple[str, Result], tmp_path:
     ]
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "momentum": {"es": {"optimizer": "momentum", "num_generations": 3}},
     "adam": {"es": {"optimizer": {"name": "adam", "beta1": 0.5}, "num_generations": 3}},
     "ranks, antithetic": {"es": {"shaping": "ranks", "antithetic": True}},
@@ -156,7 +151,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.first("adam", "sampling")
 @pytest.mark.last("momentum", "centered", "identity", "cosine", "eager", "raw prompts")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
+def test_variants_run_and_replay(name, tmp_path):
     result = train(tree(tmp_path / "run", **VARIANTS[name]))
     assert len(set(replay(result.path))) == load([result.path / "config.yaml"]).es.num_generations
     evaluated = evoalign.evaluate(result.path)
@@ -165,14 +160,14 @@ def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("space", ["lowrank", "full"])
-def test_decay_and_half_precision_of_the_whole_model_replay(space: str, tmp_path: Path) -> None:
+def test_decay_and_half_precision_of_the_whole_model_replay(space, tmp_path):
     result = train(tree(tmp_path / "run", space, es={"decay": 0.2}, model={"dtype": "bfloat16"}))
     replay(result.path)
     # The master is finer than the checkpoint, but both serve the same weights.
     assert evoalign.evaluate(result.path).measures == result.after.measures
 
 
-def test_schedules_and_init_scale_as_documented(tmp_path: Path) -> None:
+def test_schedules_and_init_scale_as_documented(tmp_path):
     es = {"sigma": 0.2, "learning_rate": 0.1, "num_generations": 5, "sigma_schedule": {"name": "linear", "floor": 0.2},
           "learning_rate_schedule": {"name": "cosine", "floor": 0.5}}  # fmt: skip
     config = evoalign.Config.model_validate(tree(tmp_path, es=es, lora={"evolve": "ab", "init_scale": 3.0}))
@@ -180,7 +175,7 @@ def test_schedules_and_init_scale_as_documented(tmp_path: Path) -> None:
     assert [step_at(config, g) for g in (0, 2, 4)] == pytest.approx([0.3, 0.075, 0.05])
 
 
-def test_batches_are_shuffled_epochs() -> None:
+def test_batches_are_shuffled_epochs():
     rows = [i for generation in range(10) for i in batch(7, 3, seed=4, generation=generation)]
     for epoch in range(4):
         assert sorted(rows[7 * epoch : 7 * epoch + 7]) == list(range(7))
@@ -189,7 +184,7 @@ def test_batches_are_shuffled_epochs() -> None:
     assert batch(7, None, 0, 3) == batch(7, 9, 0, 3) == list(range(7))
 
 
-def plain_model(space: str, saved: Path) -> Any:
+def plain_model(space, saved):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -200,13 +195,13 @@ def plain_model(space: str, saved: Path) -> Any:
 
 
 @pytest.mark.first("lora", "full")
-def test_the_saved_weights_answer_as_the_run_did(run: tuple[str, Result]) -> None:
+def test_the_saved_weights_answer_as_the_run_did(run):
     """PEFT for an adapter, transformers for a whole model: the same greedy texts on the test questions."""
     from transformers import AutoTokenizer
 
     space, result = run
     model = plain_model(space, result.saved)
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny() if space == "lora" else result.saved))
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny() if space == "lora" else result.saved))
     changed = 0
     for before, after in zip(result.before.completions, result.after.completions, strict=True):
         text = tokenizer.apply_chat_template(
@@ -222,7 +217,7 @@ def test_the_saved_weights_answer_as_the_run_did(run: tuple[str, Result]) -> Non
 
 
 @pytest.mark.first("lora", "full")
-def test_evaluate_a_run_and_what_it_saved(run: tuple[str, Result]) -> None:
+def test_evaluate_a_run_and_what_it_saved(run):
     space, result = run
     assert evoalign.evaluate(result.path) == result.after
     if space == "lora":
@@ -234,7 +229,7 @@ def test_evaluate_a_run_and_what_it_saved(run: tuple[str, Result]) -> None:
 
 
 @pytest.mark.first("lora")
-def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
+def test_evaluate_with_other_settings(run):
     _, result = run
     warm = {"temperature": 0.7, "samples": 3, "seeds": [0, 1]}
     evaluated = evoalign.evaluate(result.path, split="train", overrides=warm)
@@ -261,9 +256,7 @@ def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
     ],
 )
-def test_an_adapter_that_is_not_what_it_says_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_is_not_what_it_says_is_refused(change, message, tmp_path, monkeypatch):
     """It is merged by PEFT, and has no factors here."""
     monkeypatch.setenv("EVOALIGN_CACHE", str(tmp_path / "cache"))
     save_file({}, tmp_path / "adapter_model.safetensors")
@@ -278,7 +271,7 @@ def test_an_adapter_that_is_not_what_it_says_is_refused(
 
 
 @pytest.mark.first("lora")
-def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_path: Path) -> None:
+def test_an_adapter_without_its_weights_is_refused(run, tmp_path):
     space, result = run
     if space == "lora":
         (tmp_path / "adapter_config.json").write_bytes((result.saved / "adapter_config.json").read_bytes())
@@ -289,7 +282,7 @@ def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_
 
 
 @pytest.mark.slow
-def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -> None:
+def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path):
     config = tree(tmp_path / "run", es={"num_generations": 1})
     first = (train(config).path / "journal.jsonl").read_bytes()
     with pytest.raises(RunExistsError, match="--overwrite"):
@@ -303,8 +296,8 @@ def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -
     assert len(kept) == 3 and first in kept
 
 
-def test_a_task_object(tmp_path: Path) -> None:
-    seen: list[Generation] = []
+def test_a_task_object(tmp_path):
+    seen = []
     config = tree(tmp_path / "run", task={"batch_size": 2}, es={"num_generations": 3}, evaluation={"every": 1})
     result = train(config, task=Vowels(), on_generation=seen.append)
     assert [g.index for g in seen] == [0, 1, 2]
@@ -320,16 +313,16 @@ def test_a_task_object(tmp_path: Path) -> None:
     assert evoalign.evaluate(result.path, task=Vowels()) == result.after
 
 
-def brevity(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+def brevity(prompts, completions, **columns):
     return [-float(len(c)) for c in completions]
 
 
-def question_marks(text: str, example: Example) -> float:
+def question_marks(text, example):
     return float(text.count("?") + len(example["note"]))
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> str:
+def questions(tmp_path):
     rows = [{"prompt": f"What is {n} + {n}?", "note": "x" * n} for n in range(10)]
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -337,7 +330,7 @@ def questions(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_reward_functions(questions: str, tmp_path: Path) -> None:
+def test_reward_functions(questions, tmp_path):
     task = {"name": "custom", "train_data": questions, "reward_weights": [1.0, 0.5], "batch_size": 4}
     config = tree(tmp_path / "run", task=task, es={"num_generations": 1})
     result = train(config, reward=[brevity, question_marks])
@@ -381,7 +374,7 @@ class NotAtAll:
 
 
 @pytest.fixture
-def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own_parts(tmp_path, monkeypatch):
     name = f"own_parts_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -389,7 +382,7 @@ def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.long
-def test_a_space_and_a_task_by_import_path(own_parts: str, tmp_path: Path) -> None:
+def test_a_space_and_a_task_by_import_path(own_parts, tmp_path):
     sections = {"task": {"name": f"{own_parts}:Shouted"}, "es": {"num_generations": 1}}
     wide = train(tree(tmp_path / "wide", **sections) | {"space": {"name": f"{own_parts}:Wide", "gain": 4.0}})
     plain = train(tree(tmp_path / "plain", **sections))
@@ -411,7 +404,7 @@ def test_a_space_and_a_task_by_import_path(own_parts: str, tmp_path: Path) -> No
         ("OWN:NotAtAll", "is not a"),
     ],
 )
-def test_a_part_that_is_not_one_is_refused(what: str, name: str, message: str, own_parts: str, tmp_path: Path) -> None:
+def test_a_part_that_is_not_one_is_refused(what, name, message, own_parts, tmp_path):
     config = {**tree(tmp_path / "run"), what: {"name": name.replace("OWN", own_parts)}}
     with pytest.raises(ConfigError, match=message):
         train(config)
