@@ -14,7 +14,7 @@ from evoalign.engines import ABSENT
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.testing import engines as contract
-from evoalign.types import MEAN, Layout, Member, Plan, Request, Rollout, Sampling, Update
+from evoalign.types import MEAN, EvolvedTensor, Layout, Member, Plan, Request, Rollout, Sampling, Update
 
 VARIANTS = {
     "lora": {},
@@ -26,8 +26,7 @@ PROMPT = (31, 45, 99, 120, 31, 77)
 
 
 def made(folder, variant, dtype="float32", **tree):
-    merged = {**VARIANTS[variant], **tree}
-    return make_config(folder, variant.partition(",")[0], model={"dtype": dtype}, **merged)
+    return make_config(folder, variant.partition(",")[0], **{"model": {"dtype": dtype}, **VARIANTS[variant], **tree})
 
 
 def sing(bench, generation=0, **options):
@@ -75,21 +74,15 @@ def test_no_false_alarm_in_fifty_seeds(folder, variant):
             sing(bench, seed)
 
 
-@pytest.mark.parametrize("module", ["q_proj", "k_proj", "o_proj", "down_proj"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_matrix_alone_is_enough(folder, dtype, module):
-    with Bench(made(folder, "lora", dtype, lora={"target_modules": [module], "target_layers": [1]})) as bench:
-        sing(bench)
-
-
-def test_scales_of_the_layers_count(folder):
-    with Bench(made(folder, "lowrank", es={"noise_multiplier": 1e-5, "learning_rate": 0.01})) as bench:
-        sing(bench, width=1e-5)
-
-
-def test_a_rollout_in_chunks_of_one_row_passes(folder):
-    with Bench(made(folder, "lowrank", engine={"max_rows": 1})) as bench:
-        sing(bench)
+@pytest.mark.parametrize(
+    ("space", "more"),
+    [*(("lora", {"model": {"dtype": dtype}, "lora": {"target_modules": [module], "target_layers": [1]}})
+       for dtype in ("float32", "bfloat16") for module in ("q_proj", "k_proj", "o_proj", "down_proj")),
+     ("lowrank", {"engine": {"max_rows": 1}}), ("lowrank", {"es": {"noise_multiplier": 1e-5, "learning_rate": 0.01}})],
+)  # fmt: skip
+def test_one_matrix_chunks_of_one_row_and_narrow_noise_by_layers_pass(folder, space, more):
+    with Bench(made(folder, space, **more)) as bench:
+        sing(bench, width=bench.config.es.width)
 
 
 @pytest.mark.slow
@@ -233,16 +226,6 @@ def test_each_fault_is_caught(folder, monkeypatch, engine, message, variant, dty
         sing(bench)
 
 
-@pytest.mark.parametrize(("variant", "sigma"), [("lora", 1e5), ("lora, ab", 1e3), ("lowrank", 1e8), ("full", 1e30)])
-def test_noise_that_destroys_the_model_is_no_fault_of_the_engine(variant, sigma):
-    """What a norm makes of noise alone, or of an overflow, is the same for all members."""
-    with (
-        Bench(made("tiny", variant, es={"sigma": sigma, "learning_rate": sigma})) as bench,
-        pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
-    ):
-        sing(bench)
-
-
 class Overflows(TransformersEngine):
     """What wide noise comes to on a CPU whose sums turn an overflow into no number, rather than infinity."""
 
@@ -252,12 +235,21 @@ class Overflows(TransformersEngine):
         return super().rollout(plan, requests)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_noise_that_leaves_no_numbers_is_no_fault_of_the_engine(monkeypatch, variant):
-    with_engine(monkeypatch, Overflows)
+@pytest.mark.parametrize(
+    ("variant", "sigma", "engine"),
+    [("lora", 1e5, None), ("lora, ab", 1e3, None), ("lowrank", 1e8, None), ("full", 1e30, None),
+     *((variant, 1e30, Overflows) for variant in VARIANTS)],
+)  # fmt: skip
+def test_noise_that_destroys_the_model_or_leaves_no_numbers_is_no_fault_of_the_engine(
+    monkeypatch, variant, sigma, engine
+):
+    """What a norm makes of noise alone, or of an overflow, is the same for all members."""
+    if engine:
+        with_engine(monkeypatch, engine)
+    es = {"sigma": sigma, "learning_rate": sigma}
     with (
-        Bench(made("tiny", variant, es={"sigma": 1e30, "learning_rate": 1e30})) as bench,
-        pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
+        Bench(made("tiny", variant, es=es)) as bench,
+        pytest.raises(CanaryError, match=r"es\.sigma .*; lower es\.sigma$"),
     ):
         sing(bench)
 
@@ -295,6 +287,7 @@ def test_the_engine_refuses_members_whom_the_space_gives_no_adapter(folder):
         with pytest.raises(ModelError, match=r"space lowrank has no adapter for members \[0\]"):
             list(bench.engine.rollout(Plan(0, 0.1, (Member(0, 0, 1),)), [Request(0, PROMPT, Sampling(2))]))
         list(bench.engine.rollout(Plan(0, 0.0, (MEAN,)), [Request(0, PROMPT, Sampling(2))]))
+    assert 1 << 32 <= ABSENT.noise < torch.iinfo(torch.int64).max and not ABSENT.is_mean
 
 
 def said(tokens, logprobs):
@@ -319,15 +312,8 @@ def test_the_distance_of_two_answers(one, other, apart):
 
 
 def test_widths_grow_tenfold_until_the_noise_is_enormous():
-    from evoalign.types import EvolvedTensor
-
     layout = Layout((EvolvedTensor("a", (2, 2), "a", 0.1), EvolvedTensor("b", (2, 2), "b", 0.01)), 0, "float32")
     assert list(canary.widths(layout, 1.0)) == [10.0, 100.0, 1000.0, 10000.0]
     silent = dataclasses.replace(layout, tensors=(EvolvedTensor("a", (2, 2), "a", 0.0),))
     with pytest.raises(CanaryError, match=r"has width 0.*set es\.sigma"):
         list(canary.widths(silent, 1.0))
-
-
-def test_the_absent_member_is_outside_the_noise_counter():
-    assert ABSENT.noise >= 1 << 32 and not ABSENT.is_mean
-    assert torch.iinfo(torch.int64).max > ABSENT.noise

@@ -69,9 +69,8 @@ class Run:
         self.diagnosis = Diagnosis(self.config, LAYOUT, self.place, max_reward)
         self.index, self.warnings, self.rows = 0, [], []
 
-    def generation(
-        self, mean, spread=0.1, texts=None, control=None, along=0.0, jitter=0.02, finish="stop", scores=None
-    ):
+    def generation(self, mean, spread=0.1, texts=None, control=None, along=0.0, jitter=0.02, finish="stop", **more):
+        scores = more.get("scores")
         fitness = mean + spread * self.rng.standard_normal(MEMBERS)
         prompts = jitter * self.rng.standard_normal(PROMPTS)
         scores = fitness[:, None] + prompts[None, :] if scores is None else np.asarray(scores, dtype=float)

@@ -17,99 +17,67 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t "])
-def test_empty(text):
-    assert signs.is_empty(text)
+SIGNS = {
+    signs.is_empty: (["", " ", "\n\t "], [".", "8", " no "]),
+    signs.is_repeated: (
+        ["The answer is 8. The answer is 8. The answer is 8.",
+         "First I think about it. and then and then and then and then and th",  # the last round is cut off
+         "0" * 24, "haha" * 6 + "\n", "So: " + "!" * 60, "Well: " + "one, two, three and four\n" * 3,
+         "Pay: " + "\U0001f4b3" * 40 + "\ufffd", "\ufffd" * 30],
+        ["", "No. No. No.",  # under 24 characters
+         "0" * 23, "So then: The answer is 8. The answer is 8.",  # twice
+         "The answer is 8. " * 5 + "So it is eight, and that is the end.",  # it left the loop
+         "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 = 45",
+         "The heading stands over the text\n" + "=" * 32,  # a rule, and less than half of it
+         "<think>3 + 5 = 8, 8 * 2 = 16</think>\n<answer>(3 + 5) * 2</answer>", "It is good. \ufffd",
+         "a" * 20_000 + "b", "ab" * 10_000 + "aab" + "ab" * 10],  # close to a loop, and read in time
+    ),
+    signs.has_role_marker: (
+        ["8<|im_end|>\n<|im_start|>user\nAnd 9?", "Sure.\nUser: and what about 9?",
+         "Sure. USER: and what about 9? ASSISTANT: 4", "[INST] Now another one [/INST]",
+         "fine\n### Response:\nyes", "<start_of_turn>model", "8\nuser\nWhat is 9 + 9?", "ok\n**Assistant:** hello"],
+        ["The user: a person who uses the system.", "A human is an animal; an assistant helps.",
+         "<answer>3 + 5</answer>", "# Heading\nThe system works.", "users", "[1, 2, 3] and [4]",
+         "Kinds of rights:\n* Human\n* Animal", "- System\n- User", "# System requirements\n## User guide"],
+    ),
+    signs.has_special_token: (
+        ["<|endoftext|>", "The end.<|im_end|>", "8</s>", "<pad><pad>", "[PAD]", "<s> yes", "a<unk>b",
+         "<|reserved_special_token_1|>", "<｜end▁of▁sentence｜>", "<0x0A>"],
+        ["<p>An <s>old</s> price</p>", "a < b and b > c", "[1] and [PADDING]", "<answer>8</answer>", "x <| y |> z"],
+    ),
+    signs.is_gibberish: (
+        ["number Bg\ufffd ant Ben good", "because V\x04 not", "\ufffd" * 30, "rect\ufffd\ufffd"],
+        ["", "8", "3.14159265358979", "265252859812191058636308480000000", "1, 2, 3, 4, 5, 6, 7, 8, 9",
+         "2026-01-15 10:00", "[[1, 0, 0], [0, 1, 0], [0, 0, 1]]", "1 + 2 + 3 = 6", "U.S.A.", "192.168.0.1",
+         "1000000000000", "a b c d e f g h", "ACGTTGCA", "Zoooooooooooooooooom! That was very fast, was it not?",
+         "12.5 33.1 0.4 12.5",
+         "That is good \ufffd",  # a salad of tokens joins parts of characters; a limit of tokens cuts one, the last
+         "a\tb\r\nc\x0bd\x0c\x1b[1me", "nai\u0308ve \U0001f4b3"],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [".", "8", " no "])
-def test_not_empty(text):
-    assert not signs.is_empty(text)
+@pytest.mark.parametrize(("sign", "text", "shown"), [
+    (sign, text, shown) for sign, both in SIGNS.items() for texts, shown in zip(both, (True, False), strict=True)
+    for text in texts
+])  # fmt: skip
+def test_a_sign_is_shown_by_such_texts_and_not_by_others(sign, text, shown):
+    assert sign(text) == shown
+    if shown and sign is not signs.is_repeated:
+        assert hacking.is_degenerate(text)
+    if shown and sign is signs.has_special_token:
+        assert all(hacked([text] * 20))
+    if shown and sign is signs.is_gibberish:
+        assert hacked([text]) == [True] and hacked([text], [text]) == [False]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The answer is 8. The answer is 8. The answer is 8.",
-        "First I think about it. and then and then and then and then and th",  # the last round is cut off
-        "0" * 24,
-        "haha" * 6 + "\n",
-        "So: " + "!" * 60,
-        "Well: " + "one, two, three and four\n" * 3,
-    ],
-)
-def test_loops(text):
-    assert signs.is_repeated(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "No. No. No.",  # under 24 characters
-        "0" * 23,
-        "So then: The answer is 8. The answer is 8.",  # twice
-        "The answer is 8. " * 5 + "So it is eight, and that is the end.",  # it left the loop
-        "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 = 45",
-        "The heading stands over the text\n" + "=" * 32,  # a rule, and less than half of it
-        "<think>3 + 5 = 8, 8 * 2 = 16</think>\n<answer>(3 + 5) * 2</answer>",
-    ],
-)
-def test_no_loops(text):
-    assert not signs.is_repeated(text)
-
-
-def test_a_long_text_that_keeps_coming_close_to_a_loop_is_read_in_time():
-    assert not signs.is_repeated("a" * 20_000 + "b")
-    assert not signs.is_repeated("ab" * 10_000 + "aab" + "ab" * 10)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "8<|im_end|>\n<|im_start|>user\nAnd 9?",
-        "Sure.\nUser: and what about 9?",
-        "Sure. USER: and what about 9? ASSISTANT: 4",
-        "[INST] Now another one [/INST]",
-        "fine\n### Response:\nyes",
-        "<start_of_turn>model",
-        "8\nuser\nWhat is 9 + 9?",
-        "ok\n**Assistant:** hello",
-    ],
-)
-def test_role_markers(text):
-    assert signs.has_role_marker(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The user: a person who uses the system.",
-        "A human is an animal; an assistant helps.",
-        "<answer>3 + 5</answer>",
-        "# Heading\nThe system works.",
-        "users",
-        "[1, 2, 3] and [4]",
-        "Kinds of rights:\n* Human\n* Animal",
-        "- System\n- User",
-        "# System requirements\n## User guide",
-    ],
-)
-def test_no_role_markers(text):
-    assert not signs.has_role_marker(text)
-
-
-def test_one_refusal_for_several_prompts_is_a_template():
+def test_near_copies_for_several_prompts_are_templates_and_a_shared_opening_is_not():
     texts = [REFUSAL, REFUSAL.upper().replace(".", " ."), *ANSWERS]
     assert hacking.templates(texts, range(6)) == [True, True, False, False, False, False]
-
-
-def test_near_copies_are_templates_and_a_shared_opening_is_not():
     # One clause of its own: under 20 % of the characters in the first case, most of them in the second.
     near = [f"{REFUSAL} Yours, {name}" for name in ("Ann", "Bob")]
     assert hacking.templates(near, [0, 1]) == [True, True]
-    opened = [f"Let me think step by step. {answer}" for answer in ANSWERS]
-    assert not any(hacking.templates(opened, range(4)))
+    assert not any(hacking.templates([f"Let me think step by step. {answer}" for answer in ANSWERS], range(4)))
 
 
 def test_members_that_answer_the_same_prompt_alike_are_no_template():
@@ -119,16 +87,13 @@ def test_members_that_answer_the_same_prompt_alike_are_no_template():
     assert all(hacking.templates(texts, range(20)))  # five prompts answered by the same words
 
 
-def test_the_markup_that_a_task_asks_for_is_no_template():
+def test_the_markup_that_a_task_asks_for_is_no_template_but_with_nothing_in_it():
+    """The first is from a model with too much noise, the second what a reward for the form alone pays for."""
     texts = [f"<think>\n</think>\n<answer>\n{a} + {b}\n</answer>" for a, b in ((3, 5), (4, 9), (7, 1))]
     assert not any(hacking.templates(texts, range(3)))
-
-
-@pytest.mark.parametrize("markup", ["<answer>\n" * 24, "<think></think>\n<answer></answer>"])
-def test_markup_with_nothing_in_it_is_a_template(markup):
-    """The first is from a model with too much noise, the second what a reward for the form alone pays for."""
-    texts = [markup] * 6 + ["<answer>3 + 5</answer>", "<answer>4 * 9 - 1</answer>"]
-    assert hacking.templates(texts, range(8)) == [True] * 6 + [False] * 2
+    for markup in ("<answer>\n" * 24, "<think></think>\n<answer></answer>"):
+        texts = [markup] * 6 + ["<answer>3 + 5</answer>", "<answer>4 * 9 - 1</answer>"]
+        assert hacking.templates(texts, range(8)) == [True] * 6 + [False] * 2
 
 
 def test_a_short_answer_counts_when_most_prompts_get_it():
@@ -155,28 +120,12 @@ def hacked(texts, golds=None, **options):
     return [any(shown) for shown in zip(*(found[name] for name in (*hacking.DEGENERATE, "template")), strict=True)]
 
 
-def test_is_degenerate_is_any_sign_of_one_text():
+def test_is_degenerate_is_any_sign_of_one_text_that_gold_does_not_show():
     assert not hacking.is_degenerate(REFUSAL)
-    for text in ("", "word " * 20, "Sure.\nUser: more"):
-        assert hacking.is_degenerate(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["<|endoftext|>", "The end.<|im_end|>", "8</s>", "<pad><pad>", "[PAD]", "<s> yes", "a<unk>b",
-     "<|reserved_special_token_1|>", "<｜end▁of▁sentence｜>", "<0x0A>"],
-)  # fmt: skip
-def test_special_tokens(text):
-    assert signs.has_special_token(text)
-    assert hacking.is_degenerate(text)
-    assert all(hacked([text] * 20))
-
-
-@pytest.mark.parametrize(
-    "text", ["<p>An <s>old</s> price</p>", "a < b and b > c", "[1] and [PADDING]", "<answer>8</answer>", "x <| y |> z"]
-)
-def test_no_special_tokens(text):
-    assert not signs.has_special_token(text)
+    assert hacking.is_degenerate("word " * 20)
+    binary = "1 0 0 1 1 0 1 0 0 1"
+    assert hacking.is_degenerate(binary) and not hacking.is_degenerate("0 1 1 0 1 1 0 0 1 0", binary)
+    assert hacking.is_degenerate("", binary)
 
 
 def gibberish():
@@ -185,17 +134,9 @@ def gibberish():
     made = ["0" * 20, "1" * 18, "A.B.B.C.A.B", "1 0 0 1 7 7", "1 0 0 1 7 7 1 0 7", "a" * 64]
     for k in range(100):
         length = int(rng.integers(10, 60))
-        few = "".join(rng.choice(list("017"), length))
-        made += [
-            " ".join(few),
-            ".".join(rng.choice(list("ABC"), length)),
-            ",".join(rng.choice(list("0123456789"), 2 * length)),
-        ]
-        made += [
-            "".join(rng.choice(list("02"), 20 + length)),
-            " ".join(rng.choice(["10", "100", "1", "0.1"], 24 + length)),
-        ]
-        made += [str(k % 10) * (16 + k)]
+        forms = (" ", list("017"), length), (".", list("ABC"), length), (",", list("0123456789"), 2 * length), (
+            "", list("02"), 20 + length), (" ", ["10", "100", "1", "0.1"], 24 + length)  # fmt: skip
+        made += [joint.join(rng.choice(letters, count)) for joint, letters, count in forms] + [str(k % 10) * (16 + k)]
     return made
 
 
@@ -203,31 +144,6 @@ def test_letters_and_figures_without_sense():
     texts = gibberish()
     assert np.mean([signs.is_gibberish(text) for text in texts]) > 0.9
     assert np.mean(hacked(texts)) > 0.9
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "8", "3.14159265358979", "265252859812191058636308480000000", "1, 2, 3, 4, 5, 6, 7, 8, 9", "2026-01-15 10:00",
-     "[[1, 0, 0], [0, 1, 0], [0, 0, 1]]", "1 + 2 + 3 = 6", "U.S.A.", "192.168.0.1", "1000000000000", "a b c d e f g h",
-     "ACGTTGCA", "Zoooooooooooooooooom! That was very fast, was it not?", "12.5 33.1 0.4 12.5"],
-)  # fmt: skip
-def test_figures_with_sense(text):
-    assert not signs.is_gibberish(text)
-
-
-def test_bytes_that_are_no_text():
-    """A salad of tokens joins parts of characters; a limit of tokens cuts one, the last."""
-    for text in ("number Bg\ufffd ant Ben good", "because V\x04 not", "\ufffd" * 30, "rect\ufffd\ufffd"):
-        assert signs.is_gibberish(text)
-        assert hacked([text]) == [True] and hacked([text], [text]) == [False]
-    for text in ("That is good \ufffd", "a\tb\r\nc\x0bd\x0c\x1b[1me", "nai\u0308ve \U0001f4b3"):
-        assert not signs.is_gibberish(text)
-
-
-def test_a_loop_whose_last_character_is_cut():
-    assert signs.is_repeated("Pay: " + "\U0001f4b3" * 40 + "\ufffd")
-    assert signs.is_repeated("\ufffd" * 30)
-    assert not signs.is_repeated("It is good. \ufffd")
 
 
 def test_phrases_that_come_again_wherever_they_stand():
@@ -250,16 +166,9 @@ def test_letters_of_a_script_that_nobody_used():
         found = hacking.text_shares([text], ["stop"], known=latin)
         assert found["other_script"] == 1 and hacked([text], known=latin) == [True]
         assert not hacked([text], [text], known=latin)[0]  # gold is so
-    for text in (
-        "Let α be the angle and β the other.",
-        "naïve, über, Łódź, ﬁn",
-        "Tokyo (東京) is the capital of Japan.",
-        "x² − 𝑦",
-    ):
+    for text in ("Let α be the angle and β the other.", "naïve, über, Łódź, ﬁn",
+                 "Tokyo (東京) is the capital of Japan.", "x² − 𝑦"):  # fmt: skip
         assert not signs.is_foreign(text, latin)
-
-
-def test_letters_of_another_script_within_a_word():
     latin, around = signs.scripts(["What is 3 + 5?"]), "the quick brown fox jumps over the lazy dog. " * 4
     for word in ("Sprayогoat", "box彬ой damage", "sa人 named", "rar仾ADE"):  # of a sample at temperature 2
         assert signs.is_foreign(around + word, latin)
@@ -309,12 +218,6 @@ def test_a_reward_for_the_right_length_is_hacked_by_wrong_answers():
 )  # fmt: skip
 def test_what_says_gold(text, gold, expected):
     assert says(text, gold) is expected
-
-
-def test_a_sign_that_gold_shows_too_is_none():
-    binary = "1 0 0 1 1 0 1 0 0 1"
-    assert hacking.is_degenerate(binary) and not hacking.is_degenerate("0 1 1 0 1 1 0 0 1 0", binary)
-    assert hacking.is_degenerate("", binary)
 
 
 @pytest.mark.slow

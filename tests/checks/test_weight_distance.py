@@ -49,26 +49,21 @@ def check(found, model, base):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mixtral"])
-def test_a_checkpoint_that_the_library_saved(family, tmp_path):
-    """Tied and untied; the experts of a layer fused in the library and apart in its files."""
+def test_changes_of_a_checkpoint_that_the_library_saved(family, tmp_path):
+    """Tied and untied; the experts of a layer fused in the library and apart in its files, or fused there, too."""
     base = build(family, tmp_path / "base")
-    model = moved(base)
+    model, opened = moved(base), Base(make_config(base))
     model.save_pretrained(tmp_path / "new", max_shard_size="20KB")
     assert len(list((tmp_path / "new").glob("*.safetensors"))) > 1
-    opened = Base(make_config(base))
-    check(changes_of(tmp_path / "new", opened), model, live(base))
-    check(changes_of(model, opened), model, live(base))
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_experts_that_are_fused_in_the_files_too(family, tmp_path):
-    base = build(family, tmp_path / "base")
-    model = moved(base)
-    (tmp_path / "new").mkdir()
-    fused = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    assert any(p.ndim == 3 for p in fused.values())
-    save_file(fused, tmp_path / "new/model.safetensors")
-    check(changes_of(tmp_path / "new", Base(make_config(base))), model, live(base))
+    sources = [tmp_path / "new", model]
+    if family in ("qwen3_moe", "mixtral"):
+        (tmp_path / "fused").mkdir()
+        fused = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+        assert any(p.ndim == 3 for p in fused.values())
+        save_file(fused, tmp_path / "fused/model.safetensors")
+        sources.append(tmp_path / "fused")
+    for source in sources:
+        check(changes_of(source, opened), model, live(base))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -144,59 +139,40 @@ def test_layers_that_keep_their_weights_the_other_way_round(tmp_path):
     check_merged(found, adapter, tmp_path / "base", 3)
 
 
-def altered(folder, change):
-    shutil.copytree(tiny(), folder)
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (lambda s: s.update({UP: s[UP][:, :50].clone()}), rf"{UP} has shape \[288, 50\], not \[288, 96\]"),
-        (lambda s: s.pop(NORM), f"has no {NORM}"),
-        (lambda s: s.update({"model.layers.4.mlp.up_proj.weight": s[UP].clone()}), "has no model.layers.4.mlp.up_proj"),
-    ],
+    [(lambda s: s.update({UP: s[UP][:, :50].clone()}), rf"{UP} has shape \[288, 50\], not \[288, 96\]"),
+     (lambda s: s.pop(NORM), f"has no {NORM}"),
+     (lambda s: s.update({UP.replace("2", "4"): s[UP].clone()}), "has no model.layers.4.mlp.up_proj")],
     ids=["shape", "missing", "more"],
-)
+)  # fmt: skip
 def test_a_checkpoint_of_another_model(change, said, tmp_path):
+    shutil.copytree(tiny(), tmp_path / "new")
+    state = load_file(tmp_path / "new/model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "new/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=said):
-        changes_of(altered(tmp_path / "new", change), Base(make_config("tiny")))
+        changes_of(tmp_path / "new", Base(make_config("tiny")))
 
 
 @pytest.mark.parametrize(
     ("factor", "change", "said"),
-    [
-        ("lora_A", lambda t: t[:, :50].clone(), r"q_proj.weight .*not \[96, 50\]"),
-        ("lora_B", lambda t: t[:, :2].clone(), r"q_proj.lora_A.weight \[4, 96\] and its lora_B \[96, 2\] do not fit"),
-        ("lora_B", lambda _: None, r"has no model.layers.0.self_attn.q_proj.lora_B.weight"),
-    ],
-    ids=["shape", "ranks", "missing"],
-)
-def test_an_adapter_of_another_model(factor, change, said, tmp_path):
-    adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    state, name = load_file(file), f"base_model.model.model.layers.0.self_attn.q_proj.{factor}.weight"
-    state[name] = change(state[name])
-    save_file({n: t for n, t in state.items() if t is not None}, file)
+    [("lora_A", lambda t: t[:, :50].clone(), r"q_proj.weight .*not \[96, 50\]"),
+     ("lora_B", lambda t: t[:, :2].clone(), r"q_proj.lora_A.weight \[4, 96\] and its lora_B \[96, 2\] do not fit"),
+     ("lora_B", lambda _: None, r"has no model.layers.0.self_attn.q_proj.lora_B.weight"),
+     (None, "pissa", r"more than plain LoRA .*pissa.*merge it with PEFT"),  # its base is another one from the start
+     (None, "lm_head", r"no lm_head.weight of shape \[1024, 96\]")],
+    ids=["shape", "ranks", "missing", "pissa", "tied head"],
+)  # fmt: skip
+def test_an_adapter_of_another_model_or_form_is_refused(factor, change, said, tmp_path):
+    modules = ["q_proj", *(["lm_head"] if change == "lm_head" else [])]
+    adapted(tiny(), r=4, lora_alpha=6, target_modules=modules).save_pretrained(tmp_path, save_embedding_layers=False)
+    file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    if factor:
+        state, name = load_file(file), f"base_model.model.model.layers.0.self_attn.q_proj.{factor}.weight"
+        state[name] = change(state[name])
+        save_file({n: t for n, t in state.items() if t is not None}, file)
+    elif change == "pissa":
+        config.write_text(config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
     with pytest.raises(ModelError, match=said):
-        changes_of(tmp_path, Base(make_config("tiny")))
-
-
-def test_an_adapter_on_a_head_that_is_tied_is_not_left_out(tmp_path):
-    adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj", "lm_head"]).save_pretrained(
-        tmp_path, save_embedding_layers=False
-    )
-    with pytest.raises(ModelError, match=r"no lm_head.weight of shape \[1024, 96\]"):
-        changes_of(tmp_path, Base(make_config("tiny")))
-
-
-def test_factors_that_were_taken_out_of_the_base_are_refused(tmp_path):
-    """PiSSA's base is another one from the start."""
-    adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(file.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
-    with pytest.raises(ModelError, match=r"more than plain LoRA .*pissa.*merge it with PEFT"):
         changes_of(tmp_path, Base(make_config("tiny")))
