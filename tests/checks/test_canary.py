@@ -16,12 +16,9 @@ from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, EvolvedTensor, Layout, Member, Plan, Request, Rollout, Sampling, Update
 
-VARIANTS = {
-    "lora": {},
-    "lora, ab": {"lora": {"rank": 2, "evolve": "ab"}},
-    "lowrank": {"lowrank": {"rank": 2}},
-    "full": {},
-}
+AB = {"lora": {"rank": 2, "evolve": "ab"}}
+VARIANTS = {"lora": {}, "lora, ab": AB, "lowrank": {"lowrank": {"rank": 2}}, "full": {}}
+LOWER = r"with noise of es\.sigma .*; lower es\.sigma$"
 PROMPT = (31, 45, 99, 120, 31, 77)
 
 
@@ -247,10 +244,7 @@ def test_noise_that_destroys_the_model_or_leaves_no_numbers_is_no_fault_of_the_e
     if engine:
         with_engine(monkeypatch, engine)
     es = {"sigma": sigma, "learning_rate": sigma}
-    with (
-        Bench(made("tiny", variant, es=es)) as bench,
-        pytest.raises(CanaryError, match=r"es\.sigma .*; lower es\.sigma$"),
-    ):
+    with Bench(made("tiny", variant, es=es)) as bench, pytest.raises(CanaryError, match=LOWER):
         sing(bench)
 
 

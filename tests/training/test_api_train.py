@@ -15,7 +15,7 @@ from own_task import Vowels
 from pyarrow import parquet
 from rich.console import Console
 from safetensors.torch import save_file
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, read_rows, write_rows
 
 import evoalign
 from evoalign.config import load
@@ -30,22 +30,16 @@ WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
 
 
 def tree(output, space="lora", **sections):
-    es = {"sigma": WIDTHS[space], "num_generations": 2, "population_size": 6}
-    es["learning_rate"] = es["sigma"]
-    whole = {"output_dir": str(output), "seed": 1, "space": space, "es": es,
-                             "evaluation": {"max_tokens": 12}, "checks": UNCHECKED}  # fmt: skip
+    es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 2, "population_size": 6}
+    whole = {"output_dir": str(output), "seed": 1, "space": space, "es": es, "evaluation": {"max_tokens": 12},
+             "checks": UNCHECKED}  # fmt: skip
     for name, section in sections.items():
-        old = whole.get(name, {})
-        whole[name] = {**old, **section} if isinstance(section, Mapping) else section
+        whole[name] = {**whole.get(name, {}), **section} if isinstance(section, Mapping) else section
     return whole
 
 
 def train(config, **arguments):
     return evoalign.train(config, console=Console(file=io.StringIO(), width=100), **arguments)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module", params=SPACES)
@@ -79,7 +73,7 @@ def test_train_writes_the_files_of_a_run(run):
     assert {"command", "started", "config_hash", "versions", "hardware", "git", "engine"} <= manifest.keys()
     assert manifest["versions"]["torch"] == torch.__version__
     assert (manifest["engine"]["master_bytes"] == 0) == (space == "lowrank")
-    rows = lines(result.path / "metrics.jsonl")
+    rows = read_rows(result.path / "metrics.jsonl")
     assert [row["generation"] for row in rows] == [0, 1]
     assert all(row["worst"] <= row["p20"] <= row["p80"] <= row["best"] and row["tokens"] > 0 for row in rows)
     written = json.loads((result.path / "results/evaluation.json").read_text())
@@ -111,10 +105,15 @@ def replay(path):
 
 
 @pytest.mark.first("lora", "full")
-def test_the_journal_replays(run):
-    _, result = run
-    hashes = replay(result.path)
-    assert len(set(hashes)) == 2, "the run did not move"
+def test_the_journal_replays_and_evaluate_repeats_the_run(run):
+    """A run and what it saved have the completions of its end, the base model those of its start."""
+    space, result = run
+    assert len(set(replay(result.path))) == 2, "the run did not move"
+    own = result.path / "config.yaml"
+    assert evoalign.evaluate(result.path) == result.after
+    config = own if space == "lora" else tree(Path("unused"))
+    assert evoalign.evaluate(result.saved, config=config) == result.after
+    assert evoalign.evaluate(tiny(), config=own) == result.before
 
 
 @pytest.mark.first("lora")
@@ -125,8 +124,8 @@ def test_the_same_seed_gives_the_same_journal(run, tmp_path):
     again = train(tree(tmp_path / "again", space))
     assert (again.path / "journal.jsonl").read_bytes() == first
     other = train(tree(tmp_path / "other", space, seed=2))
-    assert [line["scores"] for line in lines(other.path / "journal.jsonl") if line["type"] == "update"] != [
-        line["scores"] for line in lines(result.path / "journal.jsonl") if line["type"] == "update"
+    assert [line["scores"] for line in read_rows(other.path / "journal.jsonl") if line["type"] == "update"] != [
+        line["scores"] for line in read_rows(result.path / "journal.jsonl") if line["type"] == "update"
     ]
 
 
@@ -216,18 +215,6 @@ def test_the_saved_weights_answer_as_the_run_did(run):
     assert changed, "training changed no text: the test could not fail"
 
 
-@pytest.mark.first("lora", "full")
-def test_evaluate_a_run_and_what_it_saved(run):
-    space, result = run
-    assert evoalign.evaluate(result.path) == result.after
-    if space == "lora":
-        saved = evoalign.evaluate(result.saved, config=result.path / "config.yaml")
-    else:
-        saved = evoalign.evaluate(result.saved, config=tree(Path("unused")))
-    assert saved == result.after
-    assert evoalign.evaluate(tiny(), config=result.path / "config.yaml") == result.before
-
-
 @pytest.mark.first("lora")
 def test_evaluate_with_other_settings(run):
     _, result = run
@@ -248,25 +235,19 @@ def test_evaluate_with_other_settings(run):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"use_rslora": True}, "has no .*q_proj"),
-        ({"alpha_pattern": {"q_proj": 4}}, "does not fit .*no .*q_proj"),
-        ({"target_modules": "all-linear"}, "does not fit .*no .*_proj"),
-        ({"r": None}, "does not fit .*no .*q_proj"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-    ],
-)
+    [({"use_rslora": True}, "has no .*q_proj"), ({"alpha_pattern": {"q_proj": 4}}, "does not fit .*no .*q_proj"),
+     ({"target_modules": "all-linear"}, "does not fit .*no .*_proj"), ({"r": None}, "does not fit .*no .*q_proj"),
+     ({"peft_type": "IA3"}, "peft_type 'IA3'"), (None, "not an adapter's config")],
+)  # fmt: skip
 def test_an_adapter_that_is_not_what_it_says_is_refused(change, message, tmp_path, monkeypatch):
     """It is merged by PEFT, and has no factors here."""
     monkeypatch.setenv("EVOALIGN_CACHE", str(tmp_path / "cache"))
     save_file({}, tmp_path / "adapter_model.safetensors")
     plain = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"],
              "base_model_name_or_path": str(tiny())}  # fmt: skip
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**plain, **change}))
+    text = "{" if change is None else json.dumps({**plain, **change})
+    (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(EvoalignError, match=message):
-        evoalign.evaluate(tmp_path, config=tree(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(EvoalignError, match="not an adapter's config"):
         evoalign.evaluate(tmp_path, config=tree(tmp_path))
 
 
@@ -306,9 +287,9 @@ def test_a_task_object(tmp_path):
     assert set(seen[0].seconds) == {"rollout", "score", "update", "other"}
     assert [g.evaluation is not None for g in seen] == [True, True, False]
     assert set(result.before.measures) >= {"reward", "length", "empty_share", "truncated_share"}
-    rows = lines(result.path / "metrics.jsonl")
+    rows = read_rows(result.path / "metrics.jsonl")
     assert [bool(row["evaluation"]) for row in rows] == [True, True, False]
-    seals = [line["weights_hash"] for line in lines(result.path / "journal.jsonl") if line["type"] == "seal"]
+    seals = [line["weights_hash"] for line in read_rows(result.path / "journal.jsonl") if line["type"] == "seal"]
     assert [g.weights_hash for g in seen] == seals
     assert evoalign.evaluate(result.path, task=Vowels()) == result.after
 
@@ -323,10 +304,8 @@ def question_marks(text, example):
 
 @pytest.fixture
 def questions(tmp_path):
-    rows = [{"prompt": f"What is {n} + {n}?", "note": "x" * n} for n in range(10)]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    rows = ({"prompt": f"What is {n} + {n}?", "note": "x" * n} for n in range(10))
+    return write_rows(tmp_path / "questions.jsonl", rows)
 
 
 @pytest.mark.slow
@@ -346,66 +325,13 @@ def test_reward_functions(questions, tmp_path):
     assert not (tmp_path / "both").exists()
 
 
-OWN = """
-from evoalign.spaces.lora import Lora
-from evoalign.tasks.conciseness import Conciseness
-
-
-class Wide(Lora):
-    name = "wide"
-
-    def perturbed(self, *args):
-        raise AssertionError("this space is an adapter")
-
-    def gradient(self, layout, name, update, slices, device):
-        return super().gradient(layout, name, update, slices, device).mul_(self.config.space.options.get("gain", 1.0))
-
-
-class Shouted(Conciseness):
-    name = "shouted"
-
-    def clean(self, text):
-        return super().clean(text).upper() + "!"
-
-
-class NotAtAll:
-    pass
-"""
-
-
-@pytest.fixture
-def own_parts(tmp_path, monkeypatch):
-    name = f"own_parts_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
-
-
-@pytest.mark.long
-def test_a_space_and_a_task_by_import_path(own_parts, tmp_path):
-    sections = {"task": {"name": f"{own_parts}:Shouted"}, "es": {"num_generations": 1}}
-    wide = train(tree(tmp_path / "wide", **sections) | {"space": {"name": f"{own_parts}:Wide", "gain": 4.0}})
-    plain = train(tree(tmp_path / "plain", **sections))
-    assert wide.saved == tmp_path / "wide/loras/generation_0001"
-    assert evoalign.evaluate(wide.path, config=wide.path / "config.yaml") == wide.after
-    assert wide.before == plain.before
-    seals = [lines(r.path / "journal.jsonl")[-1]["weights_hash"] for r in (wide, plain)]
-    assert seals[0] != seals[1]
-    text = wide.before.completions[0]
-    assert text.reward == -abs(len(text.text.strip()) + 1 - len(text.target or ""))
-
-
 @pytest.mark.parametrize("what", ["space", "task"])
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("no_such_module:Thing", "no module named 'no_such_module'"),
-        ("OWN:Thing", "has no 'Thing'"),
-        ("OWN:NotAtAll", "is not a"),
-    ],
-)
-def test_a_part_that_is_not_one_is_refused(what, name, message, own_parts, tmp_path):
-    config = {**tree(tmp_path / "run"), what: {"name": name.replace("OWN", own_parts)}}
+    [("no_such_module:Thing", "no module named 'no_such_module'"), ("own_parts:Thing", "has no 'Thing'"),
+     ("own_parts:First", "is not a")],
+)  # fmt: skip
+def test_a_part_that_is_not_one_is_refused(what, name, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        train(config)
+        train({**tree(tmp_path / "run"), what: {"name": name}})
     assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from command_line import caller
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, write_rows
 
 import evoalign
 from evoalign.config import TaskConfig, to_yaml
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     """Runs with the seeds 0 and 1, and the config of seed 0 beside them."""
     folder = tmp_path_factory.mktemp("asked")
     rows = [{"prompt": f"What is {a} + 1?"} for a in range(13)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     (folder / "own.py").write_text(CODE)
     for seed in (0, 1):
         evoalign.train(tree(folder, seed))
@@ -90,7 +90,7 @@ def test_rows_that_are_parted_otherwise_are_refused(folder, split, task, setting
 def test_the_same_rows_are_refused_by_whatever_path_and_task(folder, monkeypatch):
     monkeypatch.chdir(folder)
     parted = {"split": "first_last", "train_size": 9, "test_size": 4}
-    (folder / "new.jsonl").write_text(json.dumps({"prompt": "What is new?"}) + "\n")
+    write_rows(folder / "new.jsonl", [{"prompt": "What is new?"}])
     made = as_config(tree(folder, 1)).task
     for task, odd in (({**parted, "train_data": "rows.jsonl"}, "split"), ({"test_data": "./rows.jsonl"}, "test_data"),
                       ({**parted, "train_data": f"{folder}/runs/../rows.jsonl", "name": "conciseness"},
@@ -133,7 +133,7 @@ def test_settings_count_by_the_split_and_by_how_it_is_made(folder):
 
 
 def test_other_data_and_rows_of_their_own_are_asked_as_they_are(folder):
-    (folder / "new.jsonl").write_text(json.dumps({"prompt": "What is new?"}) + "\n")
+    write_rows(folder / "new.jsonl", [{"prompt": "What is new?"}])
     for task in ({"test_data": str(folder / "new.jsonl"), "train_size": 4},
                  {"train_data": str(folder / "new.jsonl"), "test_data": str(folder / "new.jsonl")}):  # fmt: skip
         assert asked(evoalign.evaluate(folder / "runs/1", config=tree(folder, 0, **task))) == {"What is new?"}

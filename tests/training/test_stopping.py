@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from rich.console import Console
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, read_rows, told_by, write_rows
 
 import evoalign
 from evoalign.analysis.compare.groups import settings_of
@@ -29,9 +29,7 @@ def falling(prompts, completions, split, **_):
 
 
 def rows(folder, split):
-    path = folder / f"{split}.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "split": split}) + "\n" for prompt in ASKED))
-    return str(path)
+    return write_rows(folder / f"{split}.jsonl", ({"prompt": prompt, "split": split} for prompt in ASKED))
 
 
 def config(folder, name="run", generations=9, **more):
@@ -47,13 +45,11 @@ def config(folder, name="run", generations=9, **more):
 
 
 def train(tree, **options):
-    out = io.StringIO()
-    evoalign.train(tree, reward=falling, console=Console(file=out, width=400), **options)
-    return out.getvalue()
+    return told_by(tree, reward=falling, **options)
 
 
 def lines(run):
-    return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    return read_rows(run / "journal.jsonl")
 
 
 def results(run):
@@ -77,7 +73,7 @@ def test_what_waits_is_counted_from_the_best_reward_on():
     assert stopping.waited([-5.0, -4.0], 1.0) == 1, "by more than min_delta, and not by as much"
 
 
-def test_a_run_ends_on_a_plateau_as_one_that_is_done(stopped):
+def test_a_run_ends_on_a_plateau_as_one_that_is_done_and_its_sigma_was_lowered_at_each(stopped):
     run, told, _ = stopped
     log = journal.read(run / "journal.jsonl")
     assert (log.sealed, log.ending, log.damage) == (7, journal.Ending("plateau", 6.0), None)
@@ -89,10 +85,7 @@ def test_a_run_ends_on_a_plateau_as_one_that_is_done(stopped):
     assert found["weights_hash"] == log.generations[-1].weights_hash and found["placebo"]["seeds"] == [0]
     assert (run / "loras/generation_0007/adapter_model.safetensors").is_file()
     assert lines(run)[-1]["type"] == "end" and lines(run)[-2]["type"] == "validation"
-
-
-def test_sigma_is_lowered_at_each_plateau_and_the_step_is_not(stopped):
-    updates = [recorded.update for recorded in journal.read(stopped[0] / "journal.jsonl").generations]
+    updates = [recorded.update for recorded in log.generations]
     assert [update.sigma for update in updates] == [0.1, 0.1, 0.1, 0.05, 0.05, 0.03, 0.03], "down to floor x sigma"
     assert len({update.step for update in updates}) == 1
 
@@ -154,10 +147,8 @@ def test_a_run_that_ended_goes_on_with_a_larger_limit(stopped, tmp_path):
     assert "set aside" not in told
     whole = tmp_path / "whole"
     train({**tree, "output_dir": str(whole), "stopping": {"patience": 7}})
-    kept = [{k: v for k, v in line.items() if k not in ("hash", "previous")} for line in lines(again)]
-    assert [line for line in kept if line["type"] != "end" or line["index"] == 7] == [
-        {k: v for k, v in line.items() if k not in ("hash", "previous")} for line in lines(whole)
-    ]
+    ours, theirs = ([{**line, "hash": None, "previous": None} for line in lines(run)] for run in (again, whole))
+    assert [line for line in ours if line["type"] != "end" or line["index"] == 7] == theirs
     assert results(again)["ending"] == {"reason": "plateau", "limit": 7.0}
     assert journal.read(again / "journal.jsonl").generations[6].ending == journal.Ending("plateau", 6.0)
 
@@ -230,41 +221,29 @@ def test_what_cannot_be_is_refused(tmp_path, more, said):
         from_dict(config(tmp_path, **more))
 
 
-def test_it_needs_a_validation_split_and_no_test_split_stands_in(tmp_path):
+def test_it_needs_a_validation_split_no_test_split_stands_in_and_grpo_refuses_it(tmp_path):
     for more in ({"stopping": {"patience": 2}}, {"es": {"sigma_schedule": STILL}}):
         tree = config(tmp_path, **more)
         del tree["task"]["validation_data"]
         with pytest.raises(ConfigError, match=r"task custom .*task\.validation_size"):
             train(tree)
         assert not (tmp_path / "run").exists()
-
-
-def test_grpo_refuses_it(tmp_path):
-    tree = config(tmp_path, stopping={"patience": 2})
     with pytest.raises(ConfigError, match=r"the section stopping is for ES: a run of GRPO ends after grpo\.max_steps"):
-        evoalign.grpo(tree, reward=falling)
+        evoalign.grpo(config(tmp_path, stopping={"patience": 2}), reward=falling)
 
 
-def test_what_makes_a_run_what_it_is(tmp_path):
-    """Where a run ends may change, as its number of generations may; what its sigma follows may not."""
-    plain = identity(_config(tmp_path))
-    assert identity(_config(tmp_path, stopping={"patience": 2})) == plain
+def test_where_a_run_ends_is_no_part_of_its_identity_and_what_its_sigma_follows_is(tmp_path):
+    def made(**more):
+        tree = config(tmp_path, **more)
+        return from_dict({**tree, "task": {**tree["task"], "rewards": [f"{__file__}:falling"]}})
+
+    plain = identity(made())
+    assert identity(made(stopping={"patience": 2})) == plain and "stopping" not in made().model_dump()
     assert "every" not in plain["evaluation"] and "num_generations" not in plain["es"]
-    by_plateau = identity(_config(tmp_path, es={"sigma_schedule": STILL}))
+    by_plateau = identity(made(es={"sigma_schedule": STILL}))
     assert by_plateau["evaluation"]["every"] == 1 and "num_generations" not in by_plateau["es"]
     assert plain["es"]["sigma_schedule"] == {"name": "constant", "floor": 0.1}
-    assert "stopping" not in _config(tmp_path).model_dump()
-
-
-def _config(folder, **more):
-    tree = config(folder, **more)
-    return from_dict({**tree, "task": {**tree["task"], "rewards": ["module:name"]}})
-
-
-def test_a_dry_run_says_when_it_may_end(tmp_path):
-    tree = config(tmp_path, stopping={"patience": 2, "max_hours": 3})
-    tree["task"] |= {"rewards": [f"{__file__}:falling"]}
-    (line,) = [line for line in dry_run(tree) if line.startswith("ends before generation ")]
+    (line,) = [line for line in dry_run(made(stopping={"patience": 2, "max_hours": 3})) if "ends before" in line]
     assert "2 evaluations in a row" in line and line.endswith(", or its generations have taken 3 hours")
 
 

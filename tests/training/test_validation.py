@@ -2,11 +2,10 @@
 """The third split: what is chosen on the way is chosen on it, and on no other."""
 
 import hashlib
-import io
 import json
 
 import pytest
-from rich.console import Console
+from small_runs import read_rows, told_by, write_rows
 
 import evoalign
 from evoalign.config import TaskConfig, from_dict
@@ -32,9 +31,7 @@ def length(completions, sign, **_):
 
 
 def rows(folder, name, sign, asked=ASKED):
-    path = folder / name
-    path.write_text("".join(json.dumps({"prompt": p, "sign": sign}) + "\n" for p in asked))
-    return str(path)
+    return write_rows(folder / name, ({"prompt": p, "sign": sign} for p in asked))
 
 
 def config(folder, generations, **task):
@@ -50,9 +47,7 @@ def config(folder, generations, **task):
 
 
 def train(tree, **options):
-    out = io.StringIO()
-    evoalign.train(tree, reward=length, console=Console(file=out, width=400), **options)
-    return out.getvalue()
+    return told_by(tree, reward=length, **options)
 
 
 def kept(run):
@@ -67,7 +62,7 @@ def trained(tmp_path_factory):
 
 
 def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(run / "metrics.jsonl")
 
 
 def test_the_best_on_validation_stays_though_it_is_the_worst_on_the_test_split(trained):
