@@ -30,7 +30,6 @@ from evoalign.training.replay import config_of
 from evoalign.types import EvolvedTensor, Layout, Update, population
 from numerics import numpy_reference as reference
 
-Arrays = dict[str, Any]
 GENERATIONS = 3
 
 
@@ -54,11 +53,9 @@ def recorded(folder, config):
     with closing(assemble(config)) as parts, closing(Journal(folder, saving.header(parts, None))) as found:
         for g in range(GENERATIONS):
             scores_MP = rng.standard_normal((es.population_size, 3)).round(1)
-            update = Update(
-                g, g, population(es.population_size, antithetic=es.antithetic),
-                tuple(map(float, shaping.shape(scores_MP, es.shaping))), sigma_at(config, g), step_at(config, g),
-                es.decay,
-            )  # fmt: skip
+            members = population(es.population_size, antithetic=es.antithetic)
+            coefficients = tuple(map(float, shaping.shape(scores_MP, es.shaping)))
+            update = Update(g, g, members, coefficients, sigma_at(config, g), step_at(config, g), es.decay)
             found.append(update, tuple(map(float, shaping.fitness(scores_MP))))
             parts.engine.apply(update)
             found.seal(g, parts.engine.fingerprint())
@@ -162,15 +159,14 @@ def np_zscore(fitness):
 
 
 CASES = {
-    "lora": lambda: config(),
-    "full": lambda: config("full", antithetic=True),
-    "lowrank": lambda: config("lowrank", decay=0.1),
-    "lora, momentum, decay": lambda: config(optimizer="momentum", decay=0.1, antithetic=True),
-    "full, bfloat16, decay": lambda: config("full", "bfloat16", decay=0.1, learning_rate_schedule="cosine"),
-    "lowrank, bfloat16, schedules": lambda: config(
-        "lowrank", "bfloat16", antithetic=True, sigma_schedule="linear", learning_rate_schedule="linear"
-    ),
-}
+    "lora": ("lora", {}),
+    "full": ("full", {"antithetic": True}),
+    "lowrank": ("lowrank", {"decay": 0.1}),
+    "lora, momentum, decay": ("lora", {"optimizer": "momentum", "decay": 0.1, "antithetic": True}),
+    "full, bfloat16, decay": ("full", {"dtype": "bfloat16", "decay": 0.1, "learning_rate_schedule": "cosine"}),
+    "lowrank, bfloat16, schedules": ("lowrank", {
+        "dtype": "bfloat16", "antithetic": True, "sigma_schedule": "linear", "learning_rate_schedule": "linear"}),
+}  # fmt: skip
 NAMES = ["shuffle", "flip", "half", "member 4", "shaping ranks"]
 
 
@@ -178,7 +174,8 @@ NAMES = ["shuffle", "flip", "half", "member 4", "shaping ranks"]
 @pytest.mark.parametrize("case", CASES)
 def test_each_counterfactual_is_the_update_made_by_hand(case, tmp_path):
     """One engine, sent back to the start for each: the recorded coefficients come to the recorded hash at the end."""
-    log = recorded(tmp_path / "journal.jsonl", CASES[case]())
+    space, settings = CASES[case]
+    log = recorded(tmp_path / "journal.jsonl", config(space, **settings))
     with follower(log) as found:
         found.back()
         start = state(found)
@@ -252,14 +249,11 @@ def test_what_cannot_be_is_refused(text, seed, message, plain):
         parse(text, plain, seed)
 
 
-def test_half_of_a_pair_is_refused(tmp_path):
-    log = recorded(tmp_path / "journal.jsonl", config(population_size=2, antithetic=True))
+def test_half_of_a_pair_is_refused_and_a_start_that_is_another(tmp_path, monkeypatch):
+    two, log = (recorded(tmp_path / f"{name}.jsonl", made) for name, made in (
+        ("two", config(population_size=2, antithetic=True)), ("one", config("lowrank"))))  # fmt: skip
     with pytest.raises(ConfigError, match="half of a population of 2 "):
-        parse("half", log)
-
-
-def test_another_start_is_told(tmp_path, monkeypatch):
-    log = recorded(tmp_path / "journal.jsonl", config("lowrank"))
+        parse("half", two)
     with follower(log) as found:
         start = dict(found.start)
         next(iter(start.values()))[0, 0] += 1
@@ -297,6 +291,11 @@ def test_a_saved_counterfactual_says_what_it_is(space, tmp_path):
         saving.checked(to, log)
     with pytest.raises(RunExistsError, match="not empty"):
         evoalign.replay(log.path, counterfactual="flip", to=to)
+    own = tmp_path / "own"  # a mean of the run itself has no such word
+    evoalign.replay(log.path, to=own)
+    assert "counterfactual" not in json.loads((own / "evoalign.json").read_text())
+    assert not (own / "README.md").exists()
+    saving.checked(own, log)
 
 
 @pytest.mark.parametrize("place", ["loras", "checkpoints"])
@@ -304,19 +303,11 @@ def test_a_counterfactual_is_not_laid_among_a_runs_own_means(plain, tmp_path, pl
     """It would take the place of one that is kept, and be the latest to be evaluated."""
     shutil.copytree(plain.path.parent, tmp_path / "run", dirs_exist_ok=True)
     to = tmp_path / "run" / place / "generation_0009"
-    with pytest.raises(ConfigError, match=r"--to .*generation_0009 .*counterfactual"):
-        evoalign.replay(tmp_path / "run", counterfactual="flip", to=to)
-    with pytest.raises(ConfigError, match=r"--to .*generation_0009 .*counterfactual"):
-        next(counterfactuals(tmp_path / "run", "flip", to=to))
+    for lay in (lambda: evoalign.replay(tmp_path / "run", counterfactual="flip", to=to),
+                lambda: next(counterfactuals(tmp_path / "run", "flip", to=to))):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"--to .*generation_0009 .*counterfactual"):
+            lay()
     assert not to.exists()
-
-
-def test_a_runs_own_mean_is_saved_as_before(plain, tmp_path):
-    """Neither the record nor the folder has a word more."""
-    evoalign.replay(plain.path, to=tmp_path / "mean")
-    assert "counterfactual" not in json.loads((tmp_path / "mean/evoalign.json").read_text())
-    assert not (tmp_path / "mean/README.md").exists()
-    saving.checked(tmp_path / "mean", plain)
 
 
 @pytest.mark.slow
@@ -345,17 +336,16 @@ def test_the_formula_is_the_mean_over_all_permutations(antithetic):
     """Gone through one by one, of coefficients whose mean is not 0: a single number has noise of one normal each."""
     layout = Layout((EvolvedTensor("w", (1,), "w", 2.0),), 0, "float32")
     members, c = population(4, antithetic=antithetic), (1.0, -0.5, 0.25, 2.0)
-    squares = list[float]()
+    squares = []
     for order in itertools.permutations(c):
         weights = {}
         for member, value in zip(members, order, strict=True):
             weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * value
         squares.append(sum(w * w for w in weights.values()))
-    want = math.sqrt(np.mean(squares)) * 0.3 / 4 * 2.0
-    update = Update(0, 0, members, c, 0.1, 0.3)
-    assert expected_distance([update], layout, config().es) == pytest.approx(want, rel=1e-12)
-    still = Update(1, 1, members, (0.0,) * 4, 0.1, 0.3)
-    assert expected_distance([update, still], layout, config().es) == pytest.approx(want, rel=1e-12)
+    want = pytest.approx(math.sqrt(np.mean(squares)) * 0.3 / 4 * 2.0, rel=1e-12)
+    update, still = Update(0, 0, members, c, 0.1, 0.3), Update(1, 1, members, (0.0,) * 4, 0.1, 0.3)
+    for updates in ([update], [update, still]):
+        assert expected_distance(updates, layout, config().es) == want
 
 
 def test_the_formula_is_that_of_a_random_walk(plain):

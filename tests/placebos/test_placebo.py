@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gain split in drift and signal: by hand, by simulation, and of a run whose journal is replayed."""
 
-import io
 import json
 import shutil
 import signal
@@ -10,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from scipy import stats
+from small_runs import told_by
 from typer.testing import CliRunner
 
 import evoalign
@@ -93,11 +92,8 @@ def test_one_more_placebo_is_not_called_more_than_drift(placebos, real, said):
     assert beyond_drift(found).startswith(said)
 
 
-def test_placebos_that_tie_reach_the_run():
+def test_placebos_that_tie_reach_the_run_and_a_share_needs_a_gain_that_is_sure():
     assert split([0.0] * 4, [1.0, 0, 1, 0], [[0.0, 1, 0, 1], [0.0] * 4]).reached == 1
-
-
-def test_a_share_needs_a_gain_that_is_sure():
     found = split(BEFORE, [-20.0, 2.0, -13.0, -6.0, -8.0], PLACEBOS)
     assert found.share is None and found.as_dict()["share"] is None
     assert "is not significant, so no drift share" in sentence(found)
@@ -213,6 +209,10 @@ def test_the_intervals_hold_signal_drift_and_share(placebos, items, most):
     assert (held / 400 >= 0.92).all() and (held / 400 <= most).all(), held / 400
 
 
+def command(*words):
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
 def tree(folder, **more):
     return {
         "output_dir": str(folder), "seed": 2, "task": {"name": "conciseness"}, "engine": {"threads": 1},
@@ -226,20 +226,18 @@ def tree(folder, **more):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("placebo") / "run"
-    evoalign.train(tree(folder), console=Console(quiet=True))
+    told_by(tree(folder))
     return folder
 
 
 def test_the_command_says_what_saved_counterfactuals_earn(run, tmp_path):
     """Each placebo is the mean that `replay --to` saves, evaluated as any adapter is."""
     run = shutil.copytree(run, tmp_path / "run")
-    result = CliRunner().invoke(
-        cli.app, ["placebo", str(run), "--shuffles", "2", "--json", str(tmp_path / "found.json")]
-    )
+    result = command("placebo", run, "--shuffles", 2, "--json", tmp_path / "found.json")
     assert result.exit_code == 0, result.output
     assert "2 placebos (the same noise, shuffled coefficients) reached" in result.output
     found = json.loads((tmp_path / "found.json").read_text())
-    written = json.loads((run / "results/evaluation.json").read_text())
+    written = results(run)
     assert found["reward"]["real"] == written["after"]["reward"]
     assert found["reward"]["before"] == written["before"]["reward"]
     rewards = []
@@ -254,31 +252,34 @@ def test_the_command_says_what_saved_counterfactuals_earn(run, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_shows_a_counterfactual_beside_the_run(run, tmp_path):
-    arguments = ["replay", str(run), "--counterfactual", "shuffle", "-g", "1"]
-    result = CliRunner().invoke(cli.app, [*arguments, "--seeds", "0,3"])
+    arguments, flip = ([run, "--counterfactual", name] for name in ("shuffle", "flip"))
+    arguments += ["-g", 1]
+    result = command("replay", *arguments, "--seeds", "0,3")
     assert result.exit_code == 0, result.output
     said = [line.partition(":")[0] for line in result.stdout.splitlines()]
     assert said[:4] == ["the start", "the run itself", "shuffle, seed 0", "shuffle, seed 3"]
     assert "the first step is exact" in result.stdout and "conditional on the recorded path" in result.stdout
     for wrong, message in (
-        ([*arguments, "--seeds", "0,1", "--to", str(tmp_path / "two")], "takes one mean"),
-        (["replay", str(run), "--counterfactual", "flip", "--seeds", "1"], "flip has no seed"),
-        ([*arguments, "--seeds", ""], "at least one seed"),
-        (["replay", str(run), "--counterfactual", "flip", "-g", "9"], "has 2 whole generations"),
-    ):
-        failed = CliRunner().invoke(cli.app, wrong)
+        ([*arguments, "--seeds", "0,1", "--to", tmp_path / "two"], "takes one mean"),
+        ([*flip, "--seeds", "1"], "flip has no seed"), ([*arguments, "--seeds", ""], "at least one seed"),
+        ([*flip, "-g", "9"], "has 2 whole generations"),
+    ):  # fmt: skip
+        failed = command("replay", *wrong)
         assert isinstance(failed.exception, ConfigError | JournalError) and message in str(failed.exception)
     assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.slow
-def test_another_task_is_split_as_well(run, tmp_path):
+def test_another_task_is_split_as_well_and_the_result_has_each_measure(run, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text("task: {name: countdown, test_size: 3}\nevaluation: {max_tokens: 4}\n")
-    found = evoalign.placebo(run, shuffles=1, off_task=other)
+    found = evoalign.placebo(run, shuffles=1, generation=1, off_task=other)
     assert found.off_task is not None and found.off_task.items == 3 and found.reward.items == 8
     assert any(line.startswith("off-task: reward ") for line in found.lines())
-    assert "off_task" in found.as_dict()
+    assert isinstance(found, Placebos) and isinstance(found.reward, Split)
+    assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
+    assert found.each["reward"] == pytest.approx(found.reward.placebos)
+    assert found.as_dict()["each"].keys() == found.measures.keys() and "off_task" in found.as_dict()
 
 
 def test_what_is_not_that_run_is_refused(run, tmp_path):
@@ -299,7 +300,7 @@ def test_what_is_not_that_run_is_refused(run, tmp_path):
 
 def measure(folder, *more):
     """What the command says of what it keeps."""
-    done = CliRunner().invoke(cli.app, ["placebo", str(folder), *more])
+    done = command("placebo", folder, *more)
     assert done.exit_code == 0, done.output
     return done.stderr
 
@@ -385,20 +386,11 @@ def test_a_run_that_goes_on_takes_away_what_was_kept(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     measure(folder, "--shuffles", "1")
     longer = tree(folder)
-    evoalign.train(longer, resume=True, console=Console(quiet=True))
+    told_by(longer, resume=True)
     assert (folder / PLACEBO).exists(), "it was at its end"
     longer["es"]["num_generations"] = 3
-    evoalign.train(longer, resume=True, console=Console(quiet=True))
+    told_by(longer, resume=True)
     assert not (folder / PLACEBO).exists() and read(folder).steps == 3
-
-
-@pytest.mark.slow
-def test_the_public_result(run):
-    found = evoalign.placebo(run, shuffles=1, generation=1)
-    assert isinstance(found, Placebos) and isinstance(found.reward, Split)
-    assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
-    assert found.each["reward"] == pytest.approx(found.reward.placebos)
-    assert found.as_dict()["each"].keys() == found.measures.keys()
 
 
 def results(folder):
@@ -406,10 +398,7 @@ def results(folder):
 
 
 def train(folder, placebos=2, resume=False):
-    checks = {"control_every": 0, "placebo": placebos}
-    told = io.StringIO()
-    evoalign.train(tree(folder, checks=checks), resume=resume, console=Console(file=told, width=300))
-    return told.getvalue()
+    return told_by(tree(folder, checks={"control_every": 0, "placebo": placebos}), resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +408,7 @@ def ended(tmp_path_factory):
     return folder, train(folder)
 
 
-def test_a_training_ends_with_its_placebos(run, ended):
+def test_a_training_ends_with_its_placebos_and_the_budget_has_them(run, ended):
     """The ones that the command measures; and nothing else of the run is another."""
     folder, told = ended
     assert "evaluating 2 placebos: the run with shuffled coefficients" in told and "mean placebo" in told
@@ -432,13 +421,9 @@ def test_a_training_ends_with_its_placebos(run, ended):
     assert "placebo" not in without and {k: v for k, v in found.items() if k != "placebo"} == without
     for file in ("journal.jsonl", "loras/generation_0002/adapter_model.safetensors"):
         assert (run / file).read_bytes() == (folder / file).read_bytes()
-
-
-def test_the_budget_has_the_placebos(run, ended):
-    """Two more evaluations of the test split, and twice the updates that lead there."""
-    without, found = (json.loads((f / "results/budget.json").read_text())["evaluation"] for f in (run, ended[0]))
-    split = without["completions"] // 2  # before and after
-    assert found["completions"] == without["completions"] + 2 * split
+    # two more evaluations of the test split, and twice the updates that lead there
+    without, found = (json.loads((f / "results/budget.json").read_text())["evaluation"] for f in (run, folder))
+    assert found["completions"] == without["completions"] + 2 * (without["completions"] // 2), "before and after"
     assert found["prompt_tokens"] == 2 * without["prompt_tokens"]
     assert found["forward_flops"] > 1.5 * without["forward_flops"]
 
@@ -446,7 +431,7 @@ def test_the_budget_has_the_placebos(run, ended):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["failure", "stop"])
 def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(kind, run, ended, tmp_path, monkeypatch):
-    follow, calls = Follower.follow, list[int]()
+    follow, calls = Follower.follow, []
 
     def ends(self, other):
         calls.append(1)
@@ -468,34 +453,22 @@ def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(kind, run, end
 
 
 @pytest.mark.slow
-def test_results_are_there_before_the_placebos(run, tmp_path, monkeypatch):
-    """So that whatever ends the process there takes nothing with it but what is measured from there on."""
-    seen = list[bool]()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, AssertionError])
+def test_results_are_there_before_the_placebos(error, run, tmp_path, monkeypatch):
+    """Whatever ends the process there, a mistake of the code too, takes nothing with it but what is measured next."""
+    seen, folder = [], tmp_path / "run"
 
     def dies(self, other):
-        seen.append(checksums.verify(tmp_path / "run"))
-        raise KeyboardInterrupt
+        seen.append(checksums.verify(folder))
+        raise error
 
     monkeypatch.setattr(Follower, "follow", dies)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run")
-    found, whole = results(tmp_path / "run"), results(run)
-    assert seen == [True] and checksums.verify(tmp_path / "run")
+    with pytest.raises(error):
+        train(folder)
+    found, whole = results(folder), results(run)
+    assert seen == [True] and checksums.verify(folder)
     assert found.pop("measuring") is True and "measuring" not in whole
     assert {**found, "alarms": None} == {**whole, "alarms": None} and found["alarms"]
-
-
-@pytest.mark.slow
-def test_a_mistake_in_them_is_raised_and_costs_nothing(run, tmp_path, monkeypatch):
-    """It is no failure of the machine, which one has to live with."""
-
-    def wrong(self, other):
-        raise AssertionError("of the code")
-
-    monkeypatch.setattr(Follower, "follow", wrong)
-    with pytest.raises(AssertionError, match="of the code"):
-        train(tmp_path / "run")
-    assert results(tmp_path / "run")["after"] == results(run)["after"] and checksums.verify(tmp_path / "run")
 
 
 def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended, tmp_path):

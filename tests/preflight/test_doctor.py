@@ -3,15 +3,13 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable
 
 import pytest
 import torch
+from command_line import caller
 from doctor_runs import DATA, ROOT, config, of, statuses
 from transformers import AutoModelForCausalLM
 
-from evoalign import cli
 from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import doctor as module
@@ -21,23 +19,18 @@ from evoalign.types import MEAN_PLAN, Rollout
 
 CONFIGS = sorted((ROOT / "configs").glob("quickstart*.yaml"))
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run the command line in this process in an empty folder; return exit code, stdout and stderr."""
+    """Run the doctor in an empty folder; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
+    go = caller(monkeypatch, capsys, columns=300)
 
-    def go(*words):
-        monkeypatch.setattr(sys, "argv", ["evoalign", "doctor", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
+    def doctor(*words):
+        done = go("doctor", *words)
+        return done.code, done.out, done.err
 
-    return go
+    return doctor
 
 
 def test_doctor_without_config_checks_machine_and_shipped_model(run, tmp_path):
@@ -91,14 +84,11 @@ def test_findings_have_the_figures_of_the_config(tmp_path):
     assert "; deterministic" in of(found, "engine").detail
 
 
-def test_generation_finding_warns_of_equal_scores():
+def test_generation_finding_warns_of_equal_scores_and_times_have_a_readable_unit():
     said = Rollout(MEAN_PLAN.members[0], 0, (1,), "text", "stop")
     same, apart = (generation_finding("scored", [said] * 2, scores) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
     assert same.status == "warning" and "all scored the same" in same.detail and "evoalign probe" in same.fix
     assert apart.status == "ok"
-
-
-def test_seconds_text_chooses_a_readable_unit():
     assert [seconds_text(s) for s in (1.234, 59.7, 599, 2040, 20_160)] == ["1.23 s", "60 s", "599 s", "34 min", "5.6 h"]
 
 
@@ -160,7 +150,7 @@ def test_doctor_prints_a_table_on_a_terminal(run, monkeypatch):
     assert "┃" in out and "canary" in out and "verdict: ready" in out
 
 
-def test_doctor_shows_machine_and_all_errors_of_an_invalid_config(run, tmp_path):
+def test_doctor_shows_machine_and_all_errors_of_a_config_that_is_invalid_or_missing(run, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("es: {sigmo: 1}\nlora: {rank: 0}\n")
     code, out, err = run(file)
@@ -168,19 +158,13 @@ def test_doctor_shows_machine_and_all_errors_of_an_invalid_config(run, tmp_path)
     assert "unknown setting es.sigmo; did you mean es.sigma?" in out and "lora.rank" in out
     assert "ok       versions" in out
     assert out.splitlines()[-1] == "verdict: not ready; 1 failed: config"
-
-
-def test_doctor_fails_for_a_missing_config(run):
     code, out, _ = run("nowhere.yaml")
     assert code == 1 and "no config file nowhere.yaml" in out
-
-
-def test_doctor_refuses_overrides_without_a_config(run):
     code, _, err = run("-s", "seed=1")
-    assert code == 2 and "give one first" in err
+    assert code == 2 and "give one first" in err, "overrides without a config"
 
 
 def test_verdict_counts_failures_and_warnings_but_not_skips():
-    found = [Finding("a", "ok", ""), Finding("b", "skipped", ""), Finding("c", "warning", "")]
+    found = [Finding(name, status, "") for name, status in zip("abc", ("ok", "skipped", "warning"), strict=True)]
     assert module.verdict(found) == ("verdict: ready; 1 checks passed; 1 with warnings: c", 0)
     assert module.verdict([*found, Finding("d", "failed", "")])[1] == 1

@@ -4,18 +4,17 @@
 import asyncio
 import json
 import math
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
+from command_line import caller
+from json_server import serving
 from safetensors.torch import load_file, save_file
 
 from evoalign import http, models
-from evoalign.cli import main
 from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import LostError, RefusedError
@@ -43,6 +42,8 @@ def test_distance_ignores_ties_and_counts_sure_tokens():
     sure = distance(completions(("a", -0.05)), completions(("c", -0.05)))
     assert sure == pytest.approx(-0.05 - math.log(1 - math.exp(-0.05)))
     assert distance(completions(("a", 0.0)), completions(("c", -2.0))) == 8.0, "bounded"
+    assert distance(completions(), completions()) == distance(completions(), completions(("a", -0.7))) == 0.0
+    assert distance(completions(("a", -0.01)), completions()) == 1.0, "empty where the other is sure"
 
 
 def test_distance_is_a_lower_bound_of_the_largest_change():
@@ -51,12 +52,6 @@ def test_distance_is_a_lower_bound_of_the_largest_change():
         one, other = torch.randn((2, 5), generator=generator).mul(2).log_softmax(-1)
         found = [completions((str(int(p.argmax())), float(p.max()))) for p in (one, other)]
         assert distance(*found) <= float((one - other).abs().max()) + 1e-6
-
-
-def test_distance_counts_an_empty_completion_where_the_other_is_sure():
-    assert distance(completions(), completions()) == 0.0
-    assert distance(completions(), completions(("a", -0.7))) == 0.0
-    assert distance(completions(("a", -0.01)), completions()) == 1.0
 
 
 class Stub:
@@ -206,70 +201,37 @@ def test_random_adapter_has_the_shapes_of_the_model(tmp_path):
 )
 def test_a_server_that_cannot_be_checked_is_exit_code_2(words, message, monkeypatch, capsys):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
-    monkeypatch.setattr("sys.argv", ["evoalign", "canary", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    done = caller(monkeypatch, capsys)("canary", *words)
+    assert done.code == 2 and message in done.err
 
 
 def test_a_connection_that_was_idle_is_not_reused(monkeypatch):
     """uvicorn closes it after 5 seconds: a request at that moment would count as a lost server."""
-    came = list[int]()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            came.append(self.client_address[1])
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, format, *arguments):
-            pass
-
+    came = []
     assert http.KEPT < 5
     monkeypatch.setattr(http, "KEPT", 0.2)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        client = client_module.Client(f"http://127.0.0.1:{server.server_address[1]}")
+    with serving(lambda path, body, port: (200, came.append(port) or {}), client=True) as url:
+        client = client_module.Client(url)
         for idle in (0.0, 0.0, 0.5):
             time.sleep(idle)
             client.call(client.get("/"))
         client.close()
-        server.shutdown()
     assert came[0] == came[1] != came[2]
 
 
-Statuses = dict[str, int | list[int]]
 """Status of each path, by default 200; a list has one for each call, the last for all later ones."""
 
 
-@contextmanager
 def server_with(statuses):
     """Run a server that accepts every request but these, and yield its address."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status = statuses.get(self.path, 200)
-            if isinstance(status, list):
-                status = status.pop(0) if len(status) > 1 else status[0]
-            said = {"success": True, "version": "1", "data": [{"id": "base", "owned_by": "sglang"}]}
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
+    def reply(path, body):
+        status = statuses.get(path, 200)
+        if isinstance(status, list):
+            status = status.pop(0) if len(status) > 1 else status[0]
+        return status, {"success": True, "version": "1", "data": [{"id": "base", "owned_by": "sglang"}]}
 
-        do_GET = do_POST
-
-        def log_message(self, format, *arguments):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    return serving(reply)
 
 
 @contextmanager
@@ -354,12 +316,8 @@ def test_an_unexpected_error_is_exit_code_2(debug, monkeypatch, capsys):
         raise KeyError("unexpected")
 
     monkeypatch.setattr(canary_module, "examine", fail)
-    monkeypatch.setattr("sys.argv", ["evoalign", "canary", "http://127.0.0.1:9", *["--debug"][: int(debug)]])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    output = capsys.readouterr().err
-    assert stopped.value.code == 2 and "KeyError: 'unexpected'" in output
-    assert ("Traceback" in output) == debug
+    done = caller(monkeypatch, capsys)("canary", "http://127.0.0.1:9", *["--debug"][: int(debug)])
+    assert done.code == 2 and "KeyError: 'unexpected'" in done.err and ("Traceback" in done.err) == debug
 
 
 @pytest.mark.parametrize("status", ["ok", "FAULT"])

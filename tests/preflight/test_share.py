@@ -31,9 +31,8 @@ def test_share_line_names_modules_of_other_layers(tmp_path):
     _, share, *_ = dry_run(make_config("tiny", task={"name": "conciseness"}, lora=lora, output_dir=here))
     reached, _, others = share.partition(" of the weights: ")[2].partition("; not: ")
     assert reached == "down_proj" and others.endswith(", up_proj, down_proj of other layers")
-    _, share, *_ = dry_run(
-        make_config("tiny", task={"name": "conciseness"}, lora={"target_layers": [3]}, output_dir=here)
-    )
+    more = {"task": {"name": "conciseness"}, "output_dir": here}
+    _, share, *_ = dry_run(make_config("tiny", lora={"target_layers": [3]}, **more))
     assert "q_proj of other layers" in share and "embed_tokens," in share
 
 
@@ -48,6 +47,5 @@ def test_few_layers_of_a_deep_model_are_a_warning(tmp_path):
     assert few.status == "warning" and "1 of 24 layers evolves, lora.target_layers [3]" in few.detail
     assert "lora.target_layers=null" in few.fix
     for layers in ([1, 2, 3], None):
-        assert (
-            check_targets(Case(make_config(tmp_path / "deep", lora={"target_layers": layers}, **more))).status == "ok"
-        )
+        some = make_config(tmp_path / "deep", lora={"target_layers": layers}, **more)
+        assert check_targets(Case(some)).status == "ok"

@@ -2,7 +2,6 @@
 """A journal on another machine: what it says of the one it was made on, and what replay says where bits differ."""
 
 import importlib.metadata
-import io
 import json
 import os
 import shutil
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from small_runs import UNCHECKED
+from command_line import caller
+from small_runs import UNCHECKED, told_by
 
-import evoalign
 from evoalign import cli
 from evoalign.config import from_dict
 from evoalign.errors import MachineError, ResumeError
@@ -42,7 +40,7 @@ def config(folder, space="lowrank", generations=2, **more):
 
 
 def train(folder, **more):
-    evoalign.train(config(folder, **more), console=Console(quiet=True), resume=folder.exists())
+    told_by(config(folder, **more), resume=folder.exists())
     return folder
 
 
@@ -108,10 +106,7 @@ def test_a_run_of_before_is_resumed_with_its_own_sum(tmp_path, monkeypatch):
         train(whole, generations=10)
     for folder in (run, whole):
         rewritten(folder / "journal.jsonl", folder / "journal.jsonl", as_before)
-        for saved in (folder / "checkpoints").glob("*"):
-            for file in saved.iterdir():
-                file.unlink()
-            saved.rmdir()
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     train(run, generations=10)
     got, want = (journal.read(folder / "journal.jsonl").generations for folder in (run, whole))
     assert [g.weights_hash for g in got] == [g.weights_hash for g in want]
@@ -171,11 +166,8 @@ def elsewhere(made, monkeypatch):
 def test_a_sum_that_depends_on_the_machine_is_named_and_no_hash_claimed(elsewhere, tmp_path, monkeypatch, capsys):
     to = tmp_path / "to"
     for target in (elsewhere, elsewhere / "journal.jsonl"):
-        monkeypatch.setattr(sys, "argv", ["evoalign", "replay", str(target), "--to", str(to)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        assert ended.value.code == cli.OTHER_MACHINE == 3
+        said = caller(monkeypatch, capsys)("replay", target, "--to", to)
+        assert said.code == cli.OTHER_MACHINE == 3
         assert "added by a library's matrix product, whose last bits depend on the machine" in said.err
         assert "the weights here are not the run's" in said.err
         assert 0 < float(said.err.split("the difference is ")[1].split(" of the distance moved")[0]) < 1e-5
@@ -249,8 +241,6 @@ def test_a_run_that_goes_on_by_another_decoder_says_so(tmp_path, monkeypatch):
     """As where it was begun on a machine with a C compiler, and not where it was not."""
     for number, (library, warned) in enumerate((("1", False), ("1", False), ("0", True)), 1):
         monkeypatch.setenv("EVOALIGN_COMPILED", library)
-        told = Console(file=io.StringIO(), width=400)
-        evoalign.train(config(tmp_path / "run", generations=number), console=told, resume=number > 1)
-        said = told.file.getvalue()
+        said = told_by(config(tmp_path / "run", generations=number), resume=number > 1)
         warning = "completions came from static decoder so far, and come from the usual library now"
         assert (warning in said) == warned, said

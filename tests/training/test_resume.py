@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that was stopped, killed, cut or damaged goes on as if nothing had happened, or says what is wrong."""
 
-import io
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ import corruption
 import kill_points
 import pytest
 from machine_dependent import skipped_elsewhere
-from rich.console import Console
+from small_runs import read_rows, told_by
 
 import evoalign
 from evoalign.config import from_dict
@@ -26,6 +25,7 @@ from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeEr
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.identity import differences
+from evoalign.rundir.method import load_own
 from evoalign.training import replay as replaying
 
 Traces = dict[str, Any]
@@ -34,14 +34,7 @@ Traces = dict[str, Any]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Trains each space once."""
-
-    @cache
-    def of(space):
-        folder = tmp_path_factory.mktemp(space) / "run"
-        kill_points.train(space, folder)
-        return folder
-
-    return of
+    return cache(lambda space: kill_points.train(space, tmp_path_factory.mktemp(space) / "run").path)
 
 
 @pytest.fixture(scope="module", params=kill_points.SPACES)
@@ -65,9 +58,13 @@ def go_on(run, **sections):
     tree = kill_points.config("lora", run)
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
-    output = io.StringIO()
-    evoalign.train(tree, resume=True, console=Console(file=output, width=200))
-    return output.getvalue()
+    return told_by(tree, resume=True)
+
+
+def keep_lines(run, count):
+    """Cut the journal after this many lines."""
+    file = run / "journal.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:count]))
 
 
 @pytest.mark.slow
@@ -109,7 +106,7 @@ def test_random_damage_is_refused_by_name_or_recovered(space, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copy):
-    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:7]))
+    keep_lines(copy, 7)
     folder = copy / "loras/generation_0003"
     (folder / "optimizer.safetensors").write_bytes(b"no")
     told = go_on(copy)
@@ -120,12 +117,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copy):
 @pytest.mark.slow
 def test_a_saved_mean_of_another_run_is_passed_over(copy, tmp_path):
     other = kill_points.config("lora", tmp_path / "other") | {"seed": 6}
-    evoalign.train(other, console=Console(file=io.StringIO()))
+    told_by(other)
     whole = kill_points.traces(copy)
     for folder in saved_folders(copy):
         shutil.rmtree(folder)
     shutil.copytree(tmp_path / "other/loras", copy / "loras", dirs_exist_ok=True)
-    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:7]))
+    keep_lines(copy, 7)
     assert "is not of this journal" in go_on(copy)
     assert kill_points.traces(copy)["journal"] == whole["journal"]
 
@@ -162,7 +159,7 @@ def test_a_lost_journal_is_no_reason_to_begin_anew(copy):
 def test_what_is_not_the_run_may_be_lost(copy):
     """Figures, metrics, manifest, config, the completions before: all of it is made again."""
     whole = kill_points.traces(copy)
-    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:6]))
+    keep_lines(copy, 6)
     raw = (copy / "results/completions/before.parquet").read_bytes()
     for kept, broken in ((raw[: len(raw) // 2], b'{"generation": 0, "mea'), (None, None)):
         for name in ("config.yaml", "manifest.json"):
@@ -172,9 +169,7 @@ def test_what_is_not_the_run_may_be_lost(copy):
             (copy / file).unlink() if content is None else (copy / file).write_bytes(content)
         go_on(copy)
         found = kill_points.traces(copy)
-        assert {k: found[k] for k in ("journal", "evaluation", "rows")} == {
-            k: whole[k] for k in ("journal", "evaluation", "rows")
-        }
+        assert all(found[name] == whole[name] for name in ("journal", "evaluation", "rows"))
         assert (copy / "figures/evolution.png").is_file() or kept is None
         assert json.loads((copy / "manifest.json").read_text())["versions"]
 
@@ -237,27 +232,36 @@ def test_stopped_and_gone_on_with_it_ends_the_same(lora, tmp_path):
 
     for expected in (1, 3):
         with pytest.raises(StoppedError, match=f"stopped after generation {expected} of 4") as caught:
-            evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
+            told_by(tree, resume=True, on_generation=stop)
         assert caught.value.signal == signal.SIGTERM
-    evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
+    told_by(tree, resume=True, on_generation=stop)
     assert stops == [0, 2] and kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
     assert signal.getsignal(signal.SIGTERM) == before, "the handlers are as they were"
 
 
-def test_other_settings_are_named(copy):
-    with pytest.raises(ResumeError, match=r"es.sigma is 0.01 in the run and 0.02 now; seed is 5 in the run and 8 now"):
-        go_on(copy, es={"sigma": 0.02}, seed=8)
-    with pytest.raises(ResumeError, match="num_generations is 4 in the run and 3 now"):
-        go_on(copy, es={"num_generations": 3})
+def test_other_settings_or_another_engine_are_named(copy):
+    for message, changes in (
+        (
+            "es.sigma is 0.01 in the run and 0.02 now; seed is 5 in the run and 8 now",
+            {"es": {"sigma": 0.02}, "seed": 8},
+        ),
+        ("num_generations is 4 in the run and 3 now", {"es": {"num_generations": 3}}),
+        ("engine.name is 'transformers' in the run and 'vllm' now", {"engine": {"name": "vllm"}}),
+    ):
+        with pytest.raises(ResumeError, match=message):
+            go_on(copy, **changes)
 
 
-def test_what_is_only_kept_or_told_may_change(copy):
+def test_a_run_that_is_done_is_done_and_what_is_only_kept_or_told_may_change(copy):
+    before = kill_points.traces(copy)
+    assert "resumes after generation 4 of 4" in go_on(copy)
+    assert kill_points.traces(copy) == before
     go_on(copy, checkpoint={"every": 0, "keep_last": 1}, evaluation={"every": 0}, checks={"control_every": 0})
 
 
 @pytest.mark.slow
 def test_a_run_that_ran_out_of_memory_may_take_smaller_batches(copy):
-    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:5]))
+    keep_lines(copy, 5)
     told = go_on(copy, engine={"max_rows": 3}, seed=5)
     assert "warning: engine.max_rows is None in the run and 3 now" in told
     assert journal.read(copy / "journal.jsonl").sealed == 4
@@ -278,11 +282,6 @@ def test_settings_of_vllm_that_a_machine_decides_may_change():
     assert "engine.max_num_seqs is 1024 in the run and 8 now" in warned
 
 
-def test_another_engine_is_another_run(copy):
-    with pytest.raises(ResumeError, match=r"engine.name is 'transformers' in the run and 'vllm' now"):
-        go_on(copy, engine={"name": "vllm"})
-
-
 @pytest.mark.slow
 def test_a_longer_run_begins_as_the_shorter_one(tmp_path):
     def constant(output, generations):
@@ -290,13 +289,12 @@ def test_a_longer_run_begins_as_the_shorter_one(tmp_path):
         tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
         return tree
 
-    quiet = Console(file=io.StringIO())
-    evoalign.train(constant(tmp_path / "long", 3), console=quiet)
-    evoalign.train(constant(tmp_path / "short", 2), console=quiet)
-    evoalign.train(constant(tmp_path / "short", 3), resume=True, console=quiet)
+    told_by(constant(tmp_path / "long", 3))
+    told_by(constant(tmp_path / "short", 2))
+    told_by(constant(tmp_path / "short", 3), resume=True)
     assert kill_points.traces(tmp_path / "short")["journal"] == kill_points.traces(tmp_path / "long")["journal"]
     with pytest.raises(ResumeError, match="has 3 generations already"):
-        evoalign.train(constant(tmp_path / "short", 2), resume=True, console=quiet)
+        told_by(constant(tmp_path / "short", 2), resume=True)
 
 
 def test_another_base_model_is_refused(copy, random_qwen2):
@@ -308,14 +306,8 @@ def test_another_base_model_is_refused(copy, random_qwen2):
 def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy):
     text = (copy / "config.yaml").read_text().replace("name: conciseness", "name: somewhere:Task")
     (copy / "config.yaml").write_text(text)
-    from evoalign.rundir.method import load_own
-
     with pytest.raises(ConfigError, match=r"task\.name to .somewhere:Task"):
         load_own(copy)
-
-
-def kept(run):
-    return [int(folder.name.removeprefix("generation_")) for folder in saved_folders(run)]
 
 
 @pytest.mark.slow
@@ -332,20 +324,15 @@ def test_the_latest_and_the_best_stay(tmp_path, settings, every, expected):
     tree = kill_points.config("lora", tmp_path / "run") | {"checkpoint": settings}
     tree["es"] |= {"num_generations": 6}
     tree["evaluation"] |= {"every": every}
-    evoalign.train(tree, console=Console(file=io.StringIO()))
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    told_by(tree)
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
     scores = {row["generation"] + 1: row["validation"]["reward"] for row in rows if row["evaluation"]}
     if expected is None:
         best = max(scores, key=lambda g: (scores[g], -g))
         expected = sorted({best, 6})
         assert len(scores) == 5
-    assert kept(tmp_path / "run") == expected
-
-
-def test_a_run_that_is_done_is_done(copy):
-    before = kill_points.traces(copy)
-    assert "resumes after generation 4 of 4" in go_on(copy)
-    assert kill_points.traces(copy) == before
+    kept = [int(folder.name.removeprefix("generation_")) for folder in saved_folders(tmp_path / "run")]
+    assert kept == expected
 
 
 @pytest.mark.first("lora")
@@ -374,7 +361,7 @@ def test_replay_names_the_generation_that_comes_out_otherwise(copy):
     from rundir.test_journal import relinked
 
     path = copy / "journal.jsonl"
-    lines = [{k: v for k, v in json.loads(text).items() if k != "hash"} for text in path.read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if k != "hash"} for line in read_rows(path)]
     lines[5]["coefficients"][0] += 1.0
     path.write_text(relinked(lines))
     with pytest.raises(ResumeError, match=r"generation 3 has weights_hash \w{12} here, and \w{12} in the journal"):
