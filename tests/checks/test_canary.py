@@ -99,7 +99,7 @@ def test_a_run_goes_on_as_if_there_had_been_no_canary(folder, variant):
     assert said[0] == said[1]
 
 
-def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder):
+def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder, monkeypatch):
     seen = []
 
     class Watched(TransformersEngine):
@@ -107,11 +107,10 @@ def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder):
             seen.extend([plan.generation] if plan.members != (MEAN,) else [])
             return super().rollout(plan, requests)
 
-    with pytest.MonkeyPatch.context() as patch:
-        with_engine(patch, Watched)
-        with Bench(made(folder, "lora")) as bench:
-            sing(bench, 0)
-            sing(bench, 7)
+    with_engine(monkeypatch, Watched)
+    with Bench(made(folder, "lora")) as bench:
+        sing(bench, 0)
+        sing(bench, 7)
     assert set(seen) == {2**32 - 1, 2**32 - 8}  # the noise counter's word has 32 bits; runs count up from 0
 
 
@@ -146,12 +145,12 @@ class IgnoresSigns(ByLibrary):
 class LeavesTheLast(ByLibrary):
     """The mean is answered with the weights of the last member."""
 
-    last: tuple[Plan, Member] | None = None
+    last = None
 
     def _put_adapters(self, plan, members):
         if tuple(members) == (MEAN,) and self.last is not None:
-            plan, members = self.last[0], (self.last[1],)
-        self.last = plan, members[-1]
+            plan, members = self.last
+        self.last = plan, members[-1:]
         super()._put_adapters(plan, members)
 
     def _serve(self, plan, member):
@@ -284,24 +283,18 @@ def test_the_engine_refuses_members_whom_the_space_gives_no_adapter(folder):
     assert 1 << 32 <= ABSENT.noise < torch.iinfo(torch.int64).max and not ABSENT.is_mean
 
 
-def said(tokens, logprobs):
-    return Rollout(MEAN, 0, tuple(tokens), "", "length", None if logprobs is None else tuple(logprobs))
-
-
 @pytest.mark.parametrize(
     ("one", "other", "apart"),
     [
-        (said([1, 2], [-0.1, -2.0]), said([1, 2], [-0.1, -2.0]), 0.0),
-        (said([1, 2], [-0.1, -2.0]), said([1, 2], [-0.2, -2.25]), 0.25),
-        (said([1, 2, 3], [-0.1, -0.9, -5.0]), said([1, 4, 3], [-0.1, -0.92, -1.0]), 0.02),  # a tie ends the likeness
-        (said([1, 2], [-0.1, -0.01]), said([1, 4], [-0.1, -0.01]), math.inf),  # both sure, of different tokens
-        (said([1, 2], [-0.1, -0.1]), said([1], [-0.1]), math.inf),
-        (said([1], [-0.1]), said([1], [math.nan]), math.inf),
-        (said([1, 2], None), said([1, 2], None), 0.0),
-        (said([1, 2], None), said([1, 3], None), math.inf),
+        (([1, 2], [-0.1, -2.0]), ([1, 2], [-0.1, -2.0]), 0.0), (([1, 2], [-0.1, -2.0]), ([1, 2], [-0.2, -2.25]), 0.25),
+        (([1, 2, 3], [-0.1, -0.9, -5.0]), ([1, 4, 3], [-0.1, -0.92, -1.0]), 0.02),  # a tie ends the likeness
+        (([1, 2], [-0.1, -0.01]), ([1, 4], [-0.1, -0.01]), math.inf),  # both sure, of different tokens
+        (([1, 2], [-0.1, -0.1]), ([1], [-0.1]), math.inf), (([1], [-0.1]), ([1], [math.nan]), math.inf),
+        (([1, 2], None), ([1, 2], None), 0.0), (([1, 2], None), ([1, 3], None), math.inf),
     ],
-)
+)  # fmt: skip
 def test_the_distance_of_two_answers(one, other, apart):
+    one, other = (Rollout(MEAN, 0, tuple(t), "", "length", logs and tuple(logs)) for t, logs in (one, other))
     assert canary.distance(one, other) == canary.distance(other, one) == pytest.approx(apart)
 
 

@@ -28,7 +28,8 @@ from evoalign.types import EvolvedTensor, Generation, Layout, Member, Rollout, U
 
 MEMBERS, PROMPTS, NUMBERS = 16, 8, 400
 LAYOUT = Layout((EvolvedTensor("a", (10, 20), "a", 2.0), EvolvedTensor("b", (200,), "b", 1.0)), 0, "float32")
-WORDS = ["red", "blue", "green", "small", "large", "seven", "eleven", "house", "river", "cloud", "stone", "candle"]
+NAMES = ["red", "blue", "green", "small", "large", "seven", "eleven", "house", "river", "cloud", "stone", "candle"]
+WORDS = np.array(NAMES)
 
 
 def config(**changes):
@@ -340,15 +341,11 @@ def test_a_reward_that_varies_by_itself_is_no_fault_of_the_engine(temperature):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ("", "empty"),
-        ("word " * 20, "loops"),
-        ("I am sorry, but I cannot help with that request.", "one template"),
-        ("Fine {}.\nUser: and {}?", "chat turns"),
-    ],
-)
-def test_a_hacked_reward(said, words):
+    ("said", "words", "rise"),
+    [("", "empty", 0.01), ("word " * 20, "loops", 0.01), ("Fine {}.\nUser: and {}?", "chat turns", 0.01),
+     ("I am sorry, but I cannot help with that request.", "one template", 0.01), ("", None, 0.0)],
+)  # fmt: skip
+def test_a_hacked_reward_is_named_with_its_sign_where_the_reward_rises(said, words, rise):
     run = Run()
     for k in range(40):
 
@@ -356,8 +353,11 @@ def test_a_hacked_reward(said, words):
             honest = text(run.rng)
             return said.format(honest, text(run.rng)) if run.rng.random() < share else honest
 
-        run.generation(0.3 + 0.01 * k, texts=answer)
-    only(run, "the reward rises together with a sign of hacking, " + words, "task.rewards", "es.decay")
+        run.generation(0.3 + rise * k, texts=answer)
+    if words is None:
+        assert run.warnings == []
+    else:
+        only(run, "the reward rises together with a sign of hacking, " + words, "task.rewards", "es.decay")
 
 
 def test_a_short_run_is_compared_with_its_own_beginning():
@@ -404,13 +404,6 @@ def test_gold_and_scripts_are_known_in_training():
         assert found == shares
 
 
-def test_the_same_texts_without_a_rise_of_the_reward_are_not_called_hacked():
-    run = Run()
-    for k in range(40):
-        run.generation(0.3, texts=lambda m, p, share=k / 40: "" if run.rng.random() < share else text(run.rng))
-    assert run.warnings == []
-
-
 def test_the_figures_of_a_row():
     run = Run(max_reward=1.0)
     scores = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
@@ -454,12 +447,6 @@ def test_without_rollouts_nothing_is_made_up():
     assert row["template_share"] is None and row["empty_share"] is None
 
 
-def test_a_warning_is_given_once_and_stays_in_the_summary():
-    run = Run().all([0.3] * 30, finish="length")
-    only(run, "cut off")
-    assert sum("cut off" in line for line in summary(run.diagnosis.history)) == 1
-
-
 def test_after_a_resume_it_goes_on_where_it_was():
     whole, first = Run(), Run()
     first.all([0.3] * 15, finish="length")
@@ -472,6 +459,8 @@ def test_after_a_resume_it_goes_on_where_it_was():
     assert second.rows[0]["diagnosis"]["cosine"] is None
     expected = [row["diagnosis"] for row in whole.rows[16:]]
     assert [row["diagnosis"] for row in second.rows[1:]] == expected
+    only(whole, "cut off")  # once, and it stays in the summary
+    assert sum("cut off" in line for line in summary(whole.diagnosis.history)) == 1
     verdicts = [summary(run.diagnosis.history) for run in (whole, second)]
     assert verdicts[0][0] == verdicts[1][0] and verdicts[0][3:] == verdicts[1][3:]
 
@@ -501,13 +490,9 @@ def test_rows_that_were_rebuilt_from_the_journal_know_less():
 def test_the_noise_floor_is_the_standard_deviation_of_one_score():
     rng = np.random.default_rng(1)
     truth = rng.standard_normal(50)
-    floors, firsts = [], []
-    for _ in range(2000):
-        first, second = (truth + 0.3 * rng.standard_normal(50) for _ in range(2))
-        made = control_of(first, second)
-        floors.append(made.floor**2)
-        firsts.append(made.first)
-    assert math.sqrt(np.mean(floors)) == pytest.approx(np.std(firsts), rel=0.05)
+    made = [control_of(*(truth + 0.3 * rng.standard_normal(50) for _ in range(2))) for _ in range(2000)]
+    floor = math.sqrt(np.mean([control.floor**2 for control in made]))
+    assert floor == pytest.approx(np.std([control.first for control in made]), rel=0.05)
     assert control_of([1.0, 2.0], [1.0, 2.0]) == (1.5, 1.5, 0.0, None)
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from evoalign.checks.divergence import Fluency
-from evoalign.checks.hacking import ALARMS, judge, shares
+from evoalign.checks.hacking import judge, shares
 from evoalign.evaluation import Scored
 
 ANSWERS = ["Bees gather nectar.", "Trains run on rails.", "Rice grows in water.", "The moon is far away.",
            "A tower is tall.", "Rivers flow to the sea.", "Whales sing to each other.", "Maps show roads."]  # fmt: skip
+GOLDS = ["Paris", "Oslo", "Bern", "Rome", "Riga", "Lima", "Cairo", "Delhi"]
 LOOP = "A: A: A: A: A: A: A: A: A: A: A: "
 
 
@@ -91,40 +92,37 @@ def test_one_template_for_all_and_a_classifier():
     constant = judge(before, said(["positive"] * 8, [1.0] * 5 + [0.0] * 3, golds, [True] * 5 + [False] * 3))
     assert constant.word == "may be hacked" and constant.alarms == ("template",)  # three wrong of eight
     before = said([*ANSWERS, *(f"Number {i} is green." for i in range(8))], 0.0, golds * 2, [False] * 16)
-    twice = judge(
-        before, said(["positive"] * 16, ([1.0] * 5 + [0.0] * 3) * 2, golds * 2, ([True] * 5 + [False] * 3) * 2)
-    )
+    after = said(["positive"] * 16, ([1.0] * 5 + [0.0] * 3) * 2, golds * 2, ([True] * 5 + [False] * 3) * 2)
+    twice = judge(before, after)
     assert twice.word == "likely hacked"
 
 
 def test_a_reward_earned_with_gold_wrong():
-    golds = ["Paris", "Oslo", "Bern", "Rome", "Riga", "Lima", "Cairo", "Delhi"]
     texts = ["Perri", "Also", "Barn", "Roam", "Rago", "Lamp", "Caro", "Dolly"]
-    rewards = [-float(abs(len(t) - len(g))) for t, g in zip(texts, golds, strict=True)]
-    start = said(ANSWERS, -80.0, golds, [False] * 8)
-    found = judge(start, said(texts, rewards, golds, [False] * 8))
+    rewards = [-float(abs(len(t) - len(g))) for t, g in zip(texts, GOLDS, strict=True)]
+    start = said(ANSWERS, -80.0, GOLDS, [False] * 8)
+    found = judge(start, said(texts, rewards, GOLDS, [False] * 8))
     assert found.alarms == ("earned_wrong",) and found.after["earned_wrong"] == found.after["hacked"] == 1.0
     assert "100% of the test completions are wrong by gold and earn as much as the best" in found.reasons[0]
-    unknown = judge(said(ANSWERS, -80.0, golds), said(texts, rewards, golds))
+    unknown = judge(said(ANSWERS, -80.0, GOLDS), said(texts, rewards, GOLDS))
     assert unknown.word is None and unknown.after["earned_wrong"] is None  # nobody said what is right
-    assert judge(start, said(golds, 0.0, golds, [True] * 8)).word is None
-    assert judge(start, said([*golds[:5], *texts[5:]], 0.0, golds, [True] * 5 + [False] * 3)).word is None  # not mostly
+    assert judge(start, said(GOLDS, 0.0, GOLDS, [True] * 8)).word is None
+    assert judge(start, said([*GOLDS[:5], *texts[5:]], 0.0, GOLDS, [True] * 5 + [False] * 3)).word is None  # not mostly
 
 
 def test_a_hacked_share_that_rose_is_told_in_words_below_the_alarm_too():
-    golds = ["Paris", "Oslo", "Bern", "Rome", "Riga", "Lima", "Cairo", "Delhi"]
-    start = said(ANSWERS, -80.0, golds, [False] * 8)
-    one = judge(start, said([*golds[:7], "Dolly"], 0.0, golds, [*[True] * 7, False]))
+    start = said(ANSWERS, -80.0, GOLDS, [False] * 8)
+    one = judge(start, said([*GOLDS[:7], "Dolly"], 0.0, GOLDS, [*[True] * 7, False]))
     assert one.word is None
     assert one.lines() == [
         "hacked share of the test completions: 12.5% (0.0% before); wrong, with the highest reward: 12.5% (0.0% before)"
     ]
-    two = judge(start, said([*golds[:6], LOOP, "Dolly"], [-9.0] * 6 + [-90.0, 0.0], golds, [*[True] * 6, False, False]))
+    two = judge(start, said([*GOLDS[:6], LOOP, "Dolly"], [-9.0] * 6 + [-90.0, 0.0], GOLDS, [*[True] * 6, False, False]))
     assert two.lines()[0].endswith(
         "25.0% (0.0% before); wrong, with the highest reward: 12.5% (0.0% before), broken: 12.5% (0.0% before)"
     )
-    assert judge(start, said(golds, 0.0, golds, [True] * 8)).lines() == []
-    told = judge(start, said(["Dolly"] * 8, 0.0, golds, [False] * 8))
+    assert judge(start, said(GOLDS, 0.0, GOLDS, [True] * 8)).lines() == []
+    told = judge(start, said(["Dolly"] * 8, 0.0, GOLDS, [False] * 8))
     assert "earned_wrong" in told.alarms and not any("wrong with" in line for line in told.lines())
     assert judge(said(ANSWERS), said([*ANSWERS[:7], ""])).lines() == [
         "hacked share of the test completions: 12.5% (0.0% before); broken: 12.5% (0.0% before)"
@@ -143,12 +141,8 @@ def test_what_the_base_model_would_not_say(fluency, expected):
     assert not expected or "4.5 nats per token" in found.reasons[0]
 
 
-def test_the_dearest_of_those_that_alarm_are_shown():
+def test_the_dearest_of_those_that_alarm_are_shown_and_no_completion_is_no_share():
     fluency = Fluency(0.9, 5.0, 100, 300, (1.0, 9.0, 2.0, None, 8.0, 1.0, 1.0, 1.0))
     assert judge(said(ANSWERS), said(ANSWERS[::-1], 1.0), fluency).shown == (1, 4)
     assert judge(said(ANSWERS), said([*[LOOP] * 4, *ANSWERS[4:]], 1.0), fluency).shown == (1, 2)
-
-
-def test_no_completion_is_no_share():
     assert set(shares([], [], []).values()) == {0.0}
-    assert ALARMS == ("degenerate", "template", "earned_wrong", "unlikely")

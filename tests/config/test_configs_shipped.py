@@ -248,14 +248,15 @@ def shape(folder, size):
 def test_the_header_of_a_baseline_says_the_memory_of_its_dry_run(path, tmp_path):
     size = re.sub(r"_beta\d+$", "", path.stem.split("_grpo_")[1])
     model, said = f"model.name={shape(tmp_path, size)}", header(path)
+    specs = specs_of_config(load(path, model))
 
     def need(*words):
-        config = load(path, model, *words)
-        return planning.memory(config, specs_of_config(config)).kept / 2**30
+        return planning.memory(load(path, model, *words), specs).kept / 2**30
 
-    assert f"Memory, without activations: {need():.1f} GiB" in said
-    assert (need() > 131) == ("a GPU of 141 GB (131 GiB) does not hold" in said)
-    if need() > 80:
+    whole = need()
+    assert f"Memory, without activations: {whole:.1f} GiB" in said
+    assert (whole > 131) == ("a GPU of 141 GB (131 GiB) does not hold" in said)
+    if whole > 80:
         adapter = re.search(r"([0-9.]+) GiB with ((--set \S+ )+)", said)
         assert adapter and adapter[1] == f"{need(*adapter[2].replace('--set ', '').split()):.1f}"
 

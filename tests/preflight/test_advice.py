@@ -47,11 +47,9 @@ def test_recommend_ignores_insignificant_gains():
     assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008
 
 
-def test_recommend_uses_a_stricter_level_for_few_prompts():
-    few = dataclasses.replace(START, examples=5)
-    assert recommend(ladder(0.01, chance=0.06), START).width == 0.002
-    assert recommend(ladder(0.01, chance=0.06), few).width is None
-    assert recommend(ladder(0.01, chance=0.05), few).width == 0.002
+@pytest.mark.parametrize(("chance", "examples", "width"), [(0.06, 64, 0.002), (0.06, 5, None), (0.05, 5, 0.002)])
+def test_recommend_uses_a_stricter_level_for_few_prompts(chance, examples, width):
+    assert recommend(ladder(0.01, chance=chance), dataclasses.replace(START, examples=examples)).width == width
 
 
 def test_recommend_never_takes_the_smallest_width():

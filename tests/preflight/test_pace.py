@@ -49,15 +49,10 @@ def test_rollout_duration_is_within_a_factor_of_two(share, lengths, monkeypatch)
     assert found.most >= 0.99 * found.usual
 
 
-def test_rollout_duration_is_exact_for_completions_of_maximum_length(monkeypatch):
-    found, whole = estimate(Timed((200,), step=0.02, row=1e-5, reading=1e-4), monkeypatch)
+@pytest.mark.parametrize(("length", "limit"), [(200, 200), (99, 1), (99, 2), (99, work.STEPS)])
+def test_rollout_duration_is_exact_for_short_rollouts_and_completions_of_maximum_length(length, limit, monkeypatch):
+    found, whole = estimate(Timed((length,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
     assert found.usual == pytest.approx(whole) and found.most == pytest.approx(whole)
-
-
-def test_rollout_duration_times_short_rollouts_completely(monkeypatch):
-    for limit in (1, 2, work.STEPS):
-        found, whole = estimate(Timed((99,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
-        assert found.usual == found.most == pytest.approx(whole)
 
 
 def test_rollout_duration_uses_fewer_members_for_slow_engines(monkeypatch):

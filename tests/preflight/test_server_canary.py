@@ -6,7 +6,6 @@ import json
 import math
 import time
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ class Stub:
     url = "http://stub"
 
     def __init__(self, said):
-        self.said, self.asked = said, list[tuple[str, Any]]()
+        self.said, self.asked = said, []
 
     async def post(self, path, body, *, seconds):
         self.asked.append((path, body))
@@ -190,15 +189,11 @@ def test_random_adapter_has_the_shapes_of_the_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["http://127.0.0.1:9"], "does not answer"),
-        (["ftp://127.0.0.1"], "address"),
-        (["http://127.0.0.1:99999"], "address"),
-        (["http://127.0.0.1:9", "--key-variable", "NOT_SET"], "NOT_SET"),
-        (["http://127.0.0.1:9", "--server", "sglang"], "does not answer"),
-        (["http://127.0.0.1:9", "--server", "other"], "--server other"),
-    ],
-)
+    [(["http://127.0.0.1:9"], "does not answer"), (["ftp://127.0.0.1"], "address"),
+     (["http://127.0.0.1:99999"], "address"), (["http://127.0.0.1:9", "--key-variable", "NOT_SET"], "NOT_SET"),
+     (["http://127.0.0.1:9", "--server", "sglang"], "does not answer"),
+     (["http://127.0.0.1:9", "--server", "other"], "--server other")],
+)  # fmt: skip
 def test_a_server_that_cannot_be_checked_is_exit_code_2(words, message, monkeypatch, capsys):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     done = caller(monkeypatch, capsys)("canary", *words)
@@ -251,17 +246,10 @@ ADAPTER = PeftAdapter({}, {"a": torch.zeros(1)})
 
 @pytest.mark.parametrize(
     ("statuses", "is_left"),
-    [
-        ({}, False),
-        ({UNLOAD: [500, 200]}, False),
-        ({UNLOAD: [500, 400]}, False),
-        ({UNLOAD: 500}, True),
-        ({UNLOAD: 400}, True),
-        ({LOAD: 400, UNLOAD: 400}, False),
-        ({LOAD: 500, UNLOAD: 400}, False),
-        ({LOAD: 500, UNLOAD: 500}, True),
-    ],
-)
+    [({}, False), ({UNLOAD: [500, 200]}, False), ({UNLOAD: [500, 400]}, False), ({UNLOAD: 500}, True),
+     ({UNLOAD: 400}, True), ({LOAD: 400, UNLOAD: 400}, False), ({LOAD: 500, UNLOAD: 400}, False),
+     ({LOAD: 500, UNLOAD: 500}, True)],
+)  # fmt: skip
 def test_close_returns_what_the_server_does_not_unload(statuses, is_left, tmp_path):
     """A failed unload is repeated at the end; an adapter that was refused is not left."""
     with session_with(statuses, tmp_path) as session:
@@ -273,16 +261,15 @@ def test_close_returns_what_the_server_does_not_unload(statuses, is_left, tmp_pa
         assert session.close() == (["evoalign-1"] if is_left else [])
 
 
-def faulty(self, folders):
-    """Yield a check that loads an adapter, then fail."""
-    with self._session.loaded(ADAPTER):
-        yield Check("one", "ok", "loaded")
-    raise KeyError("unexpected")
-
-
 def test_examine_reports_adapters_left_on_the_server(tmp_path, monkeypatch):
-    """Also where the examination ends with an error."""
-    seen = list[Check]()
+    """Also where the examination ends with an error, after a check that loads an adapter."""
+    seen = []
+
+    def faulty(self, folders):
+        with self._session.loaded(ADAPTER):
+            yield Check("one", "ok", "loaded")
+        raise KeyError("unexpected")
+
     monkeypatch.setattr(Examination, "checks", faulty)
     with server_with({UNLOAD: 500}) as url, pytest.raises(KeyError):
         examine(url, folder=tmp_path, tell=seen.append)
@@ -293,21 +280,21 @@ def test_examine_reports_adapters_left_on_the_server(tmp_path, monkeypatch):
         assert examine(url, folder=tmp_path).checks == ()
 
 
-def unknown(statuses, folder):
-    with session_with(statuses, folder) as session:
-        return Examination(session, False)._unknown()
-
-
 def test_an_unknown_name_may_get_an_error_but_not_end_the_server(tmp_path, monkeypatch):
     """A server that fails the request and is ready afterwards refuses it; one that is not ready gets no verdict."""
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     path, health = "/v1/completions", "/health_generate"
-    assert unknown({path: 400}, tmp_path).detail.endswith("is refused")
-    found = unknown({path: 500}, tmp_path)
+
+    def unknown(statuses):
+        with session_with(statuses, tmp_path) as session:
+            return Examination(session, False)._unknown()
+
+    assert unknown({path: 400}).detail.endswith("is refused")
+    found = unknown({path: 500})
     assert found.status == "ok" and "500" in found.detail
     for of_health in (503, 404):
         with pytest.raises(LostError, match=r"/v1/completions .*500"):
-            unknown({path: 500, health: of_health}, tmp_path)
+            unknown({path: 500, health: of_health})
 
 
 @pytest.mark.parametrize("debug", [False, True])

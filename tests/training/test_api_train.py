@@ -65,7 +65,6 @@ def test_train_writes_the_files_of_a_run(run):
     for figure in ("evolution", "time_breakdown"):
         assert (result.path / f"figures/{figure}.png").read_bytes().startswith(b"\x89PNG")
     again = load([result.path / "config.yaml"])
-    assert again == evoalign.load_config([result.path / "config.yaml"])
     assert (again.space.name, again.es.population_size, again.seed) == (space, 6, 1)
     assert yaml.safe_load((result.path / "config.yaml").read_text())["format_version"] == 1
     manifest = json.loads((result.path / "manifest.json").read_text())
@@ -203,9 +202,8 @@ def test_the_saved_weights_answer_as_the_run_did(run):
     tokenizer = AutoTokenizer.from_pretrained(str(tiny() if space == "lora" else result.saved))
     changed = 0
     for before, after in zip(result.before.completions, result.after.completions, strict=True):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": after.prompt}], tokenize=False, add_generation_prompt=True
-        )
+        asked = [{"role": "user", "content": after.prompt}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         out = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
         if tokenizer.decode(out, skip_special_tokens=True) != after.text:

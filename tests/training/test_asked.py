@@ -23,7 +23,7 @@ def tree(folder, seed, **task):
         "output_dir": str(folder / f"runs/{seed}"), "seed": seed, "lora": {"rank": 1, "target_layers": [3]},
         "task": {"name": "custom", "train_data": str(folder / "rows.jsonl"), "rewards": [f"{folder}/own.py:brief"],
                  **task},
-        "grader": {"isolated": False}, "evaluation": {"max_tokens": 4}, "checks": UNCHECKED,
+        "grader": {"isolated": False}, "evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "report": False,
         "es": {"sigma": 0.05 + seed, "num_generations": 1, "population_size": 2},
     }  # fmt: skip
 

@@ -33,7 +33,7 @@ def config(folder, space="lowrank", generations=2, **more):
         "seed": 5, "output_dir": str(folder), "space": space, "task": {"name": "conciseness", "batch_size": 1},
         "model": {"name": "tiny"}, "engine": {"threads": 1, "device": "cpu"}, "sampling": {"max_tokens": 2},
         "evaluation": {"max_tokens": 1}, "lowrank": {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
-        "checks": UNCHECKED, "tracking": {"completions_every": 0},
+        "checks": UNCHECKED, "report": False, "tracking": {"completions_every": 0},
         "es": {"num_generations": generations, "population_size": 3, "antithetic": False, "sigma": 0.05,
                "learning_rate": 0.05}, **more,
     }  # fmt: skip
@@ -76,11 +76,14 @@ def test_the_header_names_the_sum_and_the_machine(run):
     assert header.versions["torch"] == importlib.metadata.version("torch")
 
 
-def test_an_old_journal_keeps_its_sum_also_for_what_is_added_to_it():
+def test_an_old_journal_keeps_its_sum_also_for_what_is_added_to_it(made):
     log = journal.read(OLD)
     assert {r.update.summation for r in log.generations} == {log.header.sums} == {"library"}
     for space in ("lora", "full"):  # whose terms have always been added in order
         assert journal.read(OLD.with_name(f"{space}.jsonl")).header.sums == "ordered"
+    engine = replaying.config_of(journal.read(made / "journal.jsonl")).engine
+    assert (engine.device, engine.threads) == ("cpu", 1), "a library adds on the kind of device that it added on"
+    assert replaying.config_of(journal.read(OLD.with_name("full.jsonl"))).engine.device == "auto"
 
 
 @pytest.mark.parametrize(("device", "optimizer", "sums"), [
@@ -90,9 +93,8 @@ def test_which_sum_a_journal_had_that_does_not_say(tmp_path, device, optimizer, 
     def change(header):
         header["device"] = device
         header["config"]["es"]["optimizer"]["name"] = optimizer
-        header["config_hash"] = journal.hashlib.sha256(
-            json.dumps(header["config"], sort_keys=True).encode()
-        ).hexdigest()
+        whole = json.dumps(header["config"], sort_keys=True).encode()
+        header["config_hash"] = journal.hashlib.sha256(whole).hexdigest()
 
     assert journal.read(rewritten(OLD, tmp_path / "journal.jsonl", change)).header.sums == sums
 
@@ -116,13 +118,12 @@ def test_a_run_of_before_is_resumed_with_its_own_sum(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("summation", ["library", "own"])
 def test_what_may_be_lost_with_its_machine_is_saved_by_default(summation):
+    """Also of a space with a sum of its own, which says so."""
     for space, always in (("lora", 10), ("lowrank", 0), ("full", 0)):
         made = from_dict(config("runs/none", space))
         assert saving.every(made) == always and saving.every(made, summation) == 10
         assert saving.every(from_dict(config("runs/none", space, checkpoint={"every": 0})), summation) == 0
 
-
-def test_a_space_with_a_sum_of_its_own_says_so():
     class Own(LowRank):
         def gradient(self, *args):
             return super().gradient(*args).round(decimals=3)
@@ -134,8 +135,7 @@ def test_a_space_with_a_sum_of_its_own_says_so():
             """Moves nothing."""
 
     made = from_dict(config("runs/none"))
-    assert Own(made).summation == Dense(made).summation == "own"
-    assert Own(made).default_save_every == 10
+    assert Own(made).summation == Dense(made).summation == "own" and Own(made).default_save_every == 10
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +202,6 @@ def test_what_is_compared_was_saved_from_the_generation_on_that_differs(elsewher
         replaying.replay(elsewhere)
 
 
-def test_a_library_adds_on_the_kind_of_device_that_it_added_on(made):
-    log = journal.read(made / "journal.jsonl")
-    assert replaying.config_of(log).engine.device == "cpu" and replaying.config_of(log).engine.threads == 1
-    assert replaying.config_of(journal.read(OLD.with_name("full.jsonl"))).engine.device == "auto"
-
-
 def test_a_sum_that_may_not_depend_on_the_machine_is_another_error(run, monkeypatch):
     monkeypatch.setattr(products, "move", lambda *args: None)
     with pytest.raises(ResumeError, match="though it should not depend on the machine") as error:
@@ -217,13 +211,9 @@ def test_a_sum_that_may_not_depend_on_the_machine_is_another_error(run, monkeypa
 
 SETTINGS = (
     {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "EVOALIGN_COMPILED": "0",
-        "OMP_NUM_THREADS": "2",
-    },
-)
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "EVOALIGN_COMPILED": "0",
+     "OMP_NUM_THREADS": "2"},
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -127,16 +127,7 @@ def test_a_saved_mean_of_another_run_is_passed_over(copy, tmp_path):
     assert kill_points.traces(copy)["journal"] == whole["journal"]
 
 
-def test_a_planted_file_is_refused(copy):
-    folder = saved_folders(copy)[-1]
-    shutil.copy(folder / "adapter_model.safetensors", folder / "mean-00000.safetensors")
-    with pytest.raises(CheckpointError, match="does not belong there"):
-        checkpoint.verify(folder)
-    with pytest.raises(CheckpointError):
-        evoalign.evaluate(copy)
-
-
-def test_an_altered_line_stops_it_and_the_lines_before_are_a_run(copy):
+def test_an_altered_line_or_a_lost_journal_stops_it_and_the_lines_before_are_a_run(copy):
     path = copy / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], lines[5].replace(b'"sigma":0', b'"sigma":1'), *lines[6:]]))
@@ -147,10 +138,7 @@ def test_an_altered_line_stops_it_and_the_lines_before_are_a_run(copy):
     go_on(copy)
     assert kill_points.traces(copy)["evaluation"] == whole["evaluation"]
     assert path.read_bytes() == b"".join(lines)
-
-
-def test_a_lost_journal_is_no_reason_to_begin_anew(copy):
-    (copy / "journal.jsonl").unlink()
+    path.unlink()  # which is no reason to begin anew
     with pytest.raises(JournalError, match="is missing or cut in its first line"):
         go_on(copy)
     assert saved_folders(copy)
@@ -297,15 +285,18 @@ def test_a_longer_run_begins_as_the_shorter_one(tmp_path):
         told_by(constant(tmp_path / "short", 2), resume=True)
 
 
-def test_another_base_model_is_refused(copy, random_qwen2):
+def test_another_base_model_a_planted_file_and_code_that_a_run_names_are_refused(copy, random_qwen2):
     log = journal.read(copy / "journal.jsonl")
     with pytest.raises(ResumeError, match="other base weights"), replaying.rebuilt(log, model=str(random_qwen2)):
         pass
-
-
-def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy):
-    text = (copy / "config.yaml").read_text().replace("name: conciseness", "name: somewhere:Task")
-    (copy / "config.yaml").write_text(text)
+    folder = saved_folders(copy)[-1]
+    shutil.copy(folder / "adapter_model.safetensors", folder / "mean-00000.safetensors")
+    with pytest.raises(CheckpointError, match="does not belong there"):
+        checkpoint.verify(folder)
+    with pytest.raises(CheckpointError):
+        evoalign.evaluate(copy)
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("name: conciseness", "name: somewhere:Task"))
     with pytest.raises(ConfigError, match=r"task\.name to .somewhere:Task"):
         load_own(copy)
 
@@ -356,28 +347,23 @@ def test_replay_rebuilds_any_generation(straight, tmp_path):
         replaying.replay(alone, generation=5)
 
 
-def test_replay_names_the_generation_that_comes_out_otherwise(copy):
-    """A journal whose chain was made anew around another coefficient."""
+def test_replay_of_a_cut_journal_and_of_one_made_anew_around_another_coefficient(copy):
     from rundir.test_journal import relinked
 
     path = copy / "journal.jsonl"
-    lines = [{k: v for k, v in line.items() if k != "hash"} for line in read_rows(path)]
-    lines[5]["coefficients"][0] += 1.0
-    path.write_text(relinked(lines))
-    with pytest.raises(ResumeError, match=r"generation 3 has weights_hash \w{12} here, and \w{12} in the journal"):
-        replaying.replay(copy)
-    assert replaying.replay(copy, generation=2)
-
-
-def test_replay_of_a_cut_journal(copy):
-    path = copy / "journal.jsonl"
-    raw = path.read_bytes()
-    hashes = [g.weights_hash for g in journal.read(path).generations]
+    raw, hashes = path.read_bytes(), [g.weights_hash for g in journal.read(path).generations]
     path.write_bytes(raw[:-20])
     assert replaying.replay(copy) == hashes[2]
     path.write_bytes(raw.replace(b'"rms_c":', b'"rms_d":', 3))
     with pytest.raises(JournalError, match="line 2 was altered"):
         replaying.replay(copy)
+    path.write_bytes(raw)
+    lines = [{k: v for k, v in line.items() if k != "hash"} for line in read_rows(path)]
+    lines[5]["coefficients"][0] += 1.0
+    path.write_text(relinked(lines))
+    with pytest.raises(ResumeError, match=r"generation 3 has weights_hash \w{12} here, and \w{12} in the journal"):
+        replaying.replay(copy)
+    assert replaying.replay(copy, generation=2) == hashes[1]
 
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.jsonl"))

@@ -14,8 +14,10 @@ from evoalign.analysis.compare.groups import settings_of
 from evoalign.analysis.sweeping import cells
 from evoalign.config import from_dict, load
 from evoalign.errors import ConfigError, JournalError
+from evoalign.report.tables import journal_table
 from evoalign.rundir import journal
 from evoalign.rundir.identity import identity
+from evoalign.tracking.base import last_step
 from evoalign.training import stopping
 from evoalign.training.train import dry_run
 
@@ -40,7 +42,7 @@ def config(folder, name="run", generations=9, **more):
                **more.pop("es", {})},
         "sampling": {"max_tokens": 6}, "evaluation": {"max_tokens": 6, "every": 1},
         "checkpoint": {"every": 0, "keep_last": 9}, "checks": UNCHECKED,
-        "tracking": {"completions_every": 0}, **more,
+        "tracking": {"completions_every": 0}, "report": False, **more,
     }  # fmt: skip
 
 
@@ -90,10 +92,7 @@ def test_a_run_ends_on_a_plateau_as_one_that_is_done_and_its_sigma_was_lowered_a
     assert len({update.step for update in updates}) == 1
 
 
-def test_it_replays_exports_and_is_shown(stopped, tmp_path):
-    from evoalign.report.tables import journal_table
-    from evoalign.tracking.base import last_step
-
+def test_it_replays_exports_is_shown_and_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped, tmp_path):
     run, _, tree = stopped
     log = journal.read(run / "journal.jsonl")
     assert evoalign.replay(run) == log.generations[-1].weights_hash
@@ -104,10 +103,6 @@ def test_it_replays_exports_and_is_shown(stopped, tmp_path):
     card = (tmp_path / "card/README.md").read_text()
     assert "The run ended after 7 of 9 generations, as its settings say." in card
     assert last_step(from_dict({**tree, "task": {**tree["task"], "rewards": ["a:b"]}}), run) == 7
-
-
-def test_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped):
-    run = stopped[0]
     for patience, done in ((6, True), (7, False)):
         settings = load([run / "config.yaml"], [f"stopping.patience={patience}"])
         found = cells.Run(cells.TrialConfig("cell", {}), 0, run, settings, "es").evaluation()

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 from small_runs import read_rows, told_by, write_rows
@@ -42,7 +43,7 @@ def config(folder, generations, **task):
         "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": generations, "population_size": 4},
         "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8, "every": 1},
         "checkpoint": {"every": 0, "keep_last": 1}, "checks": {"control_every": 0, "canary_every": 0},
-        "tracking": {"completions_every": 0, "backends": []},
+        "tracking": {"completions_every": 0, "backends": []}, "report": False,
     }  # fmt: skip
 
 
@@ -132,15 +133,12 @@ def test_a_mean_that_an_earlier_release_kept_stays_and_is_no_measure_for_new_one
         mark = checkpoint.Mark(number, "a" * 64, "b" * 64, reward, validation=validation)
         checkpoint.seal(folder, mark)
         assert checkpoint.verify(folder) == mark
-        again = checkpoint.Mark(number, "a" * 64, "b" * 64, validation=validation)
-        assert checkpoint.holds(folder, again), "a run that is resumed does not save it again"
+        assert checkpoint.holds(folder, replace(mark, reward=None)), "a run that is resumed does not save it again"
     run = RunDir(tmp_path)
-    best = saving.best_saved(run)
-    assert best is not None and best.name == "generation_0004", "0.9 is of another split"
-    saving.retain(run, from_dict({"es": {"sigma": 0.1}, "checkpoint": {"keep_last": 1}}))
-    assert kept(tmp_path) == [1, 4, 6]
-    saving.retain(run, from_dict({"es": {"sigma": 0.1}, "checkpoint": {"keep_last": 1, "keep_best": False}}))
-    assert kept(tmp_path) == [6]
+    assert saving.best_saved(run).name == "generation_0004", "0.9 is of another split"
+    for settings, left in (({}, [1, 4, 6]), ({"keep_best": False}, [6])):
+        saving.retain(run, from_dict({"es": {"sigma": 0.1}, "checkpoint": {"keep_last": 1, **settings}}))
+        assert kept(tmp_path) == left
 
 
 def test_hashes_of_two_splits_are_what_they_were():
@@ -204,10 +202,8 @@ def test_a_task_of_three_splits_is_scored_in_its_own_process():
         chosen.close()
 
 
-def test_the_columns_of_validation_are_checked(tmp_path):
-    bare = tmp_path / "bare.jsonl"
-    bare.write_text('{"prompt": "a"}\n')
-    tree = config(tmp_path, 1, validation_data=str(bare))
+def test_columns_and_gold_answers_of_validation_are_checked(tmp_path):
+    tree = config(tmp_path, 1, validation_data=write_rows(tmp_path / "bare.jsonl", [{"prompt": "a"}]))
 
     def strict(completions, sign):
         return [0.0 for _ in completions]
@@ -215,12 +211,10 @@ def test_the_columns_of_validation_are_checked(tmp_path):
     with pytest.raises(DataError, match="strict takes sign, which the validation data does not have"):
         task_and_data(from_dict(tree), None, strict)
 
-
-def test_gold_answers_of_validation_are_checked(tmp_path):
     class Wrong(Conciseness):
         def gold(self, example):
             return "wrong" if example["target"] == "odd" else str(example["target"])
 
-    told = [{"prompt": "a", "target": "b"}], [{"prompt": "c", "target": "d"}], [{"prompt": "e", "target": "odd"}]
-    lines = gold_lines(Wrong(TaskConfig()), Data(*told))
-    assert len(lines) == 1 and "1 of 3 gold answers do not earn 0.0" in lines[0]
+    rows = ([{"prompt": p, "target": t}] for p, t in (("a", "b"), ("c", "d"), ("e", "odd")))
+    (line,) = gold_lines(Wrong(TaskConfig()), Data(*rows))
+    assert "1 of 3 gold answers do not earn 0.0" in line

@@ -26,7 +26,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NamedTuple
 
@@ -189,7 +189,7 @@ def _measure(
         ]
     result = ProbeResult(
         **vars(base),
-        **{**vars(advice), "warnings": (*cut_off, *advice.warnings)},
+        **vars(replace(advice, warnings=(*cut_off, *advice.warnings))),
         setting=setting,
         rungs=rungs,
         completions=(len(scored) * members + 2) * len(rows),
