@@ -120,9 +120,7 @@ def test_the_header_of_the_one_for_a_cpu_starts_the_service_that_it_asks():
     config = load([file])
     assert config.scorer is not None and config.scorer.url is not None and config.task.prompt == "chat"
     assert f"make {config.model.name}\n" in head(file)
-    assert f"--port {config.scorer.url.rpartition(':')[2]} " in head(
-        file
-    )
+    assert f"--port {config.scorer.url.rpartition(':')[2]} " in head(file)
     for part in ("reward", "cost"):
         assert f"--{part} data/tasks/safety/models/{part}" in head(file)
         assert (REPOSITORY / "data/tasks/safety/models" / part / "model.safetensors").is_file()
