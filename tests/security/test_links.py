@@ -339,10 +339,7 @@ def test_a_servers_log_is_not_copied_through_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "logs/server2.log").is_file()
 
 
-@pytest.mark.parametrize(
-    ("manifest", "is_refused"),
-    [(None, False), ('{"method": "grpo"}', True), ("damaged", True)],
-)
+@pytest.mark.parametrize(("manifest", "is_refused"), [(None, False), ('{"method": "grpo"}', True), ("damaged", True)])
 def test_links_above_a_run_are_refused_only_inside_another(
     manifest: str | None, is_refused: bool, tmp_path: Path
 ) -> None:
