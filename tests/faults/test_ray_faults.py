@@ -140,16 +140,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
     **{f"kill after {name}": {name: kill_afterwards} for name in ("start", "apply", "fingerprint")},
     "kill during rollout": {"rollout": kill_meanwhile},
     **{f"kill at rollout, then at {name}": {"rollout": kill, name: kill} for name in ("start", "apply", "fingerprint")},
-    "stop at rollout": {"rollout": stop},
-    "stop at apply": {"apply": stop},
-    "exception": {"rollout": fail},
-    "no result": {"rollout": return_nothing},
-    "too few rollouts": {"rollout": return_too_few},
-    "invalid rollouts": {"rollout": return_other_text},
-    "no hash": {"fingerprint": return_nothing},
+    "stop at rollout": {"rollout": stop}, "stop at apply": {"apply": stop}, "exception": {"rollout": fail},
+    "no result": {"rollout": return_nothing}, "too few rollouts": {"rollout": return_too_few},
+    "invalid rollouts": {"rollout": return_other_text}, "no hash": {"fingerprint": return_nothing},
     "cannot be unpickled": {"rollout": return_what_cannot_be_unpickled},
     "cannot be pickled": {"rollout": return_what_cannot_be_pickled},
-}
+}  # fmt: skip
 
 
 @pytest.mark.timeout(1200)

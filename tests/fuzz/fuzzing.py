@@ -25,22 +25,9 @@ ERRORS = (0, 0, 1)
 T = TypeVar("T")
 REFUSED: Any = object()
 VALUES: tuple[Any, ...] = (
-    None,
-    -1,
-    2**70,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 5000,
-    "\x1b[2J",
-    "a\nb",
-    [],
-    {},
-    [[]],
-    {"a": [1]},
+    None, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 5000, "\x1b[2J", "a\nb", [], {}, [[]], {"a": [1]},
     True,
-)
+)  # fmt: skip
 """What may stand in the place of any value of JSON."""
 
 
@@ -84,14 +71,9 @@ def sweep(bench: Bench, count: int, *, shrink: bool = True) -> Tally:
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
 
     @settings(
-        derandomize=True,
-        deadline=None,
-        database=None,
-        max_examples=count,
-        phases=phases,
-        report_multiple_bugs=False,
+        derandomize=True, deadline=None, database=None, max_examples=count, phases=phases, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(st.randoms(use_true_random=False))
     def cases(draw: random.Random) -> None:
         accepted = bench.attempt(draw)

@@ -15,12 +15,9 @@ from fuzzing import Bench, FaultError, sweep
 from planted import FAULTS
 
 KINDS: dict[str, type[Bench]] = {
-    "configs": Configs,
-    "data files": DataFiles,
-    "model folders": ModelFolders,
-    "run directories": RunDirs,
+    "configs": Configs, "data files": DataFiles, "model folders": ModelFolders, "run directories": RunDirs,
     "corruptions": Corruptions,
-}
+}  # fmt: skip
 SHORT = {"configs": 25, "data files": 60, "model folders": 8, "run directories": 10, "corruptions": 12}
 LONG = {"configs": 2000, "data files": 1000, "model folders": 500, "run directories": 500, "corruptions": 1000}
 ACCEPTED = 0.5

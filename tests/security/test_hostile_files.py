@@ -20,25 +20,15 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
 
 COMMANDS = {
-    "eval": ["eval", "run"],
-    "export": ["export", "run", "--to", "to"],
-    "journal": ["journal", "run"],
-    "replay": ["replay", "run"],
-    "compare": ["compare", "run", "other"],
-    "analyze": ["analyze", "distance", "run"],
+    "eval": ["eval", "run"], "export": ["export", "run", "--to", "to"], "journal": ["journal", "run"],
+    "replay": ["replay", "run"], "compare": ["compare", "run", "other"], "analyze": ["analyze", "distance", "run"],
     "resume": ["train", "run", "--resume"],
-}
+}  # fmt: skip
 BYTES: dict[str, bytes] = {
-    "600 levels": b"[" * 600 + b"]" * 600,
-    "objects 600 levels deep": b'{"a":' * 600 + b"1" + b"}" * 600,
-    "5,000 digits": b'{"generation": ' + b"9" * 5_000 + b"}\n",
-    "no UTF-8": b'{"a": "\xff"}\n',
-    "a list": b"[1, 2]\n",
-    "a text": b'"x"\n',
-    "null": b"null\n",
-    "NaN": b'{"generation": NaN}\n',
-    "nothing": b"",
-}
+    "600 levels": b"[" * 600 + b"]" * 600, "objects 600 levels deep": b'{"a":' * 600 + b"1" + b"}" * 600,
+    "5,000 digits": b'{"generation": ' + b"9" * 5_000 + b"}\n", "no UTF-8": b'{"a": "\xff"}\n', "a list": b"[1, 2]\n",
+    "a text": b'"x"\n', "null": b"null\n", "NaN": b'{"generation": NaN}\n', "nothing": b"",
+}  # fmt: skip
 VALUES: tuple[Any, ...] = (None, [], {}, "x", "\ud800\x1b[2J", -1, 1.5, True, 2**63, [[]], {"x": []})
 """In turn in the place of every value of a JSON file."""
 FILES = (

@@ -161,9 +161,7 @@ HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a low rank beyond memory": ("lowrank", {"config.lowrank.rank": 10**9}, r"lowrank.rank: 1000000000 exceeds"),
     "a config without es": ("lora", {"config": {}}, r"line 1 holds an invalid config: missing setting es"),
     "two wrong settings": (
-        "lora",
-        {"config.seed": -1, "config.lora.rank": 0},
-        r"line 1 .*invalid config: seed: .*; lora\.rank: ",
+        "lora", {"config.seed": -1, "config.lora.rank": 0}, r"line 1 .*invalid config: seed: .*; lora\.rank: ",
     ),
     "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "no user of that name"),
     "a nul in a name": ("lora", {"config.model.name": "./a\0b"}, "no folder"),
@@ -171,7 +169,7 @@ HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "control characters": ("lora", {"config.model.name": f"./{ESC}"}, "no folder"),
     "control characters in a setting": ("lora", {"config.task.name": "countdown", f"config.{ESC}": 1}, "unknown"),
     "a line that breaks": ("lora", {"config.space": {"name": "a:b\n\x1b[1A"}}, r"space\.name"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -195,11 +193,9 @@ UPDATES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a decay unheard of": ("full", {"decay": 0.01}, "an update has decay 0.01, but es.decay is 0"),
     "noise of no width": ("lowrank", {"sigma": 0.0}, "generation 1 has weights_hash"),
     "numbers that overflow": (
-        "lora",
-        {"coefficients": [1e308] * 4, "scores": [1e308] * 4},
-        "generation 1 has weights_hash",
+        "lora", {"coefficients": [1e308] * 4, "scores": [1e308] * 4}, "generation 1 has weights_hash",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -304,34 +300,19 @@ def saved(tmp_path: Path) -> Path:
 
 
 RECORDS: dict[str, object] = {
-    "no record": [],
-    "a text": "x",
-    "a deep one": None,
-    "a generation in words": {"generation": "1"},
-    "a generation that is true": {"generation": True},
-    "a generation that is none": {"generation": -1},
-    "a generation beyond words": {"generation": 2**40},
-    "a generation that is a list": {"generation": [1]},
-    "a hash of no length": {"weights_hash": ""},
-    "a place that is none": {"journal": None},
-    "a reward in words": {"reward": "1"},
-    "a reward beyond floats": {"reward": 10**400},
-    "a validation reward in words": {"validation": "1"},
-    "a validation reward beyond floats": {"validation": 10**400},
-    "files as a list": {"files": ["a"]},
-    "files as a text": {"files": "a"},
-    "files without hashes": {"files": {"a": 1}},
-    "another folder's file": {"files": {"../secret": "0" * 64}},
-    "the folder above": {"files": {"..": "0" * 64}},
-    "a file anywhere": {"files": {"/etc/passwd": "0" * 64}},
-    "a file of Windows": {"files": {"a\\b": "0" * 64}},
-    "a name with a nul": {"files": {"a\0b": "0" * 64}},
-    "a name that writes": {"files": {ESC: "0" * 64}},
-    "a name that breaks": {"files": {"a\n": "0" * 64}},
-    "a name without an end": {"files": {"a" * 10_000: "0" * 64}},
-    "more": {"more": 1},
-    "another release": {"format_version": 2},
-}
+    "no record": [], "a text": "x", "a deep one": None, "a generation in words": {"generation": "1"},
+    "a generation that is true": {"generation": True}, "a generation that is none": {"generation": -1},
+    "a generation beyond words": {"generation": 2**40}, "a generation that is a list": {"generation": [1]},
+    "a hash of no length": {"weights_hash": ""}, "a place that is none": {"journal": None},
+    "a reward in words": {"reward": "1"}, "a reward beyond floats": {"reward": 10**400},
+    "a validation reward in words": {"validation": "1"}, "a validation reward beyond floats": {"validation": 10**400},
+    "files as a list": {"files": ["a"]}, "files as a text": {"files": "a"}, "files without hashes": {"files": {"a": 1}},
+    "another folder's file": {"files": {"../secret": "0" * 64}}, "the folder above": {"files": {"..": "0" * 64}},
+    "a file anywhere": {"files": {"/etc/passwd": "0" * 64}}, "a file of Windows": {"files": {"a\\b": "0" * 64}},
+    "a name with a nul": {"files": {"a\0b": "0" * 64}}, "a name that writes": {"files": {ESC: "0" * 64}},
+    "a name that breaks": {"files": {"a\n": "0" * 64}}, "a name without an end": {"files": {"a" * 10_000: "0" * 64}},
+    "more": {"more": 1}, "another release": {"format_version": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -353,12 +334,10 @@ def test_an_odd_record_is_passed_over(name: str, saved: Path) -> None:
 @pytest.mark.parametrize(
     "slots",
     [
-        {"mean:x.lora_B.weight": torch.zeros(3)},
-        {"mean:other": torch.zeros(2, 1)},
-        {"count:x": torch.zeros(2)},
+        {"mean:x.lora_B.weight": torch.zeros(3)}, {"mean:other": torch.zeros(2, 1)}, {"count:x": torch.zeros(2)},
         {"": torch.zeros(1)},
     ],
-)
+)  # fmt: skip
 def test_an_optimizers_state_of_another_shape_is_passed_over(slots: dict[str, torch.Tensor], tmp_path: Path) -> None:
     served = parts.serve(make_config("tiny", es={"optimizer": "adam"}))
     layout: Layout = served.layout

@@ -160,15 +160,11 @@ FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
 """By setting: what reads it (`training` alone, the `model` also by what rebuilds weights, or all that score), and the
 settings of the run."""
 SCORING = {
-    "eval": ("eval", "{run}"),
-    "placebo": ("placebo", "{run}", "--shuffles", "1"),
-    "resume": ("train", "{run}", "--resume"),
-    "resume its config": ("train", "{run}/config.yaml", "--resume"),
-    "doctor": ("doctor", "{run}/config.yaml"),
-    "probe": ("probe", "{run}/config.yaml"),
-    "analyze": ("analyze", "robustness", "{run}"),
-    "sweep": ("sweep", "{run}/config.yaml", "--seeds", "0,1"),
-}
+    "eval": ("eval", "{run}"), "placebo": ("placebo", "{run}", "--shuffles", "1"),
+    "resume": ("train", "{run}", "--resume"), "resume its config": ("train", "{run}/config.yaml", "--resume"),
+    "doctor": ("doctor", "{run}/config.yaml"), "probe": ("probe", "{run}/config.yaml"),
+    "analyze": ("analyze", "robustness", "{run}"), "sweep": ("sweep", "{run}/config.yaml", "--seeds", "0,1"),
+}  # fmt: skip
 TRAINING = ("resume", "resume its config", "doctor", "probe", "sweep")
 REBUILDING = {"replay": ("replay", "{run}"), "export": ("export", "{run}", "--to", "{here}/export")}
 READING = {
