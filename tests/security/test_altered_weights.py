@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import evoalign
 from evoalign.analysis import targets
 from evoalign.config import from_dict, load
+from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ModelError
 from evoalign.models import tiny
 from evoalign.models.files import load_whole
@@ -36,7 +36,7 @@ SPACES = {
 def trained(output: Path, **sections: Any) -> Path:
     tree = {"output_dir": str(output), "seed": 1, "es": {"sigma": 0.02, "num_generations": 1, "population_size": 2},
             "evaluation": {"max_tokens": 2}, "task": {"name": "conciseness", "batch_size": 1}, **sections}  # fmt: skip
-    return evoalign.train(tree, console=Console(file=io.StringIO())).path
+    return evoalign.train(tree, console=Console(quiet=True)).path
 
 
 @pytest.fixture(scope="module", params=list(SPACES))
@@ -116,9 +116,6 @@ def test_a_policy_of_grpo_is_held_against_its_record(tune: str, tmp_path: Path) 
     """As PEFT and transformers save it; its hash is over the names that it has while it is trained."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
-
-    from evoalign.engines import weights_hash
-    from evoalign.models import tiny
 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny())
     if tune == "lora":

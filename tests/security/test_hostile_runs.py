@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Run, caller
+from chains import digest, relinked
+from command_line import Run
 from families import build, make_config
 from safetensors.torch import load_file, save_file
 
@@ -29,13 +30,6 @@ from evoalign.types import Layout
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1.0"
 ESC = "\x1b]0;owned\x07\x1b[2J"
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process, started in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return caller(monkeypatch, capsys)
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
@@ -122,10 +116,6 @@ def test_an_index_that_names_pickles(index: str | None, message: str, tmp_path: 
 # --- journals whose chain was made anew -----------------------------------------------------------------------------
 
 
-def digest(value: object, **form: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, **form).encode()).hexdigest()
-
-
 def forge(file: Path, source: str = "lora", header: Mapping[str, Any] = {}, update: Mapping[str, Any] = {}) -> Path:
     """A golden journal with other values (dotted names) in its header and first update, and every hash made right."""
     lines = [json.loads(text) for text in (GOLDEN / f"{source}.jsonl").read_text().splitlines()]
@@ -137,13 +127,7 @@ def forge(file: Path, source: str = "lora", header: Mapping[str, Any] = {}, upda
                 place = place[part]
             place[last] = value
     lines[0]["config_hash"] = digest(lines[0]["config"])
-    previous, texts = "0" * 64, []
-    for line in lines:
-        line["previous"] = previous
-        del line["hash"]
-        previous = line["hash"] = digest(line, separators=(",", ":"))
-        texts.append(json.dumps(line, sort_keys=True, separators=(",", ":")))
-    file.write_text("\n".join(texts) + "\n")
+    file.write_text(relinked(lines))
     return file
 
 
@@ -220,33 +204,28 @@ def test_settings_that_only_cost_are_not_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_not_the_one_of_its_hash(tmp_path: Path) -> None:
-    file = forge(tmp_path / "j")
-    lines = file.read_text().splitlines()
-    first = json.loads(lines[0])
+    file = tmp_path / "j"
+    first = json.loads((GOLDEN / "lora.jsonl").read_text().splitlines()[0])
     first["config"]["seed"] = 6
-    del first["hash"]
-    first["hash"] = digest(first, separators=(",", ":"))
-    file.write_text(json.dumps(first, sort_keys=True, separators=(",", ":")) + "\n")
+    file.write_text(relinked([first]))
     with pytest.raises(JournalError, match=r"line 1 has an invalid record: .*config_hash is not that of config"):
         journal.read(file)
 
 
 @pytest.mark.parametrize("depth", [10, 200, 300, 330, 400, 500, 900, 970, 980, 990, 1100])
 def test_a_config_nested_deep_is_one_line(depth: int, tmp_path: Path) -> None:
+    """Written by hand: the library would not write what is so deep."""
     nested = '{"model":' * depth + "0" + "}" * depth
-    text = (GOLDEN / "lora.jsonl").read_text().splitlines()[0]
-    record = json.loads(text)
-    fields = {k: v for k, v in record.items() if k not in ("hash", "config", "config_hash")}
-    spaced = nested.replace(":", ": ")
-    fields["config_hash"] = hashlib.sha256(spaced.encode()).hexdigest()
+    fields = json.loads((GOLDEN / "lora.jsonl").read_text().splitlines()[0])
+    fields["config_hash"] = hashlib.sha256(nested.replace(":", ": ").encode()).hexdigest()
+    texts = {k: json.dumps(v, sort_keys=True, separators=(",", ":")) for k, v in fields.items()} | {"config": nested}
 
-    def dumped(more: Mapping[str, str]) -> str:
-        values = {k: json.dumps(v, sort_keys=True, separators=(",", ":")) for k, v in fields.items()} | dict(more)
-        return "{" + ",".join(f'"{k}":{values[k]}' for k in sorted(values)) + "}"
+    def dumped() -> str:
+        return "{" + ",".join(f'"{k}":{texts[k]}' for k in sorted(texts)) + "}"
 
-    plain = dumped({"config": nested})
-    whole = dumped({"config": nested, "hash": json.dumps(hashlib.sha256(plain.encode()).hexdigest())})
-    (tmp_path / "j").write_text(whole + "\n")
+    del texts["hash"]
+    texts["hash"] = json.dumps(hashlib.sha256(dumped().encode()).hexdigest())
+    (tmp_path / "j").write_text(dumped() + "\n")
     with pytest.raises(EvoalignError):
         replaying.replay(tmp_path / "j")
 

@@ -8,7 +8,6 @@ watched: a program that leaves a file, an address that counts its connections, a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 import socket
@@ -20,7 +19,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
-from command_line import Run, caller
+from chains import digest, relinked
+from command_line import Run
 from pydantic import BaseModel
 
 import evoalign
@@ -31,7 +31,6 @@ from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.models.origin import origin
 from evoalign.rundir import journal
-from evoalign.rundir.journal import GENESIS
 from evoalign.rundir.method import load_own
 from evoalign.tasks.safety_rows import Settings as SafetySettings
 from evoalign.training.replay import rebuilt
@@ -124,7 +123,7 @@ class Trap:
         self._socket.close()
 
 
-Change = Callable[[Trap], dict[str, Any]]
+Forged = Callable[..., Path]
 CODE = "{evil}:Task"
 FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "engine.python": ("", {"engine": {"name": "sglang", "python": "{program}", "start_timeout": 2}}),
@@ -195,12 +194,6 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
     found.close()
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return caller(monkeypatch, capsys, 400)
-
-
 def filled(value: Any, names: Mapping[str, object]) -> Any:
     if isinstance(value, str):
         return value.format(**names)
@@ -209,11 +202,11 @@ def filled(value: Any, names: Mapping[str, object]) -> Any:
     return [filled(inner, names) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def forge(made: Path, to: Path, trap: Trap, changes: Mapping[str, Any]) -> Path:
+def forge(made: Path, to: Path, trap: Trap, changes: Mapping[str, Any], **more: Any) -> Path:
     """A copy of a run whose config sets something else."""
     shutil.copytree(made, to)
     names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
-    config = yaml.safe_load((to / "config.yaml").read_text())
+    config = yaml.safe_load((to / "config.yaml").read_text()) | more
     for section, found in filled(changes, names).items():
         old = config.get(section) or {}
         config[section] = found if section in ("engine", "scorer") else {**old, **found}
@@ -222,8 +215,15 @@ def forge(made: Path, to: Path, trap: Trap, changes: Mapping[str, Any]) -> Path:
     return to
 
 
-def digest(value: object, **form: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, **form).encode()).hexdigest()
+@pytest.fixture
+def forged(made: Path, trap: Trap, tmp_path: Path) -> Forged:
+    """A function from a setting of `FORGED`, or from changes, to a forged run."""
+
+    def of(setting: str | Mapping[str, Any], name: str = "forged", **more: Any) -> Path:
+        changes = FORGED[setting][1] if isinstance(setting, str) else setting
+        return forge(made, tmp_path / name, trap, changes, **more)
+
+    return of
 
 
 def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
@@ -232,16 +232,14 @@ def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
     for section, found in changes.items():
         lines[0]["config"][section] |= found
     lines[0]["config_hash"] = digest(lines[0]["config"])
-    previous = GENESIS
-    for line in lines:
-        del line["hash"]
-        line["previous"] = previous
-        previous = line["hash"] = digest(line, separators=(",", ":"))
-    file.write_text("".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in lines))
+    file.write_text(relinked(lines))
 
 
-def words_of(command: tuple[str, ...], run: Path, made: Path, here: Path) -> list[str]:
-    return filled(list(command), {"run": run, "made": made, "here": here})
+@pytest.fixture
+def command(made: Path, run: Run, tmp_path: Path) -> Callable[[str, Path], Any]:
+    """Run a command by name on a run."""
+    words = SCORING | REBUILDING | READING
+    return lambda name, path: run(*filled(list(words[name]), {"run": path, "made": made, "here": tmp_path}))
 
 
 def cases() -> list[Any]:
@@ -250,56 +248,47 @@ def cases() -> list[Any]:
     found: list[Any] = []
     for setting, (readers, _) in FORGED.items():
         names = [*(TRAINING if readers == "training" else SCORING), *(REBUILDING if readers == "model" else ())]
-        for name in names if setting in whole else names[:1]:
-            found.append(pytest.param(setting, name, id=f"{setting}-{name}"))
+        found += [pytest.param(setting, n, id=f"{setting}-{n}") for n in (names if setting in whole else names[:1])]
     return found
 
 
-def test_forged_settings_are_all_marked_ones(made: Path, trap: Trap, tmp_path: Path) -> None:
+def test_forged_settings_are_all_marked_ones(forged: Forged) -> None:
     """Every marked setting of any section is forged here; of a replica's those that are not its own engine's too."""
     wanted: set[str] = set()
-    for number, (_, changes) in enumerate(FORGED.values()):
-        config = load([forge(made, tmp_path / str(number), trap, changes) / "config.yaml"])
-        wanted |= {place for place, _, _ in outside.marked(config)}
+    for setting in FORGED:
+        wanted |= {place for place, _, _ in outside.marked(load([forged(setting, setting) / "config.yaml"]))}
     assert wanted == FORGED.keys()
-    fields = {
-        (section.__name__, name) for section in sections() for name, info in section.model_fields.items()
-        if any(isinstance(m, Outside) for m in info.metadata)
-    }  # fmt: skip
-    leaves = {place.rpartition(".")[2] for place in FORGED} | {"trl"}
-    assert {name for _, name in fields} <= leaves
+    infos = [(name, info) for section in sections() for name, info in section.model_fields.items()]
+    fields = {name for name, info in infos if any(isinstance(m, Outside) for m in info.metadata)}
+    assert fields <= {place.rpartition(".")[2] for place in FORGED} | {"trl"}
 
 
-@pytest.mark.parametrize(("setting", "command"), cases())
+@pytest.mark.parametrize(("setting", "name"), cases())
 @pytest.mark.first("eval", "resume")
-def test_command_refuses_forged_setting(
-    setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
-) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED[setting][1])
-    before = {path: path.read_bytes() for path in forged.rglob("*") if path.is_file()}
-    done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
+def test_command_refuses_forged_setting(setting: str, name: str, forged: Forged, trap: Trap, command: Any) -> None:
+    path = forged(setting)
+    before = {path: path.read_bytes() for path in path.rglob("*") if path.is_file()}
+    done = command(name, path)
     said = done.err + done.out
-    assert done.code == (1 if command == "doctor" else 2), said
+    assert done.code == (1 if name == "doctor" else 2), said
     lines = [line for line in said.splitlines() if f"{setting} " in line]
-    assert len(lines) == 1 and len(done.err.splitlines()) == (0 if command == "doctor" else 1), said
+    assert len(lines) == 1 and len(done.err.splitlines()) == (0 if name == "doctor" else 1), said
     assert SECRET not in said and trap.sprung == []
-    assert {path: path.read_bytes() for path in forged.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("command", [*READING, *REBUILDING])
+@pytest.mark.parametrize("name", [*READING, *REBUILDING])
 @pytest.mark.parametrize("setting", ["engine.python", "engine.url", "scorer.token_env", "task.name"])
 def test_command_that_does_not_read_forged_setting_does_not_follow_it(
-    setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
+    setting: str, name: str, forged: Forged, trap: Trap, command: Any
 ) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED[setting][1])
-    run(*words_of((READING | REBUILDING)[command], forged, made, tmp_path))
+    command(name, forged(setting))
     assert trap.sprung == []
 
 
 def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
     """`placebo JOURNAL` takes its config from the journal, whose chain of hashes anyone can make anew."""
-    file = tmp_path / "journal.jsonl"
-    shutil.copy(made / "journal.jsonl", file)
+    file = Path(shutil.copy(made / "journal.jsonl", tmp_path))
     rewrite(file, {"task": {"name": f"{trap.module}:Task"}})
     done = run("placebo", file)
     assert done.code == 2 and "task.name " in done.err and trap.sprung == []
@@ -309,49 +298,42 @@ def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path:
 
 
 @pytest.mark.parametrize("by", ["--config", "--set"])
-def test_setting_given_by_the_user_is_followed(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["scorer.url"][1])
-    words = {
-        "--config": ["--config", forged / "config.yaml"],
-        "--set": ["--set", f"scorer={{name: service, url: '{trap.url}', deadline: 1}}"],
-    }[by]
-    done = run("eval", forged, *words)
+def test_setting_given_by_the_user_is_followed(by: str, forged: Forged, trap: Trap, run: Run) -> None:
+    path = forged("scorer.url")
+    value = path / "config.yaml" if by == "--config" else f"scorer={{name: service, url: '{trap.url}', deadline: 1}}"
+    done = run("eval", path, by, value)
     assert "scorer.url " not in done.err, done.err
 
 
 @pytest.mark.parametrize("words", [[], ["--config", "{run}/config.yaml"]], ids=["alone", "with its own config"])
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
 def test_output_dir_of_a_run_is_where_the_run_is(
-    named: str, words: list[str], made: Path, trap: Trap, run: Run, tmp_path: Path
+    named: str, words: list[str], forged: Forged, trap: Trap, run: Run
 ) -> None:
     """So that a resume writes into the run, whatever its config says: the run may have been moved."""
-    forged = forge(made, tmp_path / "forged", trap, {})
-    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder)}
-    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = run("train", *filled([named, "--resume", *words, "--set", "es.num_generations=3"], {"run": forged}))
+    path = forged({}, output_dir=str(trap.folder))
+    begin = ["train", *filled([named, "--resume", *words], {"run": path})]
+    done = run(*begin, "--set", "es.num_generations=3")
     assert done.code == 0, done.err
-    assert trap.sprung == [] and len((forged / "metrics.jsonl").read_text().splitlines()) == 3
-    plan = run("train", *filled([named, "--resume", *words, "--set", "output_dir=other", "--dry-run"], {"run": forged}))
-    assert "output_dir: other" in plan.out
+    assert trap.sprung == [] and len((path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "output_dir: other" in run(*begin, "--set", "output_dir=other", "--dry-run").out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
-def test_sweep_of_a_run_is_next_to_the_run(named: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, {})
-    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder / "x")}
-    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = run("sweep", named.format(run=forged), "--seeds", "0", "--jobs", "1")
+def test_sweep_of_a_run_is_next_to_the_run(named: str, forged: Forged, trap: Trap, run: Run, tmp_path: Path) -> None:
+    path = forged({}, output_dir=str(trap.folder / "x"))
+    done = run("sweep", named.format(run=path), "--seeds", "0", "--jobs", "1")
     assert done.code == 0 and trap.sprung == [] and (tmp_path / "forged_sweep/sweep.json").is_file(), done.err
 
 
 # --- what comes by another way ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["eval", "placebo", "replay", "export", "resume", "doctor"])
+@pytest.mark.parametrize("name", ["eval", "placebo", "replay", "export", "resume", "doctor"])
 @pytest.mark.parametrize("inner", ["adapter", "run", "run with a damaged adapter"])
 def test_model_folder_of_a_run_names_no_model_to_download(
-    inner: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
+    inner: str, name: str, forged: Forged, command: Any, tmp_path: Path
 ) -> None:
     """A folder in `model.name` has a base: that of an adapter, or the model of a run in it."""
     base = tmp_path / "base"
@@ -359,17 +341,15 @@ def test_model_folder_of_a_run_names_no_model_to_download(
         base.mkdir()
         (base / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/of-that-name"}')
     else:
-        forge(made, base, trap, FORGED["model.name"][1])
+        forged("model.name", "base")
     if inner == "run with a damaged adapter":
         (base / "adapter_config.json").write_text("{")
-    forged = forge(made, tmp_path / "forged", trap, {"model": {"name": str(base)}})
-    done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
-    assert done.code == (1 if command == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
+    done = command(name, forged({"model": {"name": str(base)}}))
+    assert done.code == (1 if name == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
 
 
-def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(made: Path, trap: Trap, tmp_path: Path) -> None:
-    other = forge(made, tmp_path / "other", trap, FORGED["model.name"][1])
-    inner = forge(made, tmp_path / "inner", trap, {})
+def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(forged: Forged) -> None:
+    other, inner = forged("model.name", "other"), forged({}, "inner")
     assert not list(outside.marked(ModelConfig(name=str(inner))))
     (inner / "loras/generation_0099").symlink_to(other / "loras/generation_0002")
     assert [place for place, _, _ in outside.marked(ModelConfig(name=str(inner)))] == ["name"]
@@ -406,19 +386,17 @@ def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap: Trap, run: R
 @pytest.mark.parametrize("by", ["base", "cell", "name"])
 def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
     """`--to` may be a sweep from elsewhere, whose sweep.json has a base config and cells."""
-    (tmp_path / "base.yaml").write_text((made / "config.yaml").read_text())
-    base = {
-        k: v for k, v in yaml.safe_load((made / "config.yaml").read_text()).items() if k not in ("seed", "output_dir")
-    }
-    code = {"engine": {"name": f"{trap.module}:Engine"}}
+    shutil.copy(made / "config.yaml", tmp_path / "base.yaml")
+    whole = yaml.safe_load((made / "config.yaml").read_text())
+    base, code = {k: v for k, v in whole.items() if k not in ("seed", "output_dir")}, f"{trap.module}:Engine"
     cells = [{"name": "base", "settings": {}, "seeds": [0]}]
-    if by == "cell":
-        cells.append({"name": "other", "settings": {"engine.name": f"{trap.module}:Engine"}, "seeds": [0]})
-    if by == "name":
-        cells.append({"name": "../outside", "settings": {"es.sigma": 0.03}, "seeds": [0]})
+    if by != "base":
+        settings = {"engine.name": code} if by == "cell" else {"es.sigma": 0.03}
+        cells.append({"name": "other" if by == "cell" else "../outside", "settings": settings, "seeds": [0]})
+    tree = {"format_version": 1, "method": "es", "search": None, "cells": cells,
+            "base": base | ({"engine": {"name": code}} if by == "base" else {})}  # fmt: skip
     (tmp_path / "sweep").mkdir()
-    tree = {"format_version": 1, "method": "es", "base": base | (code if by == "base" else {}), "search": None}
-    (tmp_path / "sweep/sweep.json").write_text(json.dumps(tree | {"cells": cells}))
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps(tree))
     done = run("sweep", tmp_path / "base.yaml", "--to", tmp_path / "sweep", "--seeds", "0")
     assert done.code == 2 and trap.sprung == [], done.err
     assert by != "cell" or "engine.name to " in done.err
@@ -427,48 +405,42 @@ def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: R
 # --- ways out that stay open ------------------------------------------------------------------------------------------
 
 
-def test_placebo_takes_the_place_of_the_model_for_its_name(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
-    done = run("placebo", forged, "--model", "tiny", "--shuffles", "1")
+def test_placebo_takes_the_place_of_the_model_for_its_name(forged: Forged, run: Run) -> None:
+    done = run("placebo", forged("model.name"), "--model", "tiny", "--shuffles", "1")
     assert done.code == 0, done.err
 
 
-def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
-    refused = run("analyze", "trajectory", forged)
+def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, forged: Forged, run: Run) -> None:
+    path = forged("model.name")
+    refused = run("analyze", "trajectory", path)
     assert refused.code == 2 and "model.name to " in refused.err
-    done = run("analyze", "trajectory", forged, "--config", made / "config.yaml")
+    done = run("analyze", "trajectory", path, "--config", made / "config.yaml")
     assert done.code == 0, done.err
-    log = journal.read(forged / "journal.jsonl")
+    log = journal.read(path / "journal.jsonl")
     with pytest.raises(ConfigError, match=r"model\.name"), rebuilt(log, generation=0):
         pass
     with rebuilt(log, generation=0, model=load([made / "config.yaml"]).model) as (served, _):
         assert served.config.model.name == "tiny"
 
 
-def test_base_of_a_run_that_the_user_names_is_followed(
-    made: Path, trap: Trap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_of_a_run_that_the_user_names_is_followed(forged: Forged, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of any adapter: who names a run as a model wants its base."""
-    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
     asked: list[str] = []
     monkeypatch.setattr("evoalign.models.origin.find", lambda path, name, revision: asked.append(path))
-    origin(ModelConfig(name=str(forged)))
+    origin(ModelConfig(name=str(forged("model.name"))))
     assert asked == ["nobody/of-that-name"]
 
 
 @pytest.mark.parametrize("by", ["command", "python"])
-def test_config_without_a_run_is_the_users_own(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["task.rewards"][1])
-    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(tmp_path / "new")}
-    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
+def test_config_without_a_run_is_the_users_own(by: str, forged: Forged, trap: Trap, run: Run, tmp_path: Path) -> None:
+    path = forged("task.rewards", output_dir=str(tmp_path / "new"))
     if by == "command":
         for name in ("journal.jsonl", "manifest.json"):
-            (forged / name).unlink()
-        run("train", forged / "config.yaml")
+            (path / name).unlink()
+        run("train", path / "config.yaml")
     else:
         with contextlib.suppress(EvoalignError):
-            evoalign.train(forged / "config.yaml")
+            evoalign.train(path / "config.yaml")
     assert trap.sprung == ["program or code"]
 
 
@@ -490,10 +462,8 @@ def test_hub_name_is_followed_where_its_files_are_here(
     """So that a run of one's own on a model of the hub is evaluated as it is: nothing is downloaded for it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     section, name = setting.split(".")
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"es": {"sigma": 0.1}, section: {name: "hub:" * (kind == "datasets") + "some/repository"}})
-    )
-    config = load([tmp_path / "config.yaml"])
+    tree = {"es": {"sigma": 0.1}, section: {name: "hub:" * (kind == "datasets") + "some/repository"}}
+    config = Config.model_validate(tree)
     assert [place for place, _, _ in outside.marked(config)] == [setting]
     (tmp_path / f"{kind}--some--repository").mkdir()
     assert list(outside.marked(config)) == []
