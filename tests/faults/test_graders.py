@@ -7,6 +7,7 @@ Real processes throughout. Each function writes down the pids it ran in, so that
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -506,24 +507,23 @@ def test_a_batch_that_fails_as_one_is_kept_in_part(make: Make, log: Path) -> Non
 # --- what would end this process ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("leaving", "raises"),
-    [
-        *((text, ConfigError) for text in ("sys.exit()", "sys.exit(3)", "raise asyncio.CancelledError",
-                                           "raise OSError('a\\nb')")),
-        ("raise KeyboardInterrupt", KeyboardInterrupt),
-    ],
-)  # fmt: skip
-def test_a_module_that_leaves_ends_nothing_except_by_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str, raises: type[BaseException]
+LEAVING = ("sys.exit()", "sys.exit(3)", "raise asyncio.CancelledError", "raise OSError('a\\nb')", "def broken(:",
+           "raise RuntimeError('no licence')", "import not_a_module_at_all", "raise KeyboardInterrupt")  # fmt: skip
+
+
+@pytest.mark.parametrize("source", LEAVING)
+def test_a_module_that_fails_or_leaves_ends_nothing_except_by_ctrl_c(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "module_that_leaves.py"
-    path.write_text(f"import asyncio, sys\n{leaving}\n", encoding="utf-8")
+    path.write_text(f"import asyncio, sys\n{source}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    message = r"task.rewards: \S+ fails to import: \w+[^\n]*$" if raises is ConfigError else None
+    raises = KeyboardInterrupt if "Keyboard" in source else ConfigError
     for named in (f"{path}:f", "module_that_leaves:f"):
-        with pytest.raises(raises, match=message):
+        with pytest.raises(raises) as caught:
             load_object(named, "task.rewards")
+        message = r"task.rewards: (\S+ fails to import: \w+|no module named 'not_a_module_at_all')[^\n]*$"
+        assert raises is KeyboardInterrupt or re.match(message, str(caught.value))
 
 
 class Own(Task):

@@ -93,14 +93,15 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return caller(monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("names", [("thesis.txt",), ("config.yaml", "reward.py", "data/thesis.txt")], ids=len)
 @pytest.mark.parametrize("how", [{"resume": True}, {"overwrite": True}, {}])
-def test_a_project_folder_with_a_config_is_no_run(tmp_path: Path, how: dict[str, bool]) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("config.yaml", "reward.py", "data/thesis.txt"):
+def test_a_project_folder_is_no_run(tmp_path: Path, how: dict[str, bool], names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("es: {sigma: 0.01}\n")
     with pytest.raises(RunExistsError):
         train(small(tmp_path), **how)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.yaml", "data", "reward.py", "thesis.txt"]
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} == {*names}
 
 
 @pytest.mark.slow
@@ -572,13 +573,12 @@ def test_an_export_takes_away_what_a_killed_one_left(copy: Path, tmp_path: Path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "to"]
 
 
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
 @pytest.mark.parametrize(
-    ("signals", "raises"),
-    [
-        ((signal.SIGTERM, signal.SIGTERM), SystemExit), ((signal.SIGINT, signal.SIGTERM), SystemExit),
-        ((signal.SIGTERM, signal.SIGINT), KeyboardInterrupt),
-    ],
-)  # fmt: skip
+    ("signals", "raises"), [((TERM, TERM), SystemExit), ((INT, TERM), SystemExit), ((TERM, INT), KeyboardInterrupt)]
+)
 def test_a_second_signal_stops_at_once(
     signals: tuple[int, int], raises: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,9 +593,9 @@ def test_a_second_signal_stops_at_once(
 def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "SAME_SECONDS", 3600.0)
     with stopping.Stop() as stop:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        signal.raise_signal(TERM)
+        signal.raise_signal(TERM)
+        assert stop.asked == TERM
 
 
 def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> None:
@@ -608,8 +608,7 @@ def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli:
     done = cli("export", copy, "--to", copy / "config.yaml/to")
     assert done.code == 2 and f"to: Not a directory: {copy / 'config.yaml'}" in done.err and "Errno" not in done.err
     (copy / "SHA256SUMS").unlink()
-    (copy / "results/evaluation.json").write_text(
-        json.dumps({"weights_hash": json.loads((copy / "results/evaluation.json").read_text())["weights_hash"]})
-    )
+    file = copy / "results/evaluation.json"
+    file.write_text(json.dumps({"weights_hash": json.loads(file.read_text())["weights_hash"]}))
     done = cli("export", copy, "--to", tmp_path / "to")
     assert done.code == 2 and "is damaged (KeyError: " in done.err and "--debug shows where" in done.err
