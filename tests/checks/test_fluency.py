@@ -74,7 +74,7 @@ def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
 
 
 def test_it_costs_more_to_say_what_no_model_says(parts: Parts) -> None:
-    own = [s.text for s in parts.evaluate_test().completions]
+    own = [s.text for s in parts.evaluate().completions]
     letters = ["zq xj wv kq", "qqz vvj jjx"] * 4
     found = divergence.fluency(Reference.of(parts), parts.tokens, parts.task, parts.data.test, said(own), said(letters))
     assert found.before is not None and found.after is not None

@@ -17,9 +17,3 @@ def test_killed_in_each_phase_and_repeated_nothing_differs_and_nothing_is_left(t
     rows = [bench.trial(*bench.draw(phase, draw)) for phase in (*random_kills.MAIN, "export")]
     assert [row["exit"] for row in rows] == [-signal.SIGKILL] * len(rows)
     assert [row["outcome"] for row in rows] == ["same"] * len(rows)
-
-
-def test_a_histogram_names_what_was_not_the_same() -> None:
-    row = {"command": "train", "phase": "seal", "cell": False, "exit": -9, "outcome": "same"}
-    text = random_kills.histogram([row, row, row | {"command": "eval", "outcome": "x lost"}])
-    assert "train                2" in text and "3 trials, 3 killed, 1 not the same" in text and '"x lost"' in text

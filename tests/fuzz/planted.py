@@ -158,7 +158,7 @@ def _parsed(text: bytes, previous: str) -> tuple[dict[str, Any], str]:
 
 
 def _believed(folder: Any) -> Any:
-    return checkpoint._record_of(folder).mark
+    return checkpoint._record_of(folder)[0]
 
 
 def _rows_that_parse(path: Any) -> list[Any]:
