@@ -89,17 +89,14 @@ WRONG_TREES: tuple[Callable[[dict[str, Any]], Any], ...] = (
     lambda t: t.update(grpo={"num_generations": 3}),
     lambda t: t.update(space={"name": "full"}, es={"sigma": 1.0, "optimizer": "adam"}),
 )  # fmt: skip
-WRONG_TEXTS: tuple[Callable[[str], str], ...] = (
-    lambda t: f"{t}\nseed: 1\nseed: 2\n", lambda t: f"{t}\nchecks:\n  kl_every: 1\n  kl_every: 2\n",
-    lambda t: f"{t}\noutput_dir: 2020-13-45\n", lambda t: f"{t}\nfull: {{exclude: !!bool perhaps}}\n",
-    lambda t: f"{t}\nfull: {{exclude: {'[' * 300}{']' * 300}}}\n", lambda t: f"{t}\nfull: {'[' * 3000}{']' * 3000}\n",
-    lambda t: f"{t}\nfull: &a\n  exclude: [*a]\n", lambda t: f"{t}\nfull: !!python/name:os.system ''\n",
-    lambda t: f"{t}\nlora:\n\trank: 1\n", lambda t: f"{t}\nlora: {{rank: [1, 2}}\n", lambda t: f"{t}\n- 1\n",
-    lambda t: (
-        f"{t}\nx0: &x0 [a, a]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 9))
-    ),
-    lambda t: "", lambda t: "[]", lambda t: "seed\0: 1",
+WRONG_TEXTS = (
+    "seed: 1\nseed: 2", "checks:\n  kl_every: 1\n  kl_every: 2", "output_dir: 2020-13-45",
+    "full: {exclude: !!bool perhaps}", f"full: {{exclude: {'[' * 300}{']' * 300}}}", f"full: {'[' * 3000}{']' * 3000}",
+    "full: &a\n  exclude: [*a]", "full: !!python/name:os.system ''", "lora:\n\trank: 1", "lora: {rank: [1, 2}", "- 1",
+    "x0: &x0 [a, a]\n" + "\n".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 9)),
 )  # fmt: skip
+"""What makes a config wrong that ends with it."""
+WRONG_WHOLE = ("", "[]", "seed\0: 1")
 DEFAULTS = from_dict({"es": {"sigma": 1.0}}).model_dump()
 
 
@@ -136,7 +133,7 @@ class Configs:
                 _set(tree if place == "file" else later, name, value)
         text = _written(draw, tree)
         if wrong == "text":
-            text, valid = draw.choice(WRONG_TEXTS)(text), False
+            text, valid = draw.choice([*(f"{text}\n{end}\n" for end in WRONG_TEXTS), *WRONG_WHOLE]), False
         raw = text.encode()
         known: bool | None = valid
         if wrong == "bytes":

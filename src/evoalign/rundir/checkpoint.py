@@ -48,10 +48,9 @@ These weights are a counterfactual ({0.counterfactual}) of a run of Evolution St
 coefficients, replayed with evoalign for {0.generation} generations. weights_hash {0.weights_hash}
 """
 State = Iterable[tuple[str, torch.Tensor]]
-STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True, extra="forbid"))
 class Mark:
     """Identifies a saved mean within a run. `journal` is the hash of the journal line that sealed it.
 

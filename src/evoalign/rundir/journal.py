@@ -32,13 +32,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evoalign.config import FORMAT_VERSION
 from evoalign.config.reading import MissingError, as_finite, read_bytes
 from evoalign.config.spaces import SECTIONS, SpaceSection
 from evoalign.errors import DataError, JournalError
-from evoalign.rundir.checkpoint import STRICT, Finite, Hash
+from evoalign.rundir.checkpoint import Finite, Hash
 from evoalign.rundir.files import check_at, sync_folder
 from evoalign.types import Member, Summation, Update
 
@@ -56,7 +56,7 @@ _M = TypeVar("_M", bound=BaseModel)
 class Strict(BaseModel):
     """Base of all records: no unknown keys, no conversions."""
 
-    model_config = STRICT
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class Line(Strict):
