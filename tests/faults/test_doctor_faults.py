@@ -34,7 +34,7 @@ Setup = Callable[[Path, Path, pytest.MonkeyPatch], dict[str, Any]]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return Path(shutil.copytree(tiny(), tmp_path / "model"))
 
 
@@ -160,9 +160,7 @@ FAULTS: dict[str, tuple[Setup, dict[str, str], int | None]] = {
 @pytest.mark.first("adapter", "lacks", "template", "stop", "no tokenizer", "long", "damaged", "lost", "error", "gold",
                    "KeyError", "exits, isolated", "memory", "GPU")  # fmt: skip
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_a_finding_and_hides_no_other_check(
-    name: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_is_a_finding_and_hides_no_other_check(name, tmp_path, folder, monkeypatch):
     if name == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is one")
     setup, expected, code = FAULTS[name]
@@ -180,12 +178,12 @@ def test_a_fault_is_a_finding_and_hides_no_other_check(
         assert doctor.verdict(list(found.values()))[0] == "verdict: not ready; 1 failed: canary"
 
 
-def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_adapter_of_the_shipped_model(monkeypatch):
     monkeypatch.setattr(engines, "create", Ignores)
     assert of(doctor.findings(None), "canary").status == "failed"
 
 
-def test_a_good_custom_reward(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_custom_reward(tmp_path, folder, monkeypatch):
     tree = reward("return [float(len(c)) for c in completions]", isolated=True)(tmp_path, folder, monkeypatch)
     found = doctor.doctor(config(tmp_path, **tree))
     assert set(statuses(found).values()) == {"ok"}, found
@@ -204,7 +202,7 @@ THINKS = (
 """As that of Qwen3 does: before what an assistant said last stands a block of thoughts, here an empty one."""
 
 
-def test_a_chat_template_that_writes_before_an_opened_answer(tmp_path: Path, folder: Path) -> None:
+def test_a_chat_template_that_writes_before_an_opened_answer(tmp_path, folder):
     rows = {"name": "countdown", "train_data": "data/tasks/countdown/countdown.json", "test_data": None}
 
     def found(prompt: str = "chat_opened") -> Finding:
@@ -217,14 +215,14 @@ def test_a_chat_template_that_writes_before_an_opened_answer(tmp_path: Path, fol
     assert found("chat").status == "ok"
 
 
-def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path: Path) -> None:
+def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path):
     made = config(tmp_path, engine={"name": "vllm", "max_model_len": 30})
     finding = last_of(made, plan.check_task, plan.check_tokenizer, plan.check_lengths)
     assert finding.status == "failed" and "exceed engine.max_model_len 30" in finding.detail
 
 
 @pytest.fixture
-def no_wandb_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_wandb_account(tmp_path, monkeypatch) -> Path:
     home = tmp_path / "home"
     home.mkdir()
     for name in [name for name in os.environ if name.startswith("WANDB")]:
@@ -243,9 +241,7 @@ WANDB: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("name", WANDB)
-def test_whether_wandb_would_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wandb_account: Path
-) -> None:
+def test_whether_wandb_would_start(name, tmp_path, monkeypatch, no_wandb_account):
     pytest.importorskip("wandb")
     settings, status, words = WANDB[name]
     for variable, value in settings.items():
@@ -259,13 +255,13 @@ def test_whether_wandb_would_start(
     assert not left, "nothing is left but wandb's own cache"
 
 
-def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_that_are_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     finding = plan.check_trackers(Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == "failed" and finding.fix.startswith(f"{install('wandb')}, or ")
 
 
-def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_vllm(tmp_path, monkeypatch):
     """The cache is what can be smaller; where weights, mean and members do not fit, what holds them."""
     found: list[Finding] = []
     for free in (2**30, 1000):
@@ -277,7 +273,7 @@ def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "1.00 GiB for the cache" in found[1].detail
 
 
-def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
@@ -286,13 +282,13 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path: Path, monkeypat
     assert plan.free_memory(config(tmp_path)) == 7 * 2**30
 
 
-def test_free_memory_of_this_machine() -> None:
+def test_free_memory_of_this_machine():
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = plan._free_on_host()
     assert free is not None and 0 < free <= total
 
 
-def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     finding = doctor.check_accelerators()
@@ -300,12 +296,12 @@ def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch
     assert "driver" in finding.fix
 
 
-def test_the_probe_meets_a_full_disk() -> None:
+def test_the_probe_meets_a_full_disk():
     with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as file:
         plan.write_probe(file)
 
 
-def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
+def test_a_quota_is_met_by_the_probe(tmp_path):
     """A limit that no file system statistic shows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (plan.PROBE_BYTES // 2, hard))
@@ -319,7 +315,7 @@ def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 512 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -330,7 +326,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk(small_disk, tmp_path):
     found = doctor.doctor(config(tmp_path, "full", output_dir=str(small_disk / "run")))
     assert of(found, "output").status == "failed" and "No space left" in of(found, "output").detail
     assert of(found, "disk").status == "failed" and "free in" in of(found, "disk").detail
@@ -338,7 +334,7 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_for_the_checkpoints(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 << 20))
     made = config(tmp_path, "full", checkpoint={"every": 1, "keep_last": 2})
@@ -349,16 +345,14 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
         assert "checkpoint.keep_last" in finding.fix
 
 
-def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
+def test_an_output_directory_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     finding = of(doctor.findings(config(tmp_path, output_dir=str(tmp_path / "file/run"))), "output")
     assert finding.status == "failed" and "is a file" in finding.detail
 
 
 @pytest.mark.slow
-def test_several_faults_are_all_told_with_exit_code_1(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_faults_are_all_told_with_exit_code_1(tmp_path, folder, monkeypatch, capsys):
     edit(folder / "tokenizer_config.json", chat_template=None)
     file = tmp_path / "c.yaml"
     tree = {

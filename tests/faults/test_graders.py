@@ -170,12 +170,12 @@ both = pytest.mark.parametrize("make", ["fork", pytest.param("fresh", marks=pyte
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path) -> Path:
     return tmp_path / "pids"
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+def make(request, tmp_path) -> Iterator[Make]:
     """A task with functions by name: handed over as Python objects (a fork), or as import paths (a fresh process).
 
     The fork is the default, since a fresh process takes seconds to import torch.
@@ -268,7 +268,7 @@ HUNG, SEGFAULT, AWAY = "no answer within 1 s", "died: killed by SIGSEGV", "faile
     ],
     indirect=["make"],
 )  # fmt: skip
-def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, reason: str, message: str) -> None:
+def test_what_gives_no_answer_stops_the_run(make, log, name, reason, message):
     task = make(name, retries=0, timeout=1.0 if reason == "hung" else 60.0)
     alone = "the completion 'bomb it' causes it alone; fix it"
     failed = refused(task, ["a", "bomb it", "c"], row(log, id=7), f"reward function {name} ", message, alone)
@@ -291,7 +291,7 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
     [("fork", "hoards"), ("fork", "hoards_in_torch"), ("fresh", "hoards"), ("fresh", "hoards_in_torch")],
     indirect=["make"],
 )
-def test_memory_has_an_end(make: Make, log: Path, name: str) -> None:
+def test_memory_has_an_end(make, log, name):
     """Half a GiB beyond what the worker starts with; torch itself fits."""
     task = make(name, retries=0, memory_gib=0.5)
     alone = "the completion 'bomb it' causes it alone"
@@ -299,7 +299,7 @@ def test_memory_has_an_end(make: Make, log: Path, name: str) -> None:
     assert task.rewards(["fine"], [row(log)]) == [1.0]
 
 
-def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path, monkeypatch):
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setattr(worker, "GROUP_LIMIT", tmp_path / "memory.max")
     assert worker.half_of_memory() == whole // 2
@@ -312,7 +312,7 @@ def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path: Path, monkeypat
 @pytest.mark.last("raise-fresh", "garble-fresh", "hang-fresh")
 @both
 @pytest.mark.parametrize("how", ["raise", "hang", "die", "garble"])
-def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None:
+def test_what_comes_back_is_asked_again(make, log, how):
     task = make("comes_back", timeout=1.0 if how == "hang" else 60.0)
     assert task.rewards(["four", "to"], [row(log, how=how)] * 2) == [4.0, 2.0]
     first, second = pids(log)
@@ -322,7 +322,7 @@ def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None
 
 
 @both
-def test_a_function_that_forks_shifts_no_scores(make: Make, log: Path) -> None:
+def test_a_function_that_forks_shifts_no_scores(make, log):
     task = make("forks", retries=0)
     for text in ("bomb it", "ab", "bomb", "a", "abc"):
         assert task.rewards([text], [row(log)]) == [float(len(text))]
@@ -338,7 +338,7 @@ def test_a_function_that_forks_shifts_no_scores(make: Make, log: Path) -> None:
     ["garbage\n", "\xff\n", pytest.param("[" * 100_000 + "\n", id="deep"), "[1.0]\n", '{"value": [9.0]}\n',
      '{"id": 1000, "value": [9.0]}\n', '{"id": 1000, "calling": "f"}\n', '{"id": 1}\n'],
 )  # fmt: skip
-def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None:
+def test_what_is_no_answer_is_no_score(make, log, line):
     task = make("writes", retries=0)
     said = "reward function writes died: its connection carried "
     assert len(refused(task, ["bomb"], row(log, line=line), said, reason="died")["told"]) < 400
@@ -347,15 +347,13 @@ def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None
 
 
 @pytest.mark.slow
-def test_an_endless_answer_is_cut(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_is_cut(make, log, monkeypatch):
     monkeypatch.setattr(connection, "LINE_LIMIT", 200)
     refused(make("drips", retries=0), ["bomb"], row(log), "reward function drips died: an answer of more than")
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_worker_that_cannot_start_is_told(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
-) -> None:
+def test_a_worker_that_cannot_start_is_told(make, tmp_path, monkeypatch, early):
     make("good")
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -370,27 +368,25 @@ def test_a_worker_that_cannot_start_is_told(
     refused(task, ["a"], {"prompt": "a", "log": "b"}, "died: FileNotFoundError", "2 attempts")
 
 
-def test_attempts_are_counted(make: Make, log: Path) -> None:
+def test_attempts_are_counted(make, log):
     refused(make("exits", retries=2), ["bomb"], row(log), "3 attempts", attempts=3)
     assert len(pids(log)) == 3
 
 
-def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
+def test_no_completion_is_blamed_for_a_batch(make, log):
     said = "none of the 4 completions causes it alone, only the whole batch"
     task, texts = make("big_batches_hang", retries=0, timeout=1.0), ["a", "b", "c", "d"]
     refused(task, texts, row(log), said, "raise grader.timeout", completion=None, completions=texts, count=4)
 
 
 @pytest.mark.slow
-def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
+def test_others_that_do_it_too_are_told(make, log):
     task, others = make("exits", retries=0), "and so do others"
     refused(task, ["a", "bomb 1", "b", "bomb 2"], row(log), f"'bomb 1' causes it alone, {others}")
     assert others not in refused(task, ["a", "bomb 1", "b"], row(log))["told"]
 
 
-def test_a_mistake_is_told_with_its_line_and_the_columns_and_not_waited_for(
-    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_told_with_its_line_and_the_columns_and_not_waited_for(make, log, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr("evoalign.tasks.isolated.task.time.sleep", waits.append)
     line = next(i for i, text in enumerate(GRADERS.split("\n"), 1) if "anwser" in text)
@@ -403,9 +399,7 @@ def test_a_mistake_is_told_with_its_line_and_the_columns_and_not_waited_for(
     refused(make("mistaken", retries=0), ["a"] * 50, row(log), some)
 
 
-def test_a_judge_that_answered_once_is_waited_for_whatever_it_says_then(
-    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_that_answered_once_is_waited_for_whatever_it_says_then(make, log, monkeypatch):
     """Over its rate, it answers with something that has no score in it; and one that is away was never a mistake."""
     waits: list[float] = []
     monkeypatch.setattr("evoalign.tasks.isolated.task.time.sleep", waits.append)
@@ -417,7 +411,7 @@ def test_a_judge_that_answered_once_is_waited_for_whatever_it_says_then(
     assert waits == [1.0, 2.0, 1.0, 2.0]
 
 
-def test_in_this_process_the_line_is_told_too(tmp_path: Path) -> None:
+def test_in_this_process_the_line_is_told_too(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text(
         "def simple(text, example):\n    return helper(example)\n\n\n"
@@ -433,13 +427,13 @@ def test_in_this_process_the_line_is_told_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_function_that_hangs_is_the_one_named(make: Make, log: Path) -> None:
+def test_the_function_that_hangs_is_the_one_named(make, log):
     task = make("good", "sleeps", "raises", retries=0, timeout=1.0)
     assert refused(task, ["bomb"], row(log))["told"].startswith("reward function sleeps hung")
 
 
 @both
-def test_a_worker_that_dies_between_calls_is_no_failure(make: Make, log: Path) -> None:
+def test_a_worker_that_dies_between_calls_is_no_failure(make, log):
     task = make("good", retries=0)
     assert task.rewards(["abc"], [row(log)]) == [3.0]
     os.kill(pids(log)[0], signal.SIGKILL)
@@ -463,9 +457,7 @@ def test_a_worker_that_dies_between_calls_is_no_failure(make: Make, log: Path) -
         ([None, 1.0], "returned None for the completion 'one'", "one"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_stops_at_once(
-    make: Make, log: Path, values: list[Any], message: str, completion: str | None
-) -> None:
+def test_a_wrong_value_stops_at_once(make, log, values, message, completion):
     task = make("wrong", retries=3)
     kept = {"reason": "value", "function": "wrong", "completion": completion, "attempts": 1}
     refused(task, ["one", "two"], row(log, values=values), message, **kept)
@@ -474,13 +466,13 @@ def test_a_wrong_value_stops_at_once(
     assert first == second  # asked once, and the worker lives on
 
 
-def test_a_long_value_is_told_in_short(make: Make, log: Path) -> None:
+def test_a_long_value_is_told_in_short(make, log):
     task = make("odd")
     for kind in ("text", "texts", "lines", "huge", "beyond"):
         assert len(refused(task, ["one"], row(log, kind=kind), reason="value")["told"]) < 300
 
 
-def test_a_batch_that_fails_as_one_is_kept_in_part(make: Make, log: Path) -> None:
+def test_a_batch_that_fails_as_one_is_kept_in_part(make, log):
     texts = [str(i) for i in range(25)]
     refused(make("wrong"), texts, row(log, values=[1.0]), completions=texts[:20], count=25)
 
@@ -493,9 +485,7 @@ LEAVING = ("sys.exit()", "sys.exit(3)", "raise asyncio.CancelledError", "raise O
 
 
 @pytest.mark.parametrize("source", LEAVING)
-def test_a_module_that_fails_or_leaves_ends_nothing_except_by_ctrl_c(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_fails_or_leaves_ends_nothing_except_by_ctrl_c(source, tmp_path, monkeypatch):
     path = tmp_path / "module_that_leaves.py"
     path.write_text(f"import asyncio, sys\n{source}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -547,7 +537,7 @@ def ways(error: BaseException) -> list[Task]:
 @pytest.mark.parametrize(
     "error", [SystemExit(), SystemExit(0), asyncio.CancelledError(), ValueError("a\nb"), KeyboardInterrupt()]
 )
-def test_a_reward_that_leaves_does_not_end_the_run_except_by_ctrl_c(error: BaseException) -> None:
+def test_a_reward_that_leaves_does_not_end_the_run_except_by_ctrl_c(error):
     message = rf"failed[^\n]*: {type(error).__name__}[^\n]*; fix it$"
     raises, match = (KeyboardInterrupt, None) if isinstance(error, KeyboardInterrupt) else (RewardError, message)
     for task in ways(error):
@@ -559,7 +549,7 @@ def test_a_reward_that_leaves_does_not_end_the_run_except_by_ctrl_c(error: BaseE
     "value",
     [10**400, pytest.param(10**5000, id="beyond"), float("nan"), None, pytest.param("x" * 1000, id="long"), True],
 )
-def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
+def test_a_task_with_a_wrong_value_is_told(value):
     with pytest.raises(RewardError, match=r"task own returned .{1,60} as the reward of 'a'"):
         rollouts.rewards_of(Own(lambda: value), ["a"], [{}])
 
@@ -568,7 +558,7 @@ def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
 
 
 @both
-def test_the_worker_is_kept_and_closing_ends_it(make: Make, log: Path) -> None:
+def test_the_worker_is_kept_and_closing_ends_it(make, log):
     task = make("good")
     for _ in range(3):
         task.rewards(["a"], [row(log)])
@@ -581,7 +571,7 @@ def test_the_worker_is_kept_and_closing_ends_it(make: Make, log: Path) -> None:
 
 
 @both
-def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
+def test_grandchildren_end_with_an_idle_worker(make, log):
     task = make("leaves_a_child")
     task.rewards(["a"], [row(log)])
     worker, child = pids(log)
@@ -595,7 +585,7 @@ def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
 @both
 @pytest.mark.last("fresh")
 @pytest.mark.parametrize("text", ["a", "bomb", "exit"])
-def test_sessions_of_their_own_end_with_the_worker(make: Make, log: Path, text: str) -> None:
+def test_sessions_of_their_own_end_with_the_worker(make, log, text):
     task = make("escapes", retries=0, timeout=3.0)
     if text == "a":
         task.rewards([text], [row(log)])
@@ -607,7 +597,7 @@ def test_sessions_of_their_own_end_with_the_worker(make: Make, log: Path, text: 
     assert_gone(pids(log))
 
 
-def test_the_worker_ends_with_the_task_object(make: Make, tmp_path: Path, log: Path) -> None:
+def test_the_worker_ends_with_the_task_object(make, tmp_path, log):
     rewards = [load_object(f"{tmp_path / 'graders.py'}:good", "rewards")]
     task = tasks.isolate(tasks.create(TaskConfig(name="custom"), rewards), GraderConfig())
     task.rewards(["a"], [row(log)])
@@ -660,9 +650,7 @@ def trainer(tmp_path: Path, kind: str, name: str, text: str, log: Path, then: st
      ("leaves_a_child", "a", "wait"), ("leaves_a_child", "a", "fork"),  # between calls
      pytest.param("escapes", "bomb", "-", marks=linux), pytest.param("escapes", "a", "wait", marks=linux)],
 )  # fmt: skip
-def test_kill_9_of_the_trainer_leaves_nothing(
-    tmp_path: Path, log: Path, kind: str, name: str, text: str, then: str
-) -> None:
+def test_kill_9_of_the_trainer_leaves_nothing(tmp_path, log, kind, name, text, then):
     process = trainer(tmp_path, kind, name, text, log, then)
     try:
         wait_until(log.exists, 120)
@@ -686,7 +674,7 @@ def test_kill_9_of_the_trainer_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.last("fresh")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
-def test_the_worker_ends_with_a_trainer_that_exits(tmp_path: Path, log: Path, kind: str) -> None:
+def test_the_worker_ends_with_a_trainer_that_exits(tmp_path, log, kind):
     process = trainer(tmp_path, kind, "leaves_a_child", "a", log, "exit")
     assert process.wait(timeout=120) == 0
     assert_gone(pids(log))
@@ -695,7 +683,7 @@ def test_the_worker_ends_with_a_trainer_that_exits(tmp_path: Path, log: Path, ki
 @pytest.mark.slow
 @pytest.mark.last("fresh")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
-def test_ctrl_c_reaches_the_trainer_and_not_the_worker(tmp_path: Path, log: Path, kind: str) -> None:
+def test_ctrl_c_reaches_the_trainer_and_not_the_worker(tmp_path, log, kind):
     process = trainer(tmp_path, kind, "good", "a", log, "wait")
     assert process.stdout is not None
     assert process.stdout.readline() == "idle\n"

@@ -32,12 +32,12 @@ Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory) -> Path:
     return build("llama", tmp_path_factory.mktemp("whole") / "model")
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
+def folder(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
@@ -175,7 +175,7 @@ FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_model_is_refused_in_one_line(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_model_is_refused_in_one_line(name, folder, monkeypatch):
     from transformers.integrations import hub_kernels
 
     if name.startswith("pipe") and not hasattr(os, "mkfifo"):
@@ -204,13 +204,13 @@ def harmless(folder: Path) -> None:
      *(settings(_attn_implementation=own, use_kernels=False) for own in ("eager", "sdpa", None))],
     ids=["whole", "harmless", "an index of a folder below", "eager", "sdpa", "no attention"],
 )  # fmt: skip
-def test_a_model_loads(change: Change, folder: Path) -> None:
+def test_a_model_loads(change, folder):
     change(folder)
     load(folder).close()
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
-def test_a_folder_that_is_not_there(name: str) -> None:
+def test_a_folder_that_is_not_there(name):
     with pytest.raises(ModelError, match="no folder"):
         tokens.load(ModelConfig(name=name))
 
@@ -221,9 +221,7 @@ def test_a_folder_that_is_not_there(name: str) -> None:
      ("pytorch_model.bin", "is a pickle, which is not read"), ("weights.pth", "is a pickle, which is not read"),
      ("model.onnx", "is an ONNX graph"), ("notes.txt", "is a file; give model.name the folder")],
 )  # fmt: skip
-def test_a_file_in_the_place_of_a_model(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_in_the_place_of_a_model(name, message, tmp_path, monkeypatch):
     (tmp_path / name).write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
     for given in (str(tmp_path / name), name):
@@ -233,7 +231,7 @@ def test_a_file_in_the_place_of_a_model(
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])
-def test_a_model_with_a_recurrent_state_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_model_with_a_recurrent_state_is_refused(name, tmp_path):
     from transformers import Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
 
     common = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "num_key_value_heads")}
@@ -245,7 +243,7 @@ def test_a_model_with_a_recurrent_state_is_refused(name: str, tmp_path: Path) ->
         load(with_tiny_tokenizer(model, tmp_path / name))
 
 
-def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
+def test_a_model_without_linear_layers_takes_full_alone(tmp_path):
     """GPT-2 has Conv1D in place of nn.Linear."""
     sizes = GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=2, n_positions=512, eos_token_id=2, bos_token_id=2)
     tree: dict[str, Any] = {
@@ -260,7 +258,7 @@ def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
     assert evoalign.train({**tree, "space": "full"}, console=Console(quiet=True)).saved.is_dir()
 
 
-def test_a_model_of_no_layers_by_another_name(tmp_path: Path) -> None:
+def test_a_model_of_no_layers_by_another_name(tmp_path):
     sizes = GPT2Config(n_layer=0, n_embd=8, n_head=2, vocab_size=VOCABULARY, n_positions=64)
     GPT2LMHeadModel(sizes).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"its config\.json has 0 layers"):
@@ -283,7 +281,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
      ("{{ messages[0].content.nothing() }}", "chat template refuses")],
     ids=["a loop", "a power", "millions of words", "all memory", "refuses", "no method"],
 )  # fmt: skip
-def test_a_chat_template_has_bounds(template: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_template_has_bounds(template, message, folder, monkeypatch):
     if "MiB" in message and not Path("/proc/self/statm").is_file():
         pytest.skip("memory is bounded on Linux alone")
     if "0\\.5" in message:
@@ -294,9 +292,7 @@ def test_a_chat_template_has_bounds(template: str, message: str, folder: Path, m
 
 
 @pytest.mark.timeout(60)
-def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_renders_ends_with_an_interrupted_call_and_by_itself(folder, monkeypatch):
     """Whoever interrupts, a template without end takes no core for ever, nor where its owner was killed."""
     (folder / TEMPLATE).write_text(LOOP)
     started: list[int] = []
@@ -327,7 +323,7 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
         os.kill(started[1], 0)
 
 
-def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder: Path) -> None:
+def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder):
     (folder / TEMPLATE).write_text(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -345,18 +341,18 @@ def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(fold
 
 
 @pytest.fixture(scope="module")
-def tokenizer(whole: Path) -> Any:
+def tokenizer(whole) -> Any:
     return loaded_tokens(whole).tokenizer
 
 
-def test_messages_without_a_chat_template_are_joined(folder: Path) -> None:
+def test_messages_without_a_chat_template_are_joined(folder):
     loaded = Tokens(loaded_tokens(folder).tokenizer, [2])
     loaded.tokenizer.chat_template = None
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="}]
     assert loaded.encode(messages) == loaded.encode("Be brief.\n2 + 2 =")
 
 
-def test_a_last_assistant_message_is_gone_on_from(tokenizer: Any) -> None:
+def test_a_last_assistant_message_is_gone_on_from(tokenizer):
     loaded = Tokens(tokenizer, [2])
     question = {"role": "user", "content": "2 + 2 ="}
     opened = loaded.encode([question, {"role": "assistant", "content": "The sum is"}])
@@ -364,12 +360,12 @@ def test_a_last_assistant_message_is_gone_on_from(tokenizer: Any) -> None:
     assert opened[: len(loaded.encode([question]))] == loaded.encode([question])
 
 
-def test_a_prompt_without_tokens_is_refused(tokenizer: Any) -> None:
+def test_a_prompt_without_tokens_is_refused(tokenizer):
     with pytest.raises(ModelError, match="has no tokens"):
         Tokens(tokenizer, [2]).encode("")
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path, tokenizer: Any) -> None:
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder, tokenizer):
     own = tokenizer.eos_token_id
     for eos, wanted in ((7, {7, own}), ([7, 9], {7, 9, own}), (None, {own})):
         (folder / GENERATION).write_text(json.dumps({"eos_token_id": eos}))
@@ -378,7 +374,7 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path, 
     assert set(loaded_tokens(folder).stop_ids) == {own}
 
 
-def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
+def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer):
     ids = tokenizer(" a  b , c")["input_ids"]
     stop = tokenizer("!")["input_ids"][0]
     loaded = Tokens(tokenizer, [stop])
@@ -387,7 +383,7 @@ def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
     assert loaded.decode([]) == ""
 
 
-def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
+def test_a_mean_that_does_not_fit_is_refused(folder):
     with Bench(make_config(folder)) as bench:
         state = dict(bench.engine.state())
         name = next(iter(state))

@@ -116,7 +116,7 @@ def faulty(folder: Path, faults: dict[str, Fault]) -> type[ReplicaActor]:
 
 
 @pytest.fixture(scope="module")
-def reference(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Journal:
+def reference(cluster, tmp_path_factory) -> Journal:
     return journal(tmp_path_factory.mktemp("reference"), settings("lora", 2))
 
 
@@ -125,23 +125,17 @@ FAULTS: dict[str, dict[str, Fault]] = {
     **{f"kill after {name}": {name: kill_afterwards} for name in ("start", "apply", "fingerprint")},
     "kill during rollout": {"rollout": kill_meanwhile},
     **{f"kill at rollout, then at {name}": {"rollout": kill, name: kill} for name in ("start", "apply", "fingerprint")},
-    "stop at rollout": {"rollout": stop},
-    "stop at apply": {"apply": stop},
-    "exception": {"rollout": fail},
-    "no result": {"rollout": lambda do: do() and None},
-    "too few rollouts": {"rollout": lambda do: do()[:-1]},
+    "stop at rollout": {"rollout": stop}, "stop at apply": {"apply": stop}, "exception": {"rollout": fail},
+    "no result": {"rollout": lambda do: do() and None}, "too few rollouts": {"rollout": lambda do: do()[:-1]},
     "invalid rollouts": {"rollout": lambda do: [dataclasses.replace(rollout, text=5) for rollout in do()]},
-    "no hash": {"fingerprint": lambda do: do() and None},
-    "cannot be unpickled": {"rollout": lambda do: Unreadable()},
+    "no hash": {"fingerprint": lambda do: do() and None}, "cannot be unpickled": {"rollout": lambda do: Unreadable()},
     "cannot be pickled": {"rollout": lambda do: threading.Lock()},
-}
+}  # fmt: skip
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAULTS)
-def test_run_with_a_fault_has_the_journal_of_one_without(
-    name: str, reference: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_with_a_fault_has_the_journal_of_one_without(name, reference, tmp_path, monkeypatch, caplog):
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import this module
@@ -159,7 +153,7 @@ def test_run_with_a_fault_has_the_journal_of_one_without(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_replica_lost_in_mid_rollout_loses_no_rollout(how: signal.Signals, cluster: Any) -> None:
+def test_replica_lost_in_mid_rollout_loses_no_rollout(how, cluster):
     wanted = None
     for lose in (False, True):
         with contract.started(RayEngine, config_of(patience=30.0)) as bench:
@@ -180,9 +174,7 @@ def test_replica_lost_in_mid_rollout_loses_no_rollout(how: signal.Signals, clust
 
 
 @pytest.mark.parametrize("replicas", [3, 2], ids=["a majority", "none"])
-def test_replica_whose_mean_differs_is_replaced_or_all_replay(
-    replicas: int, cluster: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replica_whose_mean_differs_is_replaced_or_all_replay(replicas, cluster, caplog):
     """Without a majority that has the same mean, all replicas replay."""
 
     def spoil(actor: Any) -> None:  # in here: actors cannot import this module
@@ -200,7 +192,7 @@ def test_replica_whose_mean_differs_is_replaced_or_all_replay(
             assert engine_of(bench).metrics()["restarts"] == 2
 
 
-def test_refused_weights_are_not_loaded_by_a_joining_replica(cluster: Any) -> None:
+def test_refused_weights_are_not_loaded_by_a_joining_replica(cluster):
     with contract.started(RayEngine, config_of(compare_every=1)) as bench:
         wanted = bench.engine.fingerprint()
         os.kill(pid_of(bench, 0), signal.SIGKILL)
@@ -210,14 +202,14 @@ def test_refused_weights_are_not_loaded_by_a_joining_replica(cluster: Any) -> No
         assert engine_of(bench).metrics()["restarts"] == 1
 
 
-def test_run_ends_after_too_many_restarts(cluster: Any) -> None:
+def test_run_ends_after_too_many_restarts(cluster):
     with contract.started(RayEngine, config_of(restarts=0)) as bench:
         os.kill(pid_of(bench, 0), signal.SIGKILL)
         with pytest.raises(EvoalignError, match=r"replica 0 died.*engine\.restarts"):
             bench.engine.fingerprint()
 
 
-def test_state_continues_with_another_replica(cluster: Any) -> None:
+def test_state_continues_with_another_replica(cluster):
     with contract.started(RayEngine, config_of()) as bench:
         bench.engine.apply(bench.update())
         wanted = dict(bench.engine.state())
@@ -275,9 +267,7 @@ def _actors() -> list[psutil.Process]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lines", [0, 3])
 @pytest.mark.parametrize("own", [True, False], ids=["own cluster", "cluster that stays"])
-def test_killed_run_leaves_no_process_and_resumes(
-    own: bool, lines: int, cluster: Any, reference: Journal, tmp_path: Path
-) -> None:
+def test_killed_run_leaves_no_process_and_resumes(own, lines, cluster, reference, tmp_path):
     address = None if own else cluster.get_runtime_context().gcs_address
     given: dict[str, Any] = settings("lora", 2, address=address) | {"output_dir": str(tmp_path / "run")}
     driver = Driver(tmp_path, given)
@@ -298,7 +288,7 @@ def test_killed_run_leaves_no_process_and_resumes(
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Generator[Any]:
+def nodes(tmp_path) -> Generator[Any]:
     """Start a process with a cluster of three nodes, each with room for one replica; yields how to talk to it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, str(Path(__file__).parents[1] / "support/ray_nodes.py")]
@@ -315,7 +305,7 @@ def nodes(tmp_path: Path) -> Generator[Any]:
 
 
 @pytest.mark.timeout(1200)
-def test_run_whose_replicas_node_is_killed_has_the_same_journal(reference: Journal, nodes: Any, tmp_path: Path) -> None:
+def test_run_whose_replicas_node_is_killed_has_the_same_journal(reference, nodes, tmp_path):
     given = settings("lora", 2, address=nodes("address"), compare_every=1, restarts=10, patience=60.0)
     given["es"] |= {"num_generations": 40}
     driver = Driver(tmp_path, given | {"output_dir": str(tmp_path / "run")})
@@ -328,9 +318,7 @@ def test_run_whose_replicas_node_is_killed_has_the_same_journal(reference: Journ
 
 
 @pytest.mark.timeout(1200)
-def test_run_whose_own_node_is_killed_resumes_on_another_cluster(
-    reference: Journal, nodes: Any, tmp_path: Path
-) -> None:
+def test_run_whose_own_node_is_killed_resumes_on_another_cluster(reference, nodes, tmp_path):
     given = settings("lora", 2, address=nodes("address"), patience=40.0, restarts=2)
     driver = Driver(tmp_path, given | {"output_dir": str(tmp_path / "run")})
     driver.wait_for_lines(2)

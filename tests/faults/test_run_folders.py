@@ -76,18 +76,18 @@ def go_on(run: Path, generations: int, **sections: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def six(tmp_path_factory) -> Path:
     """Six generations, each saved and evaluated."""
     return train(small(tmp_path_factory.mktemp("six") / "run", 6, **ALL)).path
 
 
 @pytest.fixture
-def copy(six: Path, tmp_path: Path) -> Path:
+def copy(six, tmp_path) -> Path:
     return Path(shutil.copytree(six, tmp_path / "run"))
 
 
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def cli(tmp_path, monkeypatch, capsys) -> Run:
     """The command line in this process, started in the folder that the run is in."""
     monkeypatch.chdir(tmp_path)
     return caller(monkeypatch, capsys)
@@ -95,7 +95,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("names", [("thesis.txt",), ("config.yaml", "reward.py", "data/thesis.txt")], ids=len)
 @pytest.mark.parametrize("how", [{"resume": True}, {"overwrite": True}, {}])
-def test_a_project_folder_is_no_run(tmp_path: Path, how: dict[str, bool], names: tuple[str, ...]) -> None:
+def test_a_project_folder_is_no_run(tmp_path, how, names):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("es: {sigma: 0.01}\n")
@@ -105,7 +105,7 @@ def test_a_project_folder_is_no_run(tmp_path: Path, how: dict[str, bool], names:
 
 
 @pytest.mark.slow
-def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Path) -> None:
+def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path):
     kill_points.killed("lora", "before the journal", 0, tmp_path / "run")
     (tmp_path / "run/notes.txt").write_text("mine")
     with pytest.raises(RunExistsError):
@@ -113,7 +113,7 @@ def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Pat
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
-def test_a_folder_that_was_there_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_there_is_left_as_it_was(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (tmp_path / "empty").mkdir()
@@ -129,7 +129,7 @@ def test_a_folder_that_was_there_is_left_as_it_was(tmp_path: Path, monkeypatch: 
     assert not list((tmp_path / "never/made").iterdir())
 
 
-def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Path) -> None:
+def test_replay_never_takes_the_place_of_what_has_come(copy, tmp_path):
     target = tmp_path / "to"
     target.mkdir()
     with pytest.raises(OSError, match="not empty"):
@@ -139,7 +139,7 @@ def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path: Path) -> None:
+def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path):
     run, file = tmp_path / "run", tmp_path / "long.yaml"
     file.write_text(yaml.safe_dump(small(run, 400)))
     process = Popen([sys.executable, "-m", "evoalign.cli", "train", str(file)], start_new_session=True)
@@ -160,7 +160,7 @@ def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path: Path) -> 
     go_on(run, log.sealed + 1, evaluation={}, checkpoint={"every": 1, "keep_last": 2})
 
 
-def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path):
     run = RunDir(tmp_path / "a/b")
     run.lock()
     with pytest.raises(RunExistsError, match="another process"):
@@ -172,7 +172,7 @@ def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path: Path) -> 
 LATEST = {"every": 1, "keep_best": False}
 
 
-def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy: Path) -> None:
+def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy):
     cut(copy, 5)
     with pytest.raises(CheckpointError, match="is not of this journal"):
         evoalign.evaluate(copy)
@@ -182,7 +182,7 @@ def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy: Path) -> N
     assert evoalign.evaluate(copy).measures["reward"] is not None
 
 
-def test_a_damaged_mean_does_not_count_among_those_that_stay(copy: Path) -> None:
+def test_a_damaged_mean_does_not_count_among_those_that_stay(copy):
     cut(copy, 11)
     shutil.rmtree(copy / "loras/generation_0006")
     for number in (3, 4, 5):
@@ -192,7 +192,7 @@ def test_a_damaged_mean_does_not_count_among_those_that_stay(copy: Path) -> None
     assert all(checkpoint.verify(folder) for folder in saved_folders(copy))
 
 
-def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
+def test_the_best_is_known_without_the_metrics(copy):
     marks = {n: checkpoint.verify(f) for n, f in zip(numbers(copy), saved_folders(copy), strict=True)}
     rewards = {n: mark.validation for n, mark in marks.items()}
     assert rewards.pop(6) is None and None not in rewards.values(), "the last is evaluated apart"
@@ -202,13 +202,13 @@ def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
     assert numbers(copy) == sorted({best, 6})
 
 
-def test_an_update_without_its_seal_counts_as_a_generation(copy: Path) -> None:
+def test_an_update_without_its_seal_counts_as_a_generation(copy):
     cut(copy, 10)
     with pytest.raises(ResumeError, match=r"has 5 generations already, es\.num_generations is 4"):
         go_on(copy, 4)
 
 
-def test_each_mean_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mean_is_saved_once(tmp_path, monkeypatch):
     saved, inner = list[str](), checkpoint.save
     monkeypatch.setattr(
         checkpoint, "save", lambda to, *words, **more: (saved.append(to.name), inner(to, *words, **more))
@@ -217,14 +217,14 @@ def test_each_mean_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert saved == ["generation_0001", "generation_0002"]
 
 
-def test_a_saved_mean_may_be_a_link_to_another_disk(copy: Path, tmp_path: Path) -> None:
+def test_a_saved_mean_may_be_a_link_to_another_disk(copy, tmp_path):
     there = (copy / "loras/generation_0005").rename(tmp_path / "disk")
     (copy / "loras/generation_0005").symlink_to(there)
     go_on(copy, 7, checkpoint=LATEST | {"keep_last": 1}, evaluation={})
     assert numbers(copy) == [7] and (there / "evoalign.json").is_file()
 
 
-def test_what_a_process_left_half_written_goes_and_a_note_in_a_saved_mean_stays(copy: Path) -> None:
+def test_what_a_process_left_half_written_goes_and_a_note_in_a_saved_mean_stays(copy):
     note = copy / "loras/generation_0006/NOTES.md"
     note.write_text("mine")
     for name in ("loras/.generation_0007.tmp", "results/completions/.x.parquet.tmp", ".metrics.jsonl.tmp"):
@@ -239,7 +239,7 @@ class Brief(Conciseness):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
+def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path):
     tree = small(tmp_path / "run")
     train(tree, task=Brief(from_dict(tree).task))
     tree["es"]["num_generations"] = 3
@@ -249,7 +249,7 @@ def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_data_are_another_run(tmp_path: Path) -> None:
+def test_other_data_are_another_run(tmp_path):
     rows, code = tmp_path / "rows.json", tmp_path / "rewards.py"
     rows.write_text(json.dumps([{"prompt": "Say a:", "answer": "a"}, {"prompt": "Say b:", "answer": "b"}]))
     code.write_text("def f(completions, **rest):\n    return [-float(len(c)) for c in completions]\n")
@@ -261,7 +261,7 @@ def test_other_data_are_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Path, tmp_path: Path, cli: Run) -> None:
+def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy, tmp_path, cli):
     moved = copy.rename(tmp_path / "run #2: 2024")
     for target in (str(moved), str(moved / "config.yaml"), moved.name):
         before = len((moved / "journal.jsonl").read_bytes())
@@ -273,13 +273,13 @@ def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Pat
 
 
 @pytest.mark.slow
-def test_a_run_without_its_config_says_what_to_give(copy: Path, cli: Run) -> None:
+def test_a_run_without_its_config_says_what_to_give(copy, cli):
     (copy / "config.yaml").unlink()
     done = cli("train", copy, "--resume")
     assert done.code == 2 and "has no config.yaml; give the config that the run was made with" in done.err
 
 
-def test_a_hook_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_may_change_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     train(small(Path("run")), on_generation=lambda g: os.chdir(tmp_path / "elsewhere"))
@@ -298,7 +298,7 @@ HELP = "allocate 1 GiB; lower engine.memory_gib or engine.max_rows"
         pytest.param(FULL, f"{HELP}; ", id="memory"),
     ],
 )  # fmt: skip
-def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exception, message: str) -> None:
+def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path, error, message):
     def hook(generation: evoalign.Generation) -> None:
         if generation.index == 1:
             raise error
@@ -310,7 +310,7 @@ def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exc
         train(small(tmp_path / "run", 3), resume=True)
 
 
-def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise FULL
 
@@ -320,7 +320,7 @@ def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, m
     assert not (tmp_path / "run").exists()
 
 
-def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy, monkeypatch):
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -331,9 +331,7 @@ def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkey
     assert kill_points.traces(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
-def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(copy, monkeypatch):
     """Whoever moves a run aside keeps its lock until it is there; whoever holds a folder that went away stops."""
     first, second, inner = RunDir(copy), RunDir(copy), Path.rename
     config = from_dict(small(copy))
@@ -356,7 +354,7 @@ def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(
     assert not copy.exists() and json.loads((copy.with_name("away") / "manifest.json").read_text())["who"] == "first"
 
 
-def test_overwrite_says_where_the_old_run_went(copy: Path) -> None:
+def test_overwrite_says_where_the_old_run_went(copy):
     said = told(small(copy), overwrite=True)
     aside = next(p for p in copy.parent.iterdir() if p.name.startswith("run."))
     assert f" is now {aside}" in said
@@ -376,7 +374,7 @@ class Ear:
         return lambda *_: None
 
 
-def test_trackers_are_told_rows_that_were_lost(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_told_rows_that_were_lost(copy, monkeypatch):
     heard: list[Any] = []
     monkeypatch.setattr(tracking, "create", lambda config, run, at: (heard.append(("start", at)), [Ear(heard)])[1])
     cut(copy, 7)
@@ -386,7 +384,7 @@ def test_trackers_are_told_rows_that_were_lost(copy: Path, monkeypatch: pytest.M
     assert heard == [("start", 3), 1, 2, 3, 4]
 
 
-def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path, monkeypatch):
     def create(config: Any, run: Path, at: int | None) -> list[Any]:
         raise ConfigError("no login")
 
@@ -424,7 +422,7 @@ def lay(run: Path, names: tuple[str, ...]) -> RunDir:
 
 @pytest.mark.parametrize("names", BEGINNINGS, ids=lambda names: names[-1])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_run_that_died_in_its_beginning_is_made_again(names: Any, overwrite: bool, tmp_path: Path) -> None:
+def test_a_run_that_died_in_its_beginning_is_made_again(names, overwrite, tmp_path):
     run = lay(tmp_path / "run", names)
     run.refuse(overwrite=overwrite)
     run.lock()
@@ -446,7 +444,7 @@ def test_a_run_that_died_in_its_beginning_is_made_again(names: Any, overwrite: b
     ],
     ids=lambda names: names[-1],
 )  # fmt: skip
-def test_what_may_be_the_users_or_a_run_is_not_taken(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_may_be_the_users_or_a_run_is_not_taken(names, tmp_path):
     run = lay(tmp_path, names)
     with pytest.raises(RunExistsError):
         run.refuse(overwrite=False)
@@ -454,7 +452,7 @@ def test_what_may_be_the_users_or_a_run_is_not_taken(names: tuple[str, ...], tmp
     assert not run.is_unstarted()
 
 
-def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path: Path) -> None:
+def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path):
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     run = RunDir(tmp_path)
     assert not run.is_unstarted()
@@ -463,7 +461,7 @@ def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six: Path, tmp_path: Path) -> None:
+def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six, tmp_path):
     lay(tmp_path / "run", BEGINNINGS[6])
     go_on(tmp_path / "run", 6)
     assert kill_points.traces(tmp_path / "run") == kill_points.traces(six)
@@ -471,7 +469,7 @@ def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six: Path, tmp_
 
 @pytest.mark.first("removed", "the journal alone", "a file")
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced", "the journal alone", "moved before a file is written"])
-def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_folder_goes_away_stops_by_name(how, tmp_path, monkeypatch):
     """Else it is the system's word for a file that is not there, and the advice to resume where nothing is."""
     run, moved, inner = tmp_path / "run", tmp_path / "moved", os.fsync
 
@@ -508,7 +506,7 @@ def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     run, inner = tmp_path / "run", RunDir.append_metrics
     moves = lambda self, row: (inner(self, row), run.rename(tmp_path / "moved"))  # noqa: E731
@@ -519,7 +517,7 @@ def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path: Path, monk
     assert not run.exists()
 
 
-def test_another_process_lock_and_run_are_left_alone(tmp_path: Path) -> None:
+def test_another_process_lock_and_run_are_left_alone(tmp_path):
     ours, theirs = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
     ours.lock()
     ours.create(from_dict(small(ours.path)), {"format_version": 1}, overwrite=False)
@@ -551,9 +549,7 @@ def pruned(monkeypatch: pytest.MonkeyPatch, run: Path, times: int) -> list[Path]
     return gone
 
 
-def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(copy, tmp_path, monkeypatch):
     wanted = evoalign.evaluate(copy).measures
     for read in (lambda: evoalign.evaluate(copy).measures, lambda: export(copy, tmp_path / "to") and wanted):
         gone = pruned(monkeypatch, copy, 1)
@@ -566,7 +562,7 @@ def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "to"]
 
 
-def test_an_export_takes_away_what_a_killed_one_left(copy: Path, tmp_path: Path) -> None:
+def test_an_export_takes_away_what_a_killed_one_left(copy, tmp_path):
     for name in (".to.tmp/half", ".to.rebuilt.tmp/mean/half"):
         (tmp_path / name).mkdir(parents=True)
     export(copy, tmp_path / "to")
@@ -579,9 +575,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 @pytest.mark.parametrize(
     ("signals", "raises"), [((TERM, TERM), SystemExit), ((INT, TERM), SystemExit), ((TERM, INT), KeyboardInterrupt)]
 )
-def test_a_second_signal_stops_at_once(
-    signals: tuple[int, int], raises: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_stops_at_once(signals, raises, monkeypatch):
     monkeypatch.setattr(stopping, "SAME_SECONDS", 0.0)
     with pytest.raises(raises) as raised, stopping.Stop() as stop:
         signal.raise_signal(signals[0])
@@ -590,7 +584,7 @@ def test_a_second_signal_stops_at_once(
     assert raises is KeyboardInterrupt or raised.value.code == 128 + signal.SIGTERM  # type: ignore[union-attr]
 
 
-def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_signals_is_one(monkeypatch):
     monkeypatch.setattr(stopping, "SAME_SECONDS", 3600.0)
     with stopping.Stop() as stop:
         signal.raise_signal(TERM)
@@ -598,13 +592,13 @@ def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stop.asked == TERM
 
 
-def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> None:
+def test_what_is_not_there_is_said_to_be_not_there(tmp_path, cli):
     (tmp_path / "folder").mkdir()
     assert "nope does not exist; give a run directory, or a model's folder or hub name" in cli("eval", "nope").err
     assert "folder is not a run directory (config.yaml, and journal.jsonl" in cli("eval", "folder").err
 
 
-def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli: Run) -> None:
+def test_an_export_passes_no_words_of_python_on(copy, tmp_path, cli):
     done = cli("export", copy, "--to", copy / "config.yaml/to")
     assert done.code == 2 and f"to: Not a directory: {copy / 'config.yaml'}" in done.err and "Errno" not in done.err
     (copy / "SHA256SUMS").unlink()

@@ -29,7 +29,7 @@ AIMED = 400
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
+def benches(tmp_path_factory) -> dict[str, Bench]:
     """Of each kind that a test has asked for, one."""
     return {}
 
@@ -42,14 +42,14 @@ def bench(kind: str, benches: dict[str, Bench], folder: Path) -> Bench:
 
 @pytest.mark.first("configs", "data files")
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_few_mutations_of(kind, benches, tmp_path_factory):
     sweep(bench(kind, benches, tmp_path_factory.mktemp("few")), SHORT[kind])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_mutations_of(kind, benches, tmp_path_factory):
     tally = sweep(bench(kind, benches, tmp_path_factory.mktemp("many")), LONG[kind])
     print(f"\n{kind}: {tally.cases} cases, {tally.share:.1%} accepted")
     assert tally.cases >= LONG[kind]
@@ -58,9 +58,7 @@ def test_many_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factor
 
 @pytest.mark.first("a key twice", "a bound", "line breaks", "rows shared", "checksums", others="long")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_that_is_put_in_is_found(
-    name: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_is_put_in_is_found(name, benches, tmp_path_factory, monkeypatch):
     fault = FAULTS[name]
     whole = bench(fault.kind, benches, tmp_path_factory.mktemp("whole"))
     monkeypatch.setattr(whole, "aim", fault.aim)

@@ -40,12 +40,12 @@ def trained(output: Path, **sections: Any) -> Path:
 
 
 @pytest.fixture(scope="module", params=list(SPACES))
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(request, tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("whole") / "run", **SPACES[request.param])
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -69,7 +69,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run: Path, tmp_path: Path) -> None:
+def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run, tmp_path):
     (folder,) = saved_folders(run)
     mark, made = checkpoint.verify(folder), load([run / "config.yaml"])
     weights.check(folder, mark, made)
@@ -88,7 +88,7 @@ def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run: Path, 
         kept.rename(folder)
 
 
-def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path, monkeypatch):
     """Its record is made anew for whatever is there, and its config may say that names are others."""
     folder = Path(shutil.copytree(tiny(), tmp_path / "generation_0001"))
     tensors = load_file(folder / "model.safetensors")
@@ -101,7 +101,7 @@ def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path: Path, monkeypat
         load_whole(str(folder), None, "auto", str(folder))
 
 
-def test_an_exported_adapter_is_held_against_its_journal(tmp_path: Path) -> None:
+def test_an_exported_adapter_is_held_against_its_journal(tmp_path):
     run = trained(tmp_path / "run")
     folder = evoalign.export(run, tmp_path / "to")
     weights.check_folder(folder)
@@ -112,7 +112,7 @@ def test_an_exported_adapter_is_held_against_its_journal(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tune", ["lora", "full"])
-def test_a_policy_of_grpo_is_held_against_its_record(tune: str, tmp_path: Path) -> None:
+def test_a_policy_of_grpo_is_held_against_its_record(tune, tmp_path):
     """As PEFT and transformers save it; its hash is over the names that it has while it is trained."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM

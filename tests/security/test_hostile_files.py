@@ -33,7 +33,7 @@ VALUES: tuple[Any, ...] = (None, [], {}, "x", "\ud800\x1b[2J", -1, 1.5, True, 2*
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     for name, seed in (("run", 1), ("other", 2)):
         tree = {"output_dir": str(folder / name), "seed": seed, "evaluation": {"max_tokens": 1},
@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sound(run: Run) -> Run:
+def sound(run) -> Run:
     """The command line, which ends with 0 or 2, and neither with a traceback nor with control characters."""
 
     def fresh(*words: object) -> Any:
@@ -86,7 +86,7 @@ READERS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
-def test_a_file_in_an_odd_form(name: str, whole: Path, sound: Run) -> None:
+def test_a_file_in_an_odd_form(name, whole, sound):
     for text in BYTES.values():
         for command in READERS[name]:
             lay(whole, name, lambda file, text=text: file.write_bytes(text))
@@ -97,14 +97,14 @@ def test_a_file_in_an_odd_form(name: str, whole: Path, sound: Run) -> None:
 @pytest.mark.first("journal.jsonl")
 @pytest.mark.last("metrics", "budget", "SHA256SUMS", "manifest", "evoalign", "placebo")
 @pytest.mark.parametrize("name", [*READERS, ".lock"])
-def test_what_is_no_file_is_not_waited_for(name: str, whole: Path, sound: Run) -> None:
+def test_what_is_no_file_is_not_waited_for(name, whole, sound):
     lay(whole, name, lambda file: (file.unlink(missing_ok=True), os.mkfifo(file)))
     sound(*COMMANDS[READERS.get(name, ("resume",))[0]])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "results/evaluation.json", "adapter_config.json"])
-def test_a_value_of_another_type(name: str, whole: Path, sound: Run) -> None:
+def test_a_value_of_another_type(name, whole, sound):
     text = lay(whole, name, lambda _: None).read_text()
     places = places_of(json.loads(text.splitlines()[0] if name == "metrics.jsonl" else text))
     for number, place in enumerate(places):

@@ -12,7 +12,6 @@ from typing import Any
 
 import kill_points
 import pytest
-from command_line import Run
 from rich.console import Console
 from small_runs import UNCHECKED
 
@@ -44,7 +43,7 @@ def small(space: str, output: Path, generations: int = 2, **sections: Any) -> di
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory) -> Made:
     """A function from a space to a finished run of it, trained once."""
     folder = tmp_path_factory.mktemp("made")
 
@@ -57,12 +56,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture
-def stranger(made: Made, tmp_path: Path) -> Path:
+def stranger(made, tmp_path) -> Path:
     return Path(shutil.copytree(made("lora"), tmp_path / "stranger"))
 
 
 @pytest.fixture
-def victim(made: Made, tmp_path: Path) -> Path:
+def victim(made, tmp_path) -> Path:
     return victim_of(made("lora"), tmp_path)
 
 
@@ -124,9 +123,7 @@ COMMANDS = {
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.first("resume")
-def test_commands_refuse_a_link_in_place_of_a_folder(
-    command: str, folder: str, stranger: Path, victim: Path, run: Run
-) -> None:
+def test_commands_refuse_a_link_in_place_of_a_folder(command, folder, stranger, victim, run):
     place = link(stranger / folder, victim / folder)
     with untouched(victim, stranger):
         done = run(*COMMANDS[command])
@@ -142,7 +139,7 @@ LINKS = {
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_lock_refuses_a_link(name: str, tmp_path: Path) -> None:
+def test_lock_refuses_a_link(name, tmp_path):
     place, target = LINKS[name]
     (tmp_path / "folder").mkdir()
     for file in ("file", "folder/thesis.txt"):
@@ -152,13 +149,13 @@ def test_lock_refuses_a_link(name: str, tmp_path: Path) -> None:
         RunDir(tmp_path / "run").lock()
 
 
-def test_links_in_finds_one_above_a_folder(tmp_path: Path) -> None:
+def test_links_in_finds_one_above_a_folder(tmp_path):
     (tmp_path / "victim/completions").mkdir(parents=True)
     place = link(tmp_path / "run/results", tmp_path / "victim")
     assert next(links_in(tmp_path / "run")) == place
 
 
-def test_lock_removes_links_to_files_out_of_logs_and_takes_those_inside(tmp_path: Path) -> None:
+def test_lock_removes_links_to_files_out_of_logs_and_takes_those_inside(tmp_path):
     """As wandb makes one, to its log in a cache; a tracker of one's own would write to the target of another."""
     (tmp_path / "mine.txt").write_text("mine")
     places = [link(tmp_path / "run/logs/wandb/run-1/logs/debug-core.log", tmp_path / "missing"),
@@ -171,13 +168,13 @@ def test_lock_removes_links_to_files_out_of_logs_and_takes_those_inside(tmp_path
     assert inside.is_symlink()
 
 
-def test_lock_refuses_a_link_in_place_of_the_journal(stranger: Path, victim: Path) -> None:
+def test_lock_refuses_a_link_in_place_of_the_journal(stranger, victim):
     place = link(stranger / JOURNAL, victim / JOURNAL)
     with refused(place.name, victim):
         train(small("lora", stranger, 3), resume=True)
 
 
-def test_grpo_refuses_a_link_in_place_of_the_trainers_folder(victim: Path, tmp_path: Path) -> None:
+def test_grpo_refuses_a_link_in_place_of_the_trainers_folder(victim, tmp_path):
     pytest.importorskip("trl")
     place = link(tmp_path / "grpo/trainer", victim / "loras")
     (tmp_path / "grpo/manifest.json").write_text('{"format_version": 1, "method": "grpo"}')
@@ -186,7 +183,7 @@ def test_grpo_refuses_a_link_in_place_of_the_trainers_folder(victim: Path, tmp_p
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_pruning_deletes_nothing_through_a_link(space: str, made: Made, tmp_path: Path) -> None:
+def test_pruning_deletes_nothing_through_a_link(space, made, tmp_path):
     stranger, victim = Path(shutil.copytree(made(space), tmp_path / "stranger")), victim_of(made(space), tmp_path)
     link(stranger / SPACES[space], victim / SPACES[space])
     with refused(SPACES[space], victim):
@@ -197,7 +194,7 @@ def test_pruning_deletes_nothing_through_a_link(space: str, made: Made, tmp_path
 
 
 @pytest.mark.parametrize("folder", ["loras", "results", "figures"])
-def test_a_folder_that_becomes_a_link_during_a_run_ends_it(folder: str, victim: Path, tmp_path: Path) -> None:
+def test_a_folder_that_becomes_a_link_during_a_run_ends_it(folder, victim, tmp_path):
     def swap(generation: evoalign.Generation) -> None:
         if generation.index == 1:
             link(tmp_path / "run" / folder, victim / folder)
@@ -206,7 +203,7 @@ def test_a_folder_that_becomes_a_link_during_a_run_ends_it(folder: str, victim: 
         train(small("lora", tmp_path / "run", 3), on_generation=swap)
 
 
-def test_a_run_directory_may_be_a_link(stranger: Path, tmp_path: Path) -> None:
+def test_a_run_directory_may_be_a_link(stranger, tmp_path):
     there = stranger.rename(tmp_path / "disk")
     link(tmp_path / "run", there)
     train(small("lora", tmp_path / "run", 3), resume=True)
@@ -229,9 +226,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("folder", ["analysis", "results/mine"])
 @pytest.mark.parametrize("command", OUTPUTS)
-def test_outputs_below_a_link_in_a_run_are_refused(
-    command: str, folder: str, stranger: Path, victim: Path, run: Run
-) -> None:
+def test_outputs_below_a_link_in_a_run_are_refused(command, folder, stranger, victim, run):
     place = link(stranger / folder, victim / "results")
     with untouched(victim):
         done = run(*(word.format(f"stranger/{folder}") for word in OUTPUTS[command]))
@@ -248,15 +243,13 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_writers_refuse_a_link_above_their_file(name: str, stranger: Path, victim: Path) -> None:
+def test_writers_refuse_a_link_above_their_file(name, stranger, victim):
     with refused(link(stranger / "loras", victim / "loras"), victim):
         WRITERS[name](stranger / "loras")
 
 
 @pytest.mark.parametrize("temporary", [".generation_0002.tmp", ".generation_0002.gone.tmp"])
-def test_a_mean_is_replaced_next_to_a_link_that_looks_half_written(
-    temporary: str, stranger: Path, victim: Path
-) -> None:
+def test_a_mean_is_replaced_next_to_a_link_that_looks_half_written(temporary, stranger, victim):
     link(stranger / "loras" / temporary, victim / "loras")
     with untouched(victim), files.filled(stranger / "loras/generation_0002") as folder:
         (folder / "new").touch()
@@ -265,7 +258,7 @@ def test_a_mean_is_replaced_next_to_a_link_that_looks_half_written(
 
 
 @pytest.mark.parametrize("place", ["other", "results/other"])
-def test_sweep_deletes_nothing_through_links_of_other_names(place: str, stranger: Path, victim: Path) -> None:
+def test_sweep_deletes_nothing_through_links_of_other_names(place, stranger, victim):
     link(stranger / place, victim)
     (stranger / "loras/.half.tmp").touch()
     with untouched(victim):
@@ -273,7 +266,7 @@ def test_sweep_deletes_nothing_through_links_of_other_names(place: str, stranger
     assert not (stranger / "loras/.half.tmp").exists()
 
 
-def test_links_in_place_of_files_are_read_and_replaced(stranger: Path, victim: Path) -> None:
+def test_links_in_place_of_files_are_read_and_replaced(stranger, victim):
     names = ("report.html", "metrics.jsonl", "results/budget.json", "figures/evolution.png")
     places = [link(stranger / name, victim / name) for name in names]
     assert RunDir(stranger).read_metrics() == RunDir(victim).read_metrics() != {}
@@ -285,7 +278,7 @@ def test_links_in_place_of_files_are_read_and_replaced(stranger: Path, victim: P
 PLAN = Plan(("a", "b"), "judge", (Comparison("a", "b", "helpfulness", "question", True, "one", "two"),))
 
 
-def test_judgments_are_not_appended_through_a_link(tmp_path: Path) -> None:
+def test_judgments_are_not_appended_through_a_link(tmp_path):
     (tmp_path / "mine.jsonl").touch()
     transcript = Transcript(link(tmp_path / "to/judgments.jsonl", tmp_path / "mine.jsonl"), PLAN)
     link(tmp_path / "to/.judgments.jsonl.lock", tmp_path / "new")
@@ -295,7 +288,7 @@ def test_judgments_are_not_appended_through_a_link(tmp_path: Path) -> None:
     assert len((tmp_path / "to/judgments.jsonl").read_bytes().splitlines()) == 1
 
 
-def test_a_servers_log_is_not_copied_through_a_link(tmp_path: Path) -> None:
+def test_a_servers_log_is_not_copied_through_a_link(tmp_path):
     process = ServerProcess(Command("json.tool", []), "a server")
     place = link(tmp_path / "logs/server.log", tmp_path / "mine.log")
     process.keep_log(tmp_path / "logs")
@@ -304,9 +297,7 @@ def test_a_servers_log_is_not_copied_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("manifest", "is_refused"), [(None, False), ('{"method": "grpo"}', True), ("damaged", True)])
-def test_links_above_a_run_are_refused_only_inside_another(
-    manifest: str | None, is_refused: bool, tmp_path: Path
-) -> None:
+def test_links_above_a_run_are_refused_only_inside_another(manifest, is_refused, tmp_path):
     project = tmp_path / "project"
     (tmp_path / "disk").mkdir()
     link(project / "results", tmp_path / "disk")
@@ -321,7 +312,7 @@ def test_links_above_a_run_are_refused_only_inside_another(
         assert (tmp_path / "disk/run").is_dir()
 
 
-def test_manifest_of_another_program_makes_no_run(tmp_path: Path) -> None:
+def test_manifest_of_another_program_makes_no_run(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "manifest.json").write_text('{"format_version": 2, "header": {}}')
     link(tmp_path / "out", tmp_path / "mine")
@@ -332,7 +323,7 @@ def test_manifest_of_another_program_makes_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["base", "base/seed_0", "configs", "configs/base", "logs", "logs/base", "figures"])
-def test_a_sweep_refuses_links_in_its_folder(place: str, victim: Path, tmp_path: Path) -> None:
+def test_a_sweep_refuses_links_in_its_folder(place, victim, tmp_path):
     """That of a sweep which was stopped before its first run."""
     tree = small("lora", tmp_path / "unused")
     base, seeds, made = prepare(tree, [0], "es", tmp_path / "sweep")
@@ -343,7 +334,7 @@ def test_a_sweep_refuses_links_in_its_folder(place: str, victim: Path, tmp_path:
         sweep(tree, seeds=[0], to=tmp_path / "sweep", jobs=1, console=QUIET)
 
 
-def test_is_busy_is_false_for_a_run_that_holds_links(stranger: Path, victim: Path) -> None:
+def test_is_busy_is_false_for_a_run_that_holds_links(stranger, victim):
     link(stranger / "loras", victim / "loras")
     assert not is_busy(stranger), "a sweep would wait for it forever"
 
@@ -360,7 +351,7 @@ def unlisted(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.first("lora")
-def test_every_folder_of_a_run_is_listed(space: str, tmp_path: Path, run: Run) -> None:
+def test_every_folder_of_a_run_is_listed(space, tmp_path, run):
     path = tmp_path / "run"
     tree = small(space, path, report=True, tracking={"completions_every": 1, "backends": ["tensorboard"]})
     train(tree | {"evaluation": {"max_tokens": 4, "every": 1}})
@@ -371,7 +362,7 @@ def test_every_folder_of_a_run_is_listed(space: str, tmp_path: Path, run: Run) -
 
 
 @pytest.mark.slow
-def test_every_folder_of_a_run_of_grpo_is_listed(tmp_path: Path) -> None:
+def test_every_folder_of_a_run_of_grpo_is_listed(tmp_path):
     pytest.importorskip("trl")
     run = tmp_path / "run"
     given = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}

@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 from chains import digest, relinked
-from command_line import Run
 from pydantic import BaseModel
 
 import evoalign
@@ -70,14 +69,14 @@ def holds_text(annotation: Any) -> bool:
     return annotation is not Ellipsis
 
 
-def test_sections_finds_those_of_all_engines_and_tasks() -> None:
+def test_sections_finds_those_of_all_engines_and_tasks():
     names = {section.__name__ for section in sections()}
     assert {"Config", "TaskConfig", "ObjectiveConfig", "SglangConfig", "RayConfig", "TrackingConfig"} <= names
     assert len(names) > 25
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
-def test_setting_that_holds_text_is_marked(section: type[BaseModel]) -> None:
+def test_setting_that_holds_text_is_marked(section):
     for name, info in section.model_fields.items():
         marks = [m for m in info.metadata if isinstance(m, Inside | Outside)]
         assert len(marks) == holds_text(info.annotation), f"{section.__name__}.{name}: mark it as INSIDE or Outside"
@@ -174,7 +173,7 @@ READING = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     """A run of two generations."""
     return evoalign.train({
         "output_dir": str(tmp_path_factory.mktemp("outside") / "run"), "space": "lora", "model": {"name": "tiny"},
@@ -187,7 +186,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
+def trap(tmp_path, monkeypatch) -> Iterator[Trap]:
     monkeypatch.setenv("AWS_KEY", SECRET)
     found = Trap(tmp_path)
     yield found
@@ -202,26 +201,21 @@ def filled(value: Any, names: Mapping[str, object]) -> Any:
     return [filled(inner, names) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def forge(made: Path, to: Path, trap: Trap, changes: Mapping[str, Any], **more: Any) -> Path:
-    """A copy of a run whose config sets something else."""
-    shutil.copytree(made, to)
-    names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
-    config = yaml.safe_load((to / "config.yaml").read_text()) | more
-    for section, found in filled(changes, names).items():
-        old = config.get(section) or {}
-        config[section] = found if section in ("engine", "scorer") else {**old, **found}
-    (to / "config.yaml").write_text(yaml.safe_dump(config))
-    rewrite(to / "journal.jsonl", changes if "model" in changes else {})
-    return to
-
-
 @pytest.fixture
-def forged(made: Path, trap: Trap, tmp_path: Path) -> Forged:
-    """A function from a setting of `FORGED`, or from changes, to a forged run."""
+def forged(made, trap, tmp_path) -> Forged:
+    """A function from a setting of `FORGED`, or from changes, to a copy of a run whose config sets something else."""
+    names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
 
     def of(setting: str | Mapping[str, Any], name: str = "forged", **more: Any) -> Path:
         changes = FORGED[setting][1] if isinstance(setting, str) else setting
-        return forge(made, tmp_path / name, trap, changes, **more)
+        to = Path(shutil.copytree(made, tmp_path / name))
+        config = yaml.safe_load((to / "config.yaml").read_text()) | more
+        for section, found in filled(changes, names).items():
+            old = {} if section in ("engine", "scorer") else config.get(section) or {}
+            config[section] = {**old, **found}
+        (to / "config.yaml").write_text(yaml.safe_dump(config))
+        rewrite(to / "journal.jsonl", changes if "model" in changes else {})
+        return to
 
     return of
 
@@ -236,7 +230,7 @@ def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
 
 
 @pytest.fixture
-def command(made: Path, run: Run, tmp_path: Path) -> Callable[[str, Path], Any]:
+def command(made, run, tmp_path) -> Callable[[str, Path], Any]:
     """Run a command by name on a run."""
     words = SCORING | REBUILDING | READING
     return lambda name, path: run(*filled(list(words[name]), {"run": path, "made": made, "here": tmp_path}))
@@ -252,7 +246,7 @@ def cases() -> list[Any]:
     return found
 
 
-def test_forged_settings_are_all_marked_ones(forged: Forged) -> None:
+def test_forged_settings_are_all_marked_ones(forged):
     """Every marked setting of any section is forged here; of a replica's those that are not its own engine's too."""
     wanted: set[str] = set()
     for setting in FORGED:
@@ -265,7 +259,7 @@ def test_forged_settings_are_all_marked_ones(forged: Forged) -> None:
 
 @pytest.mark.parametrize(("setting", "name"), cases())
 @pytest.mark.first("eval", "resume")
-def test_command_refuses_forged_setting(setting: str, name: str, forged: Forged, trap: Trap, command: Any) -> None:
+def test_command_refuses_forged_setting(setting, name, forged, trap, command):
     path = forged(setting)
     before = {path: path.read_bytes() for path in path.rglob("*") if path.is_file()}
     done = command(name, path)
@@ -279,14 +273,12 @@ def test_command_refuses_forged_setting(setting: str, name: str, forged: Forged,
 
 @pytest.mark.parametrize("name", [*READING, *REBUILDING])
 @pytest.mark.parametrize("setting", ["engine.python", "engine.url", "scorer.token_env", "task.name"])
-def test_command_that_does_not_read_forged_setting_does_not_follow_it(
-    setting: str, name: str, forged: Forged, trap: Trap, command: Any
-) -> None:
+def test_command_that_does_not_read_forged_setting_does_not_follow_it(setting, name, forged, trap, command):
     command(name, forged(setting))
     assert trap.sprung == []
 
 
-def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_journal_alone_names_no_code(made, trap, run, tmp_path):
     """`placebo JOURNAL` takes its config from the journal, whose chain of hashes anyone can make anew."""
     file = Path(shutil.copy(made / "journal.jsonl", tmp_path))
     rewrite(file, {"task": {"name": f"{trap.module}:Task"}})
@@ -298,7 +290,7 @@ def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path:
 
 
 @pytest.mark.parametrize("by", ["--config", "--set"])
-def test_setting_given_by_the_user_is_followed(by: str, forged: Forged, trap: Trap, run: Run) -> None:
+def test_setting_given_by_the_user_is_followed(by, forged, trap, run):
     path = forged("scorer.url")
     value = path / "config.yaml" if by == "--config" else f"scorer={{name: service, url: '{trap.url}', deadline: 1}}"
     done = run("eval", path, by, value)
@@ -307,9 +299,7 @@ def test_setting_given_by_the_user_is_followed(by: str, forged: Forged, trap: Tr
 
 @pytest.mark.parametrize("words", [[], ["--config", "{run}/config.yaml"]], ids=["alone", "with its own config"])
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
-def test_output_dir_of_a_run_is_where_the_run_is(
-    named: str, words: list[str], forged: Forged, trap: Trap, run: Run
-) -> None:
+def test_output_dir_of_a_run_is_where_the_run_is(named, words, forged, trap, run):
     """So that a resume writes into the run, whatever its config says: the run may have been moved."""
     path = forged({}, output_dir=str(trap.folder))
     begin = ["train", *filled([named, "--resume", *words], {"run": path})]
@@ -321,7 +311,7 @@ def test_output_dir_of_a_run_is_where_the_run_is(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
-def test_sweep_of_a_run_is_next_to_the_run(named: str, forged: Forged, trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_sweep_of_a_run_is_next_to_the_run(named, forged, trap, run, tmp_path):
     path = forged({}, output_dir=str(trap.folder / "x"))
     done = run("sweep", named.format(run=path), "--seeds", "0", "--jobs", "1")
     assert done.code == 0 and trap.sprung == [] and (tmp_path / "forged_sweep/sweep.json").is_file(), done.err
@@ -332,9 +322,7 @@ def test_sweep_of_a_run_is_next_to_the_run(named: str, forged: Forged, trap: Tra
 
 @pytest.mark.parametrize("name", ["eval", "placebo", "replay", "export", "resume", "doctor"])
 @pytest.mark.parametrize("inner", ["adapter", "run", "run with a damaged adapter"])
-def test_model_folder_of_a_run_names_no_model_to_download(
-    inner: str, name: str, forged: Forged, command: Any, tmp_path: Path
-) -> None:
+def test_model_folder_of_a_run_names_no_model_to_download(inner, name, forged, command, tmp_path):
     """A folder in `model.name` has a base: that of an adapter, or the model of a run in it."""
     base = tmp_path / "base"
     if inner == "adapter":
@@ -348,21 +336,21 @@ def test_model_folder_of_a_run_names_no_model_to_download(
     assert done.code == (1 if name == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
 
 
-def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(forged: Forged) -> None:
+def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(forged):
     other, inner = forged("model.name", "other"), forged({}, "inner")
     assert not list(outside.marked(ModelConfig(name=str(inner))))
     (inner / "loras/generation_0099").symlink_to(other / "loras/generation_0002")
     assert [place for place, _, _ in outside.marked(ModelConfig(name=str(inner)))] == ["name"]
 
 
-def test_config_next_to_the_manifest_of_another_program_is_the_users_own(run: Run, tmp_path: Path) -> None:
+def test_config_next_to_the_manifest_of_another_program_is_the_users_own(run, tmp_path):
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     (tmp_path / "config.yaml").write_text("es: {sigma: 0.1, learning_rate: 0.05}\noutput_dir: runs/mine\n")
     done = run("train", tmp_path / "config.yaml", "--dry-run")
     assert done.code == 0 and "output_dir: runs/mine" in done.out, done.err
 
 
-def test_settings_of_code_are_given_with_it(tmp_path: Path) -> None:
+def test_settings_of_code_are_given_with_it(tmp_path):
     """A user who names the engine's class does not take the run's program for it."""
     tree = {"es": {"sigma": 0.1}, "engine": {"name": "x:Y", "python": "./evil.sh"}, "space": {"name": "x:Z", "a": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -374,7 +362,7 @@ def test_settings_of_code_are_given_with_it(tmp_path: Path) -> None:
     assert config.engine.model_dump()["python"] == "python3"
 
 
-def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap, run, tmp_path):
     (tmp_path / "forged").mkdir()
     tree = {"es": {"sigma": 0.1}, "task": {"name": "custom", "rewards": [str(trap.program)]}}
     (tmp_path / "forged/config.yaml").write_text(yaml.safe_dump(tree))
@@ -384,7 +372,7 @@ def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap: Trap, run: R
 
 
 @pytest.mark.parametrize("by", ["base", "cell", "name"])
-def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_folder_of_a_sweep_names_no_code(by, made, trap, run, tmp_path):
     """`--to` may be a sweep from elsewhere, whose sweep.json has a base config and cells."""
     shutil.copy(made / "config.yaml", tmp_path / "base.yaml")
     whole = yaml.safe_load((made / "config.yaml").read_text())
@@ -405,12 +393,12 @@ def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: R
 # --- ways out that stay open ------------------------------------------------------------------------------------------
 
 
-def test_placebo_takes_the_place_of_the_model_for_its_name(forged: Forged, run: Run) -> None:
+def test_placebo_takes_the_place_of_the_model_for_its_name(forged, run):
     done = run("placebo", forged("model.name"), "--model", "tiny", "--shuffles", "1")
     assert done.code == 0, done.err
 
 
-def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, forged: Forged, run: Run) -> None:
+def test_analysis_takes_the_model_of_the_config_that_is_given(made, forged, run):
     path = forged("model.name")
     refused = run("analyze", "trajectory", path)
     assert refused.code == 2 and "model.name to " in refused.err
@@ -423,7 +411,7 @@ def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, forged
         assert served.config.model.name == "tiny"
 
 
-def test_base_of_a_run_that_the_user_names_is_followed(forged: Forged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_of_a_run_that_the_user_names_is_followed(forged, monkeypatch):
     """As that of any adapter: who names a run as a model wants its base."""
     asked: list[str] = []
     monkeypatch.setattr("evoalign.models.origin.find", lambda path, name, revision: asked.append(path))
@@ -432,7 +420,7 @@ def test_base_of_a_run_that_the_user_names_is_followed(forged: Forged, monkeypat
 
 
 @pytest.mark.parametrize("by", ["command", "python"])
-def test_config_without_a_run_is_the_users_own(by: str, forged: Forged, trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_config_without_a_run_is_the_users_own(by, forged, trap, run, tmp_path):
     path = forged("task.rewards", output_dir=str(tmp_path / "new"))
     if by == "command":
         for name in ("journal.jsonl", "manifest.json"):
@@ -444,7 +432,7 @@ def test_config_without_a_run_is_the_users_own(by: str, forged: Forged, trap: Tr
     assert trap.sprung == ["program or code"]
 
 
-def test_commands_of_a_card_are_taken(made: Path, run: Run, tmp_path: Path) -> None:
+def test_commands_of_a_card_are_taken(made, run, tmp_path):
     """Its reader has the export alone, and may not have the base in the cache."""
     assert run("export", made, "--to", tmp_path / "export").code == 0
     page = (tmp_path / "export/README.md").read_text()
@@ -456,9 +444,7 @@ def test_commands_of_a_card_are_taken(made: Path, run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("kind", "setting"), [("models", "model.name"), ("datasets", "task.train_data")])
-def test_hub_name_is_followed_where_its_files_are_here(
-    kind: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_name_is_followed_where_its_files_are_here(kind, setting, tmp_path, monkeypatch):
     """So that a run of one's own on a model of the hub is evaluated as it is: nothing is downloaded for it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     section, name = setting.split(".")
@@ -469,5 +455,5 @@ def test_hub_name_is_followed_where_its_files_are_here(
     assert list(outside.marked(config)) == []
 
 
-def test_data_of_a_shipped_task_are_not_marked() -> None:
+def test_data_of_a_shipped_task_are_not_marked():
     assert list(outside.marked(Config.model_validate({"es": {"sigma": 0.1}, "task": {"name": "gsm8k"}}))) == []

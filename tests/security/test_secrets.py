@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run
 from rich.console import Console
 
 import evoalign
@@ -25,7 +24,7 @@ QUOTED = f"no answer from https://me:{TYPED}@host/v1?api_key={TYPED} with {SECRE
 
 
 @pytest.fixture(autouse=True)
-def given(monkeypatch: pytest.MonkeyPatch) -> None:
+def given(monkeypatch) -> None:
     """In the environment, and on the command line of a script of one's own."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -50,7 +49,7 @@ def found_in(folder: Path, *texts: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_run_of_es_and_what_is_made_of_it_hold_no_secret(run: Run, tmp_path: Path) -> None:
+def test_a_run_of_es_and_what_is_made_of_it_hold_no_secret(run, tmp_path):
     pytest.importorskip("tensorboard")
     told, out = io.StringIO(), tmp_path / "out"
     for seed in (0, 1):
@@ -64,7 +63,7 @@ def test_a_run_of_es_and_what_is_made_of_it_hold_no_secret(run: Run, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_of_grpo_holds_no_secret(run: Run, tmp_path: Path) -> None:
+def test_a_run_of_grpo_holds_no_secret(run, tmp_path):
     pytest.importorskip("trl")
     told = io.StringIO()
     grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
@@ -85,7 +84,7 @@ def test_a_run_of_grpo_holds_no_secret(run: Run, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["train", "grpo", "doctor"])
-def test_what_is_refused_leaves_and_says_nothing(command: str, words: str, run: Run, tmp_path: Path) -> None:
+def test_what_is_refused_leaves_and_says_nothing(command, words, run, tmp_path):
     (tmp_path / "c.yaml").write_text("es: {sigma: 0.1}\ngrpo: {}\n")
     done = run(command, tmp_path / "c.yaml", "--set", f"output_dir={tmp_path / 'run'}", "--set", words)
     assert done.code in (1, 2) and "looks like a secret" in done.out + done.err
@@ -93,7 +92,7 @@ def test_what_is_refused_leaves_and_says_nothing(command: str, words: str, run: 
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_said_of_any_error_is_said_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_of_any_error_is_said_without_secrets(capsys):
     """A library's words may quote an address that was typed, or a key that it was given."""
     say(QUOTED)
     said = capsys.readouterr().err
@@ -105,7 +104,7 @@ def failing(completions: list[str], **_: Any) -> list[float]:
     raise ConnectionError(QUOTED)
 
 
-def test_a_reward_that_fails_on_an_address_keeps_it_to_itself(tmp_path: Path) -> None:
+def test_a_reward_that_fails_on_an_address_keeps_it_to_itself(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say a word:"}\n' * 4)
     task = {"name": "custom", "train_data": str(tmp_path / "rows.jsonl")}
     tree = settings(tmp_path / "run", task=task, grader={"isolated": False})
