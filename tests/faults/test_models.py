@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import COMMON, VOCABULARY, Bench, build, make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import evoalign
 from evoalign import engines, tokens
@@ -53,11 +54,8 @@ def specs(folder: Path) -> Any:
     return specs_of_config(make_config(folder))
 
 
-def with_tiny_tokenizer(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny() / file, folder)
-    return folder
+def encoded(folder: Path) -> Any:
+    return loaded_tokens(folder).encode(HELLO)
 
 
 # --- what is changed in a model's folder ----------------------------------------------------------------------------
@@ -117,6 +115,39 @@ def quantised(**how: Any) -> Change:
     return settings(quantization_config=how)
 
 
+def instead(family: str, **sizes: Any) -> Change:
+    """Another model of a family."""
+
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder)
+        kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+        kind(getattr(transformers, f"{family}Config")(**sizes)).save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny() / file, folder)
+
+    return change
+
+
+def beside(name: str) -> Change:
+    """Write a file that is given in the place of the folder."""
+    return lambda folder: (folder / name).write_bytes(b"GGUF")
+
+
+def file_named(name: str) -> tuple[Read, Read]:
+    """Read it by its whole path, and by its name alone from where it is."""
+
+    def near(folder: Path) -> Any:
+        with contextlib.chdir(folder):
+            return loaded_tokens(Path(name))
+
+    return lambda folder: loaded_tokens(folder / name), near
+
+
+HELLO = [{"role": "user", "content": "a"}]
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = r"template takes more than 0\.5 s .* set task\.prompt: raw"
+STATELESS = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "num_key_value_heads")}
+NO_LAYERS = {"n_layer": 0, "n_embd": 8, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 64}
 UP, EVIL = "mlp.up_proj.weight", "evil/kernel"
 ONE, BOTH = (load,), (load, specs)
 FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
@@ -168,6 +199,25 @@ FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
     "encoder": (settings(architectures=["BertForMaskedLM"]), "BertForMaskedLM, an encoder", BOTH),
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]), "a classifier", BOTH),
     "headless": (settings(architectures=["LlamaModel"]), "LlamaModel", BOTH),
+    "lfm2": (instead("Lfm2", **COMMON, layer_types=["conv", "full_attention"]), r"\(lfm2\) has a recurrent state", ONE),
+    "mamba": (instead("Mamba", **STATELESS), r"\(mamba\) has a recurrent state", ONE),
+    "no layers, by another name": (instead("GPT2", **NO_LAYERS),
+                                   r"its config\.json has 0 layers", (specs,)),
+    **{f"no folder {name}": (lambda _: None, "no folder", (lambda _, name=name: tokens.load(ModelConfig(name=name)),))
+       for name in ("./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c")},
+    **{f"file {name}": (beside(name), message, file_named(name)) for name, message in (
+        ("q4.gguf", "is a file of GGUF"), (WEIGHTS, "is one file of a model; give model.name its folder"),
+        ("pytorch_model.bin", "is a pickle, which is not read"), ("weights.pth", "is a pickle, which is not read"),
+        ("model.onnx", "is an ONNX graph"), ("notes.txt", "is a file; give model.name the folder"))},
+    "a template with a loop": (text(TEMPLATE, LOOP), ENDLESS, (encoded,)),
+    "a template with a power": (text(TEMPLATE, "{{ 9 ** (9 ** 9) }}"), ENDLESS, (encoded,)),
+    # the tokenizer, which has no bounds, would take long
+    "a template that adds words": (text(TEMPLATE, "{{ 'ab ' * 3000000 }}"), "adds more than 1 MiB", (encoded,)),
+    "a template that takes all memory": (text(TEMPLATE, "{{ 'a' * 20000000000 }}"),
+                                         r"chat template refuses the prompt .*MemoryError", (encoded,)),
+    "a template that refuses": (text(TEMPLATE, "{{ raise_exception('System role not supported') }}"),
+                                "chat template refuses .* System role not supported", (encoded,)),
+    "a template of no method": (text(TEMPLATE, "{{ messages[0].content.nothing() }}"), "template refuses", (encoded,)),
     **{f"pipe {name}": (pipe(name), f"'{name}' is a pipe or a device", BOTH)
        for name in ("config.json", GENERATION, "tokenizer.json", WEIGHTS, "x")},
 }  # fmt: skip
@@ -180,6 +230,9 @@ def test_a_faulty_model_is_refused_in_one_line(name, folder, monkeypatch):
 
     if name.startswith("pipe") and not hasattr(os, "mkfifo"):
         pytest.skip("no pipes")
+    if name.endswith("adds words") and not Path("/proc/self/statm").is_file():
+        pytest.skip("memory is bounded on Linux alone")
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
     fetched: list[object] = []
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *words, **named: fetched.append(words), raising=False)
     change, message, readers = FAULTS[name]
@@ -209,46 +262,13 @@ def test_a_model_loads(change, folder):
     load(folder).close()
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
-def test_a_folder_that_is_not_there(name):
-    with pytest.raises(ModelError, match="no folder"):
-        tokens.load(ModelConfig(name=name))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("q4.gguf", "is a file of GGUF"), (WEIGHTS, "is one file of a model; give model.name its folder"),
-     ("pytorch_model.bin", "is a pickle, which is not read"), ("weights.pth", "is a pickle, which is not read"),
-     ("model.onnx", "is an ONNX graph"), ("notes.txt", "is a file; give model.name the folder")],
-)  # fmt: skip
-def test_a_file_in_the_place_of_a_model(name, message, tmp_path, monkeypatch):
-    (tmp_path / name).write_bytes(b"GGUF")
-    monkeypatch.chdir(tmp_path)
-    for given in (str(tmp_path / name), name):
-        with pytest.raises(ModelError, match=message) as caught:
-            tokens.load(ModelConfig(name=given))
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["lfm2", "mamba"])
-def test_a_model_with_a_recurrent_state_is_refused(name, tmp_path):
-    from transformers import Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
-
-    common = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "num_key_value_heads")}
-    if name == "lfm2":
-        model: Any = Lfm2ForCausalLM(Lfm2Config(**COMMON, layer_types=["conv", "full_attention"]))
-    else:
-        model = MambaForCausalLM(MambaConfig(**common))
-    with pytest.raises(ModelError, match=rf"\({name}\) has a recurrent state"):
-        load(with_tiny_tokenizer(model, tmp_path / name))
-
-
-def test_a_model_without_linear_layers_takes_full_alone(tmp_path):
+def test_a_model_without_linear_layers_takes_full_alone(folder, tmp_path):
     """GPT-2 has Conv1D in place of nn.Linear."""
-    sizes = GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=2, n_positions=512, eos_token_id=2, bos_token_id=2)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512, "eos_token_id": 2, "bos_token_id": 2}
+    instead("GPT2", vocab_size=1024, **sizes)(folder)
     tree: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"), "evaluation": {"max_tokens": 3},
-        "model": {"name": str(with_tiny_tokenizer(GPT2LMHeadModel(sizes), tmp_path / "gpt2"))},
+        "model": {"name": str(folder)},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 1, "population_size": 2},
     }  # fmt: skip
     for space in ("lora", "lowrank"):
@@ -258,37 +278,7 @@ def test_a_model_without_linear_layers_takes_full_alone(tmp_path):
     assert evoalign.train({**tree, "space": "full"}, console=Console(quiet=True)).saved.is_dir()
 
 
-def test_a_model_of_no_layers_by_another_name(tmp_path):
-    sizes = GPT2Config(n_layer=0, n_embd=8, n_head=2, vocab_size=VOCABULARY, n_positions=64)
-    GPT2LMHeadModel(sizes).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"its config\.json has 0 layers"):
-        specs(tmp_path)
-
-
 # --- chat templates, tokens -----------------------------------------------------------------------------------------
-
-HELLO = [{"role": "user", "content": "a"}]
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [(LOOP, r"template takes more than 0\.5 s .* set task\.prompt: raw"),
-     ("{{ 9 ** (9 ** 9) }}", r"template takes more than 0\.5 s .* set task\.prompt: raw"),
-     ("{{ 'ab ' * 3000000 }}", "adds more than 1 MiB"),  # the tokenizer, which has no bounds, would take long
-     ("{{ 'a' * 20000000000 }}", r"chat template refuses the prompt .*MemoryError"),
-     ("{{ raise_exception('System role not supported') }}", r"chat template refuses .* System role not supported"),
-     ("{{ messages[0].content.nothing() }}", "chat template refuses")],
-    ids=["a loop", "a power", "millions of words", "all memory", "refuses", "no method"],
-)  # fmt: skip
-def test_a_chat_template_has_bounds(template, message, folder, monkeypatch):
-    if "MiB" in message and not Path("/proc/self/statm").is_file():
-        pytest.skip("memory is bounded on Linux alone")
-    if "0\\.5" in message:
-        monkeypatch.setattr(templates, "SECONDS", 0.5)
-    (folder / TEMPLATE).write_text(template)
-    with pytest.raises(ModelError, match=message):
-        loaded_tokens(folder).encode(HELLO)
 
 
 @pytest.mark.timeout(60)

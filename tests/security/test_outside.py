@@ -23,7 +23,7 @@ from chains import digest, relinked
 from pydantic import BaseModel
 
 import evoalign
-from evoalign.config import Config, ModelConfig, load, outside
+from evoalign.config import Config, ModelConfig, from_dict, load, outside
 from evoalign.config.engines import ENGINES
 from evoalign.config.outside import Inside, Outside
 from evoalign.config.spaces import SECTIONS
@@ -201,19 +201,23 @@ def filled(value: Any, names: Mapping[str, object]) -> Any:
     return [filled(inner, names) for inner in value] if isinstance(value, list | tuple) else value
 
 
-@pytest.fixture
-def forged(made, trap, tmp_path) -> Forged:
-    """A function from a setting of `FORGED`, or from changes, to a copy of a run whose config sets something else."""
+def changed(config: dict[str, Any], changes: Mapping[str, Any], trap: Trap) -> dict[str, Any]:
+    """Return a config with other settings."""
     names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
+    found = filled(changes, names)
+    old = {section: {} if section in ("engine", "scorer") else config.get(section) or {} for section in found}
+    return config | {section: {**old[section], **settings} for section, settings in found.items()}
+
+
+@pytest.fixture
+def forged(made: Path, trap: Trap, tmp_path: Path) -> Forged:
+    """A function from a setting of `FORGED`, or from changes, to a copy of a run whose config sets something else."""
 
     def of(setting: str | Mapping[str, Any], name: str = "forged", **more: Any) -> Path:
         changes = FORGED[setting][1] if isinstance(setting, str) else setting
         to = Path(shutil.copytree(made, tmp_path / name))
         config = yaml.safe_load((to / "config.yaml").read_text()) | more
-        for section, found in filled(changes, names).items():
-            old = {} if section in ("engine", "scorer") else config.get(section) or {}
-            config[section] = {**old, **found}
-        (to / "config.yaml").write_text(yaml.safe_dump(config))
+        (to / "config.yaml").write_text(yaml.safe_dump(changed(config, changes, trap)))
         rewrite(to / "journal.jsonl", changes if "model" in changes else {})
         return to
 
@@ -246,11 +250,11 @@ def cases() -> list[Any]:
     return found
 
 
-def test_forged_settings_are_all_marked_ones(forged):
+def test_forged_settings_are_all_marked_ones(made, trap):
     """Every marked setting of any section is forged here; of a replica's those that are not its own engine's too."""
-    wanted: set[str] = set()
-    for setting in FORGED:
-        wanted |= {place for place, _, _ in outside.marked(load([forged(setting, setting) / "config.yaml"]))}
+    tree = yaml.safe_load((made / "config.yaml").read_text())
+    configs = [from_dict(changed(tree, changes, trap)) for _, changes in FORGED.values()]
+    wanted = {place for config in configs for place, _, _ in outside.marked(config)}
     assert wanted == FORGED.keys()
     infos = [(name, info) for section in sections() for name, info in section.model_fields.items()]
     fields = {name for name, info in infos if any(isinstance(m, Outside) for m in info.metadata)}
