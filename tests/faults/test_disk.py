@@ -5,8 +5,6 @@ A file that may not grow (RLIMIT_FSIZE) fails where a full disk does, in Python,
 flush that fails (ENOSPC) is what a disk that allocates late gives.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor has to catch: each fault is a finding that says how to fix it, and hides no other check."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -47,7 +45,6 @@ def sets(**tree: Any) -> Setup:
 
 
 def model(change: Callable[[Path], object], **tree: Any) -> Setup:
-    """Change the model's folder."""
     return lambda tmp_path, folder, patch: (change(folder), {"model": {"name": str(folder)}, **tree})[1]
 
 
@@ -316,7 +313,6 @@ def test_a_quota_is_met_by_the_probe(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 512 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", place], capture_output=True)

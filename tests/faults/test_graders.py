@@ -223,7 +223,6 @@ def assert_gone(numbers: list[int]) -> None:
 
 
 def group_of(pid: int) -> list[int]:
-    """All processes of a process group."""
     return [member for member in psutil.pids() if _group(member) == pid]
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands killed in each phase and repeated: the bits and the files of those that never died."""
 
-from __future__ import annotations
-
 import random
 import signal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and tokenizers that are damaged, incomplete or of a kind that cannot be carried: one clear error each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -62,8 +60,6 @@ def encoded(folder: Path) -> Any:
 
 
 def tensor(name: str, value: torch.Tensor | None) -> Change:
-    """Replace or remove a tensor."""
-
     def change(folder: Path) -> None:
         weights = load_file(folder / WEIGHTS)
         del weights[name]
@@ -116,8 +112,6 @@ def quantised(**how: Any) -> Change:
 
 
 def instead(family: str, **sizes: Any) -> Change:
-    """Another model of a family."""
-
     def change(folder: Path) -> None:
         shutil.rmtree(folder)
         kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")

@@ -4,8 +4,6 @@
 A run that meets a fault has to end with the journal of a run that meets none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -241,7 +239,6 @@ class Driver:
             self.process = psutil.Popen(command, env=kept, stdout=log, stderr=log)
 
     def wait_for_lines(self, count: int) -> None:
-        """Wait until the journal has this many lines."""
         path = self.run / "journal.jsonl"
         while not path.exists() or len(path.read_bytes().splitlines()) < count:
             assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In and around a run directory: the user's own files stay, two processes keep apart, nothing stale is used."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -77,7 +75,6 @@ def go_on(run: Path, generations: int, **sections: Any) -> str:
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory) -> Path:
-    """Six generations, each saved and evaluated."""
     return train(small(tmp_path_factory.mktemp("six") / "run", 6, **ALL)).path
 
 

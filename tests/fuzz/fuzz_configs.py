@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs: shipped ones with other values, in one file, a later file or `--set`; what is accepted says what was set."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data files of three tasks, as JSON, JSONL and parquet: what is accepted has the rows that were written."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders: what loads has the weights of its file, its settings, stop tokens and chat template, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

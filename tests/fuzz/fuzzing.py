@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all kinds of fuzz share: a case is read within a time limit, and is accepted, or refused in plain words."""
 
-from __future__ import annotations
-
 import math
 import random
 import signal
@@ -140,7 +138,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check(held: bool, told: str) -> None:
-    """Raise FaultError for a silent difference."""
     if not held:
         raise FaultError("silent", told)
 
@@ -169,7 +166,6 @@ def damage(draw: random.Random, raw: bytes) -> bytes:
 
 
 def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the leaves of a tree are."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     if not (isinstance(tree, dict | list) and tree):
         yield at

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that are put in by hand, each of them small and of a kind that was, or might be, in a release."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterator

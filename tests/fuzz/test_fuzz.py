@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random mutations of valid inputs: accepted as they were written, or refused in a line; faults put in are found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

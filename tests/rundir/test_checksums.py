@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that were altered after the run wrote them are refused by name; without checksums, tables say so."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -39,7 +37,6 @@ def run(whole, tmp_path) -> Path:
 
 
 def edit(run: Path, name: str) -> None:
-    """Change a number, or add a file."""
     file = run / name
     if name.endswith(".parquet"):
         parquet.write(file, [{**row, "reward": 1.0} for row in parquet.read(file)])

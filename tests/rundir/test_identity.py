@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which settings of decoding make a run another one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

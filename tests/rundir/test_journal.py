@@ -120,7 +120,6 @@ def fails_at(path, number, cut=False):
 
 
 def altered(number, change):
-    """Return a change of one line."""
     return lambda lines: [*lines[: number - 1], change(lines[number - 1]), *lines[number:]]
 
 

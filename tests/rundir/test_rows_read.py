@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are read back have values of their types; a row that has not counts as lost."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that were altered, with the record beside them made anew: no command takes them for those of the journal."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every file of a run in every odd form: each command refuses it in one line, or does without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replies to every HTTP client of the package: never decompressed, of bounded size and time, without the key."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs from elsewhere, made by someone who wants to run code, kill the process or write on the terminal."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links inside a run directory: nothing is written, replaced or deleted where they lead."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -44,7 +42,6 @@ def small(space: str, output: Path, generations: int = 2, **sections: Any) -> di
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Made:
-    """A function from a space to a finished run of it, trained once."""
     folder = tmp_path_factory.mktemp("made")
 
     def of(space: str) -> Path:

@@ -5,8 +5,6 @@ Each setting that leads out of a run is forged into a real one, for each command
 watched: a program that leaves a file, an address that counts its connections, a folder that stays empty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -174,7 +172,6 @@ READING = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A run of two generations."""
     return evoalign.train({
         "output_dir": str(tmp_path_factory.mktemp("outside") / "run"), "space": "lora", "model": {"name": "tiny"},
         "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
@@ -202,7 +199,6 @@ def filled(value: Any, names: Mapping[str, object]) -> Any:
 
 
 def changed(config: dict[str, Any], changes: Mapping[str, Any], trap: Trap) -> dict[str, Any]:
-    """Return a config with other settings."""
     names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
     found = filled(changes, names)
     old = {section: {} if section in ("engine", "scorer") else config.get(section) or {} for section in found}
@@ -235,7 +231,6 @@ def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
 
 @pytest.fixture
 def command(made, run, tmp_path) -> Callable[[str, Path], Any]:
-    """Run a command by name on a run."""
     words = SCORING | REBUILDING | READING
     return lambda name, path: run(*filled(list(words[name]), {"run": path, "made": made, "here": tmp_path}))
 

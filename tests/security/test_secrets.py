@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real short runs with recognisable secrets in every place where people have them: none is written, none is shown."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
