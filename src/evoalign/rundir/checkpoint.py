@@ -70,7 +70,7 @@ class Mark:
 
 
 class _Record(BaseModel):
-    """What evoalign.json, which may come from an untrusted source, has besides the mark."""
+    """The fields of evoalign.json besides the mark. They may come from an untrusted source."""
 
     model_config = ConfigDict(strict=True)
 
