@@ -23,7 +23,7 @@ from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
 from evoalign.tasks.grading import Grading
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
+from evoalign.types import MEAN_PLAN, Example, Request, text_of
 
 PREFIX = "reward/"
 """Prefix of the measure, and of the table column, of one of several rewards."""
@@ -121,8 +121,13 @@ def evaluate(
     rewards = task.weighted.rewards(columns, texts, asked)
     several = columns if len(columns) > 1 else {}
     scored = [
-        _scored(task, examples, key, rollout, reward, {name: of[i] for name, of in several.items()})
-        for i, (key, rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
+        Scored(
+            *(e, seed, k, text_of(task.prompt(examples[e])), task.gold(task.handed(examples[e]))),
+            *(rollout.text, reward, rollout.finish_reason, len(rollout.token_ids)),
+            rewards={name: of[i] for name, of in several.items()},
+            right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
+        )
+        for i, ((e, seed, k), rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
     ]
     return summarise(task, examples, scored)
 
@@ -240,27 +245,3 @@ def paired_interval(
     found = paired(before_E, after_E, shares=shares)
     low, high = (found.mean if end is None else end for end in (found.low, found.high))
     return found.mean, low, high
-
-
-def _scored(
-    task: Task,
-    examples: Sequence[Example],
-    key: tuple[int, int, int],
-    rollout: Rollout,
-    reward: float,
-    rewards: Mapping[str, float | None],
-) -> Scored:
-    e, seed, k = key
-    return Scored(
-        example=e,
-        seed=seed,
-        sample=k,
-        prompt=text_of(task.prompt(examples[e])),
-        target=task.gold(task.handed(examples[e])),
-        text=rollout.text,
-        reward=reward,
-        finish_reason=rollout.finish_reason,
-        tokens=len(rollout.token_ids),
-        rewards=rewards,
-        right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
-    )

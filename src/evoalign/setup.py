@@ -61,11 +61,7 @@ class Parts(Served):
         makes the scores."""
         return self.task.max_reward if self.objective is self.task.weighted else math.inf
 
-    def evaluate_test(self) -> Evaluation:
-        """Evaluate the mean on the test split."""
-        return self.evaluate("test")
-
-    def evaluate(self, split: Split) -> Evaluation:
+    def evaluate(self, split: Split = "test") -> Evaluation:
         """Evaluate the mean on a split."""
         examples, how = self.data.of(split), self.config.evaluation
         return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how)

@@ -70,7 +70,7 @@ def test_nats_a_token_are_those_of_plain_transformers(parts):
 
 
 def test_it_costs_more_to_say_what_no_model_says(parts):
-    own = [s.text for s in parts.evaluate_test().completions]
+    own = [s.text for s in parts.evaluate().completions]
     letters = ["zq xj wv kq", "qqz vvj jjx"] * 4
     found = fluency(parts, said(own), said(letters))
     assert found.before is not None and found.after is not None

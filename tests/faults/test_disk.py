@@ -5,10 +5,7 @@ A file that may not grow (RLIMIT_FSIZE) fails where a full disk does, in Python,
 flush that fails (ENOSPC) is what a disk that allocates late gives.
 """
 
-from __future__ import annotations
-
 import errno
-import io
 import os
 import resource
 from collections.abc import Iterator
@@ -55,24 +52,20 @@ def full_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("whole") / "run"
     kill_points.train("lora", run)
     return run
 
 
 @pytest.fixture(scope="module")
-def whole(whole_run: Path) -> Traces:
+def whole(whole_run) -> Traces:
     return kill_points.traces(whole_run)
 
 
-def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole: Traces, tmp_path: Path) -> None:
-    with (
-        small_files(20_000),
-        pytest.raises(
-            EvoalignError, match=r"File too large: '.*generation_0001'; kept up to generation 1; resume with: "
-        ),
-    ):
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole, tmp_path):
+    said = r"File too large: '.*generation_0001'; kept up to generation 1; resume with: "
+    with small_files(20_000), pytest.raises(EvoalignError, match=said):
         kill_points.train("lora", tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.tmp"))
     kill_points.train("lora", tmp_path / "run", resume=True)
@@ -87,9 +80,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole: T
      "run/figures/.evolution", "run/results/.budget", "run/results/.evaluation", "run/loras/.generation_0002"],
 )  # fmt: skip
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file's name is asked of Linux")
-def test_any_file_that_does_not_fit_is_one_line_and_the_run_resumes(
-    name: str, whole: Traces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_file_that_does_not_fit_is_one_line_and_the_run_resumes(name, whole, tmp_path, monkeypatch):
     run = tmp_path / "run"
     if name == "run/.metrics.jsonl":  # written whole where a run resumes
         kill_points.killed("lora", "before the seal", 1, run)
@@ -105,9 +96,7 @@ def test_any_file_that_does_not_fit_is_one_line_and_the_run_resumes(
 @pytest.mark.slow
 @pytest.mark.last("lora")
 @pytest.mark.parametrize("tune", ["full", "lora"])
-def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
-    tune: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(tune, tmp_path, monkeypatch):
     pytest.importorskip("trl")
     grpo = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine", "tune": tune}
     tree = {"output_dir": str(tmp_path / "run"), "task": {"name": "conciseness"}, "evaluation": {"max_tokens": 4},
@@ -122,24 +111,21 @@ def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
     with monkeypatch.context() as patch, small_files(resource.RLIM_INFINITY):
         patch.setattr(Steps, "on_log", on_log)
         with pytest.raises(EvoalignError, match=said):
-            evoalign.grpo(tree, console=Console(file=io.StringIO()))
-    evoalign.grpo(tree, resume=True, console=Console(file=io.StringIO()))
+            evoalign.grpo(tree, console=Console(quiet=True))
+    evoalign.grpo(tree, resume=True, console=Console(quiet=True))
     assert sorted(p.name for p in tmp_path.glob("run/*/generation_*")) == ["generation_0001", "generation_0002"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [".sweep.json", "configs", ".results.json", ".table.md"])
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file's name is asked of Linux")
-def test_a_sweep_whose_files_do_not_fit_is_one_line_and_goes_on(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_whose_files_do_not_fit_is_one_line_and_goes_on(name, tmp_path, monkeypatch):
     to, base = tmp_path / "sweep", kill_points.config("lora", tmp_path / "unused")
     base["es"] |= {"num_generations": 1, "population_size": 2}
     del base["output_dir"]
 
     def run() -> Sweep:
-        console = Console(file=io.StringIO())
-        return sweep(base, grid={"es.sigma": [0.02]}, to=to, jobs=1, gpus=None, console=console)
+        return sweep(base, grid={"es.sigma": [0.02]}, to=to, jobs=1, gpus=None, console=Console(quiet=True))
 
     with monkeypatch.context() as patch:
         full_at(patch, f"sweep/{name}")
@@ -150,7 +136,7 @@ def test_a_sweep_whose_files_do_not_fit_is_one_line_and_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == ["sweep"]
 
 
-def test_an_export_that_does_not_fit_leaves_nothing(whole_run: Path, tmp_path: Path) -> None:
+def test_an_export_that_does_not_fit_leaves_nothing(whole_run, tmp_path):
     with small_files(20_000), pytest.raises(EvoalignError, match=r"nothing was exported to .*: File too large"):
         export(whole_run, tmp_path / "to")
     assert not list(tmp_path.iterdir())
@@ -161,14 +147,14 @@ def test_an_export_that_does_not_fit_leaves_nothing(whole_run: Path, tmp_path: P
     [("Error while serializing: I/O error: No space left on device (os error 28)", "No space left on device: '/a'"),
      ("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0", "disk full")],
 )  # fmt: skip
-def test_what_libraries_say_of_a_full_disk_is_an_os_error(said: str, match: str) -> None:
+def test_what_libraries_say_of_a_full_disk_is_an_os_error(said, match):
     with pytest.raises(OSError, match=match), as_os_errors(Path("/a")):
         raise RuntimeError(said)
     with pytest.raises(RuntimeError, match="of another kind"), as_os_errors(Path("/a")):
         raise RuntimeError("of another kind")
 
 
-def test_a_file_is_never_written_through_a_link_that_lies_in_its_way(tmp_path: Path) -> None:
+def test_a_file_is_never_written_through_a_link_that_lies_in_its_way(tmp_path):
     """Nor is a pipe waited for: a run directory may be somebody else's."""
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / ".a.json.tmp").symlink_to("theirs")
@@ -179,7 +165,7 @@ def test_a_file_is_never_written_through_a_link_that_lies_in_its_way(tmp_path: P
     assert (tmp_path / "theirs").read_text() == "theirs" and len(list(tmp_path.iterdir())) == 3
 
 
-def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
     (tmp_path / ".to.tmp/below").mkdir(parents=True)
     (tmp_path / ".to.tmp/half").write_text("half")
     with filled(tmp_path / "to") as ours:

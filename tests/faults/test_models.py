@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and tokenizers that are damaged, incomplete or of a kind that cannot be carried: one clear error each."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import COMMON, VOCABULARY, build, make_config
+import transformers
+from families import COMMON, VOCABULARY, Bench, build, make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import evoalign
 from evoalign import engines, tokens
@@ -25,252 +25,260 @@ from evoalign.errors import EvoalignError, ModelError
 from evoalign.models import templates, tiny
 from evoalign.tokens import Tokens
 
+WEIGHTS, GENERATION, TEMPLATE = "model.safetensors", "generation_config.json", "chat_template.jinja"
+Read = Callable[[Path], Any]
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return build("llama", tmp_path_factory.mktemp("whole") / "model")
+
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return build("llama", tmp_path / "model")
+def folder(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def loaded_tokens(folder: Path) -> Tokens:
+    return tokens.load(ModelConfig(name=str(folder)))
 
 
 def load(folder: Path) -> Any:
-    config = make_config(folder)
-    return engines.create(config, tokens.load(config.model))
+    return engines.create(make_config(folder), loaded_tokens(folder))
 
 
-def rewrite(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    del weights[name]
-    if tensor is not None:
-        weights[name] = tensor
-    save_file(weights, file, metadata={"format": "pt"})
+def specs(folder: Path) -> Any:
+    return specs_of_config(make_config(folder))
 
 
-def test_a_whole_model_loads(folder: Path) -> None:
+def encoded(folder: Path) -> Any:
+    return loaded_tokens(folder).encode(HELLO)
+
+
+# --- what is changed in a model's folder ----------------------------------------------------------------------------
+
+
+def tensor(name: str, value: torch.Tensor | None) -> Change:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        del weights[name]
+        save_file(weights | ({} if value is None else {name: value}), folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
+
+
+def cut(size: int) -> Change:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:size])
+
+
+def text(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def settings(**changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def only(*names: str) -> Change:
+    """Leave nothing but these files."""
+    return lambda folder: (shutil.rmtree(folder), folder.mkdir(), [(folder / name).write_text("{}") for name in names])
+
+
+def pipe(name: str) -> Change:
+    return lambda folder: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+
+
+def index(place: str) -> Change:
+    """Move the weights, and name where they are in an index."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        to = folder / place.format(folder.parent).replace("\\", "/")
+        to.parent.mkdir(exist_ok=True)
+        (folder / WEIGHTS).rename(to)
+        tree = {"metadata": {}, "weight_map": dict.fromkeys(weights, place.format(folder.parent))}
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(tree))
+
+    return change
+
+
+def quantised(**how: Any) -> Change:
+    return settings(quantization_config=how)
+
+
+def instead(family: str, **sizes: Any) -> Change:
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder)
+        kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+        kind(getattr(transformers, f"{family}Config")(**sizes)).save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny() / file, folder)
+
+    return change
+
+
+def beside(name: str) -> Change:
+    """Write a file that is given in the place of the folder."""
+    return lambda folder: (folder / name).write_bytes(b"GGUF")
+
+
+def file_named(name: str) -> tuple[Read, Read]:
+    """Read it by its whole path, and by its name alone from where it is."""
+
+    def near(folder: Path) -> Any:
+        with contextlib.chdir(folder):
+            return loaded_tokens(Path(name))
+
+    return lambda folder: loaded_tokens(folder / name), near
+
+
+HELLO = [{"role": "user", "content": "a"}]
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = r"template takes more than 0\.5 s .* set task\.prompt: raw"
+STATELESS = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "num_key_value_heads")}
+NO_LAYERS = {"n_layer": 0, "n_embd": 8, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 64}
+UP, EVIL = "mlp.up_proj.weight", "evil/kernel"
+ONE, BOTH = (load,), (load, specs)
+FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
+    "a missing tensor": (tensor(f"model.layers.1.{UP}", None), rf"files lack model\.layers\.1\.{UP}", ONE),
+    "another shape": (tensor(f"model.layers.0.{UP}", torch.zeros(3, 5)), rf"{UP} is \(3, 5\) .*, and \(48, 32\)", ONE),
+    **{f"weights cut at {size}": (cut(size), "does not load", ONE) for size in (0, 7, 1000, -1)},
+    **{f"config {content}": (text("config.json", content), ".", ONE)
+       for content in ("", "{", "[]", "{}", '{"model_type": "no_such_family"}')},
+    **{f"tokenizer {bad}": (text("tokenizer.json", bad), "tokenizer", ONE) for bad in ("", "{", "[]", "{}")},
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+                     r"no tokenizer that loads; are its files, such as tokenizer\.json, there", ONE),
+    # what a config would have fetched and run: the model library asks a hub for the code of such a kernel
+    "attention": (settings(_attn_implementation=EVIL), "config.json sets _attn_implementation to 'evil/kernel'", BOTH),
+    "attention, public": (settings(attn_implementation="evil/kernel@main:f"),
+                          "config.json sets attn_implementation to 'evil/kernel@main:f'", BOTH),
+    "attention, inside": (settings(_attn_implementation_internal=EVIL), "sets _attn_implementation_internal", BOTH),
+    "attention of parts": (settings(attn_implementation={"text_config": EVIL}), "sets attn_implementation", BOTH),
+    "attention of a part": (settings(text_config={"_attn_implementation": EVIL}), "sets _attn_implementation", BOTH),
+    "experts": (settings(_experts_implementation=EVIL), "config.json sets _experts_implementation", BOTH),
+    "kernels": (settings(use_kernels=True), "config.json sets use_kernels to True", BOTH),
+    "other weights": (settings(transformers_weights="other.safetensors.index.json"), "sets transformers_weights", BOTH),
+    # settings that cannot be
+    "hidden size": (settings(hidden_size="x"), ".", ONE),
+    "layers": (settings(num_hidden_layers=-1), ".", ONE),
+    "four bits": (quantised(quant_method="bitsandbytes", load_in_4bit=True), ".", ONE),
+    # the library reads a damaged file as one that is not there, and the model would stop elsewhere
+    **{f"generation config {content!r}": (text(GENERATION, content), r"generation_config\.json is damaged",
+                                          (loaded_tokens,)) for content in ("", "{", "[]", '{"eos_token_id": 7', "\0")},
+    **{f"stop token {eos}": (text(GENERATION, json.dumps({"eos_token_id": eos})),
+                             r"eos_token_id|generation_config\.json is damaged", (loaded_tokens,))
+       for eos in ("x", [1, "x", None], {"a": 1}, -1, 1.5, True)},
+    # a model from elsewhere takes no tensors from elsewhere on this machine
+    **{f"index {far}": (index(far), "which is not in the folder; copy it there", ONE)
+       for far in ("../outside.safetensors", "{}/outside.safetensors", "..\\outside.safetensors")},
+    # other forms
+    "gguf": (only("model-q4.gguf", "README.md"), r"'model-q4\.gguf' is a file of GGUF", (loaded_tokens,)),
+    "diffusers": (only("model_index.json"), "diffusers", (loaded_tokens,)),
+    "onnx": (only("model.onnx"), r"'model\.onnx' is an ONNX graph", (loaded_tokens,)),
+    "pickle": (only("config.json", "pytorch_model.bin"), r"in 'pytorch_model\.bin', a pickle, which is not read",
+               (loaded_tokens,)),
+    "flax": (only("config.json", "flax_model.msgpack"), "weights of Flax", (loaded_tokens,)),
+    # kinds that cannot be trained
+    "bitsandbytes": (quantised(quant_method="bitsandbytes"), r"is quantised \(bitsandbytes\)", BOTH),
+    "gptq": (quantised(quant_method="gptq", bits=4), r"is quantised \(gptq\)", BOTH),
+    "awq": (quantised(quant_method="awq"), r"is quantised \(awq\)", BOTH),
+    "compressed": (quantised(quant_method="compressed-tensors"), r"\(compressed-tensors\)", BOTH),
+    "unsaid": (quantised(bits=4), r"is quantised \(quantization_config in its config\.json\)", BOTH),
+    "pictures": (settings(vision_config={"depth": 1}), r"\(vision_config", BOTH),
+    "encoder": (settings(architectures=["BertForMaskedLM"]), "BertForMaskedLM, an encoder", BOTH),
+    "classifier": (settings(architectures=["LlamaForSequenceClassification"]), "a classifier", BOTH),
+    "headless": (settings(architectures=["LlamaModel"]), "LlamaModel", BOTH),
+    "lfm2": (instead("Lfm2", **COMMON, layer_types=["conv", "full_attention"]), r"\(lfm2\) has a recurrent state", ONE),
+    "mamba": (instead("Mamba", **STATELESS), r"\(mamba\) has a recurrent state", ONE),
+    "no layers, by another name": (instead("GPT2", **NO_LAYERS),
+                                   r"its config\.json has 0 layers", (specs,)),
+    **{f"no folder {name}": (lambda _: None, "no folder", (lambda _, name=name: tokens.load(ModelConfig(name=name)),))
+       for name in ("./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c")},
+    **{f"file {name}": (beside(name), message, file_named(name)) for name, message in (
+        ("q4.gguf", "is a file of GGUF"), (WEIGHTS, "is one file of a model; give model.name its folder"),
+        ("pytorch_model.bin", "is a pickle, which is not read"), ("weights.pth", "is a pickle, which is not read"),
+        ("model.onnx", "is an ONNX graph"), ("notes.txt", "is a file; give model.name the folder"))},
+    "a template with a loop": (text(TEMPLATE, LOOP), ENDLESS, (encoded,)),
+    "a template with a power": (text(TEMPLATE, "{{ 9 ** (9 ** 9) }}"), ENDLESS, (encoded,)),
+    # the tokenizer, which has no bounds, would take long
+    "a template that adds words": (text(TEMPLATE, "{{ 'ab ' * 3000000 }}"), "adds more than 1 MiB", (encoded,)),
+    "a template that takes all memory": (text(TEMPLATE, "{{ 'a' * 20000000000 }}"),
+                                         r"chat template refuses the prompt .*MemoryError", (encoded,)),
+    "a template that refuses": (text(TEMPLATE, "{{ raise_exception('System role not supported') }}"),
+                                "chat template refuses .* System role not supported", (encoded,)),
+    "a template of no method": (text(TEMPLATE, "{{ messages[0].content.nothing() }}"), "template refuses", (encoded,)),
+    **{f"pipe {name}": (pipe(name), f"'{name}' is a pipe or a device", BOTH)
+       for name in ("config.json", GENERATION, "tokenizer.json", WEIGHTS, "x")},
+}  # fmt: skip
+"""By name: the change, what the error matches, and what raises it."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_model_is_refused_in_one_line(name, folder, monkeypatch):
+    from transformers.integrations import hub_kernels
+
+    if name.startswith("pipe") and not hasattr(os, "mkfifo"):
+        pytest.skip("no pipes")
+    if name.endswith("adds words") and not Path("/proc/self/statm").is_file():
+        pytest.skip("memory is bounded on Linux alone")
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    fetched: list[object] = []
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *words, **named: fetched.append(words), raising=False)
+    change, message, readers = FAULTS[name]
+    change(folder)
+    for read in readers:
+        with pytest.raises(ModelError, match=message) as caught:
+            read(folder)
+        assert str(caught.value).isprintable() and fetched == []
+
+
+def harmless(folder: Path) -> None:
+    """A model may lie among other things: a socket, a link to nothing, or to a name that cannot be."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "agent"))
+    for name, target in {"nowhere": "nothing", "long": "x" * 300, "circle": "circle"}.items():
+        (folder / name).symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda _: None, harmless, index("parts/one.safetensors"),
+     *(settings(_attn_implementation=own, use_kernels=False) for own in ("eager", "sdpa", None))],
+    ids=["whole", "harmless", "an index of a folder below", "eager", "sdpa", "no attention"],
+)  # fmt: skip
+def test_a_model_loads(change, folder):
+    change(folder)
     load(folder).close()
 
 
-def test_a_tensor_that_is_missing_is_named(folder: Path) -> None:
-    """The model library would start it at random and go on."""
-    rewrite(folder, "model.layers.1.mlp.up_proj.weight", None)
-    with pytest.raises(ModelError, match=r"files lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(folder)
-
-
-def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
-    rewrite(folder, "model.layers.0.mlp.up_proj.weight", torch.zeros(3, 5))
-    with pytest.raises(ModelError, match=r"up_proj\.weight is \(3, 5\) in its files, and \(48, 32\)"):
-        load(folder)
-
-
-@pytest.mark.parametrize("size", [0, 7, 1000, -1])
-def test_weights_that_are_cut(size: int, folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ModelError, match="does not load"):
-        load(folder)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model_type": "no_such_family"}'])
-def test_a_config_that_is_none(content: str, folder: Path) -> None:
-    (folder / "config.json").write_text(content)
-    with pytest.raises(ModelError):
-        load(folder)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_tokenizer_that_is_none(content: str, folder: Path) -> None:
-    (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(ModelError, match="tokenizer"):
-        load(folder)
-
-
-def test_a_model_without_a_tokenizer(folder: Path) -> None:
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(ModelError, match=r"no tokenizer that loads; are its files, such as tokenizer\.json, there"):
-        load(folder)
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
-def test_a_folder_that_is_not_there(name: str) -> None:
-    with pytest.raises(ModelError, match="no folder"):
-        tokens.load(ModelConfig(name=name))
-
-
-def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
-    from transformers import Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
-
-    common = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "num_key_value_heads")}
-    lfm = Lfm2ForCausalLM(Lfm2Config(**COMMON, layer_types=["conv", "full_attention"]))
-    mamba = MambaForCausalLM(MambaConfig(**common))
-    for name, model in {"lfm2": lfm, "mamba": mamba}.items():
-        model.save_pretrained(tmp_path / name)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(tiny() / file, tmp_path / name)
-        with pytest.raises(ModelError, match=rf"\({name}\) has a recurrent state"):
-            load(tmp_path / name)
-
-
-def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
+def test_a_model_without_linear_layers_takes_full_alone(folder, tmp_path):
     """GPT-2 has Conv1D in place of nn.Linear."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(
-        GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=2, n_positions=512, eos_token_id=2, bos_token_id=2)
-    ).save_pretrained(tmp_path / "gpt2")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny() / file, tmp_path / "gpt2")
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512, "eos_token_id": 2, "bos_token_id": 2}
+    instead("GPT2", vocab_size=1024, **sizes)(folder)
     tree: dict[str, Any] = {
-        "output_dir": str(tmp_path / "run"),
-        "model": {"name": str(tmp_path / "gpt2")},
+        "output_dir": str(tmp_path / "run"), "evaluation": {"max_tokens": 3},
+        "model": {"name": str(folder)},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 1, "population_size": 2},
-        "evaluation": {"max_tokens": 3},
-    }
+    }  # fmt: skip
     for space in ("lora", "lowrank"):
         with pytest.raises(ModelError, match=r"no nn\.Linear matrix"):
             evoalign.train({**tree, "space": space})
         assert not (tmp_path / "run").exists()
-    result = evoalign.train({**tree, "space": "full"}, console=Console(quiet=True))
-    assert result.saved.is_dir()
+    assert evoalign.train({**tree, "space": "full"}, console=Console(quiet=True)).saved.is_dir()
 
 
-def set_in(file: Path, **settings: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
-
-
-HOOKS = {
-    "attention": ({"_attn_implementation": "evil/kernel"}, "_attn_implementation to 'evil/kernel'"),
-    "attention, public": ({"attn_implementation": "evil/kernel@main:f"}, "attn_implementation to 'evil/kernel@main:f'"),
-    "attention, inside": ({"_attn_implementation_internal": "evil/kernel"}, "_attn_implementation_internal"),
-    "attention of parts": ({"attn_implementation": {"text_config": "evil/kernel"}}, "attn_implementation"),
-    "attention of a part": ({"text_config": {"_attn_implementation": "evil/kernel"}}, "_attn_implementation"),
-    "experts": ({"_experts_implementation": "evil/kernel"}, "_experts_implementation"),
-    "kernels": ({"use_kernels": True}, "use_kernels to True"),
-    "other weights": ({"transformers_weights": "other.safetensors.index.json"}, "transformers_weights"),
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_model_does_not_say_what_is_fetched_and_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model library asks a hub for the code of such a kernel, without a question."""
-    from transformers.integrations import hub_kernels
-
-    settings, message = HOOKS[name]
-    set_in(folder / "config.json", **settings)
-    fetched: list[object] = []
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *words, **named: fetched.append(words), raising=False)
-    for load_it in (load, lambda path: specs_of_config(make_config(path))):
-        with pytest.raises(ModelError, match=f"config.json sets {message}") as caught:
-            load_it(folder)
-        assert "\n" not in str(caught.value) and fetched == []
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", None])
-def test_the_librarys_own_attention_may_be_named(implementation: str | None, folder: Path) -> None:
-    set_in(folder / "config.json", _attn_implementation=implementation, use_kernels=False)
-    load(folder).close()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        {"hidden_size": "x"},
-        {"num_hidden_layers": -1},
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be_are_one_line(settings: dict[str, Any], folder: Path) -> None:
-    set_in(folder / "config.json", **settings)
-    with pytest.raises(ModelError) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"eos_token_id": 7', "\0"])
-def test_a_generation_config_that_is_damaged_is_not_passed_over(text: str, folder: Path) -> None:
-    """The library says of it what it says of one that is not there, and the model would stop elsewhere."""
-    (folder / "generation_config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"generation_config\.json is damaged") as caught:
-        tokens.load(ModelConfig(name=str(folder)))
-    assert str(caught.value).isprintable()
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "x"])
-def test_a_pipe_in_a_model_is_not_waited_for(name: str, folder: Path) -> None:
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    for read in (load, lambda path: specs_of_config(make_config(path))):
-        with pytest.raises(ModelError, match=f"'{name}' is a pipe or a device"):
-            read(folder)
-
-
-def test_what_waits_for_nobody_is_left_alone(folder: Path) -> None:
-    """A model may lie among other things: a socket, a link to nothing, or to a name that cannot be."""
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(folder / "agent"))
-        (folder / "nowhere").symlink_to(folder / "nothing")
-        (folder / "long").symlink_to("x" * 300)
-        (folder / "circle").symlink_to(folder / "circle")
-        load(folder).close()
-
-
-def test_an_index_may_name_a_folder_below(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    (folder / "parts").mkdir()
-    (folder / "model.safetensors").rename(folder / "parts/one.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "parts/one.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    load(folder).close()
-
-
-def test_a_model_of_no_layers_by_another_name(tmp_path: Path) -> None:
-    settings = GPT2Config(n_layer=0, n_embd=8, n_head=2, vocab_size=VOCABULARY, n_positions=64)
-    GPT2LMHeadModel(settings).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"its config\.json has 0 layers"):
-        specs_of_config(make_config(tmp_path))
-
-
-@pytest.mark.parametrize("far", ["../outside.safetensors", "{}/outside.safetensors", "..\\outside.safetensors"])
-def test_an_index_names_files_of_its_folder_alone(far: str, folder: Path) -> None:
-    """A model that somebody sends takes no tensors from elsewhere on this machine."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, far.format(folder.parent))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="which is not in the folder; copy it there"):
-        load(folder)
-
-
-@pytest.mark.parametrize("eos", ["x", [1, "x", None], {"a": 1}, -1, 1.5, True], ids=str)
-def test_a_stop_token_that_is_none(eos: object, folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(ModelError, match=r"eos_token_id|generation_config\.json is damaged"):
-        tokens.load(ModelConfig(name=str(folder)))
-
-
-ENDLESS = {
-    "a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "a power": "{{ 9 ** (9 ** 9) }}",
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_chat_template_without_end_is_ended(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
-    (folder / "chat_template.jinja").write_text(ENDLESS[name])
-    loaded = tokens.load(ModelConfig(name=str(folder)))
-    with pytest.raises(ModelError, match=r"template takes more than 0\.5 s .* set task\.prompt: raw"):
-        loaded.encode([{"role": "user", "content": "a"}])
+# --- chat templates, tokens -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(60)
-def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_renders_ends_with_an_interrupted_call_and_by_itself(folder, monkeypatch):
     """Whoever interrupts, a template without end takes no core for ever, nor where its owner was killed."""
-    (folder / "chat_template.jinja").write_text(ENDLESS[sorted(ENDLESS)[0]])
+    (folder / TEMPLATE).write_text(LOOP)
     started: list[int] = []
     fork = os.fork
 
@@ -283,43 +291,28 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
     def interrupt(end: object, most: int) -> bytes:
         raise KeyboardInterrupt
 
-    loaded = tokens.load(ModelConfig(name=str(folder)))
+    loaded = loaded_tokens(folder)
     with monkeypatch.context() as patch:
         patch.setattr(templates, "_line", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            loaded.encode([{"role": "user", "content": "a"}])
+            loaded.encode(HELLO)
     with pytest.raises(ProcessLookupError):
         os.kill(started[0], 0)
 
     monkeypatch.setattr(templates, "SECONDS", -0.5)  # and half a second more is its own end
     monkeypatch.setattr(templates.socket.socket, "settimeout", lambda *_: None)
     with pytest.raises(ModelError, match="takes more than"):
-        tokens.load(ModelConfig(name=str(folder))).encode([{"role": "user", "content": "a"}])
+        loaded_tokens(folder).encode(HELLO)
     with pytest.raises(ProcessLookupError):
         os.kill(started[1], 0)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is bounded on Linux alone")
-def test_a_chat_template_that_adds_millions_of_words_is_ended(folder: Path) -> None:
-    """Its process would be done with them at once; the tokenizer, which has no bounds, would not."""
-    (folder / "chat_template.jinja").write_text("{{ 'ab ' * 3000000 }}")
-    with pytest.raises(ModelError, match="adds more than 1 MiB"):
-        tokens.load(ModelConfig(name=str(folder))).encode([{"role": "user", "content": "x"}])
-
-
-def test_a_chat_template_that_takes_all_memory(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ 'a' * 20000000000 }}")
-    loaded = tokens.load(ModelConfig(name=str(folder)))
-    with pytest.raises(ModelError, match=r"chat template refuses the prompt .*MemoryError"):
-        loaded.encode([{"role": "user", "content": "a"}])
-
-
-def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text(
+def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder):
+    (folder / TEMPLATE).write_text(
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    loaded = tokens.load(ModelConfig(name=str(folder)))
+    loaded = loaded_tokens(folder)
     plain = Tokens(loaded.tokenizer, loaded.stop_ids)
     for content in ("a", "Zoë \u2028 \U0001f600 \n" * 50, ""):
         messages = [{"role": "user", "content": content}]
@@ -328,31 +321,22 @@ def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(fold
         assert loaded.encode(opened) == plain.encode(opened)
     with pytest.raises(ModelError, match=r"chat template refuses the prompt .* no tools"):
         loaded.encode([{"role": "tool", "content": "a"}])
-    assert loaded.encode([{"role": "user", "content": "a"}])
+    assert loaded.encode(HELLO)
 
 
-@pytest.fixture
-def tokenizer(folder: Path) -> Any:
-    return tokens.load(ModelConfig(name=str(folder))).tokenizer
+@pytest.fixture(scope="module")
+def tokenizer(whole) -> Any:
+    return loaded_tokens(whole).tokenizer
 
 
-def test_a_chat_template_that_refuses_is_named(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ModelError, match=r"chat template refuses .* System role not supported"):
-        Tokens(tokenizer, [2]).encode([{"role": "system", "content": "a"}])
-    tokenizer.chat_template = "{{ messages[0].content.nothing() }}"
-    with pytest.raises(ModelError, match=r"chat template refuses"):
-        Tokens(tokenizer, [2]).encode([{"role": "user", "content": "a"}])
-
-
-def test_messages_without_a_chat_template_are_joined(tokenizer: Any) -> None:
-    tokenizer.chat_template = None
-    loaded = Tokens(tokenizer, [2])
+def test_messages_without_a_chat_template_are_joined(folder):
+    loaded = Tokens(loaded_tokens(folder).tokenizer, [2])
+    loaded.tokenizer.chat_template = None
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="}]
     assert loaded.encode(messages) == loaded.encode("Be brief.\n2 + 2 =")
 
 
-def test_a_last_assistant_message_is_gone_on_from(tokenizer: Any) -> None:
+def test_a_last_assistant_message_is_gone_on_from(tokenizer):
     loaded = Tokens(tokenizer, [2])
     question = {"role": "user", "content": "2 + 2 ="}
     opened = loaded.encode([question, {"role": "assistant", "content": "The sum is"}])
@@ -360,21 +344,21 @@ def test_a_last_assistant_message_is_gone_on_from(tokenizer: Any) -> None:
     assert opened[: len(loaded.encode([question]))] == loaded.encode([question])
 
 
-def test_a_prompt_without_tokens_is_refused(tokenizer: Any) -> None:
+def test_a_prompt_without_tokens_is_refused(tokenizer):
     with pytest.raises(ModelError, match="has no tokens"):
         Tokens(tokenizer, [2]).encode("")
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path) -> None:
-    own = tokens.load(ModelConfig(name=str(folder))).tokenizer.eos_token_id
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder, tokenizer):
+    own = tokenizer.eos_token_id
     for eos, wanted in ((7, {7, own}), ([7, 9], {7, 9, own}), (None, {own})):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        assert set(tokens.load(ModelConfig(name=str(folder))).stop_ids) == wanted
-    (folder / "generation_config.json").unlink()
-    assert set(tokens.load(ModelConfig(name=str(folder))).stop_ids) == {own}
+        (folder / GENERATION).write_text(json.dumps({"eos_token_id": eos}))
+        assert set(loaded_tokens(folder).stop_ids) == wanted
+    (folder / GENERATION).unlink()
+    assert set(loaded_tokens(folder).stop_ids) == {own}
 
 
-def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
+def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer):
     ids = tokenizer(" a  b , c")["input_ids"]
     stop = tokenizer("!")["input_ids"][0]
     loaded = Tokens(tokenizer, [stop])
@@ -383,9 +367,7 @@ def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
     assert loaded.decode([]) == ""
 
 
-def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
-    from families import Bench
-
+def test_a_mean_that_does_not_fit_is_refused(folder):
     with Bench(make_config(folder)) as bench:
         state = dict(bench.engine.state())
         name = next(iter(state))
@@ -400,65 +382,3 @@ def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
         assert bench.engine.fingerprint() != hashed
         bench.engine.load(state)
         assert bench.engine.fingerprint() == hashed
-
-
-FILES = {
-    "q4.gguf": "is a file of GGUF",
-    "model.safetensors": "is one file of a model; give model.name its folder",
-    "pytorch_model.bin": "is a pickle, which is not read",
-    "weights.pth": "is a pickle, which is not read",
-    "model.onnx": "is an ONNX graph",
-    "notes.txt": "is a file; give model.name the folder",
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_in_the_place_of_a_model_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / name).write_bytes(b"GGUF")
-    monkeypatch.chdir(tmp_path)
-    for given in (str(tmp_path / name), name):
-        with pytest.raises(ModelError, match=FILES[name]) as caught:
-            tokens.load(ModelConfig(name=given))
-        assert "\n" not in str(caught.value)
-
-
-FOLDERS = {
-    "gguf": (["model-q4.gguf", "README.md"], r"'model-q4\.gguf' is a file of GGUF"),
-    "diffusers": (["model_index.json"], "diffusers"),
-    "onnx": (["model.onnx"], r"'model\.onnx' is an ONNX graph"),
-    "pickle": (["config.json", "pytorch_model.bin"], r"in 'pytorch_model\.bin', a pickle, which is not read"),
-    "flax": (["config.json", "flax_model.msgpack"], "weights of Flax"),
-}
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_of_another_form_is_named(name: str, tmp_path: Path) -> None:
-    files, message = FOLDERS[name]
-    for file in files:
-        (tmp_path / file).write_text("{}")
-    with pytest.raises(ModelError, match=message) as caught:
-        tokens.load(ModelConfig(name=str(tmp_path)))
-    assert "\n" not in str(caught.value)
-
-
-KINDS = {
-    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"is quantised \(bitsandbytes\)"),
-    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\)"),
-    "awq": ({"quantization_config": {"quant_method": "awq"}}, r"is quantised \(awq\)"),
-    "compressed": ({"quantization_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
-    "unsaid": ({"quantization_config": {"bits": 4}}, r"is quantised \(quantization_config in its config\.json\)"),
-    "pictures": ({"vision_config": {"depth": 1}}, r"\(vision_config"),
-    "encoder": ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM, an encoder"),
-    "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier"),
-    "headless": ({"architectures": ["LlamaModel"]}, "LlamaModel"),
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_model_that_cannot_be_trained_is_named(name: str, folder: Path) -> None:
-    settings, message = KINDS[name]
-    set_in(folder / "config.json", **settings)
-    for load_it in (load, lambda path: specs_of_config(make_config(path))):
-        with pytest.raises(ModelError, match=message) as caught:
-            load_it(folder)
-        assert "\n" not in str(caught.value)

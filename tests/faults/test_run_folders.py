@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In and around a run directory: the user's own files stay, two processes keep apart, nothing stale is used."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -10,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rich.console import Console
 from small_runs import UNCHECKED
 
 import evoalign
+from evoalign import tracking
 from evoalign.config import from_dict
 from evoalign.errors import (
     CheckpointError,
@@ -34,19 +34,16 @@ from evoalign.errors import (
     RunGoneError,
 )
 from evoalign.exporting.export import export
-from evoalign.rundir import checkpoint, journal
+from evoalign.rundir import checkpoint, directory, journal
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.training import replay as replaying
 from evoalign.training import stopping
 
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=300)
-
-
-def text_of(console: Console) -> str:
-    return console.file.getvalue()  # type: ignore[attr-defined]
+QUIET = Console(quiet=True)
+train = partial(evoalign.train, console=QUIET)
+ALL = {"evaluation": {"every": 1}, "checkpoint": {"every": 1, "keep_last": 9}}
+GRPO = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}
 
 
 def small(output: Path, generations: int = 2, **sections: Any) -> dict[str, Any]:
@@ -60,45 +57,52 @@ def numbers(run: Path) -> list[int]:
     return [int(f.name.removeprefix("generation_")) for f in saved_folders(run)]
 
 
-def cut(run: Path, generations: int) -> None:
+def cut(run: Path, lines: int) -> None:
     path = run / "journal.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[: 1 + 2 * generations]))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
 
 
-@pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six generations, each saved and evaluated."""
-    run = tmp_path_factory.mktemp("six") / "run"
-    evoalign.train(small(run, 6, evaluation={"every": 1}, checkpoint={"every": 1, "keep_last": 9}), console=quiet())
-    return run
-
-
-@pytest.fixture
-def copy(six: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(six, tmp_path / "run"))
+def told(tree: dict[str, Any], **how: Any) -> str:
+    """Train, and return what was printed."""
+    out = io.StringIO()
+    evoalign.train(tree, console=Console(file=out, width=300), **how)
+    return out.getvalue()
 
 
 def go_on(run: Path, generations: int, **sections: Any) -> str:
-    console = quiet()
-    tree = small(
-        run, generations, **{"evaluation": {"every": 1}, "checkpoint": {"every": 1, "keep_last": 9}, **sections}
-    )
-    evoalign.train(tree, resume=True, console=console)
-    return text_of(console)
+    return told(small(run, generations, **{**ALL, **sections}), resume=True)
 
 
+@pytest.fixture(scope="module")
+def six(tmp_path_factory) -> Path:
+    return train(small(tmp_path_factory.mktemp("six") / "run", 6, **ALL)).path
+
+
+@pytest.fixture
+def copy(six, tmp_path) -> Path:
+    return Path(shutil.copytree(six, tmp_path / "run"))
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys) -> Run:
+    """The command line in this process, started in the folder that the run is in."""
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("names", [("thesis.txt",), ("config.yaml", "reward.py", "data/thesis.txt")], ids=len)
 @pytest.mark.parametrize("how", [{"resume": True}, {"overwrite": True}, {}])
-def test_a_project_folder_with_a_config_is_no_run(tmp_path: Path, how: dict[str, bool]) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("config.yaml", "reward.py", "data/thesis.txt"):
+def test_a_project_folder_is_no_run(tmp_path, how, names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("es: {sigma: 0.01}\n")
     with pytest.raises(RunExistsError):
-        evoalign.train(small(tmp_path), console=quiet(), **how)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.yaml", "data", "reward.py", "thesis.txt"]
+        train(small(tmp_path), **how)
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} == {*names}
 
 
 @pytest.mark.slow
-def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Path) -> None:
+def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path):
     kill_points.killed("lora", "before the journal", 0, tmp_path / "run")
     (tmp_path / "run/notes.txt").write_text("mine")
     with pytest.raises(RunExistsError):
@@ -106,35 +110,23 @@ def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Pat
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
-@pytest.mark.slow
-def test_a_note_in_a_saved_mean_stays(copy: Path) -> None:
-    note = copy / "loras/generation_0006/NOTES.md"
-    note.write_text("mine")
-    go_on(copy, 6)
-    assert note.read_text() == "mine"
-
-
-def test_a_folder_that_was_there_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        return [float("nan")]
-
+def test_a_folder_that_was_there_is_left_as_it_was(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for output in ("link", ".", "~/never/made"):
-        place = tmp_path / output if output == "link" else Path(output)
+    for place in (tmp_path / "link", Path(), Path("~/never/made")):
         tree = small(place, task={"name": "custom", "train_data": str(rows), "test_data": str(rows)})
         with pytest.raises(EvoalignError, match="returned 1 values for 2"):
-            evoalign.train(tree, reward=broken, console=quiet())
+            train(tree, reward=lambda completions, **columns: [float("nan")])
         (place.expanduser() / "failed_completion.json").unlink()
     assert not list((tmp_path / "empty").iterdir()) and (tmp_path / "link").is_symlink()
     assert not list((tmp_path / "never/made").iterdir())
 
 
-def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Path) -> None:
+def test_replay_never_takes_the_place_of_what_has_come(copy, tmp_path):
     target = tmp_path / "to"
     target.mkdir()
     with pytest.raises(OSError, match="not empty"):
@@ -143,26 +135,19 @@ def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Pat
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def running(run: Path) -> Popen:
-    """A run of 400 generations in a process of its own that is past its first generation."""
-    file = run.parent / "long.yaml"
+@pytest.mark.slow
+def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path):
+    run, file = tmp_path / "run", tmp_path / "long.yaml"
     file.write_text(yaml.safe_dump(small(run, 400)))
     process = Popen([sys.executable, "-m", "evoalign.cli", "train", str(file)], start_new_session=True)
     deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").is_file():
+    while not (run / "metrics.jsonl").is_file():  # it is past its first generation
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    return process
-
-
-@pytest.mark.slow
-def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = running(run)
     try:
         for how in ({"overwrite": True}, {"resume": True}):
             with pytest.raises(RunExistsError, match="another process is training there"):
-                evoalign.train(small(run, 400), console=quiet(), **how)
+                train(small(run, 400), **how)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -172,7 +157,7 @@ def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path: Path) -> 
     go_on(run, log.sealed + 1, evaluation={}, checkpoint={"every": 1, "keep_last": 2})
 
 
-def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path):
     run = RunDir(tmp_path / "a/b")
     run.lock()
     with pytest.raises(RunExistsError, match="another process"):
@@ -181,27 +166,30 @@ def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path: Path) -> 
     assert not (tmp_path / "a").exists()
 
 
-def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy: Path) -> None:
-    cut(copy, 2)
+LATEST = {"every": 1, "keep_best": False}
+
+
+def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy):
+    cut(copy, 5)
     with pytest.raises(CheckpointError, match="is not of this journal"):
         evoalign.evaluate(copy)
-    told = go_on(copy, 3, checkpoint={"every": 1, "keep_last": 2, "keep_best": False})
-    assert "generation_0006 is not of this journal; set aside as generation_0006.unusable" in told
+    said = go_on(copy, 3, checkpoint=LATEST | {"keep_last": 2})
+    assert "generation_0006 is not of this journal; set aside as generation_0006.unusable" in said
     assert numbers(copy) == [2, 3]
     assert evoalign.evaluate(copy).measures["reward"] is not None
 
 
-def test_a_damaged_mean_does_not_count_among_those_that_stay(copy: Path) -> None:
-    cut(copy, 5)
+def test_a_damaged_mean_does_not_count_among_those_that_stay(copy):
+    cut(copy, 11)
     shutil.rmtree(copy / "loras/generation_0006")
     for number in (3, 4, 5):
         (copy / f"loras/generation_000{number}/adapter_model.safetensors").write_bytes(b"no")
-    go_on(copy, 6, checkpoint={"every": 1, "keep_last": 3, "keep_best": False}, evaluation={})
+    go_on(copy, 6, checkpoint=LATEST | {"keep_last": 3}, evaluation={})
     assert numbers(copy) == [2, 5, 6]
     assert all(checkpoint.verify(folder) for folder in saved_folders(copy))
 
 
-def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
+def test_the_best_is_known_without_the_metrics(copy):
     marks = {n: checkpoint.verify(f) for n, f in zip(numbers(copy), saved_folders(copy), strict=True)}
     rewards = {n: mark.validation for n, mark in marks.items()}
     assert rewards.pop(6) is None and None not in rewards.values(), "the last is evaluated apart"
@@ -211,38 +199,35 @@ def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
     assert numbers(copy) == sorted({best, 6})
 
 
-def test_an_update_without_its_seal_counts_as_a_generation(copy: Path) -> None:
-    path = copy / "journal.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:10]))
+def test_an_update_without_its_seal_counts_as_a_generation(copy):
+    cut(copy, 10)
     with pytest.raises(ResumeError, match=r"has 5 generations already, es\.num_generations is 4"):
         go_on(copy, 4)
 
 
-def test_each_mean_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[str] = []
-    inner = checkpoint.save
-
-    def spy(folder: Path, *arguments: Any, **more: Any) -> None:
-        saved.append(folder.name)
-        inner(folder, *arguments, **more)
-
-    monkeypatch.setattr(checkpoint, "save", spy)
-    evoalign.train(small(tmp_path / "run", checkpoint={"every": 1}), console=quiet())
+def test_each_mean_is_saved_once(tmp_path, monkeypatch):
+    saved, inner = list[str](), checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda to, *words, **more: (saved.append(to.name), inner(to, *words, **more))
+    )
+    train(small(tmp_path / "run", checkpoint={"every": 1}))
     assert saved == ["generation_0001", "generation_0002"]
 
 
-def test_a_saved_mean_may_be_a_link_to_another_disk(copy: Path, tmp_path: Path) -> None:
-    there = shutil.move(copy / "loras/generation_0005", tmp_path / "disk")
+def test_a_saved_mean_may_be_a_link_to_another_disk(copy, tmp_path):
+    there = (copy / "loras/generation_0005").rename(tmp_path / "disk")
     (copy / "loras/generation_0005").symlink_to(there)
-    go_on(copy, 7, checkpoint={"every": 1, "keep_last": 1, "keep_best": False}, evaluation={})
-    assert numbers(copy) == [7] and (Path(there) / "evoalign.json").is_file()
+    go_on(copy, 7, checkpoint=LATEST | {"keep_last": 1}, evaluation={})
+    assert numbers(copy) == [7] and (there / "evoalign.json").is_file()
 
 
-def test_what_a_process_left_half_written_goes(copy: Path) -> None:
+def test_what_a_process_left_half_written_goes_and_a_note_in_a_saved_mean_stays(copy):
+    note = copy / "loras/generation_0006/NOTES.md"
+    note.write_text("mine")
     for name in ("loras/.generation_0007.tmp", "results/completions/.x.parquet.tmp", ".metrics.jsonl.tmp"):
         (copy / name).mkdir() if name.startswith("loras") else (copy / name).write_text("half")
     go_on(copy, 6)
-    assert not list(copy.rglob(".*.tmp"))
+    assert not list(copy.rglob(".*.tmp")) and note.read_text() == "mine"
 
 
 class Brief(Conciseness):
@@ -251,39 +236,29 @@ class Brief(Conciseness):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
+def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path):
     tree = small(tmp_path / "run")
-    task = Brief(evoalign.Config.model_validate(tree).task)
-    evoalign.train(tree, task=task, console=quiet())
+    train(tree, task=Brief(from_dict(tree).task))
     tree["es"]["num_generations"] = 3
     with pytest.raises(ResumeError, match="was trained with a task object; resume in Python"):
-        evoalign.train(tree, resume=True, console=quiet())
-    evoalign.train(tree, task=Brief(evoalign.Config.model_validate(tree).task), resume=True, console=quiet())
+        train(tree, resume=True)
+    train(tree, task=Brief(from_dict(tree).task), resume=True)
 
 
 @pytest.mark.slow
-def test_other_data_are_another_run(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.json"
+def test_other_data_are_another_run(tmp_path):
+    rows, code = tmp_path / "rows.json", tmp_path / "rewards.py"
     rows.write_text(json.dumps([{"prompt": "Say a:", "answer": "a"}, {"prompt": "Say b:", "answer": "b"}]))
-    (tmp_path / "rewards.py").write_text(
-        "def f(completions, **rest):\n    return [-float(len(c)) for c in completions]\n"
-    )
-    task = {"name": "custom", "train_data": str(rows), "test_data": str(rows), "rewards": [f"{tmp_path}/rewards.py:f"]}
-    evoalign.train(small(tmp_path / "run", task=task), console=quiet())
+    code.write_text("def f(completions, **rest):\n    return [-float(len(c)) for c in completions]\n")
+    task = {"name": "custom", "train_data": str(rows), "test_data": str(rows), "rewards": [f"{code}:f"]}
+    train(small(tmp_path / "run", task=task))
     rows.write_text(rows.read_text().replace("Say b:", "Say c:"))
     with pytest.raises(ResumeError, match="was trained on other data"):
-        evoalign.train(small(tmp_path / "run", 3, task=task), resume=True, console=quiet())
-
-
-@pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process, started in the folder that the run is in."""
-    monkeypatch.chdir(tmp_path)
-    return caller(monkeypatch, capsys)
+        train(small(tmp_path / "run", 3, task=task), resume=True)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Path, tmp_path: Path, cli: Run) -> None:
+def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy, tmp_path, cli):
     moved = copy.rename(tmp_path / "run #2: 2024")
     for target in (str(moved), str(moved / "config.yaml"), moved.name):
         before = len((moved / "journal.jsonl").read_bytes())
@@ -295,69 +270,65 @@ def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Pat
 
 
 @pytest.mark.slow
-def test_a_run_without_its_config_says_what_to_give(copy: Path, cli: Run) -> None:
+def test_a_run_without_its_config_says_what_to_give(copy, cli):
     (copy / "config.yaml").unlink()
     done = cli("train", copy, "--resume")
     assert done.code == 2 and "has no config.yaml; give the config that the run was made with" in done.err
 
 
-def test_a_hook_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_may_change_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    evoalign.train(small(Path("run")), on_generation=lambda g: os.chdir(tmp_path / "elsewhere"), console=quiet())
+    train(small(Path("run")), on_generation=lambda g: os.chdir(tmp_path / "elsewhere"))
     assert numbers(tmp_path / "run") == [1, 2] and not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.slow
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+HELP = "allocate 1 GiB; lower engine.memory_gib or engine.max_rows"
+
+
+@pytest.mark.first("memory")
 @pytest.mark.parametrize(
-    "error", [TimeoutError(), OSError(28, "No space left on device"), EvoalignError("a judge is out")]
-)
-def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exception) -> None:
+    ("error", "message"),
+    [
+        (TimeoutError(), ""), (OSError(28, "No space left on device"), ""), (EvoalignError("a judge is out"), ""),
+        pytest.param(FULL, f"{HELP}; ", id="memory"),
+    ],
+)  # fmt: skip
+def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path, error, message):
     def hook(generation: evoalign.Generation) -> None:
         if generation.index == 1:
             raise error
 
-    with pytest.raises(EvoalignError, match=r"kept up to generation 2; resume with: evoalign train .*run --resume"):
-        evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
-    evoalign.train(small(tmp_path / "run", 3), resume=True, console=quiet())
+    said = rf"{message}kept up to generation 2; resume with: evoalign train .*run --resume"
+    with pytest.raises(EvoalignError, match=said):
+        train(small(tmp_path / "run", 3), on_generation=hook)
+    if not message:
+        train(small(tmp_path / "run", 3), resume=True)
 
 
-def test_out_of_memory_says_which_settings_help(tmp_path: Path) -> None:
-    def hook(generation: evoalign.Generation) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
-
-    message = r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows; kept up to generation 1; resume with: "
-    with pytest.raises(EvoalignError, match=message):
-        evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
-
-
-def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+        raise FULL
 
     monkeypatch.setattr("evoalign.rollouts.collect", full)
-    with pytest.raises(EvoalignError, match=r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows$"):
-        evoalign.train(small(tmp_path / "run", 3), console=quiet())
+    with pytest.raises(EvoalignError, match=f"{HELP}$"):
+        train(small(tmp_path / "run", 3))
     assert not (tmp_path / "run").exists()
 
 
-def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign.rundir import directory as rundir
-
-    before = kill_points.traces(copy)
-
+def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy, monkeypatch):
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rundir, "write_text", full)
+    before = kill_points.traces(copy)
+    monkeypatch.setattr(directory, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
-        evoalign.train(small(copy, 6), overwrite=True, console=quiet())
+        train(small(copy, 6), overwrite=True)
     assert kill_points.traces(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
-def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(copy, monkeypatch):
     """Whoever moves a run aside keeps its lock until it is there; whoever holds a folder that went away stops."""
     first, second, inner = RunDir(copy), RunDir(copy), Path.rename
     config = from_dict(small(copy))
@@ -380,55 +351,45 @@ def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(
     assert not copy.exists() and json.loads((copy.with_name("away") / "manifest.json").read_text())["who"] == "first"
 
 
-def test_overwrite_says_where_the_old_run_went(copy: Path) -> None:
-    console = quiet()
-    evoalign.train(small(copy), overwrite=True, console=console)
+def test_overwrite_says_where_the_old_run_went(copy):
+    said = told(small(copy), overwrite=True)
     aside = next(p for p in copy.parent.iterdir() if p.name.startswith("run."))
-    assert f" is now {aside}" in text_of(console)
+    assert f" is now {aside}" in said
     assert numbers(aside)[-1] == 6 and numbers(copy) == [1, 2]
 
 
-def test_trackers_are_told_rows_that_were_lost(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign import tracking
+class Ear:
+    """A tracker that notes the generations of its rows."""
 
-    told: list[Any] = []
+    def __init__(self, heard: list[Any]) -> None:
+        self.heard = heard
 
-    class Ear:
-        def log(self, row: Any) -> None:
-            told.append(row["generation"])
+    def log(self, row: Any) -> None:
+        self.heard.append(row["generation"])
 
-        def show(self, *shown: Any) -> None:
-            pass
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
 
-        def finish(self, summary: Any) -> None:
-            pass
 
-        def close(self) -> None:
-            pass
-
-    def create(config: Any, run: Path, at: int | None) -> list[Ear]:
-        told.append(("start", at))
-        return [Ear()]
-
-    monkeypatch.setattr(tracking, "create", create)
-    cut(copy, 3)
+def test_trackers_are_told_rows_that_were_lost(copy, monkeypatch):
+    heard: list[Any] = []
+    monkeypatch.setattr(tracking, "create", lambda config, run, at: (heard.append(("start", at)), [Ear(heard)])[1])
+    cut(copy, 7)
     rows = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join([rows[0], '{"generation": 1, "mean": 0.0}\n', rows[2][:40]]))
     go_on(copy, 5)
-    assert told == [("start", 3), 1, 2, 3, 4]
+    assert heard == [("start", 3), 1, 2, 3, 4]
 
 
-def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign import tracking
-
+def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path, monkeypatch):
     def create(config: Any, run: Path, at: int | None) -> list[Any]:
         raise ConfigError("no login")
 
+    out = io.StringIO()
     monkeypatch.setattr(tracking, "create", create)
-    console = quiet()
     with pytest.raises(ConfigError, match="no login"):
-        evoalign.train(small(tmp_path / "run"), console=console)
-    assert "evaluating the start" not in text_of(console) and not (tmp_path / "run").exists()
+        evoalign.train(small(tmp_path / "run"), console=Console(file=out, width=300))
+    assert "evaluating the start" not in out.getvalue() and not (tmp_path / "run").exists()
 
 
 FOLDERS = ("results/completions/", "figures/", "logs/")
@@ -458,13 +419,11 @@ def lay(run: Path, names: tuple[str, ...]) -> RunDir:
 
 @pytest.mark.parametrize("names", BEGINNINGS, ids=lambda names: names[-1])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_run_that_died_in_its_beginning_is_made_again(
-    names: tuple[str, ...], overwrite: bool, tmp_path: Path
-) -> None:
+def test_a_run_that_died_in_its_beginning_is_made_again(names, overwrite, tmp_path):
     run = lay(tmp_path / "run", names)
     run.refuse(overwrite=overwrite)
     run.lock()
-    run.create(evoalign.Config.model_validate(small(run.path)), {"format_version": 1}, overwrite=overwrite)
+    run.create(from_dict(small(run.path)), {"format_version": 1}, overwrite=overwrite)
     run.release()
     left = {p.relative_to(run.path).as_posix() for p in run.path.rglob("*")}
     assert left == {"manifest.json", "config.yaml", "results", "results/completions", "figures", "logs"}
@@ -482,7 +441,7 @@ def test_a_run_that_died_in_its_beginning_is_made_again(
     ],
     ids=lambda names: names[-1],
 )  # fmt: skip
-def test_what_may_be_the_users_or_a_run_is_not_taken(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_may_be_the_users_or_a_run_is_not_taken(names, tmp_path):
     run = lay(tmp_path, names)
     with pytest.raises(RunExistsError):
         run.refuse(overwrite=False)
@@ -490,7 +449,7 @@ def test_what_may_be_the_users_or_a_run_is_not_taken(names: tuple[str, ...], tmp
     assert not run.is_unstarted()
 
 
-def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path: Path) -> None:
+def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path):
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     run = RunDir(tmp_path)
     assert not run.is_unstarted()
@@ -499,19 +458,25 @@ def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six: Path, tmp_path: Path) -> None:
+def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six, tmp_path):
     lay(tmp_path / "run", BEGINNINGS[6])
     go_on(tmp_path / "run", 6)
     assert kill_points.traces(tmp_path / "run") == kill_points.traces(six)
 
 
-@pytest.mark.first("removed", "the journal alone")
-@pytest.mark.parametrize("how", ["moved", "removed", "replaced", "the journal alone"])
-def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path) -> None:
-    run, moved = tmp_path / "run", tmp_path / "moved"
+@pytest.mark.first("removed", "the journal alone", "a file")
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced", "the journal alone", "moved before a file is written"])
+def test_a_run_whose_folder_goes_away_stops_by_name(how, tmp_path, monkeypatch):
+    """Else it is the system's word for a file that is not there, and the advice to resume where nothing is."""
+    run, moved, inner = tmp_path / "run", tmp_path / "moved", os.fsync
+
+    def fsync(handle: int) -> None:
+        inner(handle)
+        if "file" in how and run.is_dir() and [*run.glob("results/completions/.generation_0001*")]:
+            run.rename(moved)
 
     def hook(generation: evoalign.Generation) -> None:
-        if generation.index != 0:
+        if generation.index != 0 or "file" in how:
             return
         if how == "the journal alone":
             (run / "journal.jsonl").unlink()
@@ -522,59 +487,40 @@ def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path) ->
         if how == "replaced":
             shutil.copytree(moved, run)
 
-    with pytest.raises(RunGoneError, match=r"run(/journal\.jsonl)? was removed, moved or replaced while"):
-        evoalign.train(small(run, 3), on_generation=hook, console=quiet())
+    tree = small(run, 3) | {"tracking": {"completions_every": int("file" in how)}}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(RunGoneError, match=r"run(/journal\.jsonl)? was removed, moved or replaced while"):
+            train(tree, on_generation=hook)
     if how == "replaced":
         assert (run / "manifest.json").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) == 1
     elif how != "the journal alone":
         assert not run.exists()
+    if how.startswith("moved"):
+        assert (moved / "journal.jsonl").is_file()
     if how == "moved":
         go_on(moved, 3, evaluation={})
 
 
-def test_a_run_whose_folder_goes_away_while_a_file_is_written_stops_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it is the system's word for a file that is not there, and the advice to resume where nothing is."""
-    run, moved, inner = tmp_path / "run", tmp_path / "moved", os.fsync
-
-    def fsync(handle: int) -> None:
-        inner(handle)
-        if run.is_dir() and [*run.glob("results/completions/.generation_0001*")]:
-            run.rename(moved)
-
-    tree = small(run, 3) | {"tracking": {"completions_every": 1}}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(RunGoneError, match="run was removed, moved or replaced while"):
-            evoalign.train(tree, console=quiet())
-    assert not run.exists() and (moved / "journal.jsonl").is_file()
-
-
 @pytest.mark.slow
-def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     run, inner = tmp_path / "run", RunDir.append_metrics
-
-    def append(self: RunDir, row: dict[str, Any]) -> None:
-        inner(self, row)
-        run.rename(tmp_path / "moved")
-
-    monkeypatch.setattr(RunDir, "append_metrics", append)
-    grpo = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}
-    tree = {"output_dir": str(run), "task": {"name": "conciseness"}, "evaluation": {"max_tokens": 4}, "grpo": grpo}
+    moves = lambda self, row: (inner(self, row), run.rename(tmp_path / "moved"))  # noqa: E731
+    monkeypatch.setattr(RunDir, "append_metrics", moves)
+    tree = {"output_dir": str(run), "task": {"name": "conciseness"}, "evaluation": {"max_tokens": 4}, "grpo": GRPO}
     with pytest.raises(RunGoneError, match="was removed, moved or replaced while"):
-        evoalign.grpo(tree, console=quiet())
+        evoalign.grpo(tree, console=QUIET)
     assert not run.exists()
 
 
-def test_another_process_lock_and_run_are_left_alone(tmp_path: Path) -> None:
+def test_another_process_lock_and_run_are_left_alone(tmp_path):
     ours, theirs = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
     ours.lock()
-    ours.create(evoalign.Config.model_validate(small(ours.path)), {"format_version": 1}, overwrite=False)
+    ours.create(from_dict(small(ours.path)), {"format_version": 1}, overwrite=False)
     ours.path.rename(tmp_path / "moved")
     theirs.lock()
-    theirs.create(evoalign.Config.model_validate(small(ours.path)), {"format_version": 1}, overwrite=False)
+    theirs.create(from_dict(small(ours.path)), {"format_version": 1}, overwrite=False)
     ours.undo()
     ours.release()
     with pytest.raises(RunExistsError, match="another process"):
@@ -600,9 +546,7 @@ def pruned(monkeypatch: pytest.MonkeyPatch, run: Path, times: int) -> list[Path]
     return gone
 
 
-def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(copy, tmp_path, monkeypatch):
     wanted = evoalign.evaluate(copy).measures
     for read in (lambda: evoalign.evaluate(copy).measures, lambda: export(copy, tmp_path / "to") and wanted):
         gone = pruned(monkeypatch, copy, 1)
@@ -615,23 +559,20 @@ def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "to"]
 
 
-def test_an_export_takes_away_what_a_killed_one_left(copy: Path, tmp_path: Path) -> None:
+def test_an_export_takes_away_what_a_killed_one_left(copy, tmp_path):
     for name in (".to.tmp/half", ".to.rebuilt.tmp/mean/half"):
         (tmp_path / name).mkdir(parents=True)
     export(copy, tmp_path / "to")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "to"]
 
 
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
 @pytest.mark.parametrize(
-    ("signals", "raises"),
-    [
-        ((signal.SIGTERM, signal.SIGTERM), SystemExit), ((signal.SIGINT, signal.SIGTERM), SystemExit),
-        ((signal.SIGTERM, signal.SIGINT), KeyboardInterrupt),
-    ],
-)  # fmt: skip
-def test_a_second_signal_stops_at_once(
-    signals: tuple[int, int], raises: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ("signals", "raises"), [((TERM, TERM), SystemExit), ((INT, TERM), SystemExit), ((TERM, INT), KeyboardInterrupt)]
+)
+def test_a_second_signal_stops_at_once(signals, raises, monkeypatch):
     monkeypatch.setattr(stopping, "SAME_SECONDS", 0.0)
     with pytest.raises(raises) as raised, stopping.Stop() as stop:
         signal.raise_signal(signals[0])
@@ -640,26 +581,25 @@ def test_a_second_signal_stops_at_once(
     assert raises is KeyboardInterrupt or raised.value.code == 128 + signal.SIGTERM  # type: ignore[union-attr]
 
 
-def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_signals_is_one(monkeypatch):
     monkeypatch.setattr(stopping, "SAME_SECONDS", 3600.0)
     with stopping.Stop() as stop:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        signal.raise_signal(TERM)
+        signal.raise_signal(TERM)
+        assert stop.asked == TERM
 
 
-def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> None:
+def test_what_is_not_there_is_said_to_be_not_there(tmp_path, cli):
     (tmp_path / "folder").mkdir()
     assert "nope does not exist; give a run directory, or a model's folder or hub name" in cli("eval", "nope").err
     assert "folder is not a run directory (config.yaml, and journal.jsonl" in cli("eval", "folder").err
 
 
-def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli: Run) -> None:
+def test_an_export_passes_no_words_of_python_on(copy, tmp_path, cli):
     done = cli("export", copy, "--to", copy / "config.yaml/to")
     assert done.code == 2 and f"to: Not a directory: {copy / 'config.yaml'}" in done.err and "Errno" not in done.err
     (copy / "SHA256SUMS").unlink()
-    (copy / "results/evaluation.json").write_text(
-        json.dumps({"weights_hash": json.loads((copy / "results/evaluation.json").read_text())["weights_hash"]})
-    )
+    file = copy / "results/evaluation.json"
+    file.write_text(json.dumps({"weights_hash": json.loads(file.read_text())["weights_hash"]}))
     done = cli("export", copy, "--to", tmp_path / "to")
     assert done.code == 2 and "is damaged (KeyError: " in done.err and "--debug shows where" in done.err

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs: shipped ones with other values, in one file, a later file or `--set`; what is accepted says what was set."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random
@@ -55,103 +53,48 @@ POSITIVE, COUNT, EVERY = real(1e-37, 1e30), whole(1, 10**9), whole(0, 10**9)
 DRAWS: dict[str, Field] = {"max_tokens": COUNT, "temperature": real(0.5, 1e4), "top_p": real(1e-9, 1), "stop": TEXTS}
 SCHEDULES = one_of("constant", "linear", "cosine", {"name": "linear", "floor": 0.5}, {"floor": 1e-12})
 FIELDS: dict[str, Field] = {
-    "seed": whole(0, 2**63 - 1),
-    "deterministic": one_of(True, False, None),
-    "output_dir": TEXT,
-    "model.name": TEXT,
-    "model.revision": TEXT,
-    "model.dtype": one_of("auto", "float32", "bfloat16", "float16"),
-    "lora.rank": COUNT,
-    "lora.alpha": POSITIVE,
-    "lora.target_layers": one_of([0], [3, 1], None),
-    "lora.target_modules": TEXTS,
-    "lora.init_scale": POSITIVE,
-    "lowrank.rank": COUNT,
-    "full.exclude": TEXTS,
-    "es.sigma": POSITIVE,
+    "seed": whole(0, 2**63 - 1), "deterministic": one_of(True, False, None), "output_dir": TEXT, "model.name": TEXT,
+    "model.revision": TEXT, "model.dtype": one_of("auto", "float32", "bfloat16", "float16"), "lora.rank": COUNT,
+    "lora.alpha": POSITIVE, "lora.target_layers": one_of([0], [3, 1], None), "lora.target_modules": TEXTS,
+    "lora.init_scale": POSITIVE, "lowrank.rank": COUNT, "full.exclude": TEXTS, "es.sigma": POSITIVE,
     "es.num_generations": COUNT,
     "es.population_size": (lambda draw: 2 * draw.choice([1, 16, 5 * 10**6]), whole(2, 10**7)[1]),
-    "es.learning_rate": POSITIVE,
-    "es.shaping": one_of("zscore", "centered", "ranks", "identity"),
-    "es.decay": real(0, 1, below=True),
-    "es.sigma_schedule": SCHEDULES,
-    "es.learning_rate_schedule": SCHEDULES,
-    "grpo.max_steps": COUNT,
-    "grpo.learning_rate": POSITIVE,
-    "grpo.beta": real(0, 1e6),
-    "grpo.temperature": POSITIVE,
-    "grpo.top_p": real(1e-9, 1),
-    "grpo.warmup_ratio": real(0, 1, below=True),
-    "grpo.off_policy": one_of("clip", "none"),
-    "grpo.max_completion_length": whole(1, 10**9, none=True),
-    "grpo.loss_type": one_of("grpo", "dapo", "dr_grpo"),
-    "engine.max_rows": whole(1, 10**9, none=True),
-    "engine.threads": whole(1, 4096, none=True),
-    "engine.memory_gib": real(1e-6, 1e6),
-    "grader.isolated": FLAG,
-    "grader.timeout": real(1e-3, 1e7),
-    "grader.retries": whole(0, 10**6),
-    "grader.memory_gib": real(1e-6, 1e6),
-    "checkpoint.every": whole(0, 10**9, none=True),
-    "checkpoint.keep_last": COUNT,
-    "checkpoint.keep_best": FLAG,
-    "tracking.project": TEXT,
-    "tracking.name": TEXT,
-    "tracking.completions_every": EVERY,
-    "tracking.backends": (lambda draw: draw.choice([["wandb"], []]), (["x"], 5)),
-    "checks.canary_every": EVERY,
-    "checks.control_every": EVERY,
-    "checks.kl_every": EVERY,
-    "checks.kl_prompts": COUNT,
-    "task.train_data": TEXT,
-    "task.split": one_of("seeded", "first_last"),
-    "task.train_size": COUNT,
-    "task.test_size": COUNT,
-    "task.prompt": one_of("raw", "chat", "short", None),
-    "task.batch_size": COUNT,
-    "task.strip": FLAG,
+    "es.learning_rate": POSITIVE, "es.shaping": one_of("zscore", "centered", "ranks", "identity"),
+    "es.decay": real(0, 1, below=True), "es.sigma_schedule": SCHEDULES, "es.learning_rate_schedule": SCHEDULES,
+    "grpo.max_steps": COUNT, "grpo.learning_rate": POSITIVE, "grpo.beta": real(0, 1e6), "grpo.temperature": POSITIVE,
+    "grpo.top_p": real(1e-9, 1), "grpo.warmup_ratio": real(0, 1, below=True), "grpo.off_policy": one_of("clip", "none"),
+    "grpo.max_completion_length": whole(1, 10**9, none=True), "grpo.loss_type": one_of("grpo", "dapo", "dr_grpo"),
+    "engine.max_rows": whole(1, 10**9, none=True), "engine.threads": whole(1, 4096, none=True),
+    "engine.memory_gib": real(1e-6, 1e6), "grader.isolated": FLAG, "grader.timeout": real(1e-3, 1e7),
+    "grader.retries": whole(0, 10**6), "grader.memory_gib": real(1e-6, 1e6),
+    "checkpoint.every": whole(0, 10**9, none=True), "checkpoint.keep_last": COUNT, "checkpoint.keep_best": FLAG,
+    "tracking.project": TEXT, "tracking.name": TEXT, "tracking.completions_every": EVERY,
+    "tracking.backends": (lambda draw: draw.choice([["wandb"], []]), (["x"], 5)), "checks.canary_every": EVERY,
+    "checks.control_every": EVERY, "checks.kl_every": EVERY, "checks.kl_prompts": COUNT, "task.train_data": TEXT,
+    "task.split": one_of("seeded", "first_last"), "task.train_size": COUNT, "task.test_size": COUNT,
+    "task.prompt": one_of("raw", "chat", "short", None), "task.batch_size": COUNT, "task.strip": FLAG,
     "task.reward_weights": (lambda draw: [draw.choice([-1e9, 0.5, 1e9])], ([NAN], [INF], [2e9], "x")),
-    "evaluation.every": EVERY,
-    **{f"sampling.{k}": v for k, v in DRAWS.items()},
+    "evaluation.every": EVERY, **{f"sampling.{k}": v for k, v in DRAWS.items()},
     **{f"evaluation.{k}": v for k, v in DRAWS.items()},
-}
+}  # fmt: skip
 WRONG_TREES: tuple[Callable[[dict[str, Any]], Any], ...] = (
-    lambda t: t["es"].update(sigmma=1),
-    lambda t: t.update(extra={}),
-    lambda t: t.update(es=[1]),
-    lambda t: t["es"].update(sigma=1.0, noise_multiplier=1.0),
-    lambda t: t.update(es={}),
-    lambda t: t.update(model="x"),
-    lambda t: t["es"].update(population_size=3, antithetic=True),
-    lambda t: t.update(format_version=2),
-    lambda t: t.update(task={"name": "conciseness", "more": 1}),
-    lambda t: t.update(space="other"),
-    lambda t: t.update(evaluation={"seeds": [1, 1], "temperature": 1.0}),
-    lambda t: t.update(evaluation={"samples": 2}),
-    lambda t: t.update(tracking={"name": "hf_" + "a1" * 15}),
-    lambda t: t.update(model={"trust_remote_code": True}),
+    lambda t: t["es"].update(sigmma=1), lambda t: t.update(extra={}), lambda t: t.update(es=[1]),
+    lambda t: t["es"].update(sigma=1.0, noise_multiplier=1.0), lambda t: t.update(es={}), lambda t: t.update(model="x"),
+    lambda t: t["es"].update(population_size=3, antithetic=True), lambda t: t.update(format_version=2),
+    lambda t: t.update(task={"name": "conciseness", "more": 1}), lambda t: t.update(space="other"),
+    lambda t: t.update(evaluation={"seeds": [1, 1], "temperature": 1.0}), lambda t: t.update(evaluation={"samples": 2}),
+    lambda t: t.update(tracking={"name": "hf_" + "a1" * 15}), lambda t: t.update(model={"trust_remote_code": True}),
     lambda t: t.update(grpo={"num_generations": 3}),
     lambda t: t.update(space={"name": "full"}, es={"sigma": 1.0, "optimizer": "adam"}),
-)
-WRONG_TEXTS: tuple[Callable[[str], str], ...] = (
-    lambda t: f"{t}\nseed: 1\nseed: 2\n",
-    lambda t: f"{t}\nchecks:\n  kl_every: 1\n  kl_every: 2\n",
-    lambda t: f"{t}\noutput_dir: 2020-13-45\n",
-    lambda t: f"{t}\nfull: {{exclude: !!bool perhaps}}\n",
-    lambda t: f"{t}\nfull: {{exclude: {'[' * 300}{']' * 300}}}\n",
-    lambda t: f"{t}\nfull: {'[' * 3000}{']' * 3000}\n",
-    lambda t: f"{t}\nfull: &a\n  exclude: [*a]\n",
-    lambda t: f"{t}\nfull: !!python/name:os.system ''\n",
-    lambda t: f"{t}\nlora:\n\trank: 1\n",
-    lambda t: f"{t}\nlora: {{rank: [1, 2}}\n",
-    lambda t: f"{t}\n- 1\n",
-    lambda t: (
-        f"{t}\nx0: &x0 [a, a]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 9))
-    ),
-    lambda t: "",
-    lambda t: "[]",
-    lambda t: "seed\0: 1",
-)
+)  # fmt: skip
+WRONG_TEXTS = (
+    "seed: 1\nseed: 2", "checks:\n  kl_every: 1\n  kl_every: 2", "output_dir: 2020-13-45",
+    "full: {exclude: !!bool perhaps}", f"full: {{exclude: {'[' * 300}{']' * 300}}}", f"full: {'[' * 3000}{']' * 3000}",
+    "full: &a\n  exclude: [*a]", "full: !!python/name:os.system ''", "lora:\n\trank: 1", "lora: {rank: [1, 2}", "- 1",
+    "x0: &x0 [a, a]\n" + "\n".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 9)),
+)  # fmt: skip
+"""What makes a config wrong that ends with it."""
+WRONG_WHOLE = ("", "[]", "seed\0: 1")
 DEFAULTS = from_dict({"es": {"sigma": 1.0}}).model_dump()
 
 
@@ -188,7 +131,7 @@ class Configs:
                 _set(tree if place == "file" else later, name, value)
         text = _written(draw, tree)
         if wrong == "text":
-            text, valid = draw.choice(WRONG_TEXTS)(text), False
+            text, valid = draw.choice([*(f"{text}\n{end}\n" for end in WRONG_TEXTS), *WRONG_WHOLE]), False
         raw = text.encode()
         known: bool | None = valid
         if wrong == "bytes":

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corruptions of a run that is done: its journal, saved means and results are the original's, shorter, or refused."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from dataclasses import replace

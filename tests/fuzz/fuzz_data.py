@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data files of three tasks, as JSON, JSONL and parquet: what is accepted has the rows that were written."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
@@ -20,101 +18,40 @@ from evoalign.config import from_dict
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
 WORDS = (
-    "a",
-    "Why?",
-    "é",
-    "日本",
-    "😀",
-    "\u2028",
-    "\x85",
-    "\n",
-    "\t",
-    '"',
-    "\\",
-    "{",
-    "[",
-    "\x00",
-    "</s>",
-    " ",
+    "a", "Why?", "é", "日本", "😀", "\u2028", "\x85", "\n", "\t", '"', "\\", "{", "[", "\x00", "</s>", " ",
     "\ufeff",
-)
+)  # fmt: skip
 PLAIN: tuple[Any, ...] = (
-    0,
-    -1,
-    2**60,
-    0.1,
-    1e-300,
-    True,
-    None,
-    "",
-    "x",
-    [],
-    ["a", "b"],
-    {"a": {"b": [1, 2.5]}},
-    [[[]]],
-)
+    0, -1, 2**60, 0.1, 1e-300, True, None, "", "x", [], ["a", "b"], {"a": {"b": [1, 2.5]}}, [[[]]],
+)  # fmt: skip
 FLAT: tuple[Any, ...] = (0, 2**60, 0.1, True, "x", ["a", "b"])
 PROMPTS: dict[str, tuple[str | None, ...]] = {
-    "conciseness": (None, "raw", "chat"),
-    "countdown": (None, "raw", "chat", "short"),
-    "custom": (None, "chat"),
-}
+    "conciseness": (None, "raw", "chat"), "countdown": (None, "raw", "chat", "short"), "custom": (None, "chat"),
+}  # fmt: skip
 NESTED = "[" * 80 + "]" * 80
 ABYSS = "[" * 200_000 + "]" * 200_000
 WRONG_VALUES: dict[str, tuple[tuple[str, Any], ...]] = {
     "conciseness": (
-        ("prompt", 5),
-        ("prompt", None),
-        ("prompt", ""),
-        ("target", 5),
-        ("target", None),
-        ("prompt", ["a"]),
+        ("prompt", 5), ("prompt", None), ("prompt", ""), ("target", 5), ("target", None), ("prompt", ["a"]),
     ),
     "countdown": (
-        ("numbers", []),
-        ("numbers", [True]),
-        ("numbers", [-1]),
-        ("numbers", "1 2"),
-        ("numbers", [1.5]),
-        ("target", "x"),
-        ("target", "1e3"),
-        ("target", True),
-        ("target", None),
-        ("solution", 5),
-        ("solution", "1 + 1"),
+        ("numbers", []), ("numbers", [True]), ("numbers", [-1]), ("numbers", "1 2"), ("numbers", [1.5]),
+        ("target", "x"), ("target", "1e3"), ("target", True), ("target", None), ("solution", 5), ("solution", "1 + 1"),
         ("numbers", {}),
     ),
     "custom": (
-        ("prompt", 5),
-        ("prompt", ""),
-        ("prompt", []),
-        ("prompt", [{}]),
-        ("prompt", [{"role": "user"}]),
-        ("prompt", ["a"]),
-        ("prompt", [{"role": 1, "content": "a"}]),
-        ("prompt", None),
+        ("prompt", 5), ("prompt", ""), ("prompt", []), ("prompt", [{}]), ("prompt", [{"role": "user"}]),
+        ("prompt", ["a"]), ("prompt", [{"role": 1, "content": "a"}]), ("prompt", None),
     ),
-}
+}  # fmt: skip
 WRONG_TEXTS: tuple[Callable[[str], bytes], ...] = (
-    lambda line: b"",
-    lambda line: b"[]",
-    lambda line: b"\n\n",
-    lambda line: b"[5]",
-    lambda line: b"null",
-    lambda line: b'"a"',
-    lambda line: b"[[]]",
-    lambda line: line[:-1].encode(),
-    lambda line: b"\xff" + line.encode(),
-    lambda line: b"PAR1",
-    lambda line: b"PAR1" + line.encode(),
-    lambda line: (line + "{").encode(),
-    lambda line: f'{line[:-1]}, "deep": {NESTED}}}'.encode(),
-    lambda line: f'{line[:-1]}, "deep": {ABYSS}}}'.encode(),
-    lambda line: f'{line[:-1]}, "half": "\\ud800"}}'.encode(),
-    lambda line: f'{line[:-1]}, "\\udfff": 1}}'.encode(),
-    lambda line: f'{line[:-1]}, "digits": {"9" * 5000}}}'.encode(),
-    lambda line: f"[{line},]".encode(),
-)
+    lambda line: b"", lambda line: b"[]", lambda line: b"\n\n", lambda line: b"[5]", lambda line: b"null",
+    lambda line: b'"a"', lambda line: b"[[]]", lambda line: line[:-1].encode(), lambda line: b"\xff" + line.encode(),
+    lambda line: b"PAR1", lambda line: b"PAR1" + line.encode(), lambda line: (line + "{").encode(),
+    lambda line: f'{line[:-1]}, "deep": {NESTED}}}'.encode(), lambda line: f'{line[:-1]}, "deep": {ABYSS}}}'.encode(),
+    lambda line: f'{line[:-1]}, "half": "\\ud800"}}'.encode(), lambda line: f'{line[:-1]}, "\\udfff": 1}}'.encode(),
+    lambda line: f'{line[:-1]}, "digits": {"9" * 5000}}}'.encode(), lambda line: f"[{line},]".encode(),
+)  # fmt: skip
 
 
 def spoil(completions: list[Any], **columns: Any) -> list[float]:

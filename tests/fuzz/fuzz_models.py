@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders: what loads has the weights of its file, its settings, stop tokens and chat template, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,52 +31,27 @@ TEMPLATES = {
 }
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}a"
 WRONG_TEMPLATES = (
-    "{{ raise_exception('no\nno') }}",
-    "{{ messages[9]['content'] }}",
-    "{% if %}",
-    "{{ 1 / 0 }}",
-    "{{ [].__class__ }}",
-    "",
-    "{{ ''.join(messages) }}",
-    "{% include 'a' %}",
-    "{{ cycler.__init__.__globals__ }}",
-    ENDLESS,
-)
+    "{{ raise_exception('no\nno') }}", "{{ messages[9]['content'] }}", "{% if %}", "{{ 1 / 0 }}", "{{ [].__class__ }}",
+    "", "{{ ''.join(messages) }}", "{% include 'a' %}", "{{ cycler.__init__.__globals__ }}", ENDLESS,
+)  # fmt: skip
 TEMPLATE_SECONDS = 4.0
 """That a template without an end may take here: less than a case may."""
 KEPT = (
-    "rms_norm_eps",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "vocab_size",
-    "max_position_embeddings",
-)
+    "rms_norm_eps", "num_hidden_layers", "num_attention_heads", "hidden_act", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 """Settings that are held against the file."""
-SETTINGS: tuple[Callable[[Tree], None], ...] = (
-    lambda t: t.update(rms_norm_eps=1e-5),
-    lambda t: t.update(max_position_embeddings=64),
-    lambda t: t.update(more={"a": [1]}),
-    lambda t: t.update(initializer_range=0.5),
-    lambda t: t.pop("architectures", None),
-    lambda t: t.update(use_cache=False),
-    lambda t: t.update(hidden_act="gelu"),
-    lambda t: t.pop("dtype", None),
-    lambda t: t.update(transformers_version="4.50.0"),
-)
-WRONG_SETTINGS: tuple[Callable[[Tree], Any], ...] = (
-    lambda t: t.update(num_hidden_layers=2),
-    lambda t: t.update(hidden_size=32),
-    lambda t: t.update(model_type="nothing"),
-    lambda t: t.update(vocab_size=512),
-    lambda t: t.update(transformers_weights=WEIGHTS),
-    lambda t: t.clear(),
-    lambda t: t.update(attn_implementation="someone/kernel"),
-    lambda t: t.update(num_attention_heads=0),
-    lambda t: t.update(hidden_act="none"),
-    lambda t: t.update(use_kernels=True),
-    lambda t: t.update(vocab_size=-5),
-)
+SETTINGS: tuple[Tree, ...] = (
+    {"rms_norm_eps": 1e-5}, {"max_position_embeddings": 64}, {"more": {"a": [1]}}, {"initializer_range": 0.5},
+    {"architectures": None}, {"use_cache": False}, {"hidden_act": "gelu"}, {"dtype": None},
+    {"transformers_version": "4.50.0"},
+)  # fmt: skip
+"""A setting that is None is removed."""
+WRONG_SETTINGS: tuple[Tree | None, ...] = (
+    {"num_hidden_layers": 2}, {"hidden_size": 32}, {"model_type": "nothing"}, {"vocab_size": 512},
+    {"transformers_weights": WEIGHTS}, None, {"attn_implementation": "someone/kernel"}, {"num_attention_heads": 0},
+    {"hidden_act": "none"}, {"use_kernels": True}, {"vocab_size": -5},
+)  # fmt: skip
+"""None: no setting at all."""
 STOPS: tuple[Any, ...] = (3, [3], [3, 5], [])
 WRONG_STOPS: tuple[Any, ...] = (-1, "a", [1.5], [[3]], {"a": 1}, True)
 
@@ -96,22 +68,13 @@ class ModelFolders:
         torch.manual_seed(0)
         Qwen2ForCausalLM(
             Qwen2Config(
-                vocab_size=1024,
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=128,
-                tie_word_embeddings=True,
+                vocab_size=1024, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True,
             )
-        ).save_pretrained(self.whole)
+        ).save_pretrained(self.whole)  # fmt: skip
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(tiny() / name, self.whole)
         self.weights = load_file(self.whole / WEIGHTS)
-
-    def _config(self, folder: Path) -> Any:
-        return from_dict({"model": {"name": str(folder), "dtype": "float32"}})
 
     def attempt(self, draw: random.Random) -> bool:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -141,7 +104,7 @@ class ModelFolders:
         return True
 
     def _read(self) -> tuple[Any, tokens.Tokens, str]:
-        config = self._config(self.folder)
+        config = from_dict({"model": {"name": str(self.folder), "dtype": "float32"}})
         loaded = tokens.load(config.model)
         model = load_model(config.model, torch.float32)
         specs_of_config(config)
@@ -152,7 +115,7 @@ class ModelFolders:
         config, asked = self.folder / "config.json", None
         tree = json.loads(config.read_text())
         for change in draw.sample(SETTINGS, draw.randint(0, 3)):
-            change(tree)
+            tree = {name: value for name, value in (tree | change).items() if value is not None or name not in change}
         config.write_text(json.dumps(tree, indent=draw.choice([None, 2]), sort_keys=draw.choice([True, False])))
         if draw.choice([True, False]):
             generation = {"eos_token_id": draw.choice(STOPS), "do_sample": False}
@@ -165,9 +128,7 @@ class ModelFolders:
         if form != "same":
             factor = draw.choice([-1.0, 0.0, 3.0])
             weights = {name: tensor * factor for name, tensor in self.weights.items()}
-            save_file(
-                weights, self.folder / WEIGHTS, metadata=draw.choice([{"format": "pt"}, {"format": "pt", "a": "é"}])
-            )
+            save_file(weights, self.folder / WEIGHTS, draw.choice([{"format": "pt"}, {"format": "pt", "a": "é"}]))
             if form == "shards":
                 self._shard(weights)
         return asked
@@ -185,16 +146,14 @@ class ModelFolders:
         """An invalid change; False where it has to be refused."""
         config = self.folder / "config.json"
         if wrong == "settings":
-            tree = json.loads(config.read_text())
-            draw.choice(WRONG_SETTINGS)(tree)
-            config.write_text(json.dumps(tree))
+            change = draw.choice(WRONG_SETTINGS)
+            config.write_text(json.dumps({} if change is None else json.loads(config.read_text()) | change))
             return False
         if wrong == "stops":
             (self.folder / "generation_config.json").write_text(json.dumps({"eos_token_id": draw.choice(WRONG_STOPS)}))
             return False
         if wrong == "template":
-            template = draw.choice(WRONG_TEMPLATES)
-            (self.folder / TEMPLATE).write_text(template)
+            (self.folder / TEMPLATE).write_text(draw.choice(WRONG_TEMPLATES))
             return None
         files = sorted(f for f in self.folder.iterdir() if f.suffix in (".json", ".safetensors"))
         if wrong == "value":

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run directories of both methods with other values in their files: what is read is what they say, or is verified."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

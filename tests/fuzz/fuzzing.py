@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all kinds of fuzz share: a case is read within a time limit, and is accepted, or refused in plain words."""
 
-from __future__ import annotations
-
 import math
 import random
 import signal
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
+from corruption import flip, reorder, truncate
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -25,22 +24,9 @@ ERRORS = (0, 0, 1)
 T = TypeVar("T")
 REFUSED: Any = object()
 VALUES: tuple[Any, ...] = (
-    None,
-    -1,
-    2**70,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 5000,
-    "\x1b[2J",
-    "a\nb",
-    [],
-    {},
-    [[]],
-    {"a": [1]},
+    None, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 5000, "\x1b[2J", "a\nb", [], {}, [[]], {"a": [1]},
     True,
-)
+)  # fmt: skip
 """What may stand in the place of any value of JSON."""
 
 
@@ -84,14 +70,9 @@ def sweep(bench: Bench, count: int, *, shrink: bool = True) -> Tally:
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
 
     @settings(
-        derandomize=True,
-        deadline=None,
-        database=None,
-        max_examples=count,
-        phases=phases,
-        report_multiple_bugs=False,
+        derandomize=True, deadline=None, database=None, max_examples=count, phases=phases, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(st.randoms(use_true_random=False))
     def cases(draw: random.Random) -> None:
         accepted = bench.attempt(draw)
@@ -157,7 +138,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check(held: bool, told: str) -> None:
-    """Raise FaultError for a silent difference."""
     if not held:
         raise FaultError("silent", told)
 
@@ -170,34 +150,12 @@ def wrong_in(draw: random.Random, aim: str, kinds: Sequence[str]) -> str:
 # --- damage to bytes ------------------------------------------------------------------------------------------------
 
 
-def flip(draw: random.Random, raw: bytes) -> bytes:
-    at = draw.randrange(len(raw))
-    return raw[:at] + bytes([raw[at] ^ (1 << draw.randrange(8))]) + raw[at + 1 :]
-
-
-def cut(draw: random.Random, raw: bytes) -> bytes:
-    return raw[: draw.randrange(len(raw))]
-
-
 def zero(draw: random.Random, raw: bytes) -> bytes:
     at, size = draw.randrange(len(raw)), draw.choice([1, 8, 64, 512])
     return raw[:at] + bytes(len(raw[at : at + size])) + raw[at + size :]
 
 
-def swap(draw: random.Random, raw: bytes) -> bytes:
-    """Two lines, or two blocks of what has no lines."""
-    parts = raw.splitlines(keepends=True)
-    if len(parts) < 3:
-        size = max(1, len(raw) // 8)
-        parts = [raw[i : i + size] for i in range(0, len(raw), size)]
-    if len(parts) < 2:
-        return raw
-    i, j = draw.sample(range(len(parts)), 2)
-    parts[i], parts[j] = parts[j], parts[i]
-    return b"".join(parts)
-
-
-DAMAGES: Sequence[Callable[[random.Random, bytes], bytes]] = (flip, cut, zero, swap)
+DAMAGES: Sequence[Callable[[random.Random, bytes], bytes]] = (flip, truncate, zero, reorder)
 
 
 def damage(draw: random.Random, raw: bytes) -> bytes:
@@ -208,7 +166,6 @@ def damage(draw: random.Random, raw: bytes) -> bytes:
 
 
 def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the leaves of a tree are."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     if not (isinstance(tree, dict | list) and tree):
         yield at

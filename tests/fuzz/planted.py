@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that are put in by hand, each of them small and of a kind that was, or might be, in a release."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -98,39 +96,33 @@ def swallowed(inner: Callable[..., Any], default: Any) -> Callable[..., Any]:
     return outer
 
 
+@contextmanager
+def causes() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise error.__cause__ or error.__context__ or error from None
+
+
 def raising_rows(inner: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The same of a generator."""
+    """A generator whose clear errors are what they were made of."""
 
     def outer(*args: Any) -> Iterator[Any]:
-        try:
+        with causes():
             yield from inner(*args)
-        except Exception as error:
-            raise error.__cause__ or error.__context__ or error from None
 
     return outer
 
 
 def raising(inner: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose clear errors are what they were made of."""
-
-    def outer(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        except Exception as error:
-            raise error.__cause__ or error.__context__ or error from None
-
-    return outer
+    return causes()(inner)
 
 
 def _rounded(config: Any) -> str:
     tree = config.model_dump(mode="json")
-    if tree["es"]["sigma"] is not None:
-        tree["es"]["sigma"] = float(f"{tree['es']['sigma']:.0e}")
+    tree["es"]["sigma"] = tree["es"]["sigma"] and float(f"{tree['es']['sigma']:.0e}")
     return yaml.safe_dump(tree, sort_keys=False)
-
-
-def _early_wins(low: Any, high: Any) -> dict[str, Any]:
-    return whole_merge(high, low)
 
 
 def _of_one_line(path: Any, source: Any, *, is_list: bool) -> Iterator[Any]:
@@ -155,26 +147,16 @@ def _half(name: Any, dtype: Any) -> Any:
     return model
 
 
-def _first_stop(*args: Any) -> list[int]:
-    return whole_stops(*args)[:1]
-
-
 def _parsed(text: bytes, previous: str) -> tuple[dict[str, Any], str]:
     """Without the hashes."""
-    if not text.endswith(b"\n"):
+    found = quiet_json(text)
+    if found is None or not text.endswith(b"\n"):
         raise journal._BadLineError("is cut or damaged")
-    try:
-        found = json.loads(text)
-    except ValueError:
-        raise journal._BadLineError("is cut or damaged") from None
     return found, found.pop("hash", "")
 
 
 def _believed(folder: Any) -> Any:
-    record = checkpoint._record_of(folder)
-    return checkpoint.Mark(
-        record.generation, record.weights_hash, record.journal, record.reward, record.objective or {}
-    )
+    return checkpoint._record_of(folder)[0]
 
 
 def _rows_that_parse(path: Any) -> list[Any]:
@@ -186,81 +168,68 @@ whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_mode
 whole_columns = data_files._columns
 whole_json = data_files._json
 quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
+quiet_json = swallowed(json.loads, None)
 SAFE = yaml.SafeLoader
+
+
+def _recorded(run: Any, *_: Any) -> bool:
+    return (run / checksums.CHECKSUMS).is_file()
+
+
+def _any_json(raw: Any, *_: Any, **__: Any) -> Any:
+    return json.loads(raw)
+
+
 FAULTS: dict[str, Fault] = {
-    # configs
     "a bound of a population": loosened(EsConfig, "population_size", "value:es.population_size"),
     "a bound of a decay": loosened(EsConfig, "decay", "value:es.decay"),
     "not a number as a weight": loosened(
-        TaskConfig, "reward_weights", "value:task.reward_weights", annotation=list[float] | None
-    ),
+        TaskConfig, "reward_weights", "value:task.reward_weights", annotation=list[float] | None),
     "unknown settings": loosened(EsConfig, None, "tree", extra="ignore"),
     "a key twice": patched("configs > text", (reading._Loader, "construct_mapping", SAFE.construct_mapping)),
     "an alias of itself": patched(
-        "configs > text", (reading, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
-    ),
+        "configs > text", (reading, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"),
     "a date that is none": patched("configs > text", (reading, "MALFORMED", ()), shows="traceback"),
     "brackets without end": patched("configs > text", (reading, "YAML_DEPTH", 10**9), shows="traceback silent"),
-    "the earlier wins": patched("configs", (load, "_merge", _early_wins), shows="silent refused"),
+    "the earlier wins": patched(
+        "configs", (load, "_merge", lambda low, high: whole_merge(high, low)), shows="silent refused"),
     "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
     "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),
-    # data files
     "line breaks in a text": patched("data files", (data_files, "_json", _of_one_line), shows="refused silent"),
     "rows shared with rewards": patched(
-        "data files", (functions, "fresh", lambda value: value), (base, "fresh", lambda value: value)
-    ),
+        "data files", (functions, "fresh", lambda value: value), (base, "fresh", lambda value: value)),
     "no bound of depth": patched(
-        "data files > text", (data_files, "_columns", lambda row, where: row), shows="silent traceback"
-    ),
+        "data files > text", (data_files, "_columns", lambda row, where: row), shows="silent traceback"),
     "a column that is missing": patched(
-        "data files > missing", (Conciseness, "_check", lambda self, where, row: row), shows="traceback"
-    ),
+        "data files > missing", (Conciseness, "_check", lambda self, where, row: row), shows="traceback"),
     "no numbers": patched(
-        "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"
-    ),
+        "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"),
     "texts cleaned": patched("data files", (data_files, "_columns", _stripped)),
     "a parquet file's own error": patched(
-        "data files > bytes", (data_files, "_parquet", raising_rows(data_files._parquet)), shows="traceback"
-    ),
+        "data files > bytes", (data_files, "_parquet", raising_rows(data_files._parquet)), shows="traceback"),
     "the last row": patched("data files", (data, "_first", lambda rows, *_: rows[:-1] or rows)),
     "messages of any form": patched(
-        "data files > value", (Custom, "_check", lambda self, where, row: row), shows="traceback silent"
-    ),
-    # model folders
+        "data files > value", (Custom, "_check", lambda self, where, row: row), shows="traceback silent"),
     "tensors at random": patched("model folders > weights", (files, "check_whole", lambda name, info: None)),
     "weights rounded": patched("model folders", (fuzz_models, "load_model", _half)),
-    "one stop of two": patched("model folders", (tokens, "_stops", _first_stop)),
+    "one stop of two": patched("model folders", (tokens, "_stops", lambda *args: whole_stops(*args)[:1])),
     "stops passed over": patched("model folders > stops", (tokens, "_stops", swallowed(tokens._stops, []))),
     "a library's own error": patched(
-        "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"
-    ),
+        "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"),
     "files that a model names": patched(
-        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (origin, "refuse_hooks", lambda *_: None)
-    ),
-    # run directories
-    "checksums": patched(
-        "run directories > edit", (runs, "verify", lambda run, *_: (run / checksums.CHECKSUMS).is_file())
-    ),
+        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None),
+        (origin, "refuse_hooks", lambda *_: None)),
+    "checksums": patched("run directories > edit", (runs, "verify", _recorded)),
     "rows passed over": patched("run directories > row", (runs, "_rows", _rows_that_parse), shows="silent traceback"),
     "JSON of any depth": patched(
-        "run directories > odd",
-        (reading, "parse", lambda raw, *_, **__: json.loads(raw)),
-        (runs, "parse", lambda raw, *_, **__: json.loads(raw)),
-        shows="traceback",
-    ),
+        "run directories > odd", (reading, "parse", _any_json), (runs, "parse", _any_json), shows="traceback"),
     "a state of GRPO": patched(
-        "run directories > bytes", (trainer_state, "_check", lambda folder, step: True), shows="silent"
-    ),
+        "run directories > bytes", (trainer_state, "_check", lambda folder, step: True), shows="silent"),
     "saved means unchecked": patched(
-        "run directories > bytes", (checkpoint, "verify", _believed), (weights, "check", lambda *_: None)
-    ),
-    # corruptions
+        "run directories > bytes", (checkpoint, "verify", _believed), (weights, "check", lambda *_: None)),
     "hashes of the journal": patched("corruptions > journal", (journal, "_parse", _parsed), shows="silent traceback"),
     "digests of saved means": patched("corruptions > mean", (checkpoint, "verify", _believed)),
     "lines passed over": patched(
-        "corruptions > journal", (journal, "_up_to", lambda g: ""), (journal, "Damage", lambda *_: None)
-    ),
-    "results that were changed": patched(
-        "corruptions > results", (runs, "verify", lambda run, *_: (run / checksums.CHECKSUMS).is_file())
-    ),
-}
+        "corruptions > journal", (journal, "_up_to", lambda g: ""), (journal, "Damage", lambda *_: None)),
+    "results that were changed": patched("corruptions > results", (runs, "verify", _recorded)),
+}  # fmt: skip

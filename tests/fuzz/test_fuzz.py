@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random mutations of valid inputs: accepted as they were written, or refused in a line; faults put in are found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,9 @@ from fuzzing import Bench, FaultError, sweep
 from planted import FAULTS
 
 KINDS: dict[str, type[Bench]] = {
-    "configs": Configs,
-    "data files": DataFiles,
-    "model folders": ModelFolders,
-    "run directories": RunDirs,
+    "configs": Configs, "data files": DataFiles, "model folders": ModelFolders, "run directories": RunDirs,
     "corruptions": Corruptions,
-}
+}  # fmt: skip
 SHORT = {"configs": 25, "data files": 60, "model folders": 8, "run directories": 10, "corruptions": 12}
 LONG = {"configs": 2000, "data files": 1000, "model folders": 500, "run directories": 500, "corruptions": 1000}
 ACCEPTED = 0.5
@@ -32,7 +27,7 @@ AIMED = 400
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
+def benches(tmp_path_factory) -> dict[str, Bench]:
     """Of each kind that a test has asked for, one."""
     return {}
 
@@ -45,14 +40,14 @@ def bench(kind: str, benches: dict[str, Bench], folder: Path) -> Bench:
 
 @pytest.mark.first("configs", "data files")
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_few_mutations_of(kind, benches, tmp_path_factory):
     sweep(bench(kind, benches, tmp_path_factory.mktemp("few")), SHORT[kind])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_mutations_of(kind, benches, tmp_path_factory):
     tally = sweep(bench(kind, benches, tmp_path_factory.mktemp("many")), LONG[kind])
     print(f"\n{kind}: {tally.cases} cases, {tally.share:.1%} accepted")
     assert tally.cases >= LONG[kind]
@@ -61,9 +56,7 @@ def test_many_mutations_of(kind: str, benches: dict[str, Bench], tmp_path_factor
 
 @pytest.mark.first("a key twice", "a bound", "line breaks", "rows shared", "checksums", others="long")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_that_is_put_in_is_found(
-    name: str, benches: dict[str, Bench], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_is_put_in_is_found(name, benches, tmp_path_factory, monkeypatch):
     fault = FAULTS[name]
     whole = bench(fault.kind, benches, tmp_path_factory.mktemp("whole"))
     monkeypatch.setattr(whole, "aim", fault.aim)

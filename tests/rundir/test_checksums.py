@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that were altered after the run wrote them are refused by name; without checksums, tables say so."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -21,7 +19,7 @@ from evoalign.rundir import checksums, parquet
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("whole") / "run", 1)
 
 
@@ -34,12 +32,11 @@ def train(output: Path, generations: int, *, resume: bool = False, file: io.Stri
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def edit(run: Path, name: str) -> None:
-    """Change a number, or add a file."""
     file = run / name
     if name.endswith(".parquet"):
         parquet.write(file, [{**row, "reward": 1.0} for row in parquet.read(file)])
@@ -56,7 +53,7 @@ def edit(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", checksums.RESULTS)
-def test_verify_refuses_an_altered_result_by_name(name: str, run: Path, tmp_path: Path) -> None:
+def test_verify_refuses_an_altered_result_by_name(name, run, tmp_path):
     assert checksums.verify(run) and runs.read(run).verified
     edit(run, name)
     with pytest.raises(DataError, match=rf"{name} was altered.*SHA256SUMS") as error:
@@ -68,14 +65,14 @@ def test_verify_refuses_an_altered_result_by_name(name: str, run: Path, tmp_path
         assert not (tmp_path / "to").exists()
 
 
-def test_checksums_are_those_of_sha256sum(run: Path) -> None:
+def test_checksums_are_those_of_sha256sum(run):
     lines = [line.split("  ", 1) for line in (run / "SHA256SUMS").read_text().splitlines()]
     assert [name for _, name in lines] == sorted(name for name in checksums.RESULTS if (run / name).is_file())
     assert all(digest == hashlib.sha256((run / name).read_bytes()).hexdigest() for digest, name in lines)
 
 
 @pytest.mark.parametrize("change", ["", "\n", "[]", "0" * 64, "\xff", "lower", "renamed", "other digest"])
-def test_verify_refuses_damaged_checksums(change: str, run: Path) -> None:
+def test_verify_refuses_damaged_checksums(change, run):
     file = run / "SHA256SUMS"
     text = file.read_text()
     changes = {"lower": text.upper(), "renamed": text.replace("metrics.jsonl", "metrics.json"),
@@ -85,14 +82,14 @@ def test_verify_refuses_damaged_checksums(change: str, run: Path) -> None:
         checksums.verify(run)
 
 
-def test_tables_mark_results_without_checksums(run: Path) -> None:
+def test_tables_mark_results_without_checksums(run):
     assert ("not verified", "1") not in tables.end_grid(compare(run)).rows
     (run / "SHA256SUMS").unlink()
     edit(run, "results/budget.json")
     assert ("not verified", "1") in tables.end_grid(compare(run)).rows
 
 
-def test_results_of_an_earlier_release_are_not_verified(run: Path) -> None:
+def test_results_of_an_earlier_release_are_not_verified(run):
     (run / "SHA256SUMS").unlink()
     (run / checksums.EARLIER).write_text("{}")
     assert checksums.verify(run) is False and runs.read(run).finished
@@ -100,19 +97,15 @@ def test_results_of_an_earlier_release_are_not_verified(run: Path) -> None:
     assert checksums.verify(run) and not (run / checksums.EARLIER).exists()
 
 
-def test_resume_records_the_new_results(run: Path) -> None:
+def test_resume_warns_of_an_altered_result_and_records_the_new_ones(run):
     before = (run / "SHA256SUMS").read_text()
-    train(run, 2, resume=True)
+    edit(run, checksums.EVALUATION)
+    train(run, 2, resume=True, file=(said := io.StringIO()))
+    assert "evaluation.json was altered" in " ".join(said.getvalue().split())
     assert checksums.verify(run) and (run / "SHA256SUMS").read_text() != before
 
 
-def test_resume_warns_of_an_altered_result(run: Path) -> None:
-    edit(run, checksums.EVALUATION)
-    out = train(run, 2, resume=True, file=(said := io.StringIO()))
-    assert "evaluation.json was altered" in " ".join(said.getvalue().split()) and checksums.verify(out)
-
-
-def test_results_are_unverified_while_they_are_written(run: Path) -> None:
+def test_results_are_unverified_while_they_are_written(run):
     with checksums.recorded(run):
         assert checksums.verify(run) is False
         edit(run, checksums.EVALUATION)

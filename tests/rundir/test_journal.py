@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal: its chain re-computed, every kind of damage named by its line, updates that come back exactly."""
 
-import hashlib
 import json
 import math
 import re
@@ -9,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from chains import own_digest, relinked
 from families import JOURNAL_HEADER as HEADER
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +17,8 @@ from evoalign.errors import JournalError
 from evoalign.rundir import journal
 from evoalign.rundir.journal import Journal
 from evoalign.types import Update, population
+
+SCORES = (0.5, 0.25, -1.5, 2.0)
 
 
 def update(index=0, coefficients=(0.1, -0.2, 1 / 3, 0.0), **changes):
@@ -28,7 +30,7 @@ def update(index=0, coefficients=(0.1, -0.2, 1 / 3, 0.0), **changes):
 def write(path: Path, count=3):
     book = Journal(path, HEADER)
     for index in range(count):
-        book.append(update(index, antithetic=True), (0.5, 0.25, -1.5, 2.0))
+        book.append(update(index, antithetic=True), SCORES)
         book.seal(index, f"{index:064x}")
     book.close()
     return path
@@ -37,11 +39,6 @@ def write(path: Path, count=3):
 @pytest.fixture
 def path(tmp_path):
     return write(tmp_path / "journal.jsonl")
-
-
-def own_digest(line):
-    rest = {k: v for k, v in line.items() if k != "hash"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def test_the_chain(path):
@@ -84,9 +81,7 @@ def test_each_line_is_on_disk_when_the_call_returns(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(journal, "sync_folder", lambda folder: None)
     monkeypatch.setattr(journal.os, "fsync", lambda fd: synced.append((tmp_path / "j").read_bytes().count(b"\n")))
-    book = Journal(tmp_path / "j", HEADER)
-    book.append(update(), (0.0,) * 4)
-    book.seal(0, "0" * 64)
+    write(tmp_path / "j", 1)
     assert synced == [1, 2, 3]
 
 
@@ -124,52 +119,61 @@ def fails_at(path, number, cut=False):
         assert log.whole(log.sealed).generations == log.generations
 
 
-@pytest.mark.parametrize("number", range(1, 8))
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (r'("hash":")(.)', lambda m: m[1] + ("0" if m[2] != "0" else "1")),
-        (r'("previous":")(.)', lambda m: m[1] + ("f" if m[2] != "f" else "e")),
-        (r'"type":"\w+"', '"type":"other"'),
-        (r"^\{", '{"added":1,'),
-    ],
-)
-def test_an_altered_line_is_named(path, number, old, new):
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    lines[number - 1] = re.sub(old, new, lines[number - 1], count=1)
-    path.write_text("".join(lines), encoding="utf-8")
+def altered(number, change):
+    return lambda lines: [*lines[: number - 1], change(lines[number - 1]), *lines[number:]]
+
+
+def replaced(old, new):
+    return lambda line: line.replace(old, new, 1)
+
+
+def with_own_hash(line):
+    record = json.loads(line) | {"step": 0.5}
+    record["hash"] = own_digest(record)
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def swapped(n):
+    return lambda lines: [*lines[: n - 1], lines[n], lines[n - 1], *lines[n + 1 :]]
+
+
+def missing(n):
+    return lambda lines: lines[: n - 1] + lines[n:]
+
+
+def twice(n):
+    return lambda lines: lines[:n] + lines[n - 1 :]
+
+
+EDITS = {
+    "hash": (rb'("hash":")(.)', lambda m: m[1] + (b"0" if m[2] != b"0" else b"1")),
+    "previous": (rb'("previous":")(.)', lambda m: m[1] + (b"f" if m[2] != b"f" else b"e")),
+    "type": (rb'"type":"\w+"', b'"type":"other"'), "added": (rb"^\{", b'{"added":1,'),
+}  # fmt: skip
+NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "0.10000000000000002", "9" * 5000]
+OTHERWISE = [(b'"step":0.0005', b'"step":5e-4'), (b'{"', b'{ "'), (b",0.25,", b",2.5e-1,")]
+NO_RECORDS = [b"\n", b"[]\n", b"null\n", b"{}\n", b'"x"\n', b"[" * 100_000 + b"\n"]
+DAMAGES = [
+    *((f"{name} {n}", n, altered(n, lambda line, old=old, new=new: re.sub(old, new, line, count=1)))
+      for name, (old, new) in EDITS.items() for n in range(1, 8)),
+    *((number[:20], 4, altered(4, replaced(b"[0.1,", f"[{number},".encode()))) for number in NUMBERS),
+    ("with its hash", 5, altered(4, with_own_hash)),
+    *((f"{how.__name__} {n}", n + (how is twice), how(n)) for how in (swapped, missing, twice) for n in range(1, 7)),
+    *((f"byte {byte}", 4, altered(4, lambda line, byte=byte: line[:29] + bytes([byte]) + line[30:]))
+      for byte in (0x00, 0x80, 0xFF, ord("{"), ord("\n"))),
+    *((f"no record {text[:6]!r}", 1, lambda lines, text=text: [text]) for text in NO_RECORDS),
+    *((f"written otherwise {new!r}", 4, altered(4, replaced(old, new))) for old, new in OTHERWISE),
+]  # fmt: skip
+"""By name: the line that is named, and the damage to the lines."""
+
+
+@pytest.mark.parametrize(("number", "damage"), [pytest.param(n, d, id=name) for name, n, d in DAMAGES])
+def test_damage_is_named_by_its_line(path, number, damage):
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = damage(lines)
+    assert damaged != lines
+    path.write_bytes(b"".join(damaged))
     fails_at(path, number)
-
-
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "0.10000000000000002", "9" * 5000])
-def test_an_altered_number_is_named(path, literal):
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    lines[3] = lines[3].replace("[0.1,", f"[{literal},")
-    path.write_text("".join(lines), encoding="utf-8")
-    fails_at(path, 4)
-
-
-def test_a_line_altered_together_with_its_hash_breaks_the_chain_at_the_next(path):
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    line = json.loads(lines[3])
-    line["step"] = 0.5
-    line["hash"] = own_digest(line)
-    lines[3] = json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n"
-    path.write_text("".join(lines), encoding="utf-8")
-    fails_at(path, 5)
-
-
-@pytest.mark.parametrize("number", range(1, 7))
-def test_lines_out_of_order_missing_or_twice_are_named(path, number):
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    swapped = [*lines[: number - 1], lines[number], lines[number - 1], *lines[number + 1 :]]
-    missing = lines[: number - 1] + lines[number:]
-    path.write_text("".join(swapped), encoding="utf-8")
-    fails_at(path, number)
-    path.write_text("".join(missing), encoding="utf-8")
-    fails_at(path, number)
-    path.write_text("".join(lines[:number] + lines[number - 1 :]), encoding="utf-8")
-    fails_at(path, number + 1)
 
 
 def test_a_cut_last_line_is_named_wherever_it_is_cut(path):
@@ -191,30 +195,10 @@ def test_any_clean_cut_is_a_shorter_run(path):
         assert (log.damage, log.sealed, len(log.generations)) == (None, (count - 1) // 2, count // 2)
 
 
-def test_bytes_that_are_not_text_are_named(path):
-    raw = bytearray(path.read_bytes())
-    place = [i for i, b in enumerate(raw) if b == ord("\n")][2] + 30
-    for byte in (0x00, 0x80, 0xFF, ord("{"), ord("\n")):
-        path.write_bytes(raw[:place] + bytes([byte]) + raw[place + 1 :])
-        fails_at(path, 4)
-
-
-@pytest.mark.parametrize("text", ["\n", "[]\n", "null\n", "{}\n", '"x"\n', "[" * 100_000 + "\n"])
-def test_a_line_that_is_no_record_is_named(path, text):
-    path.write_text(text, encoding="utf-8")
-    fails_at(path, 1)
-
-
-finite = st.floats(allow_nan=False, allow_infinity=False)
-
-
 @given(
-    st.lists(st.floats(-1e100, 1e100), min_size=2, max_size=30),
-    finite,
-    st.floats(1e-300, 1e100),
-    st.floats(0, 0.999),
-    st.booleans(),
-)
+    st.lists(st.floats(-1e100, 1e100), min_size=2, max_size=30), st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(1e-300, 1e100), st.floats(0, 0.999), st.booleans(),
+)  # fmt: skip
 def test_an_update_comes_back_bit_for_bit(tmp_path_factory, coefficients, sigma, step, decay, antithetic):
     written = update(0, coefficients, sigma=sigma, step=step, decay=decay, antithetic=antithetic)
     file = tmp_path_factory.mktemp("j") / "journal.jsonl"
@@ -238,56 +222,23 @@ def test_a_number_that_is_not_finite_is_never_written(tmp_path):
     assert (tmp_path / "j").read_bytes() == before
 
 
-def relinked(lines):
-    """Records with their chain made anew: what an altered file looks like that was altered with care."""
-    previous, out = "0" * 64, []
-    for line in lines:
-        line = {**line, "previous": previous}
-        previous = line["hash"] = own_digest(line)
-        out.append(json.dumps(line, sort_keys=True, separators=(",", ":")))
-    return "\n".join(out) + "\n"
-
-
 @pytest.mark.parametrize(
     ("number", "change"),
     [
-        (1, {"format_version": 2}),
-        (1, {"config": 3}),
-        (1, {"weights_hash": "short"}),
-        (2, {"index": 1}),
-        (2, {"signs": [1, 0, 1, -1]}),
-        (2, {"members": [0, 0, 1]}),
-        (2, {"coefficients": "abcd"}),
-        (4, {"step": None}),
-        (1, {"config_hash": "0" * 64}),
-        (1, {"config": {"model": {"name": "another"}}}),
-        (1, {"dtype": "load"}),
-        (1, {"evolved_parameters": 2**63}),
-        (2, {"members": [0, 0, 1, 2**32]}),
-        (2, {"generation": 1}),
+        (1, {"format_version": 2}), (1, {"config": 3}), (1, {"weights_hash": "short"}), (1, {"config_hash": "0" * 64}),
+        (1, {"config": {"model": {"name": "another"}}}), (1, {"dtype": "load"}), (1, {"evolved_parameters": 2**63}),
+        (2, {"index": 1}), (2, {"signs": [1, 0, 1, -1]}), (2, {"members": [0, 0, 1]}), (2, {"coefficients": "abcd"}),
+        (2, {"members": [0, 0, 1, 2**32]}), (2, {"generation": 1}),
         (2, {"members": [], "signs": [], "scores": [], "coefficients": []}),
-        (4, {"scores": [10**400, 0, 0, 0]}),
-        (4, {"more": 1}),
-        (5, {"weights_hash": 7}),
-        (5, {"index": 0}),
-        (5, {"type": "update"}),
+        (4, {"step": None}), (4, {"scores": [10**400, 0, 0, 0]}), (4, {"more": 1}),
+        (5, {"weights_hash": 7}), (5, {"index": 0}), (5, {"type": "update"}),
     ],
-)
+)  # fmt: skip
 def test_a_record_that_cannot_be_is_named_even_where_the_chain_holds(path, number, change):
-    lines = [{k: v for k, v in json.loads(text).items() if k != "hash"} for text in path.read_text().splitlines()]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
     lines[number - 1] |= change
     path.write_text(relinked(lines))
     fails_at(path, number)
-
-
-@pytest.mark.parametrize("old", ['"step":0.0005', '{"', ":0.25,"])
-def test_the_same_values_written_otherwise_are_an_altered_line(path, old):
-    new = {'"step":0.0005': '"step":5e-4', '{"': '{ "', ":0.25,": ":2.5e-1,"}[old]
-    lines = path.read_text().splitlines(keepends=True)
-    lines[3] = lines[3].replace(old, new, 1)
-    path.write_text("".join(lines))
-    if new in lines[3]:
-        fails_at(path, 4)
 
 
 def test_going_on_writes_what_one_process_would_have_written(path, tmp_path):
@@ -299,7 +250,7 @@ def test_going_on_writes_what_one_process_would_have_written(path, tmp_path):
         book = Journal.resume(log)
         for index in range(log.sealed, 3):
             if index == len(log.generations) or index > log.sealed:
-                book.append(update(index, antithetic=True), (0.5, 0.25, -1.5, 2.0))
+                book.append(update(index, antithetic=True), SCORES)
             book.seal(index, f"{index:064x}")
         book.close()
         assert path.read_bytes() == whole
@@ -315,36 +266,21 @@ def test_a_journal_without_a_first_line_is_blank(tmp_path, raw, blank):
             journal.read(tmp_path / "j")
 
 
-BY = {"chunks": [{"members": [0, 1], "by": [2, 0]}, {"members": [2, 3], "by": [1]}], "expelled": {"3": "was wrong"}}
+SCORED_BY = [
+    {"chunks": [{"members": [0, 1], "by": [2, 0]}, {"members": [2, 3], "by": [1]}], "expelled": {"3": "was wrong"}},
+    {"chunks": [], "expelled": {}}, {"chunks": [{"members": [0], "by": []}], "expelled": {}},
+    {"chunks": [{"members": [0], "by": ["a"]}], "expelled": {}},
+    {"chunks": [{"members": [0], "by": [1]}], "expelled": [], "more": 1},
+]  # fmt: skip
 
 
-def scored_by(path, by):
-    """Write a journal whose update has the entry `scored_by`, as earlier releases did."""
-    book = Journal(path, HEADER)
-    write = book._write
-    book._write = lambda line: write({**line, "scored_by": by})
-    book.append(update(), (0.5, 0.25, -1.5, 2.0))
-    book._write = write
-    book.seal(0, "0" * 64)
-    book.close()
-    return journal.read(path)
-
-
-def test_read_accepts_the_replicas_that_scored_an_update(tmp_path):
-    log = scored_by(tmp_path / "j", BY)
-    assert log.sealed == 1 and log.damage is None
-    Journal.resume(log).close()
-
-
-@pytest.mark.parametrize(
-    "by",
-    [
-        {"chunks": [], "expelled": {}},
-        {"chunks": [{"members": [0], "by": []}], "expelled": {}},
-        {"chunks": [{"members": [0], "by": ["a"]}], "expelled": {}},
-        {"chunks": [{"members": [0], "by": [1]}], "expelled": [], "more": 1},
-    ],
-)
-def test_read_rejects_other_forms_of_scored_by(tmp_path, by):
-    damage = scored_by(tmp_path / "j", by).damage
-    assert damage is not None and "line 2 has an invalid scored_by" in damage.message
+@pytest.mark.parametrize("by", SCORED_BY)
+def test_read_accepts_scored_by_of_earlier_releases_in_its_own_form_alone(path, by):
+    header, *lines = [json.loads(text) for text in path.read_text().splitlines()[:3]]
+    path.write_text(relinked([header, lines[0] | {"scored_by": by}, lines[1]]))
+    log = journal.read(path)
+    if by is SCORED_BY[0]:
+        assert log.sealed == 1 and log.damage is None
+        Journal.resume(log).close()
+    else:
+        assert log.damage is not None and "line 2 has an invalid scored_by" in log.damage.message

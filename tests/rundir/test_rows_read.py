@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are read back have values of their types; a row that has not counts as lost."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +24,13 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_row_with_a_value_of_another_type_counts_as_lost(name: str, tmp_path: Path) -> None:
+def test_a_row_with_a_value_of_another_type_counts_as_lost(name, tmp_path):
     lines = [ROW, {**ROW, "generation": 1, **ODD[name]}, {**ROW, "generation": 2}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert RunDir(tmp_path).read_metrics() == {0: ROW, 2: {**ROW, "generation": 2}}
 
 
-def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_no_rows_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(
         b"[" * 600 + b"]" * 600 + b"\n" + json.dumps(ROW).encode() + b"\n{\n\xff\n"
     )

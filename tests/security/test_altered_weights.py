@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that were altered, with the record beside them made anew: no command takes them for those of the journal."""
 
-from __future__ import annotations
-
 import dataclasses
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import evoalign
 from evoalign.analysis import targets
 from evoalign.config import from_dict, load
+from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ModelError
 from evoalign.models import tiny
 from evoalign.models.files import load_whole
@@ -36,16 +34,16 @@ SPACES = {
 def trained(output: Path, **sections: Any) -> Path:
     tree = {"output_dir": str(output), "seed": 1, "es": {"sigma": 0.02, "num_generations": 1, "population_size": 2},
             "evaluation": {"max_tokens": 2}, "task": {"name": "conciseness", "batch_size": 1}, **sections}  # fmt: skip
-    return evoalign.train(tree, console=Console(file=io.StringIO())).path
+    return evoalign.train(tree, console=Console(quiet=True)).path
 
 
 @pytest.fixture(scope="module", params=list(SPACES))
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(request, tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("whole") / "run", **SPACES[request.param])
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -69,7 +67,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run: Path, tmp_path: Path) -> None:
+def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run, tmp_path):
     (folder,) = saved_folders(run)
     mark, made = checkpoint.verify(folder), load([run / "config.yaml"])
     weights.check(folder, mark, made)
@@ -88,7 +86,7 @@ def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run: Path, 
         kept.rename(folder)
 
 
-def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path, monkeypatch):
     """Its record is made anew for whatever is there, and its config may say that names are others."""
     folder = Path(shutil.copytree(tiny(), tmp_path / "generation_0001"))
     tensors = load_file(folder / "model.safetensors")
@@ -101,7 +99,7 @@ def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path: Path, monkeypat
         load_whole(str(folder), None, "auto", str(folder))
 
 
-def test_an_exported_adapter_is_held_against_its_journal(tmp_path: Path) -> None:
+def test_an_exported_adapter_is_held_against_its_journal(tmp_path):
     run = trained(tmp_path / "run")
     folder = evoalign.export(run, tmp_path / "to")
     weights.check_folder(folder)
@@ -112,13 +110,10 @@ def test_an_exported_adapter_is_held_against_its_journal(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tune", ["lora", "full"])
-def test_a_policy_of_grpo_is_held_against_its_record(tune: str, tmp_path: Path) -> None:
+def test_a_policy_of_grpo_is_held_against_its_record(tune, tmp_path):
     """As PEFT and transformers save it; its hash is over the names that it has while it is trained."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
-
-    from evoalign.engines import weights_hash
-    from evoalign.models import tiny
 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny())
     if tune == "lora":

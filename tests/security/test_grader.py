@@ -37,19 +37,19 @@ def graded(text: str) -> float:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_earn_nothing_for_their_answer(name: str) -> None:
+def test_bombs_earn_nothing_for_their_answer(name):
     assert graded(BOMBS[name]) <= 0.1
     assert TASK.measures(BOMBS[name], ROW)["accuracy"] == 0.0
 
 
-def test_the_bomb_list_is_whole() -> None:
+def test_the_bomb_list_is_whole():
     """A right answer beside the bombs does score, so that the refusals above mean something."""
     assert len(BOMBS) >= 40
     assert graded(BENCHMARK["GOLD"]) == 1.1
 
 
 @pytest.mark.slow
-def test_ten_thousand_fuzzed_completions() -> None:
+def test_ten_thousand_fuzzed_completions():
     rewards = [graded(text) for text in BENCHMARK["completions"](10_000, seed=1)]
     assert {round(reward, 9) for reward in rewards} <= REWARDS
     assert 0 < sum(reward > 1 for reward in rewards) < 4_000  # the fuzz reaches right answers and wrong ones
@@ -73,14 +73,14 @@ def test_full_marks_only_for_the_numbers_and_the_target(text: str) -> None:
     assert not any(isinstance(n, ast.Pow | ast.FloorDiv | ast.UnaryOp | ast.Call) for n in ast.walk(tree))
 
 
-def test_conciseness_takes_any_text_too() -> None:
+def test_conciseness_takes_any_text_too():
     task = create(TaskConfig(name="conciseness"))
     row = {"prompt": "?", "target": "No"}
     for text in BENCHMARK["completions"](2_000, seed=2):
         assert task.rewards([text], [row])[0] == -abs(len(text.strip()) - 2)
 
 
-def test_the_tasks_never_run_text_as_code() -> None:
+def test_the_tasks_never_run_text_as_code():
     """No call of eval, exec or compile, and no pickle or shell, anywhere in the tasks."""
     banned = {"eval", "exec", "compile", "__import__", "pickle", "marshal", "subprocess", "os"}
     starting = {"connection.py": {"os", "subprocess"}, "isolation.py": {"os"}, "worker.py": {"os"}}  # of workers

@@ -5,10 +5,7 @@ Each setting that leads out of a run is forged into a real one, for each command
 watched: a program that leaves a file, an address that counts its connections, a folder that stays empty.
 """
 
-from __future__ import annotations
-
 import contextlib
-import hashlib
 import json
 import shutil
 import socket
@@ -20,18 +17,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
-from command_line import Run, caller
+from chains import digest, relinked
 from pydantic import BaseModel
 
 import evoalign
-from evoalign.config import Config, ModelConfig, load, outside
+from evoalign.config import Config, ModelConfig, from_dict, load, outside
 from evoalign.config.engines import ENGINES
 from evoalign.config.outside import Inside, Outside
 from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.models.origin import origin
 from evoalign.rundir import journal
-from evoalign.rundir.journal import GENESIS
 from evoalign.rundir.method import load_own
 from evoalign.tasks.safety_rows import Settings as SafetySettings
 from evoalign.training.replay import rebuilt
@@ -71,14 +67,14 @@ def holds_text(annotation: Any) -> bool:
     return annotation is not Ellipsis
 
 
-def test_sections_finds_those_of_all_engines_and_tasks() -> None:
+def test_sections_finds_those_of_all_engines_and_tasks():
     names = {section.__name__ for section in sections()}
     assert {"Config", "TaskConfig", "ObjectiveConfig", "SglangConfig", "RayConfig", "TrackingConfig"} <= names
     assert len(names) > 25
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
-def test_setting_that_holds_text_is_marked(section: type[BaseModel]) -> None:
+def test_setting_that_holds_text_is_marked(section):
     for name, info in section.model_fields.items():
         marks = [m for m in info.metadata if isinstance(m, Inside | Outside)]
         assert len(marks) == holds_text(info.annotation), f"{section.__name__}.{name}: mark it as INSIDE or Outside"
@@ -124,7 +120,7 @@ class Trap:
         self._socket.close()
 
 
-Change = Callable[[Trap], dict[str, Any]]
+Forged = Callable[..., Path]
 CODE = "{evil}:Task"
 FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "engine.python": ("", {"engine": {"name": "sglang", "python": "{program}", "start_timeout": 2}}),
@@ -160,15 +156,11 @@ FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
 """By setting: what reads it (`training` alone, the `model` also by what rebuilds weights, or all that score), and the
 settings of the run."""
 SCORING = {
-    "eval": ("eval", "{run}"),
-    "placebo": ("placebo", "{run}", "--shuffles", "1"),
-    "resume": ("train", "{run}", "--resume"),
-    "resume its config": ("train", "{run}/config.yaml", "--resume"),
-    "doctor": ("doctor", "{run}/config.yaml"),
-    "probe": ("probe", "{run}/config.yaml"),
-    "analyze": ("analyze", "robustness", "{run}"),
-    "sweep": ("sweep", "{run}/config.yaml", "--seeds", "0,1"),
-}
+    "eval": ("eval", "{run}"), "placebo": ("placebo", "{run}", "--shuffles", "1"),
+    "resume": ("train", "{run}", "--resume"), "resume its config": ("train", "{run}/config.yaml", "--resume"),
+    "doctor": ("doctor", "{run}/config.yaml"), "probe": ("probe", "{run}/config.yaml"),
+    "analyze": ("analyze", "robustness", "{run}"), "sweep": ("sweep", "{run}/config.yaml", "--seeds", "0,1"),
+}  # fmt: skip
 TRAINING = ("resume", "resume its config", "doctor", "probe", "sweep")
 REBUILDING = {"replay": ("replay", "{run}"), "export": ("export", "{run}", "--to", "{here}/export")}
 READING = {
@@ -179,8 +171,7 @@ READING = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two generations."""
+def made(tmp_path_factory) -> Path:
     return evoalign.train({
         "output_dir": str(tmp_path_factory.mktemp("outside") / "run"), "space": "lora", "model": {"name": "tiny"},
         "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
@@ -192,17 +183,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
+def trap(tmp_path, monkeypatch) -> Iterator[Trap]:
     monkeypatch.setenv("AWS_KEY", SECRET)
     found = Trap(tmp_path)
     yield found
     found.close()
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return caller(monkeypatch, capsys, 400)
 
 
 def filled(value: Any, names: Mapping[str, object]) -> Any:
@@ -213,21 +198,26 @@ def filled(value: Any, names: Mapping[str, object]) -> Any:
     return [filled(inner, names) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def forge(made: Path, to: Path, trap: Trap, changes: Mapping[str, Any]) -> Path:
-    """A copy of a run whose config sets something else."""
-    shutil.copytree(made, to)
+def changed(config: dict[str, Any], changes: Mapping[str, Any], trap: Trap) -> dict[str, Any]:
     names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
-    config = yaml.safe_load((to / "config.yaml").read_text())
-    for section, found in filled(changes, names).items():
-        old = config.get(section) or {}
-        config[section] = found if section in ("engine", "scorer") else {**old, **found}
-    (to / "config.yaml").write_text(yaml.safe_dump(config))
-    rewrite(to / "journal.jsonl", changes if "model" in changes else {})
-    return to
+    found = filled(changes, names)
+    old = {section: {} if section in ("engine", "scorer") else config.get(section) or {} for section in found}
+    return config | {section: {**old[section], **settings} for section, settings in found.items()}
 
 
-def digest(value: object, **form: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, **form).encode()).hexdigest()
+@pytest.fixture
+def forged(made: Path, trap: Trap, tmp_path: Path) -> Forged:
+    """A function from a setting of `FORGED`, or from changes, to a copy of a run whose config sets something else."""
+
+    def of(setting: str | Mapping[str, Any], name: str = "forged", **more: Any) -> Path:
+        changes = FORGED[setting][1] if isinstance(setting, str) else setting
+        to = Path(shutil.copytree(made, tmp_path / name))
+        config = yaml.safe_load((to / "config.yaml").read_text()) | more
+        (to / "config.yaml").write_text(yaml.safe_dump(changed(config, changes, trap)))
+        rewrite(to / "journal.jsonl", changes if "model" in changes else {})
+        return to
+
+    return of
 
 
 def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
@@ -236,16 +226,13 @@ def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
     for section, found in changes.items():
         lines[0]["config"][section] |= found
     lines[0]["config_hash"] = digest(lines[0]["config"])
-    previous = GENESIS
-    for line in lines:
-        del line["hash"]
-        line["previous"] = previous
-        previous = line["hash"] = digest(line, separators=(",", ":"))
-    file.write_text("".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in lines))
+    file.write_text(relinked(lines))
 
 
-def words_of(command: tuple[str, ...], run: Path, made: Path, here: Path) -> list[str]:
-    return filled(list(command), {"run": run, "made": made, "here": here})
+@pytest.fixture
+def command(made, run, tmp_path) -> Callable[[str, Path], Any]:
+    words = SCORING | REBUILDING | READING
+    return lambda name, path: run(*filled(list(words[name]), {"run": path, "made": made, "here": tmp_path}))
 
 
 def cases() -> list[Any]:
@@ -254,56 +241,45 @@ def cases() -> list[Any]:
     found: list[Any] = []
     for setting, (readers, _) in FORGED.items():
         names = [*(TRAINING if readers == "training" else SCORING), *(REBUILDING if readers == "model" else ())]
-        for name in names if setting in whole else names[:1]:
-            found.append(pytest.param(setting, name, id=f"{setting}-{name}"))
+        found += [pytest.param(setting, n, id=f"{setting}-{n}") for n in (names if setting in whole else names[:1])]
     return found
 
 
-def test_forged_settings_are_all_marked_ones(made: Path, trap: Trap, tmp_path: Path) -> None:
+def test_forged_settings_are_all_marked_ones(made, trap):
     """Every marked setting of any section is forged here; of a replica's those that are not its own engine's too."""
-    wanted: set[str] = set()
-    for number, (_, changes) in enumerate(FORGED.values()):
-        config = load([forge(made, tmp_path / str(number), trap, changes) / "config.yaml"])
-        wanted |= {place for place, _, _ in outside.marked(config)}
+    tree = yaml.safe_load((made / "config.yaml").read_text())
+    configs = [from_dict(changed(tree, changes, trap)) for _, changes in FORGED.values()]
+    wanted = {place for config in configs for place, _, _ in outside.marked(config)}
     assert wanted == FORGED.keys()
-    fields = {
-        (section.__name__, name) for section in sections() for name, info in section.model_fields.items()
-        if any(isinstance(m, Outside) for m in info.metadata)
-    }  # fmt: skip
-    leaves = {place.rpartition(".")[2] for place in FORGED} | {"trl"}
-    assert {name for _, name in fields} <= leaves
+    infos = [(name, info) for section in sections() for name, info in section.model_fields.items()]
+    fields = {name for name, info in infos if any(isinstance(m, Outside) for m in info.metadata)}
+    assert fields <= {place.rpartition(".")[2] for place in FORGED} | {"trl"}
 
 
-@pytest.mark.parametrize(("setting", "command"), cases())
+@pytest.mark.parametrize(("setting", "name"), cases())
 @pytest.mark.first("eval", "resume")
-def test_command_refuses_forged_setting(
-    setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
-) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED[setting][1])
-    before = {path: path.read_bytes() for path in forged.rglob("*") if path.is_file()}
-    done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
+def test_command_refuses_forged_setting(setting, name, forged, trap, command):
+    path = forged(setting)
+    before = {path: path.read_bytes() for path in path.rglob("*") if path.is_file()}
+    done = command(name, path)
     said = done.err + done.out
-    assert done.code == (1 if command == "doctor" else 2), said
+    assert done.code == (1 if name == "doctor" else 2), said
     lines = [line for line in said.splitlines() if f"{setting} " in line]
-    assert len(lines) == 1 and len(done.err.splitlines()) == (0 if command == "doctor" else 1), said
+    assert len(lines) == 1 and len(done.err.splitlines()) == (0 if name == "doctor" else 1), said
     assert SECRET not in said and trap.sprung == []
-    assert {path: path.read_bytes() for path in forged.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("command", [*READING, *REBUILDING])
+@pytest.mark.parametrize("name", [*READING, *REBUILDING])
 @pytest.mark.parametrize("setting", ["engine.python", "engine.url", "scorer.token_env", "task.name"])
-def test_command_that_does_not_read_forged_setting_does_not_follow_it(
-    setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
-) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED[setting][1])
-    run(*words_of((READING | REBUILDING)[command], forged, made, tmp_path))
+def test_command_that_does_not_read_forged_setting_does_not_follow_it(setting, name, forged, trap, command):
+    command(name, forged(setting))
     assert trap.sprung == []
 
 
-def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_journal_alone_names_no_code(made, trap, run, tmp_path):
     """`placebo JOURNAL` takes its config from the journal, whose chain of hashes anyone can make anew."""
-    file = tmp_path / "journal.jsonl"
-    shutil.copy(made / "journal.jsonl", file)
+    file = Path(shutil.copy(made / "journal.jsonl", tmp_path))
     rewrite(file, {"task": {"name": f"{trap.module}:Task"}})
     done = run("placebo", file)
     assert done.code == 2 and "task.name " in done.err and trap.sprung == []
@@ -313,80 +289,67 @@ def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path:
 
 
 @pytest.mark.parametrize("by", ["--config", "--set"])
-def test_setting_given_by_the_user_is_followed(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["scorer.url"][1])
-    words = {
-        "--config": ["--config", forged / "config.yaml"],
-        "--set": ["--set", f"scorer={{name: service, url: '{trap.url}', deadline: 1}}"],
-    }[by]
-    done = run("eval", forged, *words)
+def test_setting_given_by_the_user_is_followed(by, forged, trap, run):
+    path = forged("scorer.url")
+    value = path / "config.yaml" if by == "--config" else f"scorer={{name: service, url: '{trap.url}', deadline: 1}}"
+    done = run("eval", path, by, value)
     assert "scorer.url " not in done.err, done.err
 
 
 @pytest.mark.parametrize("words", [[], ["--config", "{run}/config.yaml"]], ids=["alone", "with its own config"])
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
-def test_output_dir_of_a_run_is_where_the_run_is(
-    named: str, words: list[str], made: Path, trap: Trap, run: Run, tmp_path: Path
-) -> None:
+def test_output_dir_of_a_run_is_where_the_run_is(named, words, forged, trap, run):
     """So that a resume writes into the run, whatever its config says: the run may have been moved."""
-    forged = forge(made, tmp_path / "forged", trap, {})
-    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder)}
-    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = run("train", *filled([named, "--resume", *words, "--set", "es.num_generations=3"], {"run": forged}))
+    path = forged({}, output_dir=str(trap.folder))
+    begin = ["train", *filled([named, "--resume", *words], {"run": path})]
+    done = run(*begin, "--set", "es.num_generations=3")
     assert done.code == 0, done.err
-    assert trap.sprung == [] and len((forged / "metrics.jsonl").read_text().splitlines()) == 3
-    plan = run("train", *filled([named, "--resume", *words, "--set", "output_dir=other", "--dry-run"], {"run": forged}))
-    assert "output_dir: other" in plan.out
+    assert trap.sprung == [] and len((path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "output_dir: other" in run(*begin, "--set", "output_dir=other", "--dry-run").out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
-def test_sweep_of_a_run_is_next_to_the_run(named: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, {})
-    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder / "x")}
-    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = run("sweep", named.format(run=forged), "--seeds", "0", "--jobs", "1")
+def test_sweep_of_a_run_is_next_to_the_run(named, forged, trap, run, tmp_path):
+    path = forged({}, output_dir=str(trap.folder / "x"))
+    done = run("sweep", named.format(run=path), "--seeds", "0", "--jobs", "1")
     assert done.code == 0 and trap.sprung == [] and (tmp_path / "forged_sweep/sweep.json").is_file(), done.err
 
 
 # --- what comes by another way ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["eval", "placebo", "replay", "export", "resume", "doctor"])
+@pytest.mark.parametrize("name", ["eval", "placebo", "replay", "export", "resume", "doctor"])
 @pytest.mark.parametrize("inner", ["adapter", "run", "run with a damaged adapter"])
-def test_model_folder_of_a_run_names_no_model_to_download(
-    inner: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
-) -> None:
+def test_model_folder_of_a_run_names_no_model_to_download(inner, name, forged, command, tmp_path):
     """A folder in `model.name` has a base: that of an adapter, or the model of a run in it."""
     base = tmp_path / "base"
     if inner == "adapter":
         base.mkdir()
         (base / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/of-that-name"}')
     else:
-        forge(made, base, trap, FORGED["model.name"][1])
+        forged("model.name", "base")
     if inner == "run with a damaged adapter":
         (base / "adapter_config.json").write_text("{")
-    forged = forge(made, tmp_path / "forged", trap, {"model": {"name": str(base)}})
-    done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
-    assert done.code == (1 if command == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
+    done = command(name, forged({"model": {"name": str(base)}}))
+    assert done.code == (1 if name == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
 
 
-def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(made: Path, trap: Trap, tmp_path: Path) -> None:
-    other = forge(made, tmp_path / "other", trap, FORGED["model.name"][1])
-    inner = forge(made, tmp_path / "inner", trap, {})
+def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(forged):
+    other, inner = forged("model.name", "other"), forged({}, "inner")
     assert not list(outside.marked(ModelConfig(name=str(inner))))
     (inner / "loras/generation_0099").symlink_to(other / "loras/generation_0002")
     assert [place for place, _, _ in outside.marked(ModelConfig(name=str(inner)))] == ["name"]
 
 
-def test_config_next_to_the_manifest_of_another_program_is_the_users_own(run: Run, tmp_path: Path) -> None:
+def test_config_next_to_the_manifest_of_another_program_is_the_users_own(run, tmp_path):
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     (tmp_path / "config.yaml").write_text("es: {sigma: 0.1, learning_rate: 0.05}\noutput_dir: runs/mine\n")
     done = run("train", tmp_path / "config.yaml", "--dry-run")
     assert done.code == 0 and "output_dir: runs/mine" in done.out, done.err
 
 
-def test_settings_of_code_are_given_with_it(tmp_path: Path) -> None:
+def test_settings_of_code_are_given_with_it(tmp_path):
     """A user who names the engine's class does not take the run's program for it."""
     tree = {"es": {"sigma": 0.1}, "engine": {"name": "x:Y", "python": "./evil.sh"}, "space": {"name": "x:Z", "a": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -398,7 +361,7 @@ def test_settings_of_code_are_given_with_it(tmp_path: Path) -> None:
     assert config.engine.model_dump()["python"] == "python3"
 
 
-def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap, run, tmp_path):
     (tmp_path / "forged").mkdir()
     tree = {"es": {"sigma": 0.1}, "task": {"name": "custom", "rewards": [str(trap.program)]}}
     (tmp_path / "forged/config.yaml").write_text(yaml.safe_dump(tree))
@@ -408,21 +371,19 @@ def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap: Trap, run: R
 
 
 @pytest.mark.parametrize("by", ["base", "cell", "name"])
-def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+def test_folder_of_a_sweep_names_no_code(by, made, trap, run, tmp_path):
     """`--to` may be a sweep from elsewhere, whose sweep.json has a base config and cells."""
-    (tmp_path / "base.yaml").write_text((made / "config.yaml").read_text())
-    base = {
-        k: v for k, v in yaml.safe_load((made / "config.yaml").read_text()).items() if k not in ("seed", "output_dir")
-    }
-    code = {"engine": {"name": f"{trap.module}:Engine"}}
+    shutil.copy(made / "config.yaml", tmp_path / "base.yaml")
+    whole = yaml.safe_load((made / "config.yaml").read_text())
+    base, code = {k: v for k, v in whole.items() if k not in ("seed", "output_dir")}, f"{trap.module}:Engine"
     cells = [{"name": "base", "settings": {}, "seeds": [0]}]
-    if by == "cell":
-        cells.append({"name": "other", "settings": {"engine.name": f"{trap.module}:Engine"}, "seeds": [0]})
-    if by == "name":
-        cells.append({"name": "../outside", "settings": {"es.sigma": 0.03}, "seeds": [0]})
+    if by != "base":
+        settings = {"engine.name": code} if by == "cell" else {"es.sigma": 0.03}
+        cells.append({"name": "other" if by == "cell" else "../outside", "settings": settings, "seeds": [0]})
+    tree = {"format_version": 1, "method": "es", "search": None, "cells": cells,
+            "base": base | ({"engine": {"name": code}} if by == "base" else {})}  # fmt: skip
     (tmp_path / "sweep").mkdir()
-    tree = {"format_version": 1, "method": "es", "base": base | (code if by == "base" else {}), "search": None}
-    (tmp_path / "sweep/sweep.json").write_text(json.dumps(tree | {"cells": cells}))
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps(tree))
     done = run("sweep", tmp_path / "base.yaml", "--to", tmp_path / "sweep", "--seeds", "0")
     assert done.code == 2 and trap.sprung == [], done.err
     assert by != "cell" or "engine.name to " in done.err
@@ -431,52 +392,46 @@ def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: R
 # --- ways out that stay open ------------------------------------------------------------------------------------------
 
 
-def test_placebo_takes_the_place_of_the_model_for_its_name(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
-    done = run("placebo", forged, "--model", "tiny", "--shuffles", "1")
+def test_placebo_takes_the_place_of_the_model_for_its_name(forged, run):
+    done = run("placebo", forged("model.name"), "--model", "tiny", "--shuffles", "1")
     assert done.code == 0, done.err
 
 
-def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
-    refused = run("analyze", "trajectory", forged)
+def test_analysis_takes_the_model_of_the_config_that_is_given(made, forged, run):
+    path = forged("model.name")
+    refused = run("analyze", "trajectory", path)
     assert refused.code == 2 and "model.name to " in refused.err
-    done = run("analyze", "trajectory", forged, "--config", made / "config.yaml")
+    done = run("analyze", "trajectory", path, "--config", made / "config.yaml")
     assert done.code == 0, done.err
-    log = journal.read(forged / "journal.jsonl")
+    log = journal.read(path / "journal.jsonl")
     with pytest.raises(ConfigError, match=r"model\.name"), rebuilt(log, generation=0):
         pass
     with rebuilt(log, generation=0, model=load([made / "config.yaml"]).model) as (served, _):
         assert served.config.model.name == "tiny"
 
 
-def test_base_of_a_run_that_the_user_names_is_followed(
-    made: Path, trap: Trap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_of_a_run_that_the_user_names_is_followed(forged, monkeypatch):
     """As that of any adapter: who names a run as a model wants its base."""
-    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
     asked: list[str] = []
     monkeypatch.setattr("evoalign.models.origin.find", lambda path, name, revision: asked.append(path))
-    origin(ModelConfig(name=str(forged)))
+    origin(ModelConfig(name=str(forged("model.name"))))
     assert asked == ["nobody/of-that-name"]
 
 
 @pytest.mark.parametrize("by", ["command", "python"])
-def test_config_without_a_run_is_the_users_own(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    forged = forge(made, tmp_path / "forged", trap, FORGED["task.rewards"][1])
-    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(tmp_path / "new")}
-    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
+def test_config_without_a_run_is_the_users_own(by, forged, trap, run, tmp_path):
+    path = forged("task.rewards", output_dir=str(tmp_path / "new"))
     if by == "command":
         for name in ("journal.jsonl", "manifest.json"):
-            (forged / name).unlink()
-        run("train", forged / "config.yaml")
+            (path / name).unlink()
+        run("train", path / "config.yaml")
     else:
         with contextlib.suppress(EvoalignError):
-            evoalign.train(forged / "config.yaml")
+            evoalign.train(path / "config.yaml")
     assert trap.sprung == ["program or code"]
 
 
-def test_commands_of_a_card_are_taken(made: Path, run: Run, tmp_path: Path) -> None:
+def test_commands_of_a_card_are_taken(made, run, tmp_path):
     """Its reader has the export alone, and may not have the base in the cache."""
     assert run("export", made, "--to", tmp_path / "export").code == 0
     page = (tmp_path / "export/README.md").read_text()
@@ -488,20 +443,16 @@ def test_commands_of_a_card_are_taken(made: Path, run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("kind", "setting"), [("models", "model.name"), ("datasets", "task.train_data")])
-def test_hub_name_is_followed_where_its_files_are_here(
-    kind: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_name_is_followed_where_its_files_are_here(kind, setting, tmp_path, monkeypatch):
     """So that a run of one's own on a model of the hub is evaluated as it is: nothing is downloaded for it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     section, name = setting.split(".")
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"es": {"sigma": 0.1}, section: {name: "hub:" * (kind == "datasets") + "some/repository"}})
-    )
-    config = load([tmp_path / "config.yaml"])
+    tree = {"es": {"sigma": 0.1}, section: {name: "hub:" * (kind == "datasets") + "some/repository"}}
+    config = Config.model_validate(tree)
     assert [place for place, _, _ in outside.marked(config)] == [setting]
     (tmp_path / f"{kind}--some--repository").mkdir()
     assert list(outside.marked(config)) == []
 
 
-def test_data_of_a_shipped_task_are_not_marked() -> None:
+def test_data_of_a_shipped_task_are_not_marked():
     assert list(outside.marked(Config.model_validate({"es": {"sigma": 0.1}, "task": {"name": "gsm8k"}}))) == []

@@ -55,6 +55,8 @@ def reorder(draw: random.Random, raw: bytes) -> bytes:
     if len(parts) < 3:
         size = max(1, len(raw) // 8)
         parts = [raw[i : i + size] for i in range(0, len(raw), size)]
+    if len(parts) < 2:
+        return raw
     i, j = draw.sample(range(len(parts)), 2)
     parts[i], parts[j] = parts[j], parts[i]
     return b"".join(parts)

@@ -78,7 +78,7 @@ class Counterfactuals:
             config, task, data = self.off_task
             engine, tokens = self.parts.engine, self.parts.tokens
             found = evaluation.evaluate(engine, tokens, task, data.test, config.evaluation)
-        return Reached(weights_hash, self.follower.distance(), self.parts.evaluate_test(), found)
+        return Reached(weights_hash, self.follower.distance(), self.parts.evaluate(), found)
 
 
 def placebo(

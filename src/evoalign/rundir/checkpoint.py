@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import check_regular, parse, read_bytes
@@ -49,7 +50,7 @@ coefficients, replayed with evoalign for {0.generation} generations. weights_has
 State = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True, extra="forbid"))
 class Mark:
     """Identifies a saved mean within a run. `journal` is the hash of the journal line that sealed it.
 
@@ -59,37 +60,23 @@ class Mark:
     run's own. `validation`, `objective` and `counterfactual` are written only where they are set.
     """
 
-    generation: int
-    weights_hash: str
-    journal: str
-    reward: float | None = None
-    objective: Mapping[str, float] = field(default_factory=dict[str, float])
-    counterfactual: str | None = None
-    validation: float | None = None
-
-
-class _Record(BaseModel):
-    """The contents of evoalign.json, which may come from an untrusted source."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    format_version: Literal[1]
     generation: Annotated[int, Field(ge=0, lt=2**32)]
     weights_hash: Hash
     journal: Hash
-    reward: Finite | None
-    validation: Finite | None = None
-    objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
+    reward: Finite | None = None
+    objective: Mapping[str, Finite] = field(default_factory=dict[str, float])
     counterfactual: Annotated[str, Field(min_length=1, max_length=99)] | None = None
+    validation: Finite | None = None
+
+
+class _Record(BaseModel):
+    """The fields of evoalign.json besides the mark. They may come from an untrusted source."""
+
+    model_config = ConfigDict(strict=True)
+
+    format_version: Literal[1]
     files: dict[PlainName, Hash]
     hash: Hash
-
-    @property
-    def mark(self) -> Mark:
-        """The mark that the file records."""
-        kept: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Mark)}
-        kept["objective"] = self.objective or {}
-        return Mark(**kept)
 
 
 def save(
@@ -132,16 +119,16 @@ def save(
 
 def verify(folder: Path) -> Mark:
     """Return the mark of a saved mean. Raises CheckpointError naming a file that is missing or was altered."""
-    record = _record_of(folder)
+    mark, files = _record_of(folder)
     for found in folder.glob("*.safetensors"):
-        if found.name not in record.files:
+        if found.name not in files:
             raise CheckpointError(f"{found} does not belong there")
-    for name, digest in record.files.items():
+    for name, digest in files.items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing")
         if digest_of(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
-    return record.mark
+    return mark
 
 
 def verify_policy(folder: Path) -> Mark:
@@ -163,23 +150,24 @@ def holds(folder: Path, mark: Mark) -> bool:
 def mark_of(folder: Path) -> Mark | None:
     """Return the mark of a saved mean without verifying its files; None where evoalign.json cannot be read."""
     try:
-        return _record_of(folder).mark
+        return _record_of(folder)[0]
     except CheckpointError:
         return None
 
 
-def _record_of(folder: Path) -> _Record:
-    """Read evoalign.json and check its hash. Raises CheckpointError."""
+def _record_of(folder: Path) -> tuple[Mark, dict[str, str]]:
+    """Return the mark in evoalign.json, whose hash is checked, and SHA-256 by file. Raises CheckpointError."""
     file = folder / RECORD
     try:
         raw = read_bytes(file, RECORD_BYTES)
         found: Any = parse(raw, str(file))
-        record = _Record.model_validate(found)
+        files = _Record.model_validate(found).files
+        mark = Mark(**{name: value for name, value in found.items() if name not in _Record.model_fields})
     except (DataError, ValueError) as error:
         raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
     if raw != _record_text({name: value for name, value in found.items() if name != "hash"}).encode():
         raise CheckpointError(f"{file} was altered, or was written by another release")
-    return record
+    return mark, files
 
 
 def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ The directory is made only after everything else has been checked, so that bad i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, create_model
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
@@ -29,17 +30,8 @@ REPORT = "report.html"
 LOCK = ".lock"
 CHECKSUMS = "SHA256SUMS"
 OURS = (
-    JOURNAL,
-    "metrics.jsonl",
-    "results",
-    "figures",
-    "logs",
-    "trainer",
-    FAILED_COMPLETION,
-    REPORT,
-    CHECKSUMS,
-    "config.yaml",
-    MANIFEST,
+    *(JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer"),
+    *(FAILED_COMPLETION, REPORT, CHECKSUMS, "config.yaml", MANIFEST),
 )
 """The files and folders of a run. The manifest is made first and deleted last: it shows that the others are a run's."""
 MEASURING = "measuring"
@@ -292,10 +284,10 @@ class RunDir:
         except MissingError:
             return rows
         for line in text.splitlines():
-            with suppress(DataError):
+            with suppress(DataError, ValidationError):
                 row = parse(line, str(self.metrics), finite=False)
-                if is_row(row):
-                    rows[row["generation"]] = row
+                _Row.model_validate(row)
+                rows[row["generation"]] = row
         return rows
 
     def _move_aside(self) -> None:
@@ -303,23 +295,21 @@ class RunDir:
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
         except (OverflowError, ValueError, OSError):  # a time out of range
             stamp = "undated"
-        aside = self.path.with_name(f"{self.path.name}.{stamp}")
-        count = 1
-        while aside.exists():
-            count += 1
-            aside = self.path.with_name(f"{self.path.name}.{stamp}.{count}")
-        lock, folder = self._lock, self._folder
+        name = f"{self.path.name}.{stamp}"
+        places = (self.path.with_name(f"{name}.{n}" if n > 1 else name) for n in itertools.count(1))
+        aside = next(place for place in places if not place.exists())
         if os.name != "posix":  # an open file keeps its folder from being renamed
             self.release()
+        lock, folder = self._lock, self._folder
         self.aside = self.path.rename(aside)  # with the lock, so that no other process can resume it meanwhile
         self._lock = self._folder = None
         try:
             self.lock()
         finally:
             (aside / LOCK).unlink(missing_ok=True)
-            if lock is not None and os.name == "posix":
+            if lock is not None:
                 lock.close()
-            if folder is not None and os.name == "posix":
+            if folder is not None:
                 os.close(folder)
 
 
@@ -390,6 +380,10 @@ Number = StrictFloat | StrictInt | None
 Numbers = dict[str, Number] | None
 
 
+_NUMBERS = ["mean", "best", "worst", "p20", "p80", "std", "rms_c", "tokens", "empty_share", "truncated_share"]
+_TABLES = ["evaluation", "validation", "divergence", "budget", "rewards", "reward_weights", "objective", "grpo"]
+
+
 class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -400,35 +394,14 @@ class _Diagnosis(_Open):
     control: Annotated[list[StrictFloat | StrictInt], Field(min_length=3, max_length=3)] | None = None
 
 
-class _Row(_Open):
-    generation: Annotated[StrictInt, Field(ge=0)]
-    mean: Number = None
-    best: Number = None
-    worst: Number = None
-    p20: Number = None
-    p80: Number = None
-    std: Number = None
-    rms_c: Number = None
-    tokens: Number = None
-    empty_share: Number = None
-    truncated_share: Number = None
-    zero_variance: StrictBool | None = None
-    seconds: dict[str, StrictFloat | StrictInt] = {}
-    evaluation: Numbers = None
-    validation: Numbers = None
-    divergence: Numbers = None
-    budget: Numbers = None
-    rewards: Numbers = None
-    reward_weights: Numbers = None
-    objective: Numbers = None
-    grpo: Numbers = None
-    diagnosis: _Diagnosis | None = None
-
-
-def is_row(found: Any) -> bool:
-    """Return whether a JSON value has the types of a row of metrics.jsonl."""
-    try:
-        _Row.model_validate(found)
-    except ValidationError:
-        return False
-    return isinstance(found, dict)
+_Row = create_model(
+    "_Row",
+    __base__=_Open,
+    generation=Annotated[StrictInt, Field(ge=0)],
+    zero_variance=(StrictBool | None, None),
+    seconds=(dict[str, StrictFloat | StrictInt], {}),
+    diagnosis=(_Diagnosis | None, None),
+    **dict.fromkeys(_NUMBERS, (Number, None)),  # pyright: ignore[reportArgumentType, reportCallIssue]
+    **dict.fromkeys(_TABLES, (Numbers, None)),  # pyright: ignore[reportArgumentType, reportCallIssue]
+)
+"""A row of metrics.jsonl."""
