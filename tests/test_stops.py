@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts at which a completion ends: kept where an answer counts by them, and refused where they would cut it off."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from evoalign import setup
@@ -27,16 +23,16 @@ TEXT = "1</think>\n<answer>2 + 3</answer> and more</answer>"
         (("</answer> and", "</answer>"), True, "1</think>\n<answer>2 + 3</answer>"),  # the one that is whole first
     ],
 )
-def test_what_is_left_of_a_text(stop: tuple[str, ...], kept: bool, text: str) -> None:
+def test_what_is_left_of_a_text(stop, kept, text):
     assert before_stop(TEXT, stop, kept) == text
 
 
-def countdown(**sections: Any) -> Any:
+def countdown(**sections):
     task = {"name": "countdown", "split": "first_last", "train_size": 2, "test_size": 2}
     return from_dict({"output_dir": "x", "model": {"name": "tiny"}, "es": {"sigma": 0.1}, "task": task, **sections})
 
 
-def test_keeping_is_written_down_where_it_is_set_and_holds_for_the_evaluation() -> None:
+def test_keeping_is_written_down_where_it_is_set_and_holds_for_the_evaluation():
     assert "keep_stop" not in str(countdown().model_dump())
     config = countdown(sampling={"stop": ["</answer>"], "keep_stop": True}, evaluation={"temperature": 0.0})
     again = from_dict(config.model_dump())
@@ -55,7 +51,7 @@ def test_keeping_is_written_down_where_it_is_set_and_holds_for_the_evaluation() 
         ({"stop": ["\n\n\n", "<|im_end|>"]}, False),
     ],
 )
-def test_a_stop_text_that_would_cut_every_answer_is_refused(sampling: dict[str, Any], refused: bool) -> None:
+def test_a_stop_text_that_would_cut_every_answer_is_refused(sampling, refused):
     config = countdown(sampling=sampling)
     if not refused:
         return setup.task_and_data(config, None, None)[0].close()

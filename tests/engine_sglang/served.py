@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs for SGLang in these tests, and its completions."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from evoalign.config import Config, from_dict
-from evoalign.engines import Engine
-from evoalign.types import Plan, Request, Rollout
+from evoalign.config import from_dict
 
 KEY = "EVOALIGN_TEST_KEY"
 
 
-def config(space: str = "lora", name: str = "sglang", **more: Any) -> Config:
+def config(space="lora", name="sglang", **more):
     """Return a config of the tiny model in float32, with a population of 30."""
     own = {"context_length": 512, "max_total_tokens": 32_768, "timeout": 60.0, **more.pop("engine", {})}
     if "url" in own:
@@ -26,11 +20,11 @@ def config(space: str = "lora", name: str = "sglang", **more: Any) -> Config:
     return from_dict(tree)
 
 
-def attached(url: str, space: str = "lora", **more: Any) -> Config:
+def attached(url, space="lora", **more):
     """Return the same over a running server."""
     return config(space, engine={"url": url, "key_variable": KEY, **more.pop("engine", {})}, **more)
 
 
-def answers(engine: Engine, plan: Plan, requests: list[Request]) -> dict[tuple[int, int], Rollout]:
+def answers(engine, plan, requests):
     """Return a rollout by member and request."""
     return {(r.member.index, r.request): r for r in engine.rollout(plan, requests)}

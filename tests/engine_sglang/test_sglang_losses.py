@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid replies of SGLang, and a server that changed, are never scored."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -12,11 +10,10 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from faulty_server import Answer, Body, Forward, between
+from faulty_server import Body, between
 from served import KEY, answers, attached, config
 
 from evoalign import engines, spaces, tokens
-from evoalign.engines import Engine
 from evoalign.engines.base import ABSENT
 from evoalign.engines.server import client
 from evoalign.engines.server.base_model import PROBES
@@ -28,11 +25,11 @@ QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,"]
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     monkeypatch.setattr(client, "BACKOFF", 0.01)
 
 
-def opened(settings: Any, length: int = 12) -> tuple[Engine, list[Request]]:
+def opened(settings, length=12):
     """Return an engine that has started, and requests."""
     tokens_ = tokens.load(settings.model)
     engine = engines.create(settings, tokens_)
@@ -46,14 +43,14 @@ class Now:
 
     change: Callable[[Body, Any], Any] | None = None
 
-    def __call__(self, path: str, body: Body, forward: Forward) -> Answer:
+    def __call__(self, path, body, forward):
         status, said = forward(path, body)
         if self.change is None or path != "/generate" or status != 200:
             return status, said
         return 200, json.dumps(self.change(body, json.loads(said))).encode()
 
 
-def _with(**fields: Any) -> Callable[[Body, Any], Any]:
+def _with(**fields):
     return lambda body, said: [{**one, **fields} for one in said]
 
 
@@ -69,7 +66,7 @@ def _with(**fields: Any) -> Callable[[Body, Any], Any]:
         (lambda body, said: {"error": "nothing"}, "2 completions"),
     ],
 )  # fmt: skip
-def test_an_incomplete_completion_is_not_scored(url: str, change: Callable[[Body, Any], Any], why: str) -> None:
+def test_an_incomplete_completion_is_not_scored(url, change, why):
     now = Now()
     with between(url, os.environ[KEY], now) as address:
         engine, requests = opened(attached(address, engine={"restarts": 0}))
@@ -80,7 +77,7 @@ def test_an_incomplete_completion_is_not_scored(url: str, change: Callable[[Body
 
 
 @pytest.mark.long
-def test_push_accepts_a_server_that_already_has_the_mean() -> None:
+def test_push_accepts_a_server_that_already_has_the_mean():
     """After an invalid reply it gets the weights that it has once more; one that was restarted while idle, and has the
     base model again, gets them too."""
     now, plan = Now(), Plan(1, 0.05, (*population(4), MEAN))
@@ -92,7 +89,7 @@ def test_push_accepts_a_server_that_already_has_the_mean() -> None:
         engine, requests = opened(attached(address, "lowrank"))
         with closing(engine):
 
-            def said() -> dict[tuple[int, int], tuple[int, ...]]:
+            def said():
                 return {key: rollout.token_ids for key, rollout in answers(engine, plan, requests).items()}
 
             before = said()
@@ -107,14 +104,14 @@ def test_push_accepts_a_server_that_already_has_the_mean() -> None:
             assert said() == moved and engine.connection.losses == 1
 
 
-def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> None:
+def test_a_server_that_comes_back_with_other_weights_is_refused(url):
     """The log-probabilities are those of another model."""
     now = Now()
     with between(url, os.environ[KEY], now) as address:
         engine, requests = opened(attached(address))
         with closing(engine):
 
-            def other(body: Body, right: Any) -> Any:
+            def other(body, right):
                 if len(right) == len(PROBES):  # the prompts by which a server is recognised
                     for one in right:
                         rows = one["meta_info"].get("output_token_logprobs") or []
@@ -128,10 +125,10 @@ def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["garbage", "hang"])
-def test_a_loss_during_the_check_of_an_unknown_adapter_is_recovered(url: str, how: str) -> None:
+def test_a_loss_during_the_check_of_an_unknown_adapter_is_recovered(url, how):
     left, release = [1], threading.Event()
 
-    def handle(path: str, body: Body, forward: Forward) -> Answer:
+    def handle(path, body, forward):
         if path == "/generate" and "lora_path" in body and left:
             left.pop()
             if how == "garbage":

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AdapterStore`: deletes folders of ended processes, and no others."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +16,12 @@ from evoalign.errors import ModelError
 
 
 @pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "IN_MEMORY", tmp_path)
     return tmp_path
 
 
-def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory: Path) -> None:
+def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory):
     (memory / "evoalign-adapters-file").touch()
     (memory / "evoalign-adapters-link").symlink_to(memory)
     (memory / "evoalign-adapters-unmarked").mkdir()
@@ -55,7 +52,7 @@ def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory: Path) 
     assert {path.name for path in memory.iterdir()} == before
 
 
-def test_nothing_is_deleted_in_a_folder_of_the_user(memory: Path) -> None:
+def test_nothing_is_deleted_in_a_folder_of_the_user(memory):
     """It may be on a disk without locks."""
     left = memory / "evoalign-adapters-left"
     left.mkdir()
@@ -67,7 +64,7 @@ def test_nothing_is_deleted_in_a_folder_of_the_user(memory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["evoalign-x", "evoalign-adapters-x"])
-def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory: Path, name: str) -> None:
+def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory, name):
     (memory / name).mkdir()
     run = AdapterStore(str(memory / name))
     folder = run.folder("member")
@@ -76,13 +73,11 @@ def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory: Path, name
 
 
 @pytest.mark.parametrize("where", ["tempfile.mkdtemp", "evoalign.engines.server.adapters.locked"])
-def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
-    memory: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_survives_deletion_by_another_process_while_it_is_created(memory, where, monkeypatch):
     """Right after it is created, and right before it is locked."""
-    swept = list[bool]()
+    swept = []
 
-    def sweep_once(given: Any) -> None:
+    def sweep_once(given):
         if not swept:
             swept.append(True)
             adapters._delete_orphans(memory)
@@ -90,7 +85,7 @@ def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
     if where.endswith("mkdtemp"):
         make = adapters.tempfile.mkdtemp
 
-        def made(**words: Any) -> str:
+        def made(**words):
             folder = make(**words)
             sweep_once(folder)
             return folder
@@ -99,7 +94,7 @@ def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
     else:
         lock = adapters.locked
 
-        def locked(file: Any) -> bool:
+        def locked(file):
             sweep_once(file)
             return lock(file)
 
@@ -111,11 +106,11 @@ def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
     store.close()
 
 
-def adapter(size: int = 1) -> PeftAdapter:
+def adapter(size=1):
     return PeftAdapter({"r": 1}, {"a": torch.zeros(size)})
 
 
-def test_put_names_the_setting_where_the_disk_is_full() -> None:
+def test_put_names_the_setting_where_the_disk_is_full():
     store, before = AdapterStore(None), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
@@ -126,7 +121,7 @@ def test_put_names_the_setting_where_the_disk_is_full() -> None:
     store.close()
 
 
-def test_adapters_are_readable_for_other_users_whatever_the_umask() -> None:
+def test_adapters_are_readable_for_other_users_whatever_the_umask():
     before = os.umask(0o077)
     try:
         store = AdapterStore(None)

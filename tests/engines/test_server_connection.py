@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client, connection and dialects with servers that are slow, busy, hostile or gone; without a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hostile_server import SLOW, hostile
@@ -35,19 +32,19 @@ Handle = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
-def serving(handle: Handle) -> Generator[str]:
+def serving(handle):
     """Run a server that replies by `handle`, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             handle(self)
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *arguments: Any) -> None:
+        def log_message(self, format, *arguments):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -60,7 +57,7 @@ def serving(handle: Handle) -> Generator[str]:
         server.server_close()
 
 
-def answer(to: BaseHTTPRequestHandler, body: bytes = b"{}", status: int = 200) -> None:
+def answer(to, body=b"{}", status=200):
     to.send_response(status)
     to.send_header("Content-Length", str(len(body)))
     to.end_headers()
@@ -68,14 +65,14 @@ def answer(to: BaseHTTPRequestHandler, body: bytes = b"{}", status: int = 200) -
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
 
 
-def test_health_checks_are_not_queued_behind_completions() -> None:
+def test_health_checks_are_not_queued_behind_completions():
     release = threading.Event()
 
-    def handle(to: BaseHTTPRequestHandler) -> None:
+    def handle(to):
         if to.path == "/generate":
             release.wait(30)
         answer(to)
@@ -88,10 +85,10 @@ def test_health_checks_are_not_queued_behind_completions() -> None:
         assert [one.result(30) for one in waiting] == [{}] * 30
 
 
-def test_concurrency_limits_completions_in_flight() -> None:
+def test_concurrency_limits_completions_in_flight():
     now, most, lock, is_full = 0, 0, threading.Lock(), threading.Event()
 
-    def handle(to: BaseHTTPRequestHandler) -> None:
+    def handle(to):
         nonlocal now, most
         with lock:
             now += 1
@@ -110,8 +107,8 @@ def test_concurrency_limits_completions_in_flight() -> None:
     assert most == 4
 
 
-def test_seconds_limit_the_whole_reply() -> None:
-    def handle(to: BaseHTTPRequestHandler) -> None:
+def test_seconds_limit_the_whole_reply():
+    def handle(to):
         to.send_response(200)
         to.send_header("Content-Length", "100")
         to.end_headers()
@@ -130,10 +127,10 @@ def test_seconds_limit_the_whole_reply() -> None:
 
 
 @pytest.mark.parametrize(("method", "tries"), [("completion", 4), ("load", 1)])
-def test_requests_are_repeated_where_that_is_safe(method: str, tries: int) -> None:
-    seen: list[str] = []
+def test_requests_are_repeated_where_that_is_safe(method, tries):
+    seen = []
 
-    def handle(to: BaseHTTPRequestHandler) -> None:
+    def handle(to):
         seen.append(to.path)
         to.close_connection = True
         to.connection.shutdown(socket.SHUT_RDWR)  # without a word
@@ -145,10 +142,10 @@ def test_requests_are_repeated_where_that_is_safe(method: str, tries: int) -> No
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
-def test_a_request_to_a_busy_server_is_repeated(status: int) -> None:
+def test_a_request_to_a_busy_server_is_repeated(status):
     left = 2
 
-    def handle(to: BaseHTTPRequestHandler) -> None:
+    def handle(to):
         nonlocal left
         left -= 1
         answer(to, b'{"ok": 1}' if left < 0 else b"busy", 200 if left < 0 else status)
@@ -160,8 +157,8 @@ def test_a_request_to_a_busy_server_is_repeated(status: int) -> None:
             client.call(client.post("/x", {}))
 
 
-def test_no_message_holds_the_key() -> None:
-    def handle(to: BaseHTTPRequestHandler) -> None:
+def test_no_message_holds_the_key():
+    def handle(to):
         key = to.headers["Authorization"].encode()
         if to.path == "/json":
             return answer(to, json.dumps({"message": key.decode()}).encode(), 400)
@@ -179,7 +176,7 @@ def test_no_message_holds_the_key() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://h:abc", "http://h:99999", "ftp://h", "http://", "http://a@h", "http://h:0"])
-def test_client_refuses_invalid_addresses(url: str) -> None:
+def test_client_refuses_invalid_addresses(url):
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="address"):
         Client(url)
@@ -192,51 +189,51 @@ def test_client_refuses_invalid_addresses(url: str) -> None:
 class Well:
     """A dialect of a server that passes its health check, or fails it."""
 
-    def __init__(self, is_well: bool = True) -> None:
+    def __init__(self, is_well=True):
         self.is_well = is_well
 
-    async def is_ready(self, client: Client) -> bool:
+    async def is_ready(self, client):
         return self.is_well
 
-    async def about(self, client: Client) -> ServerInfo:
+    async def about(self, client):
         return ServerInfo("1", model="m")
 
 
-def connection(dialect: Any, **more: Any) -> Connection:
+def connection(dialect, **more):
     own = {"url": "http://127.0.0.1:9", "timeout": 0.2, "start_timeout": 0.5, **more}
     settings = SglangConfig(name="sglang", **own)
     return Connection(settings, dialect, lambda port, key: pytest.fail("no server is started here"))
 
 
-def watch(found: Connection) -> None:
+def watch(found):
     found.received()
     found.client.call(found.watch(), 10)
 
 
-def test_watch_raises_for_a_healthy_server_only_after_a_longer_time() -> None:
+def test_watch_raises_for_a_healthy_server_only_after_a_longer_time():
     with closing_connection(connection(Well())) as found:
         found.open()
         start = time.monotonic()
         with pytest.raises(LostError, match=r"engine.timeout"):
             watch(found)
         assert time.monotonic() - start > 4 * 0.2
-        found._dialect.is_well = False  # type: ignore[attr-defined]
+        found._dialect.is_well = False
         with pytest.raises(LostError, match=r"0.2 s"):
             watch(found)
 
 
-def test_recover_is_repeated_up_to_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recover_is_repeated_up_to_engine_restarts(monkeypatch):
     with closing_connection(connection(Well(), restarts=3)) as found:
         found.open()
         reach, failing = found._reach, [LostError("port taken"), LostError("no memory")]
 
-        def now_and_then() -> None:
+        def now_and_then():
             if failing:
                 raise failing.pop()
             reach()
 
         monkeypatch.setattr(found, "_reach", now_and_then)
-        met: list[int] = []
+        met = []
         found.recover(LostError("died"), lambda: met.append(1))
         assert met == [1]
         failing += [LostError("again")] * 3
@@ -244,16 +241,16 @@ def test_recover_is_repeated_up_to_engine_restarts(monkeypatch: pytest.MonkeyPat
             found.recover(LostError("died"), lambda: None)
 
 
-def test_recover_reports_why_the_server_was_lost() -> None:
+def test_recover_reports_why_the_server_was_lost():
     with closing_connection(connection(Well())) as found:
         found.open()
-        found._dialect.is_well = False  # type: ignore[attr-defined]
+        found._dialect.is_well = False
         with pytest.raises(EvoalignError, match=r"died; .*0.5 s"):
             found.recover(LostError("died"), lambda: None)
 
 
 @contextmanager
-def closing_connection(found: Connection) -> Generator[Connection]:
+def closing_connection(found):
     try:
         yield found
     finally:
@@ -268,11 +265,11 @@ class Stub:
 
     url = "http://stub"
 
-    def __init__(self, says: Callable[[str, Any], Any]) -> None:
-        self.says, self.asked = says, list[str]()
+    def __init__(self, says):
+        self.says, self.asked = says, []
         self.now = self.most = 0
 
-    async def post(self, path: str, body: Any, *, seconds: float | None = None) -> Any:
+    async def post(self, path, body, *, seconds=None):
         self.asked.append(path)
         self.now += 1
         self.most = max(self.most, self.now)
@@ -283,48 +280,48 @@ class Stub:
             raise said
         return said
 
-    async def get(self, path: str, *, seconds: float | None = None) -> Any:
+    async def get(self, path, *, seconds=None):
         return await self.post(path, None, seconds=seconds)
 
     text = get
 
 
-def test_sampled_requests_of_vllm_are_concurrent() -> None:
+def test_sampled_requests_of_vllm_are_concurrent():
     choice = {"index": 0, "token_ids": [2], "finish_reason": "stop"}
     client = Stub(lambda path, body: {"choices": [choice]})
     requests = [Request(i, (5,), Sampling(4, temperature=1.0), seed=i) for i in range(16)]
-    said = asyncio.run(VllmDialect().generate(client, requests, "mine", [2]))  # type: ignore[arg-type]
+    said = asyncio.run(VllmDialect().generate(client, requests, "mine", [2]))
     assert len(said) == 16 and client.most == 16
 
 
-def test_a_failed_chat_cancels_the_others() -> None:
+def test_a_failed_chat_cancels_the_others():
     client = Stub(lambda path, body: RefusedError("no") if body["input_ids"] == [3] else asyncio.CancelledError())
     requests = [Request(i, (i,), Sampling(4)) for i in range(8)]
     with pytest.raises(RefusedError, match="no"):
-        asyncio.run(SglangDialect("chat").generate(client, requests, None, [2]))  # type: ignore[arg-type]
+        asyncio.run(SglangDialect("chat").generate(client, requests, None, [2]))
 
 
 @pytest.mark.parametrize("said", [{"enable_lora": None}, {"enable_lora": False}])
-def test_about_refuses_a_server_without_adapters(said: Any) -> None:
+def test_about_refuses_a_server_without_adapters(said):
     with pytest.raises(RefusedError, match="--enable-lora"):
-        asyncio.run(SglangDialect().about(Stub(lambda path, body: said)))  # type: ignore[arg-type]
+        asyncio.run(SglangDialect().about(Stub(lambda path, body: said)))
 
 
-def test_about_normalises_the_dtype() -> None:
-    about = asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"})))  # type: ignore[arg-type]
+def test_about_normalises_the_dtype():
+    about = asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"})))
     assert about.dtype == "float16"
 
 
-def test_begin_update_ends_a_session_that_was_left_open() -> None:
+def test_begin_update_ends_a_session_that_was_left_open():
     refusals = [RefusedError("http://stub/begin_weight_update refuses: a session is already open")]
     client = Stub(lambda path, body: refusals.pop() if refusals and "begin" in path else {})
-    assert asyncio.run(begin_update(client, 5.0))  # type: ignore[arg-type]
+    assert asyncio.run(begin_update(client, 5.0))
     assert [path.split("_")[0] for path in client.asked] == ["/begin", "/end", "/begin"]
     absent = Stub(lambda path, body: RefusedError("not found", 404))
-    assert not asyncio.run(begin_update(absent, 5.0))  # type: ignore[arg-type]
+    assert not asyncio.run(begin_update(absent, 5.0))
 
 
-def test_invalid_completions_and_metrics_are_rejected() -> None:
+def test_invalid_completions_and_metrics_are_rejected():
     request = Request(0, (5,), Sampling(4))
     for ids in ([], None, [True], ["3"], [-1], [2**40], [3] * 5):
         with pytest.raises(LostError):
@@ -334,7 +331,7 @@ def test_invalid_completions_and_metrics_are_rejected() -> None:
             checked_logprobs([value], 1, "it")
     assert checked_logprobs([-1, float("-inf")], 2, "it") == (-1.0, float("-inf"))
     text = 'sglang:num_running_reqs{a="b"} .\nsglang:num_queue_reqs 3.0\nsglang:num_queue_reqs 4.0\n'
-    metrics = SglangDialect().metrics(Stub(lambda path, body: text))  # type: ignore[arg-type]
+    metrics = SglangDialect().metrics(Stub(lambda path, body: text))
     assert asyncio.run(metrics) == {"queue": 3.0}
 
 
@@ -343,42 +340,42 @@ class Slow(Well):
 
     now = most = 0
 
-    async def load(self, *_: Any) -> None:
+    async def load(self, *_):
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.02)
         self.now -= 1
 
-    async def unload(self, *_: Any) -> None:
+    async def unload(self, *_):
         pass
 
-    async def generate(self, client: Any, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+    async def generate(self, client, requests, adapter, stop_ids):
         return [Completion((2,), "stop", None) for _ in requests]
 
-    async def metrics(self, client: Any) -> dict[str, float]:
+    async def metrics(self, client):
         return {"running": 1.0}
 
 
 class NoStore:
     """An adapter store without files: adapters are sent as tensors."""
 
-    def drop(self, name: str) -> None:
+    def drop(self, name):
         pass
 
 
-def engine_over(found: Connection, dialect: Any, *, has_adapters: bool) -> Any:
+def engine_over(found, dialect, *, has_adapters):
     """Return an engine without a model, over a connection."""
 
     class Bare(ServerEngine):
         _by_files = False
 
-        def _is_base(self, member: Any) -> bool:
+        def _is_base(self, member):
             return not has_adapters
 
-        def _adapters(self, plan: Any, members: Any) -> list[PeftAdapter]:
+        def _adapters(self, plan, members):
             return [PeftAdapter({}, {})] * len(members)
 
-    engine: Any = object.__new__(Bare)
+    engine = object.__new__(Bare)
     engine.dialect, engine.connection, engine._store, engine._config = dialect, found, NoStore(), None
     engine._settings = SimpleNamespace(timeout=0.2, batch=16, slots=lambda config: 12)
     engine._tokens, engine._vocabulary, engine._load = SimpleNamespace(stop_ids=[2]), 2**31, {}
@@ -386,7 +383,7 @@ def engine_over(found: Connection, dialect: Any, *, has_adapters: bool) -> Any:
     return engine
 
 
-def test_few_adapters_are_loaded_concurrently() -> None:
+def test_few_adapters_are_loaded_concurrently():
     dialect, members = Slow(), population(12)
     with serving(answer) as url, closing_connection(connection(dialect, url=url)) as found:
         found.open()
@@ -400,13 +397,13 @@ def test_few_adapters_are_loaded_concurrently() -> None:
 class Completes(Slow):
     """A dialect whose completions are requests."""
 
-    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+    async def generate(self, client, requests, adapter, stop_ids):
         await client.post("/generate", {}, seconds=None)
         return [Completion((2,), "stop", None) for _ in requests]
 
 
 @pytest.mark.parametrize("kind", ["body", "header line", "early hints"])
-def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind: str) -> None:
+def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind):
     """In a rollout after four times the timeout, since the server passes its health check; otherwise after it."""
     dialect, request = Completes(), Request(0, (5,), Sampling(4))
     with hostile(SLOW[kind]) as server, closing_connection(connection(dialect, url=server.url)) as found:
@@ -427,14 +424,14 @@ def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind: str) 
 class FirstCompletes(Completes):
     """A dialect that completes request 0 without the server."""
 
-    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+    async def generate(self, client, requests, adapter, stop_ids):
         if requests[0].index == 0:
             await asyncio.sleep(0.2)  # until the other is sent
             return [Completion((2,), "stop", None)]
         return await super().generate(client, requests, adapter, stop_ids)
 
 
-def test_closing_a_rollout_cancels_its_requests() -> None:
+def test_closing_a_rollout_cancels_its_requests():
     dialect, pairs = FirstCompletes(), [(MEAN, Request(i, (5,), Sampling(4))) for i in range(2)]
     with (
         hostile(SLOW["body"]) as server,
@@ -449,13 +446,13 @@ def test_closing_a_rollout_cancels_its_requests() -> None:
         assert server.ended.wait(10), "the connection is left open"
 
 
-def test_sees_files_only_on_this_machine_or_with_a_shared_folder() -> None:
+def test_sees_files_only_on_this_machine_or_with_a_shared_folder():
     for own, sees in (({"url": "http://127.0.0.1:9"}, True), ({"url": "http://localhost.com:9"}, False),
                       ({"url": "http://host:9", "adapter_folder": "/a"}, True), ({"url": None}, True)):  # fmt: skip
         assert connection(Well(), **own).sees_files == sees
 
 
-def test_open_raises_where_no_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_raises_where_no_server_listens(monkeypatch):
     monkeypatch.setattr(client_module, "RETRIES", 0)
     with (
         closing_connection(connection(SglangDialect())) as found,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServerProcess`: ready or an error with the reason, no keys in the log, and no process left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -29,13 +27,13 @@ sys.stderr.write("ValueError: no room for " + sys.argv[1] + "\\n") if sys.argv[2
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def module(tmp_path, monkeypatch):
     """Write a server with a child process, to be run as a module."""
     (tmp_path / "own_server.py").write_text(TREE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def lives(group: int) -> bool:
+def lives(group):
     """Return whether the group has a process that is not a zombie."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -48,20 +46,20 @@ def lives(group: int) -> bool:
     return False
 
 
-def gone(group: int) -> bool:
+def gone(group):
     deadline = time.monotonic() + 30
     while lives(group) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not lives(group)
 
 
-def started(*words: str) -> ServerProcess:
+def started(*words):
     process = ServerProcess(Command("own_server", words, hidden=["the-key"]), "the server")
     process.start(lambda: "serves" in process.log.read_text(), 60)
     return process
 
 
-def test_server_starts_and_ends_with_all_its_children() -> None:
+def test_server_starts_and_ends_with_all_its_children():
     process = started("a", "the-key")
     group = process.pid
     assert group is not None and lives(group)
@@ -73,7 +71,7 @@ def test_server_starts_and_ends_with_all_its_children() -> None:
     assert not process.log.exists()
 
 
-def test_stop_ends_a_suspended_server() -> None:
+def test_stop_ends_a_suspended_server():
     process = started("a")
     group = process.pid
     assert group is not None
@@ -83,7 +81,7 @@ def test_stop_ends_a_suspended_server() -> None:
     process.drop_log()
 
 
-def test_start_reports_the_last_error_and_keeps_its_log() -> None:
+def test_start_reports_the_last_error_and_keeps_its_log():
     process = ServerProcess(Command("own_server", ["weights", "fail"]), "the server")
     with pytest.raises(LostError, match=r"exit code 0.*ValueError: no room for weights \(its log: "):
         process.start(lambda: False, 60)
@@ -92,7 +90,7 @@ def test_start_reports_the_last_error_and_keeps_its_log() -> None:
     process.log.unlink()
 
 
-def test_start_ends_a_server_that_is_not_ready_at_the_deadline() -> None:
+def test_start_ends_a_server_that_is_not_ready_at_the_deadline():
     process = ServerProcess(Command("own_server", ["a"]), "the server")
     with pytest.raises(LostError, match=r"2 s \(engine.start_timeout\): serves with a"):
         process.start(lambda: False, 2)
@@ -100,7 +98,7 @@ def test_start_ends_a_server_that_is_not_ready_at_the_deadline() -> None:
     process.log.unlink()
 
 
-def test_check_reports_a_dead_server_and_the_place_of_its_log(tmp_path: Path) -> None:
+def test_check_reports_a_dead_server_and_the_place_of_its_log(tmp_path):
     process = started("a")
     assert process.pid is not None
     os.killpg(process.pid, signal.SIGKILL)
@@ -119,7 +117,7 @@ def test_check_reports_a_dead_server_and_the_place_of_its_log(tmp_path: Path) ->
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.first("True")
-def test_server_ends_when_its_parent_is_killed(stopped: bool) -> None:
+def test_server_ends_when_its_parent_is_killed(stopped):
     """Also a suspended one; and not when the thread ends that started it."""
     code = """
         import threading, time
@@ -144,7 +142,7 @@ def test_server_ends_when_its_parent_is_killed(stopped: bool) -> None:
     Path(log).unlink()
 
 
-def test_keep_log_moves_the_log_without_overwriting(tmp_path: Path) -> None:
+def test_keep_log_moves_the_log_without_overwriting(tmp_path):
     process = started("a")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/server.log").write_text("of before")
@@ -156,12 +154,12 @@ def test_keep_log_moves_the_log_without_overwriting(tmp_path: Path) -> None:
     assert (tmp_path / "logs/server.log").read_text() == "of before"
 
 
-def test_free_port_can_be_bound() -> None:
+def test_free_port_can_be_bound():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port()))
 
 
-def test_refuse_missing_names_the_environment_and_the_installation() -> None:
+def test_refuse_missing_names_the_environment_and_the_installation():
     with pytest.raises(ModelError, match=re.escape(install("sglang"))):
         refuse_missing("SGLang", "sglang", None, "no_such_module_at_all")
     with pytest.raises(ModelError, match="/no/python"):
