@@ -29,21 +29,17 @@ from evoalign.training import replay as replaying
 TOY = Path(__file__).parent / "support/toy_engine.py"
 
 
-@pytest.fixture(scope="module")
-def outside(tmp_path_factory):
-    """The engine's import path, in a file that lies in no package."""
-    file = tmp_path_factory.mktemp("elsewhere") / "mine.py"
-    shutil.copy(TOY, file)
-    return f"{file}:ToyEngine"
+MODEL = {"name": "tiny", "dtype": "float32"}
+in_every_space = pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small(random_qwen2):
-    """What all models here are."""
+def outside(tmp_path_factory, random_qwen2):
+    """The import path of an engine in a file outside any package. All models here are small."""
     MODEL["name"] = str(random_qwen2)
-
-
-MODEL = {"name": "tiny", "dtype": "float32"}
+    file = tmp_path_factory.mktemp("elsewhere") / "mine.py"
+    shutil.copy(TOY, file)
+    return f"{file}:ToyEngine"
 
 
 def tree(output, name, space="lowrank", **changes):
@@ -72,7 +68,7 @@ def runs(outside, tmp_path_factory):
     return {space: folder / space for space in ("lora", "lowrank", "full")}
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+@in_every_space
 def test_a_run_learns_from_members_that_differ_and_is_replayed(space, runs):
     log = journal.read(runs[space] / "journal.jsonl")
     assert log.sealed == 4 and log.header.config["engine"]["sharpness"] == 20.0, "defaults are written out"
@@ -81,37 +77,35 @@ def test_a_run_learns_from_members_that_differ_and_is_replayed(space, runs):
     assert replaying.replay(runs[space]) == log.generations[-1].weights_hash
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_a_run_that_was_cut_off_resumes_bit_for_bit(space, runs, outside):
-    whole, copy = runs[space], runs[space].with_name(f"{space}-cut")
-    shutil.copytree(whole, copy)
-    lines = (whole / "journal.jsonl").read_bytes().splitlines(True)
-    (copy / "journal.jsonl").write_bytes(b"".join(lines[:5]))
-    told = train(tree(copy, outside, space, engine={"longest": 512}), resume=True)
+@in_every_space
+def test_a_run_that_was_cut_off_resumes_bit_for_bit(space, runs, outside, tmp_path):
+    copy = Path(shutil.copytree(runs[space], tmp_path / "cut")) / "journal.jsonl"
+    whole = copy.read_bytes().splitlines(True)
+    copy.write_bytes(b"".join(whole[:5]))
+    told = train(tree(copy.parent, outside, space, engine={"longest": 512}), resume=True)
     assert "warning: engine.longest is 4096 in the run and 512 now" in told
-    assert [json.loads(line)["hash"] for line in lines[1:]] == [
-        json.loads(line)["hash"] for line in (copy / "journal.jsonl").read_bytes().splitlines()[1:]
-    ]
+    wanted, found = ([json.loads(row)["hash"] for row in rows[1:]] for rows in (whole, copy.read_bytes().splitlines()))
+    assert found == wanted
 
 
-def test_a_setting_that_is_no_resource_makes_another_run(runs, outside):
-    changed = tree(runs["lora"], outside, "lora", engine={"sharpness": 3.0})
+def test_a_setting_that_is_no_resource_makes_another_run(runs, outside, tmp_path):
     with pytest.raises(ResumeError, match=r"engine.sharpness is 20.0 in the run and 3.0 now"):
-        train(changed, resume=True)
+        train(tree(runs["lora"], outside, "lora", engine={"sharpness": 3.0}), resume=True)
+    shutil.copytree(runs["lora"], tmp_path / "base/seed_5")
+    for changes, done in (({}, True), ({"engine": {"sharpness": 3.0}}, False)):
+        base = tree(tmp_path, outside, "lora", **changes)
+        assert (make_run(base, TrialConfig("base", {}), 5, "es", tmp_path).evaluation() is not None) == done
 
 
 def test_probe_doctor_and_dry_run(outside, tmp_path):
-    mine = tree(tmp_path / "run", outside)
+    mine, short = tree(tmp_path / "run", outside), tree(tmp_path / "run", outside, engine={"longest": 5})
     found = {finding.name: finding for finding in evoalign.doctor(mine)}
     assert not [f for f in found.values() if f.status == "failed"]
-    assert "toy serves float32 on cpu" in found["engine"].detail
-    assert "fit the model's" in found["prompt length"].detail
-    short = {f.name: f for f in evoalign.doctor(tree(tmp_path / "run", outside, engine={"longest": 5}))}
-    unread = from_dict(tree(tmp_path / "run", outside, engine={"longest": 5}))  # as the command line hands it on
-    assert [f for f in doctor.findings(unread) if f.name == "prompt length"] == [short["prompt length"]]
-    assert short["prompt length"].status == "failed" and "exceed engine.longest 5" in short["prompt length"].detail
-    result = evoalign.probe(mine, sigmas=[0.01, 10.0], members=4, examples=2)
-    assert result.rungs[-1].changed_share > 0
+    assert "toy serves float32 on cpu" in found["engine"].detail and "fit the model's" in found["prompt length"].detail
+    (length,) = (f for f in evoalign.doctor(short) if f.name == "prompt length")
+    assert length.status == "failed" and "exceed engine.longest 5" in length.detail
+    assert length in doctor.findings(from_dict(short)), "as the command line hands it on"
+    assert evoalign.probe(mine, sigmas=[0.01, 10.0], members=4, examples=2).rungs[-1].changed_share > 0
     assert any(line.startswith("memory ") for line in evoalign.dry_run(mine))
     assert not (tmp_path / "run").exists()
 
@@ -158,22 +152,18 @@ def test_what_is_served_knows_its_settings(outside, tmp_path):
         assert served.config.engine.model_dump()["sharpness"] == 20.0
 
 
-def test_a_sweep_sees_that_a_run_of_it_is_done(runs, outside, tmp_path):
-    shutil.copytree(runs["lora"], tmp_path / "base/seed_5")
-    for changes, done in (({}, True), ({"engine": {"sharpness": 3.0}}, False)):
-        base = tree(tmp_path, outside, "lora", **changes)
-        assert (make_run(base, TrialConfig("base", {}), 5, "es", tmp_path).evaluation() is not None) == done
-
-
-def test_its_settings_are_checked_by_its_class(outside, tmp_path):
-    with pytest.raises(ConfigError, match=r"engine.longest: .*valid integer.*'far'"):
-        evoalign.dry_run(tree(tmp_path, outside, engine={"longest": "far"}))
-    with pytest.raises(ConfigError, match=r"unknown setting engine.device; it belongs to engine transformers, and"):
-        evoalign.dry_run(tree(tmp_path, outside, engine={"device": "cpu"}))
-    with pytest.raises(ConfigError, match=r"engine.name: json:JSONDecoder has no class `settings`"):
-        evoalign.dry_run(tree(tmp_path, "json:JSONDecoder"))
-    with pytest.raises(ConfigError, match=r"no module named 'nowhere'"):
-        evoalign.dry_run(tree(tmp_path, "nowhere:Engine"))
+@pytest.mark.parametrize(
+    ("name", "engine", "message"),
+    [
+        (None, {"longest": "far"}, r"engine.longest: .*valid integer.*'far'"),
+        (None, {"device": "cpu"}, r"unknown setting engine.device; it belongs to engine transformers, and"),
+        ("json:JSONDecoder", {}, r"engine.name: json:JSONDecoder has no class `settings`"),
+        ("nowhere:Engine", {}, r"no module named 'nowhere'"),
+    ],
+)
+def test_its_settings_are_checked_by_its_class(name, engine, message, outside, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        evoalign.dry_run(tree(tmp_path, name or outside, engine=engine))
 
 
 # --- whose word it takes --------------------------------------------------------------------------------------------
@@ -223,14 +213,10 @@ MADE_UP = {"check_mean_is_plain", "check_members_are_their_own"}
 
 
 @pytest.mark.parametrize("check", [c for c in contract.CHECKS if c.__name__ not in MADE_UP], ids=lambda c: c.__name__)
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+@in_every_space
 @pytest.mark.first("lora-")
 def test_it_keeps_the_contract(space, check):
     config = from_dict({"space": space, "model": dict(MODEL), "es": {"sigma": 0.05, "learning_rate": 0.025}})
     config = config.model_copy(update={"engine": ToySettings(name="toy_engine:ToyEngine")})
     with contract.started(ToyEngine, config) as bench:
         check(bench)
-
-
-def test_it_is_sixty_lines():
-    assert len(TOY.read_text(encoding="utf-8").splitlines()) <= 60

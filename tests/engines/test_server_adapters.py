@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,9 @@ def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory):
         os.waitpid(pid, 0)
         os.close(read)
         os.close(write)
-    second = AdapterStore(None)
-    assert not left.exists()
-    assert first._folder.exists(), "of this process, and in use"
-    first.close()
-    second.close()
+    with closing(first), closing(AdapterStore(None)):
+        assert not left.exists()
+        assert first._folder.exists(), "of this process, and in use"
     assert {path.name for path in memory.iterdir()} == before
 
 
@@ -75,30 +74,17 @@ def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory, name):
 @pytest.mark.parametrize("where", ["tempfile.mkdtemp", "evoalign.engines.server.adapters.locked"])
 def test_a_folder_survives_deletion_by_another_process_while_it_is_created(memory, where, monkeypatch):
     """Right after it is created, and right before it is locked."""
-    swept = []
+    swept, creates = [], where.endswith("mkdtemp")
+    own = adapters.tempfile.mkdtemp if creates else adapters.locked
 
-    def sweep_once(given):
+    def sweeping(*given, **words):
+        found = own(*given, **words) if creates else None
         if not swept:
             swept.append(True)
             adapters._delete_orphans(memory)
+        return found if creates else own(*given, **words)
 
-    if where.endswith("mkdtemp"):
-        make = adapters.tempfile.mkdtemp
-
-        def made(**words):
-            folder = make(**words)
-            sweep_once(folder)
-            return folder
-
-        monkeypatch.setattr(where, made)
-    else:
-        lock = adapters.locked
-
-        def locked(file):
-            sweep_once(file)
-            return lock(file)
-
-        monkeypatch.setattr(where, locked)
+    monkeypatch.setattr(where, sweeping)
     store = AdapterStore(str(memory))
     assert swept and store.folder("member").is_dir()
     AdapterStore(None).close()
@@ -111,14 +97,14 @@ def adapter(size=1):
 
 
 def test_put_names_the_setting_where_the_disk_is_full():
-    store, before = AdapterStore(None), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        with pytest.raises(ModelError, match=r"engine\.adapter_folder"):
-            store.put("member", adapter(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    store.close()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(AdapterStore(None)) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(ModelError, match=r"engine\.adapter_folder"):
+                store.put("member", adapter(100_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_adapters_are_readable_for_other_users_whatever_the_umask():

@@ -7,13 +7,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from hostile_server import SLOW, hostile
+from hostile_server import SLOW, hostile, whole
 
 from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
@@ -28,7 +27,6 @@ from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling, population
 
 KEY = "sk-of-this-test"
-Handle = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
@@ -69,12 +67,19 @@ def soon(monkeypatch):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
 
 
-def test_health_checks_are_not_queued_behind_completions():
-    release = threading.Event()
+def test_health_checks_are_not_queued_behind_completions_whose_number_is_limited():
+    now, most, lock, release = 0, 0, threading.Lock(), threading.Event()
 
     def handle(to):
+        nonlocal now, most
         if to.path == "/generate":
+            with lock:
+                now += 1
+                most = max(most, now)
             release.wait(30)
+            time.sleep(0.01)
+            with lock:
+                now -= 1
         answer(to)
 
     with serving(handle) as url, closing(Client(url, concurrency=4)) as client:
@@ -83,76 +88,35 @@ def test_health_checks_are_not_queued_behind_completions():
         assert client.submit(client.get("/health", seconds=5)).result(10) == {}
         release.set()
         assert [one.result(30) for one in waiting] == [{}] * 30
-
-
-def test_concurrency_limits_completions_in_flight():
-    now, most, lock, is_full = 0, 0, threading.Lock(), threading.Event()
-
-    def handle(to):
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-            if now == 4:
-                is_full.set()
-        is_full.wait(20)
-        time.sleep(0.05)
-        with lock:
-            now -= 1
-        answer(to)
-
-    with serving(handle) as url, closing(Client(url, concurrency=4)) as client:
-        for one in [client.submit(client.post("/generate", {}, seconds=None)) for _ in range(20)]:
-            one.result(30)
     assert most == 4
 
 
 def test_seconds_limit_the_whole_reply():
-    def handle(to):
-        to.send_response(200)
-        to.send_header("Content-Length", "100")
-        to.end_headers()
-        for _ in range(100):
-            try:
-                to.wfile.write(b" ")
-            except OSError:
-                return
-            time.sleep(0.1)
-
-    with serving(handle) as url, closing(Client(url)) as client:
+    with hostile(SLOW["body"]) as server, closing(Client(server.url)) as client:
         start = time.monotonic()
         with pytest.raises(LostError, match=r"0.5 s"):
             client.submit(client.get("/health", seconds=0.5)).result(20)
         assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize(("method", "tries"), [("completion", 4), ("load", 1)])
-def test_requests_are_repeated_where_that_is_safe(method, tries):
-    seen = []
-
-    def handle(to):
-        seen.append(to.path)
-        to.close_connection = True
-        to.connection.shutdown(socket.SHUT_RDWR)  # without a word
-
-    seconds = None if method == "completion" else 5.0
-    with serving(handle) as url, closing(Client(url)) as client, pytest.raises(LostError):
-        client.call(client.post("/x", {}, seconds=seconds))
-    assert len(seen) == tries
+@pytest.mark.parametrize(("seconds", "tries"), [(None, 4), (5.0, 1)])
+def test_completions_are_repeated_and_changes_are_not(seconds, tries):
+    with hostile(lambda to: to.shutdown(socket.SHUT_RDWR)) as server, closing(Client(server.url)) as client:
+        with pytest.raises(LostError):
+            client.call(client.post("/x", {}, seconds=seconds))
+        assert len(server.requests) == tries
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
 def test_a_request_to_a_busy_server_is_repeated(status):
-    left = 2
+    left = [status] * 2
 
-    def handle(to):
-        nonlocal left
-        left -= 1
-        answer(to, b'{"ok": 1}' if left < 0 else b"busy", 200 if left < 0 else status)
+    def reply(to):
+        to.sendall(whole(b"busy", f"{left.pop()} Busy") if left else whole(b'{"ok": 1}'))
 
-    with serving(handle) as url, closing(Client(url)) as client:
+    with hostile(reply) as server, closing(Client(server.url)) as client:
         assert client.call(client.post("/x", {})) == {"ok": 1}
-        left = 99
+        left += [status] * 99
         with pytest.raises(LostError, match=f"status {status}: busy"):
             client.call(client.post("/x", {}))
 
@@ -187,16 +151,31 @@ def test_client_refuses_invalid_addresses(url):
 
 
 class Well:
-    """A dialect of a server that passes its health check, or fails it."""
+    """A dialect of a server that passes its health check, or fails it. It counts concurrent loads."""
 
-    def __init__(self, is_well=True):
-        self.is_well = is_well
+    is_well = True
+    now = most = 0
 
     async def is_ready(self, client):
         return self.is_well
 
     async def about(self, client):
         return ServerInfo("1", model="m")
+
+    async def load(self, *_):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.02)
+        self.now -= 1
+
+    async def unload(self, *_):
+        pass
+
+    async def generate(self, client, requests, adapter, stop_ids):
+        return [Completion((2,), "stop", None) for _ in requests]
+
+    async def metrics(self, client):
+        return {"running": 1.0}
 
 
 def connection(dialect, **more):
@@ -205,14 +184,23 @@ def connection(dialect, **more):
     return Connection(settings, dialect, lambda port, key: pytest.fail("no server is started here"))
 
 
+@contextmanager
+def opened(dialect, **more):
+    found = connection(dialect, **more)
+    try:
+        found.open()
+        yield found
+    finally:
+        found.close(None)
+
+
 def watch(found):
     found.received()
     found.client.call(found.watch(), 10)
 
 
 def test_watch_raises_for_a_healthy_server_only_after_a_longer_time():
-    with closing_connection(connection(Well())) as found:
-        found.open()
+    with opened(Well()) as found:
         start = time.monotonic()
         with pytest.raises(LostError, match=r"engine.timeout"):
             watch(found)
@@ -220,11 +208,12 @@ def test_watch_raises_for_a_healthy_server_only_after_a_longer_time():
         found._dialect.is_well = False
         with pytest.raises(LostError, match=r"0.2 s"):
             watch(found)
+        with pytest.raises(EvoalignError, match=r"died; .*0.5 s"):
+            found.recover(LostError("died"), lambda: None)
 
 
 def test_recover_is_repeated_up_to_engine_restarts(monkeypatch):
-    with closing_connection(connection(Well(), restarts=3)) as found:
-        found.open()
+    with opened(Well(), restarts=3) as found:
         reach, failing = found._reach, [LostError("port taken"), LostError("no memory")]
 
         def now_and_then():
@@ -241,23 +230,28 @@ def test_recover_is_repeated_up_to_engine_restarts(monkeypatch):
             found.recover(LostError("died"), lambda: None)
 
 
-def test_recover_reports_why_the_server_was_lost():
-    with closing_connection(connection(Well())) as found:
-        found.open()
-        found._dialect.is_well = False
-        with pytest.raises(EvoalignError, match=r"died; .*0.5 s"):
-            found.recover(LostError("died"), lambda: None)
+@pytest.mark.parametrize(
+    ("settings", "sees"),
+    [
+        ({"url": "http://127.0.0.1:9"}, True),
+        ({"url": "http://localhost.com:9"}, False),
+        ({"url": "http://host:9", "adapter_folder": "/a"}, True),
+        ({"url": None}, True),
+    ],
+)
+def test_sees_files_only_on_this_machine_or_with_a_shared_folder(settings, sees):
+    assert connection(Well(), **settings).sees_files == sees
 
 
-@contextmanager
-def closing_connection(found):
-    try:
-        yield found
-    finally:
-        found.close(None)
+def test_open_raises_where_no_server_listens(monkeypatch):
+    monkeypatch.setattr(client_module, "RETRIES", 0)
+    with pytest.raises(ModelError, match=r"http://127.0.0.1:9"), opened(SglangDialect()):
+        pass
 
 
 # --- dialects --------------------------------------------------------------------------------------------------------
+
+REQUEST = Request(0, (5,), Sampling(4))
 
 
 class Stub:
@@ -301,15 +295,11 @@ def test_a_failed_chat_cancels_the_others():
         asyncio.run(SglangDialect("chat").generate(client, requests, None, [2]))
 
 
-@pytest.mark.parametrize("said", [{"enable_lora": None}, {"enable_lora": False}])
-def test_about_refuses_a_server_without_adapters(said):
-    with pytest.raises(RefusedError, match="--enable-lora"):
-        asyncio.run(SglangDialect().about(Stub(lambda path, body: said)))
-
-
-def test_about_normalises_the_dtype():
-    about = asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"})))
-    assert about.dtype == "float16"
+def test_about_refuses_a_server_without_adapters_and_normalises_the_dtype():
+    for said in (None, False):
+        with pytest.raises(RefusedError, match="--enable-lora"):
+            asyncio.run(SglangDialect().about(Stub(lambda path, body, said=said: {"enable_lora": said})))
+    assert asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"}))).dtype == "float16"
 
 
 def test_begin_update_ends_a_session_that_was_left_open():
@@ -317,54 +307,29 @@ def test_begin_update_ends_a_session_that_was_left_open():
     client = Stub(lambda path, body: refusals.pop() if refusals and "begin" in path else {})
     assert asyncio.run(begin_update(client, 5.0))
     assert [path.split("_")[0] for path in client.asked] == ["/begin", "/end", "/begin"]
-    absent = Stub(lambda path, body: RefusedError("not found", 404))
-    assert not asyncio.run(begin_update(absent, 5.0))
+    assert not asyncio.run(begin_update(Stub(lambda path, body: RefusedError("not found", 404)), 5.0))
 
 
-def test_invalid_completions_and_metrics_are_rejected():
-    request = Request(0, (5,), Sampling(4))
-    for ids in ([], None, [True], ["3"], [-1], [2**40], [3] * 5):
-        with pytest.raises(LostError):
-            checked_ids(ids, request, "it")
-    for value in (-(10**400), float("nan"), "0", None, 1.0, True):
-        with pytest.raises(LostError):
-            checked_logprobs([value], 1, "it")
+@pytest.mark.parametrize("ids", [[], None, [True], ["3"], [-1], [2**40], [3] * 5])
+def test_checked_ids_rejects_invalid_completions(ids):
+    with pytest.raises(LostError):
+        checked_ids(ids, REQUEST, "it")
+
+
+@pytest.mark.parametrize("value", [-(10**400), float("nan"), "0", None, 1.0, True])
+def test_checked_logprobs_rejects_invalid_values(value):
+    with pytest.raises(LostError):
+        checked_logprobs([value], 1, "it")
+
+
+def test_checked_logprobs_and_metrics_return_floats():
     assert checked_logprobs([-1, float("-inf")], 2, "it") == (-1.0, float("-inf"))
     text = 'sglang:num_running_reqs{a="b"} .\nsglang:num_queue_reqs 3.0\nsglang:num_queue_reqs 4.0\n'
-    metrics = SglangDialect().metrics(Stub(lambda path, body: text))
-    assert asyncio.run(metrics) == {"queue": 3.0}
+    assert asyncio.run(SglangDialect().metrics(Stub(lambda path, body: text))) == {"queue": 3.0}
 
 
-class Slow(Well):
-    """A dialect that counts concurrent loads."""
-
-    now = most = 0
-
-    async def load(self, *_):
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.02)
-        self.now -= 1
-
-    async def unload(self, *_):
-        pass
-
-    async def generate(self, client, requests, adapter, stop_ids):
-        return [Completion((2,), "stop", None) for _ in requests]
-
-    async def metrics(self, client):
-        return {"running": 1.0}
-
-
-class NoStore:
-    """An adapter store without files: adapters are sent as tensors."""
-
-    def drop(self, name):
-        pass
-
-
-def engine_over(found, dialect, *, has_adapters):
-    """Return an engine without a model, over a connection."""
+def engine_over(found, dialect, *, has_adapters, batch=16):
+    """Return an engine without a model, over a connection, whose adapters are sent as tensors."""
 
     class Bare(ServerEngine):
         _by_files = False
@@ -376,42 +341,40 @@ def engine_over(found, dialect, *, has_adapters):
             return [PeftAdapter({}, {})] * len(members)
 
     engine = object.__new__(Bare)
-    engine.dialect, engine.connection, engine._store, engine._config = dialect, found, NoStore(), None
-    engine._settings = SimpleNamespace(timeout=0.2, batch=16, slots=lambda config: 12)
+    engine.dialect, engine.connection, engine._config = dialect, found, None
+    engine._store = SimpleNamespace(drop=lambda name: None)
+    engine._settings = SimpleNamespace(timeout=0.2, batch=batch, slots=lambda config: 12)
     engine._tokens, engine._vocabulary, engine._load = SimpleNamespace(stop_ids=[2]), 2**31, {}
     engine._run, engine._serial, engine._total, engine._left = "run", itertools.count(), 0, 0
     return engine
 
 
 def test_few_adapters_are_loaded_concurrently():
-    dialect, members = Slow(), population(12)
-    with serving(answer) as url, closing_connection(connection(dialect, url=url)) as found:
-        found.open()
+    dialect, members = Well(), population(12)
+    with serving(answer) as url, opened(dialect, url=url) as found:
         engine = engine_over(found, dialect, has_adapters=True)
-        pairs = [(m, Request(0, (5,), Sampling(4))) for m in members]
-        completions = list(engine._completions(MEAN_PLAN, pairs))
+        completions = list(engine._completions(MEAN_PLAN, [(m, REQUEST) for m in members]))
     assert {member for member, _, _ in completions} == set(members) and dialect.most == LOADS
     assert engine._load == {"running": 1.0}
 
 
-class Completes(Slow):
+class Completes(Well):
     """A dialect whose completions are requests."""
 
     async def generate(self, client, requests, adapter, stop_ids):
         await client.post("/generate", {}, seconds=None)
-        return [Completion((2,), "stop", None) for _ in requests]
+        return await super().generate(client, requests, adapter, stop_ids)
 
 
 @pytest.mark.parametrize("kind", ["body", "header line", "early hints"])
 def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind):
     """In a rollout after four times the timeout, since the server passes its health check; otherwise after it."""
-    dialect, request = Completes(), Request(0, (5,), Sampling(4))
-    with hostile(SLOW[kind]) as server, closing_connection(connection(dialect, url=server.url)) as found:
-        found.open()
+    dialect = Completes()
+    with hostile(SLOW[kind]) as server, opened(dialect, url=server.url) as found:
         engine = engine_over(found, dialect, has_adapters=False)
         for work, least in (
-            (lambda: list(engine._completions(MEAN_PLAN, [(MEAN, request)])), 4 * 0.2),
-            (lambda: engine._complete([request], None), 0.2),
+            (lambda: list(engine._completions(MEAN_PLAN, [(MEAN, REQUEST)])), 4 * 0.2),
+            (lambda: engine._complete([REQUEST], None), 0.2),
         ):
             began = time.monotonic()
             server.ended.clear()
@@ -427,35 +390,14 @@ class FirstCompletes(Completes):
     async def generate(self, client, requests, adapter, stop_ids):
         if requests[0].index == 0:
             await asyncio.sleep(0.2)  # until the other is sent
-            return [Completion((2,), "stop", None)]
+            return await Well.generate(self, client, requests, adapter, stop_ids)
         return await super().generate(client, requests, adapter, stop_ids)
 
 
 def test_closing_a_rollout_cancels_its_requests():
     dialect, pairs = FirstCompletes(), [(MEAN, Request(i, (5,), Sampling(4))) for i in range(2)]
-    with (
-        hostile(SLOW["body"]) as server,
-        closing_connection(connection(dialect, url=server.url, timeout=60.0)) as found,
-    ):
-        found.open()
-        engine = engine_over(found, dialect, has_adapters=False)
-        engine._settings.batch = 1
-        completions = engine._completions(MEAN_PLAN, pairs)
+    with hostile(SLOW["body"]) as server, opened(dialect, url=server.url, timeout=60.0) as found:
+        completions = engine_over(found, dialect, has_adapters=False, batch=1)._completions(MEAN_PLAN, pairs)
         assert next(completions)[1].index == 0
         completions.close()
         assert server.ended.wait(10), "the connection is left open"
-
-
-def test_sees_files_only_on_this_machine_or_with_a_shared_folder():
-    for own, sees in (({"url": "http://127.0.0.1:9"}, True), ({"url": "http://localhost.com:9"}, False),
-                      ({"url": "http://host:9", "adapter_folder": "/a"}, True), ({"url": None}, True)):  # fmt: skip
-        assert connection(Well(), **own).sees_files == sees
-
-
-def test_open_raises_where_no_server_listens(monkeypatch):
-    monkeypatch.setattr(client_module, "RETRIES", 0)
-    with (
-        closing_connection(connection(SglangDialect())) as found,
-        pytest.raises(ModelError, match=r"http://127.0.0.1:9"),
-    ):
-        found.open()

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from evoalign.engines.server.client import LostError
@@ -35,83 +37,73 @@ def module(tmp_path, monkeypatch):
 
 def lives(group):
     """Return whether the group has a process that is not a zombie."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == group and fields[0] != "Z":
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 return True
     return False
 
 
-def gone(group):
-    deadline = time.monotonic() + 30
-    while lives(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not lives(group)
+def process_of(*words, **more):
+    return ServerProcess(Command("own_server", words, **more), "the server")
 
 
-def started(*words):
-    process = ServerProcess(Command("own_server", words, hidden=["the-key"]), "the server")
+@pytest.fixture
+def started():
+    process = process_of("a", "the-key", hidden=["the-key"])
     process.start(lambda: "serves" in process.log.read_text(), 60)
-    return process
-
-
-def test_server_starts_and_ends_with_all_its_children():
-    process = started("a", "the-key")
-    group = process.pid
-    assert group is not None and lives(group)
-    assert process.log.read_text() == "serves with a [key]\n", "no log has a key"
-    process.check()
+    yield process
     process.stop()
-    assert not lives(group) and process.pid is None
     process.drop_log()
-    assert not process.log.exists()
 
 
-def test_stop_ends_a_suspended_server():
-    process = started("a")
-    group = process.pid
-    assert group is not None
+def test_server_starts_and_ends_with_all_its_children(started):
+    group = started.pid
+    assert group is not None and lives(group)
+    assert started.log.read_text() == "serves with a [key]\n", "no log has a key"
+    started.check()
+    started.stop()
+    assert not lives(group) and started.pid is None
+    started.drop_log()
+    assert not started.log.exists()
+
+
+def test_stop_ends_a_suspended_server(started):
+    group = started.pid
     os.killpg(group, signal.SIGSTOP)
-    process.stop(patience=0.5)
+    started.stop(patience=0.5)
     assert not lives(group)
-    process.drop_log()
 
 
-def test_start_reports_the_last_error_and_keeps_its_log():
-    process = ServerProcess(Command("own_server", ["weights", "fail"]), "the server")
-    with pytest.raises(LostError, match=r"exit code 0.*ValueError: no room for weights \(its log: "):
-        process.start(lambda: False, 60)
+@pytest.mark.parametrize(
+    ("words", "seconds", "message"),
+    [
+        (["weights", "fail"], 60, r"exit code 0.*ValueError: no room for weights \(its log: "),
+        (["a"], 2, r"2 s \(engine.start_timeout\): serves with a"),
+    ],
+)
+def test_start_reports_why_no_server_is_ready_and_keeps_its_log(words, seconds, message):
+    process = process_of(*words)
+    with pytest.raises(LostError, match=message):
+        process.start(lambda: False, seconds)
+    assert process.pid is None
     process.drop_log()
     assert process.log.is_file(), "the message names the log"
     process.log.unlink()
 
 
-def test_start_ends_a_server_that_is_not_ready_at_the_deadline():
-    process = ServerProcess(Command("own_server", ["a"]), "the server")
-    with pytest.raises(LostError, match=r"2 s \(engine.start_timeout\): serves with a"):
-        process.start(lambda: False, 2)
-    assert process.pid is None
-    process.log.unlink()
-
-
-def test_check_reports_a_dead_server_and_the_place_of_its_log(tmp_path):
-    process = started("a")
-    assert process.pid is not None
-    os.killpg(process.pid, signal.SIGKILL)
+def test_check_reports_a_dead_server_and_the_place_of_its_log(started, tmp_path):
+    os.killpg(started.pid, signal.SIGKILL)
     with pytest.raises(LostError, match="signal 9") as said:
         while True:
-            process.check()
+            started.check()
             time.sleep(0.05)
-    process.stop()
-    process.drop_log()
+    started.stop()
+    started.drop_log()
     log = Path(str(said.value).rpartition("(its log: ")[2].rstrip(")"))
     assert log.read_text().startswith("serves with a")
-    process.keep_log(tmp_path / "logs")
-    process.drop_log()
+    started.keep_log(tmp_path / "logs")
+    started.drop_log()
     assert not log.exists() and (tmp_path / "logs/server.log").is_file(), "it was moved into the run"
 
 
@@ -131,25 +123,25 @@ def test_server_ends_when_its_parent_is_killed(stopped):
         time.sleep(600)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     group, log = parent.stdout.readline().split()
     assert lives(int(group))
     if stopped:
         os.killpg(int(group), signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    assert gone(int(group))
+    deadline = time.monotonic() + 30
+    while lives(int(group)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     Path(log).unlink()
 
 
-def test_keep_log_moves_the_log_without_overwriting(tmp_path):
-    process = started("a")
+def test_keep_log_moves_the_log_without_overwriting(started, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/server.log").write_text("of before")
-    process.keep_log(tmp_path / "logs")
-    process.stop()
-    process.keep_log(tmp_path / "logs")
-    process.drop_log()
+    started.keep_log(tmp_path / "logs")
+    started.stop()
+    started.keep_log(tmp_path / "logs")
     assert (tmp_path / "logs/server2.log").read_text().startswith("serves with a")
     assert (tmp_path / "logs/server.log").read_text() == "of before"
 
