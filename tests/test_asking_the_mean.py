@@ -5,11 +5,14 @@ import io
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from math_rows import written
 from rich.console import Console
 from small_runs import UNCHECKED
 
@@ -65,11 +68,10 @@ class Fixed(Priced):
         assert group.mean is None
 
 
-def config(output, objective=f"{HERE}:Priced", **changes):
-    rows = output.parent / "rows.jsonl"
-    if not rows.exists():
-        rows.write_text(
-            "".join(json.dumps({"prompt": f"Tell me about the {w}:"}) + "\n" for w in ("sea", "sky", "sun"))
+def config(output, objective=f"{HERE}:Priced", rows=None, **changes):
+    if rows is None:
+        rows = written(
+            output.parent / "rows.jsonl", [{"prompt": f"Tell me about the {w}:"} for w in ("sea", "sky", "sun")]
         )
     return {
         "output_dir": str(output), "seed": 5, "deterministic": True,
@@ -102,23 +104,17 @@ def straight(tmp_path_factory):
 def test_the_group_has_what_the_unperturbed_model_said_before_it_moved(straight, tmp_path):
     _, seen, groups = straight
     read = from_dict(config(tmp_path / "run"))
-    parts = setup.assemble(read)
-    try:
+    with closing(setup.assemble(read)) as parts:
         for generation, group in zip(seen, groups, strict=True):
-            asked = requests_of(
-                read, generation.rows, dict(zip(generation.rows, generation.prompts, strict=True)), generation.index
-            )
-            said = collect(parts.engine, MEAN_PLAN, asked)
+            prompts, mean = dict(zip(generation.rows, generation.prompts, strict=True)), group.mean
+            said = collect(parts.engine, MEAN_PLAN, requests_of(read, generation.rows, prompts, generation.index))
             assert [r.text for r in said] == [r.text for r in generation.mean]
             parts.engine.apply(generation.update)
-            mean = group.mean
-            assert mean is not None and mean.texts_MP == [[r.text for r in said]]
+            assert mean.texts_MP == [[r.text for r in said]]
             assert mean.columns_MP["blanks"].tolist() == [[blanks(r.text.strip(), {}) for r in said]]
             assert mean.columns_MP["vowels"].shape == (1, PROMPTS) and mean.generation == generation.index
             assert group.columns_MP["vowels"].shape == (MEMBERS, PROMPTS)
             assert [e["prompt"] for e in mean.examples] == [e["prompt"] for e in group.examples]
-    finally:
-        parts.close()
     assert len({tuple(r.text for r in g.mean) for g in seen}) > 1
 
 
@@ -138,38 +134,41 @@ def test_its_state_follows_the_mean_and_its_tokens_count(straight):
     assert price > 1.0
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Make two runs whose price stays, by space: with the mean and without it."""
+
+    @cache
+    def pair(space):
+        folder, seen = tmp_path_factory.mktemp(space), []
+        for name in ("Priced", "Fixed"):
+            tree = config(folder / name, {"name": f"{HERE}:{name}", "rate": 0.0}, space=space)
+            tree["es"]["num_generations"] = 2
+            train(tree, on_generation=seen.append)
+        return folder, from_dict(tree), seen[0]
+
+    return pair
+
+
 @pytest.mark.first("lora")
 @pytest.mark.parametrize("space", ["lora", "full"])
-def test_the_means_flops_are_those_of_its_answers(space, tmp_path):
+def test_the_means_flops_are_those_of_its_answers(space, pairs):
     """Of `lora` with the adapter that the mean is, of `full` without any."""
-    budgets = {}
-    seen = []
-    for name in ("Priced", "Fixed"):
-        tree = config(tmp_path / name, {"name": f"{HERE}:{name}", "rate": 0.0}, space=space)
-        tree["es"]["num_generations"] = 1
-        train(tree, on_generation=seen.append)
-        budgets[name] = lines(tmp_path / name / "metrics.jsonl")[0]["budget"]["forward_flops"]
-    read = from_dict(tree)
-    asked = [len(r.token_ids) for r in seen[0].mean]
-    parts = setup.assemble(read)
-    try:
-        shape = flops.shape_of(model_config(read.model), parts.engine.specs())
-        layout = parts.layout
-    finally:
-        parts.close()
+    folder, read, first = pairs(space)
+    priced, fixed = (
+        lines(folder / name / "metrics.jsonl")[0]["budget"]["forward_flops"] for name in ("Priced", "Fixed")
+    )
+    with closing(setup.assemble(read)) as parts:
+        shape, layout = flops.shape_of(model_config(read.model), parts.engine.specs()), parts.layout
     adapted = Adapted(layout.rank, frozenset(t.module for t in layout.tensors)) if space == "lora" else None
-    prompts = list(seen[0].prompts)
+    prompts, asked = list(first.prompts), [len(r.token_ids) for r in first.mean]
     room = max(map(len, prompts)) + read.sampling.max_tokens
-    assert budgets["Priced"] - budgets["Fixed"] == flops.rollout_flops(shape, prompts, asked, adapted, room)
+    assert priced - fixed == flops.rollout_flops(shape, prompts, asked, adapted, room)
 
 
-def test_the_run_is_the_one_without_the_mean_where_that_moves_nothing(tmp_path):
+def test_the_run_is_the_one_without_the_mean_where_that_moves_nothing(pairs):
     """The mean is asked beside the members: scores, updates and weights are the same to the bit."""
-    for name in ("Priced", "Fixed"):
-        tree = config(tmp_path / name, {"name": f"{HERE}:{name}", "rate": 0.0})
-        tree["es"]["num_generations"] = 2
-        train(tree)
-    ours, theirs = (lines(tmp_path / name / "journal.jsonl")[1:] for name in ("Priced", "Fixed"))
+    ours, theirs = (lines(pairs("lora")[0] / name / "journal.jsonl")[1:] for name in ("Priced", "Fixed"))
     assert len(ours) == 2 * 2
     for one, other in zip(ours, theirs, strict=True):
         assert {**one, "hash": "", "previous": ""} == {**other, "hash": "", "previous": ""}
@@ -180,17 +179,14 @@ def test_killed_before_a_seal_it_ends_with_the_same_bits(straight, tmp_path):
     whole = (run / "journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
-    tree = config(copy)
-    tree["task"] |= {"train_data": str(run.parent / "rows.jsonl"), "test_data": str(run.parent / "rows.jsonl")}
-    train(tree, resume=True)
+    train(config(copy, rows=run.parent / "rows.jsonl"), resume=True)
     assert (copy / "journal.jsonl").read_bytes() == whole
 
 
 def test_what_is_told_before_a_run_counts_the_mean(tmp_path):
-    told = "\n".join(dry_run(config(tmp_path / "run")))
+    told, without = ("\n".join(dry_run(config(tmp_path / "run", f"{HERE}:{name}"))) for name in ("Priced", "Fixed"))
     assert f"rollouts {(MEMBERS + 1) * PROMPTS} a generation ({MEMBERS} members and the mean x 2 prompts)" in told
     assert f"generations of {(MEMBERS + 1) * PROMPTS} completions ({MEMBERS} members and the mean x 2 prompts)" in told
-    without = "\n".join(dry_run(config(tmp_path / "run", f"{HERE}:Fixed")))
     assert f"rollouts {MEMBERS * PROMPTS} a generation ({MEMBERS} members x 2 prompts)" in without
 
 

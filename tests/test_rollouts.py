@@ -2,6 +2,7 @@
 """The one door to an engine, requests that name their member, and how training and evaluation draw."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from families import PROMPTS, Bench, build, make_config, requests
@@ -12,7 +13,7 @@ from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.rollouts import LostError, collect
 from evoalign.testing import engines as contract
-from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Rollout, Sampling, population
+from evoalign.types import MEAN, Plan, Request, Rollout, Sampling, population
 
 ES = {"es": {"sigma": 0.01}}
 SPACES = ["lora", "lowrank", "full"]
@@ -23,37 +24,28 @@ def folder(tmp_path_factory):
     return build("qwen2", tmp_path_factory.mktemp("rollouts") / "qwen2")
 
 
-class Saying:
-    """An engine that answers what it is told to."""
-
-    def __init__(self, cells):
-        self.cells = cells
-
-    def rollout(self, plan, asked):
-        return (Rollout(m, r, (1,), "a", "stop") for m, r in self.cells)
-
-
-def test_collect_has_an_order_of_its_own():
-    members = population(2)
-    asked = [Request(i, (1,), Sampling(1)) for i in range(2)]
-    engine = Saying([(members[1], 1), (members[0], 1), (members[1], 0), (members[0], 0)])
-    found = collect(engine, Plan(0, 0.1, members), asked)
-    assert [(r.member.index, r.request) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+A, B = population(2)
 
 
 @pytest.mark.parametrize(
-    ("cells", "message", "who"),
+    ("members", "cells", "lost"),
     [
-        ([(MEAN, 0)], r"no completion for \(member, request\) \(-1, 1\); nothing was scored", -1),
-        ([(MEAN, 0), (MEAN, 1), (MEAN, 1)], r"\(-1, 1\)", -1),
-        ([(MEAN, 0), (MEAN, 1), (population(1)[0], 0)], r"\(0, 0\)", 0),
+        ((A, B), [(B, 1), (A, 1), (B, 0), (A, 0)], None),
+        ((MEAN,), [(MEAN, 0)], (MEAN, r"no completion for \(member, request\) \(-1, 1\); nothing was scored")),
+        ((MEAN,), [(MEAN, 0), (MEAN, 1), (MEAN, 1)], (MEAN, r"\(-1, 1\)")),
+        ((MEAN,), [(MEAN, 0), (MEAN, 1), (A, 0)], (A, r"\(0, 0\)")),
     ],
 )
-def test_collect_raises_lost_error_for_missing_or_unrequested_completions(cells, message, who):
-    engine = Saying(cells)
-    with pytest.raises(LostError, match=message) as caught:
-        collect(engine, MEAN_PLAN, [Request(i, (1,), Sampling(1)) for i in range(2)])
-    assert caught.value.member.index == who
+def test_collect_orders_completions_and_raises_if_one_is_missing_or_not_requested(members, cells, lost):
+    engine = SimpleNamespace(rollout=lambda plan, asked: iter([Rollout(m, r, (1,), "a", "stop") for m, r in cells]))
+    asked = [Request(i, (1,), Sampling(1)) for i in range(2)]
+    if lost is None:
+        found = collect(engine, Plan(0, 0.1, members), asked)
+        assert [(r.member.index, r.request) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        return
+    with pytest.raises(LostError, match=lost[1]) as caught:
+        collect(engine, Plan(0, 0.1, members), asked)
+    assert caught.value.member == lost[0]
 
 
 def test_collect_refuses_a_request_of_a_member_outside_the_plan(folder):
@@ -93,28 +85,29 @@ def test_the_contract_holds_requests_and_stops(folder, space):
 # --- the sections sampling and evaluation ---
 
 
-def drawn(**tree):
+MINE = {"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "stop": ["\n"]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "sampling", "evaluation"),
+    [
+        ({"evaluation": MINE}, MINE, MINE),  # training as the evaluation where it says nothing
+        (
+            {"sampling": {"max_tokens": 64}, "evaluation": {"temperature": 0.7, "samples": 20, "max_tokens": 32}},
+            {"max_tokens": 64, "temperature": 0.7},
+            {"max_tokens": 32, "samples": 20},
+        ),
+        (  # lengths and stops of training hold for the evaluation, and its temperature does not
+            {"sampling": {"max_tokens": 64, "stop": ["END"], "temperature": 1.0}},
+            {"temperature": 1.0},
+            {"max_tokens": 64, "stop": ["END"], "temperature": 0.0},
+        ),
+    ],
+)
+def test_sampling_and_evaluation_take_settings_from_each_other(tree, sampling, evaluation):
     config = from_dict({**ES, **tree})
-    return config.sampling, config.evaluation
-
-
-def test_training_draws_as_the_evaluation_where_it_says_nothing():
-    sampling, evaluation = drawn(evaluation={"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "stop": ["\n"]})
-    assert sampling.model_dump() == {"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "stop": ["\n"]}
-    assert evaluation.max_tokens == 9
-
-
-def test_each_has_its_own():
-    tree = {"temperature": 0.7, "samples": 20, "max_tokens": 32}
-    sampling, evaluation = drawn(sampling={"max_tokens": 64}, evaluation=tree)
-    assert (sampling.max_tokens, sampling.temperature) == (64, 0.7)
-    assert (evaluation.max_tokens, evaluation.samples) == (32, 20)
-
-
-def test_lengths_and_stops_of_training_hold_for_the_evaluation_and_its_temperature_does_not():
-    sampling, evaluation = drawn(sampling={"max_tokens": 64, "stop": ["END"], "temperature": 1.0})
-    assert (evaluation.max_tokens, evaluation.stop, evaluation.temperature) == (64, ["END"], 0.0)
-    assert sampling.temperature == 1.0
+    assert config.sampling.model_dump().items() >= sampling.items()
+    assert config.evaluation.model_dump().items() >= evaluation.items()
 
 
 def test_a_resolved_config_reads_as_itself():

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs for SGLang in these tests, and its completions."""
 
+from contextlib import closing, contextmanager
+
+from evoalign import engines, spaces, tokens
 from evoalign.config import from_dict
+from evoalign.types import Request, Sampling
 
 KEY = "EVOALIGN_TEST_KEY"
+QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
 
 
 def config(space="lora", name="sglang", **more):
@@ -23,6 +28,15 @@ def config(space="lora", name="sglang", **more):
 def attached(url, space="lora", **more):
     """Return the same over a running server."""
     return config(space, engine={"url": url, "key_variable": KEY, **more.pop("engine", {})}, **more)
+
+
+@contextmanager
+def opened(settings, sampling=Sampling(24), **fields):  # noqa: B008
+    """Yield an engine that has started, and requests."""
+    tokens_, space = tokens.load(settings.model), spaces.create(settings)
+    with closing(engines.create(settings, tokens_)) as engine:
+        engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
+        yield engine, [Request(i, tokens_.encode(q), sampling, **fields) for i, q in enumerate(QUESTIONS)]
 
 
 def answers(engine, plan, requests):

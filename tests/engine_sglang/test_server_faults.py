@@ -39,20 +39,14 @@ LAUNCHED = {"context_length": 256, "start_timeout": 400.0}
 def settings(folder, engine, space="lora"):
     place = {"target_layers": [3], "target_modules": ["down_proj"]}
     return {
-        "space": space,
-        "lora": {"rank": 4, "alpha": 4, **place},
-        "lowrank": {"rank": 1, **place},
-        "output_dir": str(folder),
-        "seed": 1,
-        "task": {"name": "conciseness"},
+        "space": space, "lora": {"rank": 4, "alpha": 4, **place}, "lowrank": {"rank": 1, **place},
+        "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
         "model": {"name": "tiny", "dtype": "float32"},
         "es": {"num_generations": 3, "population_size": 6, "sigma": 0.025, "learning_rate": 0.0125},
-        "evaluation": {"max_tokens": 16},
-        "checkpoint": {"every": 1},
-        "tracking": {"completions_every": 0},
+        "evaluation": {"max_tokens": 16}, "checkpoint": {"every": 1}, "tracking": {"completions_every": 0},
         "checks": {"placebo": 0, "perplexity": False, "control_every": 0},
         "engine": {"name": "sglang", "timeout": HANG, **engine},
-    }
+    }  # fmt: skip
 
 
 def train(folder, engine, space, **more):

@@ -3,35 +3,23 @@
 
 import io
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from served import KEY, answers, attached, config
+from served import KEY, QUESTIONS, answers, attached, config, opened
 from small_runs import UNCHECKED
 
 import evoalign
-from evoalign import engines, spaces, tokens
+from evoalign import engines, tokens
+from evoalign.config import load
 from evoalign.engines.server.client import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 ROOT = Path(__file__).parents[2]
-QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
 TIE = 1e-4
 """Log-probabilities closer than this are a tie, which another order of sums may decide differently."""
-
-
-def opened(settings):
-    """Return an engine that has started, and requests."""
-    tokens_ = tokens.load(settings.model)
-    engine = engines.create(settings, tokens_)
-    space = spaces.create(settings)
-    layout = space.layout(engine.specs(), engine.dtype)
-    engine.start(space, layout, None, keep_start=False)
-    requests = [Request(i, tokens_.encode(q), Sampling(24), logprobs=True) for i, q in enumerate(QUESTIONS)]
-    return engine, requests
 
 
 def ties(one, other):
@@ -51,8 +39,7 @@ def compare(members, sigma, *configs):
     plan = Plan(3, sigma, (*population(members, antithetic=True), MEAN))
     said = []
     for settings in configs:
-        engine, requests = opened(settings)
-        with closing(engine):
+        with opened(settings, logprobs=True) as (engine, requests):
             said.append(answers(engine, plan, requests))
     theirs, ours = said
     assert theirs.keys() == ours.keys() and len(ours) == (members + 1) * len(QUESTIONS)
@@ -99,31 +86,29 @@ def test_a_run_has_the_same_journal_as_in_process(url, generations, tmp_path):
     assert evoalign.replay(tmp_path / "theirs") == theirs[-1]["weights_hash"]
 
 
-def test_unsupported_settings_are_refused_by_name(url, monkeypatch):
-    tokens_ = tokens.load(config().model)
-
-    def refused(settings, *words):
-        with pytest.raises((ConfigError, ModelError)) as said:
-            engine = engines.create(settings, tokens_)
-            with closing(engine):
-                space = spaces.create(settings)
-                engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
-        assert all(word in str(said.value) for word in words), said.value
-
-    refused(attached(url, lora={"rank": 16}), "rank 8 at most")
-    refused(attached(url, "full"), "space full", "engine vllm")
-    refused(attached(url, model={"name": "tiny", "dtype": "bfloat16"}), "serves float32", "set model.dtype float32")
-    refused(attached("http://127.0.0.1:9", engine={"start_timeout": 0.5}), "http://127.0.0.1:9")
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"lora": {"rank": 16}}, ["rank 8 at most"]),
+        ({"space": "full"}, ["space full", "engine vllm"]),
+        ({"model": {"name": "tiny", "dtype": "bfloat16"}}, ["serves float32", "set model.dtype float32"]),
+        ({"engine": {"url": "http://127.0.0.1:9", "start_timeout": 0.5}}, ["http://127.0.0.1:9"]),
+        ({"engine": {"key_variable": "ANOTHER"}}, ["engine.key_variable"]),
+        ({"engine": {"key_variable": None}}, ["engine.key_variable"]),
+        ({"engine": {"key_variable": "NOT_SET"}}, ["engine.key_variable"]),
+        (None, ["/no/such/python"]),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(url, more, words, monkeypatch):
     monkeypatch.setenv("ANOTHER", "wrong")
-    refused(attached(url, engine={"key_variable": "ANOTHER"}), "engine.key_variable")
-    refused(config(engine={"url": url}), "engine.key_variable")
-    refused(attached(url, engine={"key_variable": "NOT_SET"}), "engine.key_variable")
-    refused(config(engine={"python": "/no/such/python"}), "/no/such/python")
+    settings = config(engine={"python": "/no/such/python"}) if more is None else attached(url, **more)
+    with pytest.raises((ConfigError, ModelError)) as said, opened(settings):
+        pass
+    assert all(word in str(said.value) for word in words), said.value
 
 
 def test_rollout_refuses_a_prompt_that_is_too_long(url):
-    engine, requests = opened(attached(url))
-    with closing(engine):
+    with opened(attached(url)) as (engine, requests):
         long = Request(0, requests[0].prompt_ids * 60, Sampling(200))
         with pytest.raises(DataError, match=r"512 positions"):
             list(engine.rollout(Plan(0, 0.0, (MEAN,)), [long]))
@@ -131,8 +116,7 @@ def test_rollout_refuses_a_prompt_that_is_too_long(url):
 
 def test_a_refused_adapter_does_not_count_as_a_lost_server(url):
     """The error quotes the server, which is not started again."""
-    engine, requests = opened(attached(url))
-    with closing(engine):
+    with opened(attached(url)) as (engine, requests):
         engine._store.put = lambda name, adapter: Path("/no/such/folder")
         with pytest.raises(RefusedError, match=r"/load_lora_adapter .*no/such/folder"):
             list(engine.rollout(Plan(0, 0.05, population(2)), requests))
@@ -151,8 +135,6 @@ def test_an_engine_that_fails_to_start_leaves_only_its_log(tmp_path):
 
 def test_the_published_lora_population_config_runs(url, tmp_path):
     """On the tiny model and for one generation."""
-    from evoalign.config import load
-
     sets = [
         "model.name=tiny", "model.dtype=float32", "es.num_generations=1", "lora.target_layers=[0,1,2,3]",
         f"output_dir={tmp_path / 'run'}", "engine.name=sglang", f"engine.url={url}", f"engine.key_variable={KEY}",

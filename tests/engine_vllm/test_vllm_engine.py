@@ -32,12 +32,9 @@ def test_five_generations_have_the_same_journal(space, tmp_path):
     found = []
     for engine in ("vllm", "transformers"):
         tree = config(space, engine).model_dump(mode="json")
-        tree |= {
-            "output_dir": str(tmp_path / engine),
-            "sampling": {"max_tokens": 12},
-            "evaluation": {"max_tokens": 12},
-            "task": {"name": "conciseness"},
-        }
+        length = {"max_tokens": 12}
+        tree |= {"output_dir": str(tmp_path / engine), "sampling": length, "evaluation": length}
+        tree |= {"task": {"name": "conciseness"}}
         tree["es"] |= {"num_generations": 5, "population_size": 8}
         evoalign.train(tree)
         lines = [json.loads(line) for line in (tmp_path / engine / "journal.jsonl").read_text().splitlines()]

@@ -31,12 +31,9 @@ def test_chunks_cover_each_member_and_request_once():
     assert [len(requests) for _, requests in parts[3:]] == [REQUESTS, 1]
     assert parts[-1][0].members == (members[REQUESTS % 5],)
     assert {(plan.generation, plan.sigma) for plan, _ in parts} == {(3, 0.5)}
-
-
-def test_chunks_of_one_member_are_made_of_requests():
     requests = [Request(i, (1,), Sampling(4)) for i in range(REQUESTS + 1)]
     parts = list(chunks_of(Plan(0, 0.0, (MEAN,)), requests, 8))
-    assert [len(part) for _, part in parts] == [REQUESTS, 1]
+    assert [len(part) for _, part in parts] == [REQUESTS, 1], "chunks of one member are made of requests"
 
 
 def test_lost_chunk_goes_to_another_replica():
