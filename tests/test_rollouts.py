@@ -9,10 +9,8 @@ from families import PROMPTS, Bench, build, make_config, requests
 
 import evoalign
 from evoalign.config import Config, from_dict
-from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.rollouts import LostError, collect
-from evoalign.testing import engines as contract
 from evoalign.types import MEAN, Plan, Request, Rollout, Sampling, population
 
 ES = {"es": {"sigma": 0.01}}
@@ -73,13 +71,6 @@ def test_requests_that_name_their_member_repeat_to_the_bit(folder, space, rows):
         everyone = {(r.member.index, r.request): r for r in collect(bench.engine, bench.plan(), base)}
         same = [r.token_ids == everyone[r.member.index, r.request % 3].token_ids for r in first]
         assert all(same), "members draw otherwise where each has requests of its own"
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_the_contract_holds_requests_and_stops(folder, space):
-    for check in (contract.check_requests_of_one_member, contract.check_stop_strings):
-        with contract.started(TransformersEngine, make_config(folder, space)) as bench:
-            check(bench)
 
 
 # --- the sections sampling and evaluation ---

@@ -37,18 +37,13 @@ def test_engine_passes_the_check(random_qwen2, variant, dtype, check):
 
 
 @pytest.mark.slow
-@pytest.mark.last("full")
-@pytest.mark.parametrize("variant", ["lora", "full"])
-def test_check_engine_passes_on_the_tiny_model(variant):
-    contract.check_engine(TransformersEngine, config("tiny", variant))
-
-
-@pytest.mark.slow
-def test_check_engine_passes_with_small_batches(random_qwen2):
-    contract.check_engine(
-        TransformersEngine,
-        config(random_qwen2, "lowrank", engine={"device": "cpu", "decoder": "library", "max_rows": 2}),
-    )
+@pytest.mark.last("tiny-full")
+@pytest.mark.parametrize(
+    ("model", "variant", "rows"), [("tiny", "lora", None), ("tiny", "full", None), (None, "lowrank", 2)]
+)
+def test_check_engine_passes_on_the_tiny_model_and_with_small_batches(random_qwen2, model, variant, rows):
+    engine = {"device": "cpu", "decoder": "library", "max_rows": rows}
+    contract.check_engine(TransformersEngine, config(model or random_qwen2, variant, engine=engine))
 
 
 @pytest.mark.first("lora-", "full-", others="long")

@@ -8,8 +8,8 @@ import torch
 
 from evoalign import tokens
 from evoalign.config import from_dict
+from evoalign.engines.base import Completion
 from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, load_base
-from evoalign.engines.server.dialect import Completion
 from evoalign.engines.transformers.engine import load_model
 from evoalign.models import tiny
 

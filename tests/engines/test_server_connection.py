@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 from hostile_server import SLOW, hostile, whole
 
+from evoalign.engines.base import Completion
 from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
 from evoalign.engines.server.connection import Connection
-from evoalign.engines.server.dialect import Completion, ServerInfo, checked_ids, checked_logprobs
+from evoalign.engines.server.dialect import ServerInfo, checked_ids, checked_logprobs
 from evoalign.engines.server.engine import LOADS, ServerEngine
 from evoalign.engines.server.settings import SglangConfig
 from evoalign.engines.server.sglang import SglangDialect, begin_update

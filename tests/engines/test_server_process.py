@@ -5,9 +5,8 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -111,24 +110,28 @@ def test_check_reports_a_dead_server_and_the_place_of_its_log(started, tmp_path)
 @pytest.mark.first("True")
 def test_server_ends_when_its_parent_is_killed(stopped):
     """Also a suspended one; and not when the thread ends that started it."""
-    code = """
-        import threading, time
-        from evoalign.engines.server.connection import Command, ServerProcess
-        process = ServerProcess(Command("own_server", ["a"]), "the server")
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        process = process_of("a")
         thread = threading.Thread(target=process.start, args=(lambda: "serves" in process.log.read_text(), 60))
-        thread.start(); thread.join()
+        thread.start()
+        thread.join()
         time.sleep(1.0)
         process.check()
-        print(process.pid, process.log, flush=True)
+        os.write(write, f"{process.pid} {process.log}".encode())
         time.sleep(600)
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    group, log = parent.stdout.readline().split()
-    assert lives(int(group))
-    if stopped:
-        os.killpg(int(group), signal.SIGSTOP)
-    parent.kill()
-    parent.wait()
+        os._exit(0)
+    try:
+        group, log = os.read(read, 4096).decode().split()
+        assert lives(int(group))
+        if stopped:
+            os.killpg(int(group), signal.SIGSTOP)
+    finally:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        os.close(read)
+        os.close(write)
     deadline = time.monotonic() + 30
     while lives(int(group)):
         assert time.monotonic() < deadline

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static decoder against the library decoder on the same members: tokens and log-probabilities."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -33,14 +34,25 @@ def asked(prompts="apart", sampling=GREEDY, **fields):
     ]
 
 
-def both(folder, requests, **more):
-    """Return the completions of members and mean by the library and by the static decoder."""
-    found = []
-    for decoder in ("library", "static"):
-        with bench_of(folder, decoder, **more) as bench:
-            bench.move()
-            found.append(bench.ask(bench.plan(), requests) | bench.ask(MEAN_PLAN, requests))
-    return found
+@contextmanager
+def two(folder, **more):
+    """Make an engine with the library decoder and one with the static, with the same mean."""
+    with bench_of(folder, "library", **more) as library, bench_of(folder, "static", **more) as static:
+        library.move()
+        static.move()
+        yield library, static
+
+
+@pytest.fixture(scope="module", params=["lora", "lowrank", "full"])
+def pair(request, folder):
+    """Two such engines in each space. Rows leave at different steps."""
+    with two(folder, space=request.param, stop_ids=range(0, VOCABULARY, 20)) as benches:
+        yield benches
+
+
+def ask_all(benches, requests):
+    """Return the completions of members and mean by each engine."""
+    return [bench.ask(bench.plan(), requests) | bench.ask(MEAN_PLAN, requests) for bench in benches]
 
 
 def tokens_of(cells):
@@ -55,28 +67,10 @@ def check_equal(found, wanted):
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """Record what a function says of the memory at each step of a rollout: (function) -> list."""
-
-    def record(note):
-        seen, own = [], StaticDecoder._step
-
-        def step(self, memory, size, draws):
-            seen.append(note(memory.state, size))
-            own(self, memory, size, draws)
-
-        monkeypatch.setattr(StaticDecoder, "_step", step)
-        return seen
-
-    return record
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompts", PROMPTS)
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_static_decoder_equals_the_library_decoder(folder, space, prompts, sampling):
-    wanted, found = both(folder, asked(prompts, sampling), space=space, stop_ids=range(0, VOCABULARY, 20))
+def test_static_decoder_equals_the_library_decoder(pair, prompts, sampling):
+    wanted, found = ask_all(pair, asked(prompts, sampling))
     assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows must leave at different steps"
     check_equal(found, wanted)
     alike = sum(found[member, i].token_ids == found[-1, i].token_ids for member, i in found if member >= 0)
@@ -93,7 +87,8 @@ def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(space
         return own(self, tokens, *arguments, layers=layers, **more)
 
     monkeypatch.setattr(blocks.Blocks, "read", counted)
-    wanted, found = both(folder, asked(prompts), space=space, **{space: {"target_layers": [1]}})
+    with two(folder, space=space, **{space: {"target_layers": [1]}}) as benches:
+        wanted, found = ask_all(benches, asked(prompts))
     check_equal(found, wanted)
     assert len(set(tokens_of(found).values())) > len(found) / 3, "members must differ"
     below, above = (sum(n for first, end, n in read if (first, end) == of) for of in ((0, 1), (1, 2)))
@@ -132,30 +127,26 @@ def test_members_are_served_in_turns_when_factors_do_not_fit(folder):
     assert found[0] == found[1] and members[0] == 6 and members[1] < 6
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_mean_and_members_generate_in_one_rollout(space, folder):
+def test_mean_and_members_generate_in_one_rollout(pair):
     """In one rollout with separate requests, the mean generates the same as alone."""
     said = []
-    for decoder in ("library", "static"):
-        with bench_of(folder, decoder, space) as bench:
-            bench.move()
-            plan = bench.plan()
-            own = [r for m in plan.members for r in asked(member=m)]
-            riding = [replace(r, index=r.index + 100) for r in asked(member=MEAN)]
-            rollouts = list(bench.engine.rollout(replace(plan, members=(*plan.members, MEAN)), [*own, *riding]))
-            mixed = {(r.member.index, r.request): r.token_ids for r in rollouts}
-            alone = tokens_of(bench.ask(MEAN_PLAN, asked()))
-            assert {(m, i): mixed[m, i + 100] for m, i in alone} == alone
-            assert len(mixed) == len(rollouts) == 7 * len(alone)
-            said.append(mixed)
+    for bench in pair:
+        plan = bench.plan()
+        own = [r for m in plan.members for r in asked(member=m)]
+        riding = [replace(r, index=r.index + 100) for r in asked(member=MEAN)]
+        rollouts = list(bench.engine.rollout(replace(plan, members=(*plan.members, MEAN)), [*own, *riding]))
+        mixed = {(r.member.index, r.request): r.token_ids for r in rollouts}
+        alone = tokens_of(bench.ask(MEAN_PLAN, asked()))
+        assert {(m, i): mixed[m, i + 100] for m, i in alone} == alone
+        assert len(mixed) == len(rollouts) == 7 * len(alone)
+        said.append(mixed)
     assert said[0] == said[1]
 
 
 def test_stop_texts_end_completions_like_the_library_decoder(folder):
-    with bench_of(folder, "library") as bench:
-        bench.move()
-        text = next(r.text for r in bench.ask(bench.plan(), asked()).values() if len(r.text) > 6)
-    wanted, found = both(folder, asked(sampling=Sampling(13, stop=(text[3:5], text[1]))))
+    with two(folder) as benches:
+        text = next(r.text for r in ask_all(benches[:1], asked())[0].values() if len(r.text) > 6)
+        wanted, found = ask_all(benches, asked(sampling=Sampling(13, stop=(text[3:5], text[1]))))
     assert {r.finish_reason for r in wanted.values()} == {"stop", "length"}
     check_equal(found, wanted)
 
@@ -196,14 +187,16 @@ def test_members_are_served_after_a_rollout_of_the_mean_before_start(folder):
     assert len(set(wanted.values())) > len(PROMPTS["apart"])
 
 
-def test_padding_rows_have_members_like_the_other_rows(folder, steps):
+def test_padding_rows_have_members_like_the_other_rows(folder, monkeypatch):
     """Padding rows copy the member of the row before them, also with the mean among members."""
+    seen, own, some = [], StaticDecoder._step, asked(sampling=WARM)
 
-    def note(state, size):
-        members = state.member[:size]
-        return int(members.min()), int(members.max()), int(state.done[:size].sum())
+    def noted(self, memory, size, draws):
+        members = memory.state.member[:size]
+        seen.append((int(members.min()), int(members.max()), int(memory.state.done[:size].sum())))
+        own(self, memory, size, draws)
 
-    seen, some = steps(note), asked(sampling=WARM)
+    monkeypatch.setattr(StaticDecoder, "_step", noted)
     with bench_of(folder, stop_ids=range(0, VOCABULARY, 20)) as bench:
         bench.ask(bench.plan(), some)
         assert min(least for least, _, _ in seen) == 0 and max(done for _, _, done in seen) > 0
