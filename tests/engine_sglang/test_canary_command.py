@@ -70,11 +70,10 @@ def adapter(folder, rank=4, **config):
     own = {
         "r": rank,
         "lora_alpha": 6,
-        "target_modules": ["q_proj", "v_proj", "down_proj"],
         "peft_type": "LORA",
-        **config,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(own))
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+    } | config
+    (folder / "adapter_config.json").write_text(json.dumps(own | config))
     return folder
 
 

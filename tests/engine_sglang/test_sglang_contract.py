@@ -3,9 +3,11 @@
 completions."""
 
 import pytest
-from served import attached
+import replicated
+from served import attached, config
 
 from evoalign import engines
+from evoalign.testing.answers import same_up_to_ties
 from evoalign.testing.engines import CHECKS, check_common_random_numbers, check_requests_of_one_member, started
 from evoalign.types import MEAN_PLAN
 
@@ -36,3 +38,9 @@ def test_sglang_meets_the_contract(check, bench):
 
 def test_facts_note_sampling_without_seeds(bench):
     assert "without seeds" in bench.facts.note and not bench.facts.deterministic
+
+
+@pytest.mark.long
+def test_two_servers_of_ray_actors_match_one_engine():
+    """They leave nothing behind."""
+    replicated.check_life(config(), same_up_to_ties, lose=True)

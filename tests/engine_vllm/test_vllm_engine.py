@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import replicated
 import torch
 import vllm
 from served import SPACES, answers, config
@@ -14,7 +15,7 @@ from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.errors import ModelError
 from evoalign.kernels import compiled
 from evoalign.testing import engines as contract
-from evoalign.testing.answers import written
+from evoalign.testing.answers import same_up_to_ties, written
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 
@@ -132,3 +133,13 @@ def test_a_form_set_by_name_is_not_replaced():
     settings = config("lora", lora={"target_modules": ["down_proj"]})
     with contract.started(VllmEngine, settings) as bench:
         assert "generic form" in bench.facts.note and "has no members" in bench.facts.note
+
+
+@pytest.mark.parametrize("space, lose", [pytest.param("lora", True, marks=pytest.mark.long), ("lowrank", False)])
+def test_two_replicas_in_ray_actors_are_one_engine(space, lose):
+    replicated.check_life(config(space), replicated.equal, lose)
+
+
+@pytest.mark.long
+def test_each_replica_launches_a_server_at_a_separate_port():
+    replicated.check_life(config(name="vllm-server"), same_up_to_ties, lose=True)

@@ -91,7 +91,7 @@ def test_slow_replica_declines_what_others_finish_before_it():
     assert scheduler.next("fast", 5.0) is not None and scheduler.next("slow", 5.0) is None
 
 
-def test_slow_replica_does_not_wait_for_lost_or_late_ones():
+def test_slow_replica_does_not_wait_for_lost_or_late_ones_and_is_not_slow_after_a_restart():
     scheduler, current = paced(2)
     assert scheduler.next("slow", 5.4) is None
     assert scheduler.next("slow", 5.6) is not None  # `fast` has had its chunk for more than 1.5 times its 1 s
@@ -99,9 +99,6 @@ def test_slow_replica_does_not_wait_for_lost_or_late_ones():
     assert scheduler.next("slow", 4.0) is None
     scheduler.lost("fast", current)
     assert scheduler.next("slow", 4.0) is current
-
-
-def test_restarted_replica_is_not_slow():
     scheduler, current = paced(4)
     chunk = take(scheduler, "slow", 4.0)
     scheduler.finished("fast", current, 5.0)
