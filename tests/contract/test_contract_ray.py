@@ -230,10 +230,6 @@ def test_joining_replica_receives_updates_made_meanwhile():
         assert len(set(all_hashes(bench))) == 1 and len(pool.ready) == 2
 
 
-def _place(rollout):
-    return rollout.member.index, rollout.request
-
-
 @long
 def test_replicas_join_once_there_is_room(cluster):
     room = cluster.util.placement_group([{"CPU": CORES - 2}])
@@ -247,7 +243,7 @@ def test_replicas_join_once_there_is_room(cluster):
         until, found = time.monotonic() + 300, alone
         while len(pool.ready) < 4 and time.monotonic() < until:
             found = list(bench.engine.rollout(plan, bench.requests))
-        assert sorted(found, key=_place) == sorted(alone, key=_place)
+        assert Counter(found) == Counter(alone)
         assert all_hashes(bench) == [wanted] * 4
         assert bench.engine.metrics()["replicas"] == 4
 
