@@ -27,13 +27,40 @@ def config(folder, variant, dtype="float32", **more):
     return from_dict(tree)
 
 
+@pytest.fixture(scope="module")
+def shared(request, random_qwen2):
+    """An engine for all checks, and its state at the start."""
+    variant, dtype, decoder = request.param
+    made = config(random_qwen2, variant, dtype, engine={"device": "cpu", "decoder": decoder})
+    with contract.started(TransformersEngine, made) as bench:
+        yield bench, dict(bench.engine.state()), dict(bench.engine.optimizer_state())
+
+
+@pytest.fixture
+def bench(shared):
+    """The engine with its mean restored."""
+    found, state, slots = shared
+    found.engine.load(state, slots)
+    return found
+
+
+def over(cases):
+    """Parametrise a test by engines and checks; pytest groups the tests of an engine."""
+    engines = pytest.mark.parametrize("shared", cases.values(), ids=cases, indirect=True, scope="module")
+    checks = pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
+    return lambda test: checks(engines(test))
+
+
 @pytest.mark.first("lora-float32", "full-float32", "lowrank-float32")
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", SPACES)
-def test_engine_passes_the_check(random_qwen2, variant, dtype, check):
-    with contract.started(TransformersEngine, config(random_qwen2, variant, dtype)) as bench:
-        check(bench)
+@over({f"{v}-{dtype}": (v, dtype, "library") for v in SPACES for dtype in ("float32", "bfloat16")})
+def test_engine_passes_the_check(bench, check):
+    check(bench)
+
+
+@pytest.mark.first("lora-", "full-", others="long")
+@over({v: (v, "float32", "static") for v in SPACES})
+def test_static_decoder_passes_the_check(bench, check):
+    check(bench)
 
 
 @pytest.mark.slow
@@ -44,15 +71,6 @@ def test_engine_passes_the_check(random_qwen2, variant, dtype, check):
 def test_check_engine_passes_on_the_tiny_model_and_with_small_batches(random_qwen2, model, variant, rows):
     engine = {"device": "cpu", "decoder": "library", "max_rows": rows}
     contract.check_engine(TransformersEngine, config(model or random_qwen2, variant, engine=engine))
-
-
-@pytest.mark.first("lora-", "full-", others="long")
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("variant", SPACES)
-def test_static_decoder_passes_the_check(random_qwen2, variant, check):
-    engine = {"device": "cpu", "decoder": "static"}
-    with contract.started(TransformersEngine, config(random_qwen2, variant, engine=engine)) as bench:
-        check(bench)
 
 
 # --- broken engines: each has one method in place of the engine's ---
