@@ -185,7 +185,7 @@ LINE = r"\(CUDA out of memory. Tried to allocate 2.00 GiB\); [^\n]*engine.gpu_me
 
 
 @pytest.mark.parametrize(
-    ("raised", "reported", "message"), [(KeyboardInterrupt(), KeyboardInterrupt, ""), (FULL, EvoalignError, LINE)]
+    ("raised", "reported", "message"), [(KeyboardInterrupt(), KeyboardInterrupt, None), (FULL, EvoalignError, LINE)]
 )
 @of("lowrank")
 def test_a_rollout_that_fails_leaves_nothing_in_flight(bench, raised, reported, message, monkeypatch):
