@@ -28,7 +28,8 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
     clock = Clock()
     for generation in range(first, es.num_generations):
         clock.start()
-        plan = Plan(generation, sigma_at(run.config, generation, run.plateaus()), members)  # no tensors
+        sigma = sigma_at(run.config, generation, run.plateaus() if run.plateaus else 0)
+        plan = Plan(generation, sigma, members)  # no tensors
         rows = rows_of(run.config, len(run.examples), generation)
         answered = ask(run, plan, requests_of(run.config, rows, prompts, generation), rows, clock)
         scores_MP = score(run.objective, answered.group)
@@ -42,7 +43,7 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
             weights_hash = run.engine.fingerprint()
         run.journal.seal(generation, weights_hash)
         clock.mark("update")
-        evaluation = run.evaluate_mean() if is_due(run.config, generation) else None
+        evaluation = run.evaluate_mean() if run.evaluate_mean and is_due(run.config, generation) else None
         clock.mark("other")
         yield Generation(
             index=generation,

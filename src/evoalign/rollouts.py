@@ -23,22 +23,12 @@ from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling
 
 
-def no_plateaus() -> int:
-    """Return 0: the plateaus of a run whose sigma does not follow them."""
-    return 0
-
-
-def not_evaluated() -> None:
-    """Return None: the measures of a mean that is not evaluated during training."""
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """Parts of a run that the loop uses. `objective` is in the state of the first generation to be trained.
 
-    `evaluate_mean` returns the measures of the mean; it is called every `evaluation.every` generations. `plateaus`
-    returns the number of plateaus so far. Raises ConfigError for `es.sigma_schedule` plateau without
-    `plateaus`.
+    `evaluate_mean` returns the measures of the mean, every `evaluation.every` generations; None: it is not evaluated.
+    `plateaus` returns the number of plateaus so far. Raises ConfigError for `es.sigma_schedule` plateau without it.
     """
 
     config: Config
@@ -48,11 +38,11 @@ class Run:
     tokens: Tokens
     journal: Journal
     objective: Objective
-    evaluate_mean: Callable[[], Mapping[str, float] | None] = not_evaluated
-    plateaus: Callable[[], int] = no_plateaus
+    evaluate_mean: Callable[[], Mapping[str, float] | None] | None = None
+    plateaus: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
-        if self.plateaus is no_plateaus and self.config.es.sigma_schedule.name == "plateau":
+        if self.plateaus is None and self.config.es.sigma_schedule.name == "plateau":
             raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
 
 

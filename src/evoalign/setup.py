@@ -18,7 +18,7 @@ from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
-from evoalign.rollouts import Run, no_plateaus, not_evaluated
+from evoalign.rollouts import Run
 from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
@@ -69,8 +69,8 @@ class Parts(Served):
     def run(
         self,
         journal: Journal,
-        evaluate_mean: Callable[[], Mapping[str, float] | None] = not_evaluated,
-        plateaus: Callable[[], int] = no_plateaus,
+        evaluate_mean: Callable[[], Mapping[str, float] | None] | None = None,
+        plateaus: Callable[[], int] | None = None,
     ) -> Run:
         """Return what the loop needs, writing to a journal; see `Run`."""
         return Run(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract tests of engines pass on the transformers engine in all spaces, and fail on broken engines."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,186 +27,160 @@ def config(folder, variant, dtype="float32", **more):
     return from_dict(tree)
 
 
+@pytest.fixture(scope="module")
+def shared(request, random_qwen2):
+    """An engine for all checks, and its state at the start."""
+    variant, dtype, decoder = request.param
+    made = config(random_qwen2, variant, dtype, engine={"device": "cpu", "decoder": decoder})
+    with contract.started(TransformersEngine, made) as bench:
+        yield bench, dict(bench.engine.state()), dict(bench.engine.optimizer_state())
+
+
+@pytest.fixture
+def bench(shared):
+    """The engine with its mean restored."""
+    found, state, slots = shared
+    found.engine.load(state, slots)
+    return found
+
+
+def over(cases):
+    """Parametrise a test by engines and checks; pytest groups the tests of an engine."""
+    engines = pytest.mark.parametrize("shared", cases.values(), ids=cases, indirect=True, scope="module")
+    checks = pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
+    return lambda test: checks(engines(test))
+
+
 @pytest.mark.first("lora-float32", "full-float32", "lowrank-float32")
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", SPACES)
-def test_engine_passes_the_check(random_qwen2, variant, dtype, check):
-    with contract.started(TransformersEngine, config(random_qwen2, variant, dtype)) as bench:
-        check(bench)
-
-
-@pytest.mark.slow
-@pytest.mark.last("full")
-@pytest.mark.parametrize("variant", ["lora", "full"])
-def test_check_engine_passes_on_the_tiny_model(variant):
-    contract.check_engine(TransformersEngine, config("tiny", variant))
-
-
-@pytest.mark.slow
-def test_check_engine_passes_with_small_batches(random_qwen2):
-    contract.check_engine(
-        TransformersEngine,
-        config(random_qwen2, "lowrank", engine={"device": "cpu", "decoder": "library", "max_rows": 2}),
-    )
+@over({f"{v}-{dtype}": (v, dtype, "library") for v in SPACES for dtype in ("float32", "bfloat16")})
+def test_engine_passes_the_check(bench, check):
+    check(bench)
 
 
 @pytest.mark.first("lora-", "full-", others="long")
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("variant", SPACES)
-def test_static_decoder_passes_the_check(random_qwen2, variant, check):
-    engine = {"device": "cpu", "decoder": "static"}
-    with contract.started(TransformersEngine, config(random_qwen2, variant, engine=engine)) as bench:
-        check(bench)
+@over({v: (v, "float32", "static") for v in SPACES})
+def test_static_decoder_passes_the_check(bench, check):
+    check(bench)
 
 
-class IgnoresAdapters(TransformersEngine):
-    def _put_adapters(self, plan, members):
-        return
+@pytest.mark.slow
+@pytest.mark.last("tiny-full")
+@pytest.mark.parametrize(
+    ("model", "variant", "rows"), [("tiny", "lora", None), ("tiny", "full", None), (None, "lowrank", 2)]
+)
+def test_check_engine_passes_on_the_tiny_model_and_with_small_batches(random_qwen2, model, variant, rows):
+    engine = {"device": "cpu", "decoder": "library", "max_rows": rows}
+    contract.check_engine(TransformersEngine, config(model or random_qwen2, variant, engine=engine))
 
 
-class LosesOne(TransformersEngine):
-    def rollout(self, plan, requests):
-        yield from list(super().rollout(plan, requests))[1:]
+# --- broken engines: each has one method in place of the engine's ---
+
+Engine = TransformersEngine
 
 
-class CrossesMembers(TransformersEngine):
-    """Members 0 and 2 get each other's weights."""
-
-    def rollout(self, plan, requests):
-        crossed = {0: 2, 2: 0}
-        for rollout in super().rollout(plan, requests):
-            other = crossed.get(rollout.member.index) if len(plan.members) > 3 else None
-            members = {m.index: m for m in plan.members}
-            yield rollout if other is None else _of(rollout, member=members[other])
-
-
-def _of(rollout, **changes):
-    fields = {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
-    return type(rollout)(**(fields | changes))
-
-
-class Subtracts(TransformersEngine):
-    """Leaves the rounding error of adding and subtracting in the mean."""
+def each(change):
+    """Return a rollout whose completions are changed by a function of the plan and the completion."""
 
     def rollout(self, plan, requests):
-        yield from super().rollout(plan, requests)
-        for part in self.mean.parts:
-            part.master.add_(1e-3).sub_(1e-3)
+        for found in Engine.rollout(self, plan, requests):
+            yield replace(found, **change(plan, found))
+
+    return rollout
 
 
-class ForgetsToServe(TransformersEngine):
-    def start(self, *args, **kwargs):
-        facts = super().start(*args, **kwargs)
-        for part in self.mean.parts:
-            part.served = None
-        return facts
+def crossed(plan, rollout):
+    """Members 0 and 2 get each other's completions."""
+    other = {0: 2, 2: 0}.get(rollout.member.index) if len(plan.members) > 3 else None
+    return {} if other is None else {"member": next(m for m in plan.members if m.index == other)}
 
 
-class TwiceTheStep(TransformersEngine):
-    def apply(self, update):
-        super().apply(update)
-        super().apply(update)
+def tempered(plan, rollout):
+    """Return log-probabilities of another temperature."""
+    return {"logprobs": rollout.logprobs and tuple(2 * p - 1.0 for p in rollout.logprobs)}
 
 
-class ConstantFingerprint(TransformersEngine):
-    def fingerprint(self):
-        return "0" * 64
+def loses_one(self, plan, requests):
+    yield from list(Engine.rollout(self, plan, requests))[1:]
 
 
-class MovesOnZero(TransformersEngine):
-    def apply(self, update):
-        super().apply(update)
-        self.mean.parts[0].master.add_(1e-3)
+def subtracts(self, plan, requests):
+    """Leave the rounding error of adding and subtracting in the mean."""
+    yield from Engine.rollout(self, plan, requests)
+    for part in self.mean.parts:
+        part.master.add_(1e-3).sub_(1e-3)
 
 
-class SharesItsState(TransformersEngine):
-    def state(self):
-        yield from ((part.name, part.master) for part in self.mean.parts)
+def draws_apart(self, plan, requests):
+    """Draw with another seed for each member."""
+    for member in plan.members:
+        own = [replace(r, seed=r.seed * 7 + member.index) for r in requests]
+        yield from Engine.rollout(self, replace(plan, members=(member,)), own)
 
 
-class ForgetsToLoad(TransformersEngine):
-    def load(self, state):
-        return
+def forgets_to_serve(self, *args, **kwargs):
+    facts = Engine.start(self, *args, **kwargs)
+    for part in self.mean.parts:
+        part.served = None
+    return facts
 
 
-class OddNames(TransformersEngine):
-    """Has fused names, as the model of an engine may."""
-
-    def specs(self):
-        return [type(s)(s.name.replace("q_proj", "qkv_proj"), *(getattr(s, n) for n in
-                ("shape", "kind", "layer", "mean_abs"))) for s in super().specs()]  # fmt: skip
+def twice_the_step(self, update):
+    for _ in range(2):
+        Engine.apply(self, update)
 
 
-class OtherText(TransformersEngine):
-    def rollout(self, plan, requests):
-        for rollout in super().rollout(plan, requests):
-            yield _of(rollout, text=rollout.text + ".")
+def moves_on_zero(self, update):
+    Engine.apply(self, update)
+    self.mean.parts[0].master.add_(1e-3)
 
 
-class DrawsApart(TransformersEngine):
-    """Each member draws with another seed."""
-
-    def rollout(self, plan, requests):
-        for member in plan.members:
-            own = [type(r)(r.index, r.prompt_ids, r.sampling, r.seed * 7 + member.index, r.logprobs) for r in requests]
-            yield from super().rollout(type(plan)(plan.generation, plan.sigma, (member,)), own)
+def shares_its_state(self):
+    yield from ((part.name, part.master) for part in self.mean.parts)
 
 
-class NoLogprobs(TransformersEngine):
-    def rollout(self, plan, requests):
-        for rollout in super().rollout(plan, requests):
-            yield _of(rollout, logprobs=None)
+def nothing(self, *args):
+    return
 
 
-class Tempered(TransformersEngine):
-    """Log-probabilities of another temperature."""
-
-    def rollout(self, plan, requests):
-        for r in super().rollout(plan, requests):
-            yield _of(r, logprobs=r.logprobs and tuple(2 * p - 1.0 for p in r.logprobs))
+def constant(self):
+    return "0" * 64
 
 
+PLAIN = "plain transformers"
 WRONG = [
-    (IgnoresAdapters, "lowrank", "check_members_differ", "have equal completions"),
-    (IgnoresAdapters, "lowrank", "check_members_are_their_own", "plain transformers"),
-    (LosesOne, "lora", "check_rollouts", "requested"),
-    (CrossesMembers, "lowrank", "check_members_are_their_own", "plain transformers"),
-    (Subtracts, "full", "check_rollouts_leave_the_mean", "changes the fingerprint"),
-    (ForgetsToServe, "full", "check_mean_is_plain", "plain transformers"),
-    (TwiceTheStep, "lowrank", "check_apply", "differs from the formula"),
-    (ConstantFingerprint, "lora", "check_apply", "does not change the fingerprint"),
-    (ConstantFingerprint, "lora", "check_state", "not the weights_hash"),
-    (MovesOnZero, "full", "check_zero_coefficients", "all coefficients zero"),
-    (SharesItsState, "lora", "check_state", "an update changes"),
-    (ForgetsToLoad, "full", "check_state", "does not restore the fingerprint"),
-    (OddNames, "full", "check_specs", "is not a tensor of the Hugging Face model|is not listed"),
-    (OtherText, "lora", "check_rollouts", "its tokens decode to"),
-    (DrawsApart, "lora", "check_common_random_numbers", "draw different tokens"),
-    (NoLogprobs, "lora", "check_rollouts", "no log-probabilities"),
-    (Tempered, "lora", "check_mean_is_plain", "log-probabilities differ"),
+    ("_put_adapters", nothing, "lowrank", "check_members_differ", "have equal completions"),
+    ("_put_adapters", nothing, "lowrank", "check_members_are_their_own", PLAIN),
+    ("rollout", loses_one, "lora", "check_rollouts", "requested"),
+    ("rollout", each(crossed), "lowrank", "check_members_are_their_own", PLAIN),
+    ("rollout", subtracts, "full", "check_rollouts_leave_the_mean", "changes the fingerprint"),
+    ("start", forgets_to_serve, "full", "check_mean_is_plain", PLAIN),
+    ("apply", twice_the_step, "lowrank", "check_apply", "differs from the formula"),
+    ("fingerprint", constant, "lora", "check_apply", "does not change the fingerprint"),
+    ("fingerprint", constant, "lora", "check_state", "not the weights_hash"),
+    ("apply", moves_on_zero, "full", "check_zero_coefficients", "all coefficients zero"),
+    ("state", shares_its_state, "lora", "check_state", "an update changes"),
+    ("load", nothing, "full", "check_state", "does not restore the fingerprint"),
+    ("rollout", each(lambda _, r: {"text": r.text + "."}), "lora", "check_rollouts", "its tokens decode to"),
+    ("rollout", draws_apart, "lora", "check_common_random_numbers", "draw different tokens"),
+    ("rollout", each(lambda *_: {"logprobs": None}), "lora", "check_rollouts", "no log-probabilities"),
+    ("rollout", each(tempered), "lora", "check_mean_is_plain", "log-probabilities differ"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "space", "check", "message"), WRONG, ids=lambda w: getattr(w, "__name__", None))
-def test_check_raises_when_the_engine_is_wrong(random_qwen2, wrong, space, check, message):
-    made = config(random_qwen2, space)
-    with pytest.raises(AssertionError, match=message):
-        if wrong is OddNames:  # such an engine cannot even start
-            _specs_only(wrong, made)
-        with contract.started(wrong, made) as bench:
-            getattr(contract, check)(bench)
+@pytest.mark.parametrize(("method", "wrong", "space", "check", "message"), WRONG)
+def test_check_raises_when_the_engine_is_wrong(random_qwen2, method, wrong, space, check, message):
+    broken = type("Broken", (Engine,), {method: wrong})
+    with pytest.raises(AssertionError, match=message), contract.started(broken, config(random_qwen2, space)) as bench:
+        getattr(contract, check)(bench)
 
 
-def _specs_only(wrong, made):
-    with contract.started(TransformersEngine, made) as bench:
-        bench.engine.specs = wrong.specs.__get__(_Renamed(bench.engine))
-        contract.check_specs(bench)
-
-
-class _Renamed(OddNames):
-    def __init__(self, engine):
-        self.model = engine.model
+def test_check_specs_raises_for_names_that_the_model_does_not_have(random_qwen2):
+    """As of an engine whose model has fused matrices. It cannot start."""
+    with contract.started(Engine, config(random_qwen2, "full")) as bench:
+        fused = [replace(s, name=s.name.replace("q_proj", "qkv_proj")) for s in bench.engine.specs()]
+        bench.engine.specs = lambda: fused
+        with pytest.raises(AssertionError, match=r"is not a tensor of the Hugging Face model|is not listed"):
+            contract.check_specs(bench)
 
 
 def test_started_closes_the_engine_when_start_fails(random_qwen2):

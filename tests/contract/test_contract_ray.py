@@ -4,8 +4,6 @@
 Faults are in tests/faults/test_ray_faults.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -14,9 +12,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ray_cluster import CORES, all_hashes, call, cluster, engine_of, generations, journal, settings
@@ -24,7 +19,7 @@ from ray_cluster import CORES, all_hashes, call, cluster, engine_of, generations
 import evoalign
 from evoalign import tokens
 from evoalign.checks import canary
-from evoalign.config import Config, from_dict
+from evoalign.config import from_dict
 from evoalign.engines.ray import replicas
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replicas import ReplicaActor, ReplicaPool
@@ -38,7 +33,7 @@ long = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def shared_bench(cluster: Any) -> Iterator[contract.Bench]:
+def shared_bench(cluster):
     with contract.started(RayEngine, from_dict(settings("lora", 2))) as found:
         yield found
 
@@ -56,36 +51,36 @@ def shared_bench(cluster: Any) -> Iterator[contract.Bench]:
     ],
     ids=lambda check: check.__name__,
 )
-def test_engine_keeps_the_contract_on_a_shared_engine(check: contract.Check, shared_bench: contract.Bench) -> None:
+def test_engine_keeps_the_contract_on_a_shared_engine(check, shared_bench):
     check(shared_bench)
 
 
 @pytest.mark.slow
-def test_replicas_have_the_same_mean_after_updates(shared_bench: contract.Bench) -> None:
+def test_replicas_have_the_same_mean_after_updates(shared_bench):
     shared_bench.engine.apply(shared_bench.update())
     assert all_hashes(shared_bench) == [shared_bench.engine.fingerprint()] * 2
     assert engine_of(shared_bench).metrics()["restarts"] == 0
 
 
 @pytest.fixture
-def config() -> Config:
+def config():
     return from_dict(settings("lora", 2))
 
 
 @long
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
-def test_engine_keeps_the_contract(check: contract.Check, config: Config) -> None:
+def test_engine_keeps_the_contract(check, config):
     with contract.started(RayEngine, config) as bench:
         check(bench)
 
 
 @long
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_journal_and_evaluation_do_not_depend_on_number_of_replicas(space: str, tmp_path: Path) -> None:
+def test_journal_and_evaluation_do_not_depend_on_number_of_replicas(space, tmp_path):
     """The test split has 245 rows, which make four chunks."""
     journals, evaluations = [], []
     for count in (1, 2, 3):
-        given: dict[str, Any] = settings(space, count)
+        given = settings(space, count)
         given["task"] |= {"test_size": None}
         journals.append(journal(tmp_path / str(count), given))
         evaluations.append(json.loads((tmp_path / str(count) / "results" / "evaluation.json").read_text()))
@@ -96,7 +91,7 @@ def test_journal_and_evaluation_do_not_depend_on_number_of_replicas(space: str, 
 
 
 @long
-def test_engine_raises_when_replicas_find_no_room(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_raises_when_replicas_find_no_room(config, monkeypatch):
     monkeypatch.setattr("evoalign.engines.ray.cluster.WAIT", 3.0)
     many = config.model_copy(update={"engine": config.engine.model_copy(update={"replicas": CORES + 1})})
     with pytest.raises(EvoalignError, match=r"engine\.replicas: 9 "):
@@ -104,20 +99,20 @@ def test_engine_raises_when_replicas_find_no_room(config: Config, monkeypatch: p
 
 
 @pytest.mark.parametrize("replica", [{"name": "ray"}, {"name": "own:Engine"}, {"name": "nothing"}])
-def test_config_rejects_engines_that_cannot_be_replicas(replica: dict[str, Any]) -> None:
+def test_config_rejects_engines_that_cannot_be_replicas(replica):
     with pytest.raises(ConfigError, match=r"engine\.replica|unknown engine|cannot be a replica"):
         from_dict(settings("lora", 2, replica=replica))
 
 
 @long
-def test_run_resumes_with_another_number_of_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_with_another_number_of_replicas(tmp_path, capsys):
     wanted = journal(tmp_path / "whole", settings("lowrank", 2))
 
-    def stop(generation: Any) -> None:
+    def stop(generation):
         if generation.index == 1:
             raise RuntimeError("stopped")
 
-    cut: dict[str, Any] = settings("lowrank", 2) | {"output_dir": str(tmp_path / "cut")}
+    cut = settings("lowrank", 2) | {"output_dir": str(tmp_path / "cut")}
     with pytest.raises(RuntimeError, match="stopped"):
         evoalign.train(cut, on_generation=stop)
     cut["engine"] |= {"replicas": 1, "cpus": 0.5}
@@ -127,7 +122,7 @@ def test_run_resumes_with_another_number_of_replicas(tmp_path: Path, capsys: pyt
     assert len(warnings) == 1 and "engine.cpus" in warnings[0], "replicas change no bit of a deterministic run"
 
 
-def _in_new_process(script: str, given: dict[str, Any]) -> str:
+def _in_new_process(script, given):
     """Run a script, which gets a config as its argument, in a process without a cluster; return its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", script, json.dumps(given)]
@@ -137,7 +132,7 @@ def _in_new_process(script: str, given: dict[str, Any]) -> str:
 
 
 @long
-def test_own_cluster_listens_on_loopback_only_and_ends_with_the_engine() -> None:
+def test_own_cluster_listens_on_loopback_only_and_ends_with_the_engine():
     script = """
 import json, os, sys
 import psutil
@@ -162,7 +157,7 @@ print([p.name() for p in alive])
 
 
 @long
-def test_run_with_own_cluster_stops_in_order_on_sigterm(tmp_path: Path) -> None:
+def test_run_with_own_cluster_stops_in_order_on_sigterm(tmp_path):
     """Ray handles SIGTERM itself, and would end the process in mid-generation.
 
     A thread of Ray's may receive the signal, so that it reaches Python a generation or more later.
@@ -182,7 +177,7 @@ except StoppedError as error:
     print("said:", error)
 print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
-    given: dict[str, Any] = settings("lora", 1) | {"output_dir": str(tmp_path / "run")}
+    given = settings("lora", 1) | {"output_dir": str(tmp_path / "run")}
     given["es"] |= {"num_generations": 500}
     output = _in_new_process(script, given)
     stopped = re.search(r"said: stopped after generation (\d+) of 500", output)
@@ -195,10 +190,10 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 
 ADAM = {"optimizer": {"name": "adam"}, "num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
 DECAY = {"decay": 0.1, "num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
-SPACES: dict[str, dict[str, Any]] = {"lora": {}, "lora, adam": ADAM, "lowrank": {}, "full": DECAY}
+SPACES = {"lora": {}, "lora, adam": ADAM, "lowrank": {}, "full": DECAY}
 
 
-def config_of(variant: str, count: int = 2, **ray: Any) -> Config:
+def config_of(variant, count=2, **ray):
     given = settings(variant.partition(",")[0], count, **ray)
     return from_dict(given | {"es": given["es"] | SPACES[variant]})
 
@@ -206,7 +201,7 @@ def config_of(variant: str, count: int = 2, **ray: Any) -> Config:
 @long
 @pytest.mark.parametrize("reload", [False, True], ids=["updates", "updates and loaded weights"])
 @pytest.mark.parametrize("variant", SPACES)
-def test_joining_replica_replays_to_the_mean_of_the_others(variant: str, reload: bool) -> None:
+def test_joining_replica_replays_to_the_mean_of_the_others(variant, reload):
     with contract.started(RayEngine, config_of(variant)) as bench:
         pool = engine_of(bench).pool
         for index in range(3):
@@ -223,7 +218,7 @@ def test_joining_replica_replays_to_the_mean_of_the_others(variant: str, reload:
 
 
 @long
-def test_joining_replica_receives_updates_made_meanwhile() -> None:
+def test_joining_replica_receives_updates_made_meanwhile():
     with contract.started(RayEngine, config_of("lora")) as bench:
         pool = engine_of(bench).pool
         bench.engine.apply(bench.update())
@@ -235,12 +230,8 @@ def test_joining_replica_receives_updates_made_meanwhile() -> None:
         assert len(set(all_hashes(bench))) == 1 and len(pool.ready) == 2
 
 
-def _place(rollout: Rollout) -> tuple[int, int]:
-    return rollout.member.index, rollout.request
-
-
 @long
-def test_replicas_join_once_there_is_room(cluster: Any) -> None:
+def test_replicas_join_once_there_is_room(cluster):
     room = cluster.util.placement_group([{"CPU": CORES - 2}])
     assert room.wait(60)
     with contract.started(RayEngine, config_of("lora", 4, at_least=1)) as bench:
@@ -252,18 +243,18 @@ def test_replicas_join_once_there_is_room(cluster: Any) -> None:
         until, found = time.monotonic() + 300, alone
         while len(pool.ready) < 4 and time.monotonic() < until:
             found = list(bench.engine.rollout(plan, bench.requests))
-        assert sorted(found, key=_place) == sorted(alone, key=_place)
+        assert Counter(found) == Counter(alone)
         assert all_hashes(bench) == [wanted] * 4
         assert bench.engine.metrics()["replicas"] == 4
 
 
 @long
-def test_canary_finds_the_replica_that_ignores_adapters(monkeypatch: pytest.MonkeyPatch, cluster: Any) -> None:
+def test_canary_finds_the_replica_that_ignores_adapters(monkeypatch, cluster):
     class Deaf(ReplicaActor):
         ignores_adapters = False
 
-        def rollout(self, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
-            def nothing(*_: Any) -> None:
+        def rollout(self, plan, requests):
+            def nothing(*_):
                 """Put no adapters in place."""
 
             if self.ignores_adapters:
@@ -277,7 +268,7 @@ def test_canary_finds_the_replica_that_ignores_adapters(monkeypatch: pytest.Monk
         parts = bench.engine.parts()
         assert len(parts) == 2 and not hasattr(parts[0], "apply"), "an update goes to all replicas"
 
-        def check(engine: Any) -> None:
+        def check(engine):
             prompt = bench.requests[0].prompt_ids
             canary.check(engine, bench.space, bench.layout, prompt, generation=0, width=0.01, exact=True)
 
@@ -297,23 +288,23 @@ class Sleeper(ReplicaActor):
     seconds = SECONDS
     members = 0
 
-    def load_model(self) -> tuple[str, list[Any]]:
+    def load_model(self):
         return "float32", []
 
-    def set_seconds(self, seconds: float) -> None:
+    def set_seconds(self, seconds):
         self.seconds = seconds
 
-    def count(self) -> int:
+    def count(self):
         return self.members
 
-    def rollout(self, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+    def rollout(self, plan, requests):
         time.sleep(len(plan.members) * self.seconds)
         self.members += len(plan.members)
         return [Rollout(m, 0, (m.index,), f"member {m.index}", "stop") for m in plan.members]
 
 
 @pytest.fixture
-def sleepers(cluster: Any) -> Iterator[ReplicaPool]:
+def sleepers(cluster):
     from ray import cloudpickle
 
     with pytest.MonkeyPatch.context() as patch:
@@ -328,7 +319,7 @@ def sleepers(cluster: Any) -> Iterator[ReplicaPool]:
 
 @long
 @pytest.mark.parametrize("slow", [0, 3])
-def test_slow_replica_gets_fewer_members_and_changes_no_rollout(sleepers: ReplicaPool, cluster: Any, slow: int) -> None:
+def test_slow_replica_gets_fewer_members_and_changes_no_rollout(sleepers, cluster, slow):
     cluster.get(sleepers.replicas[slow].actor.set_seconds.remote(4 * SECONDS))
     dispatcher, plan = Dispatcher(sleepers), Plan(0, 1.0, population(MEMBERS))
     for _ in range(3):

@@ -2,7 +2,6 @@
 """The contract tests of tasks pass on all registered tasks, and fail on broken ones."""
 
 import itertools
-import json
 
 import pytest
 from math_rows import GSM8K, MATH, written
@@ -24,17 +23,12 @@ def make(tmp_path):
     """Makes a registered task: (name, form of the prompt) -> Task."""
 
     def made(name, prompt=None):
+        rows = ROWS.get(name)
+        file = None if rows is None else written(tmp_path / "rows.jsonl", rows)
+        config = TaskConfig(name=name, train_data=file, prompt=prompt)
         if name == "safety":
-            file = written(tmp_path / "rows.jsonl", [{"prompt": f"Is it safe to lift {i} bricks?"} for i in range(10)])
-            return Safety(TaskConfig(name=name, train_data=file, prompt=prompt), RuleScorer())
-        if name in ROWS:
-            return create(TaskConfig(name=name, train_data=written(tmp_path / "rows.jsonl", ROWS[name]), prompt=prompt))
-        if name != "custom":
-            return create(TaskConfig(name=name, prompt=prompt))
-        rows = [{"prompt": f"Say {i} letters.", "length": i} for i in range(1, 11)]
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return Custom(TaskConfig(name="custom", train_data=str(file), prompt=prompt), [length])
+            return Safety(config, RuleScorer())
+        return Custom(config, [length]) if name == "custom" else create(config)
 
     return made
 
@@ -42,7 +36,12 @@ def make(tmp_path):
 FORMS = [("conciseness", None), ("conciseness", "raw"), ("countdown", None), ("countdown", "chat"),
          ("countdown", "short"), ("custom", None), ("custom", "chat"), ("gsm8k", None), ("gsm8k", "raw"),
          ("math", None), ("math", "raw"), ("safety", None), ("safety", "chat"), ("safety", "raw")]  # fmt: skip
-ROWS = {"gsm8k": GSM8K, "math": MATH}
+ROWS = {
+    "gsm8k": GSM8K,
+    "math": MATH,
+    "safety": [{"prompt": f"Is it safe to lift {i} bricks?"} for i in range(10)],
+    "custom": [{"prompt": f"Say {i} letters.", "length": i} for i in range(1, 11)],
+}
 
 
 def test_every_registered_task_is_tested():
@@ -87,24 +86,9 @@ class Good(Task):
 counter = itertools.count()
 
 
-class NoTest(Good):
-    def load_data(self, seed):
-        return Data(super().load_data(seed).train, [])
-
-
-class Shuffled(Good):
-    def load_data(self, seed):
-        return Data([{"word": f"w{next(counter)}"}], [{"word": "c"}])
-
-
-class EmptyPrompt(Good):
-    def prompt(self, example):
-        return ""
-
-
-class OddPrompt(Good):
-    def prompt(self, example):
-        return [{"role": "user", "text": "hello"}]
+class NoGold(Good):
+    def gold(self, example):
+        return None
 
 
 class WrongGold(Good):
@@ -112,102 +96,53 @@ class WrongGold(Good):
         return "x"
 
 
-class WrongGoldUnchecked(WrongGold):
-    def self_check(self, examples):
-        return
+def writes(self, text, example):
+    example["said"] = [*example.get("said", []), text]
+    return Good.compute_reward(self, text, example)
 
 
-class TooGenerous(Good):
-    def compute_reward(self, text, example):
-        return float(len(text))
-
-    def gold(self, example):
-        return None
+def strict(self, text, example):
+    return float(text.encode() == example["word"].encode())
 
 
-class NotFinite(Good):
-    def rewards(self, texts, examples):
-        return [float("inf") if not t else 0.0 for t in texts]
-
-    def gold(self, example):
-        return None
+def shuffled(self, seed):
+    return Data([{"word": f"w{next(counter)}"}], [{"word": "c"}])
 
 
-class Counts(Good):
-    def compute_reward(self, text, example):
-        return -float(next(counter))
-
-    def gold(self, example):
-        return None
-
-
-class Writes(Good):
-    def compute_reward(self, text, example):
-        example["said"] = [*example.get("said", []), text]
-        return super().compute_reward(text, example)
-
-
-class Centred(Good):
-    def rewards(self, texts, examples):
-        return [r - len(texts) for r in super().rewards(texts, examples)]
-
-    def gold(self, example):
-        return None
-
-
-class CleansTwice(Good):
-    def clean(self, text):
-        return text[1:]
-
-    def gold(self, example):
-        return None
-
-
-class OddMeasures(Good):
-    def measures(self, text, example):
-        return {"words": 1.0} if text else {}
-
-
-class Strict(Good):
-    def compute_reward(self, text, example):
-        return 1.0 if text.encode() == example["word"].encode() else 0.0
-
-
-class AcceptsNothing(Good):
-    """Trains on an empty file."""
-
-    def load_data(self, seed):
-        return Data([], [])
+WRONG = [
+    (Good, "load_data", lambda self, seed: Data([{"word": "a"}], []), "test split is empty"),
+    (Good, "load_data", shuffled, "another training split"),
+    (Good, "prompt", lambda *_: "", "prompt of .* is empty"),
+    (Good, "prompt", lambda *_: [{"role": "user", "text": "hello"}], "not a message with strings as role and content"),
+    (WrongGold, "self_check", lambda *_: None, "gold answer 'x' has reward 0.0"),
+    (NoGold, "compute_reward", lambda self, text, example: float(len(text)), "above max_reward"),
+    (NoGold, "rewards", lambda self, texts, examples: [0.0 if t else float("inf") for t in texts], "is inf"),
+    (NoGold, "compute_reward", lambda *_: -float(next(counter)), "depend"),
+    (Good, "compute_reward", writes, "changes the rows"),
+    (NoGold, "rewards", lambda self, texts, examples: [-float(len(texts))] * len(texts), "on the other completions"),
+    (NoGold, "clean", lambda self, text: text[1:], "cleaning .* second time"),
+    (Good, "measures", lambda self, text, example: {"words": 1.0} if text else {}, "has measures"),
+]
 
 
 def test_custom_task_passes_check_task():
     contract.check_task(Good(TaskConfig()))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        (NoTest, AssertionError, "test split is empty"),
-        (Shuffled, AssertionError, "another training split"),
-        (EmptyPrompt, AssertionError, "prompt of .* is empty"),
-        (OddPrompt, AssertionError, "not a message with strings as role and content"),
-        (WrongGold, Exception, "gold answers do not earn 1.0: 'x' of row 0 earns 0.0"),
-        (WrongGoldUnchecked, AssertionError, "gold answer 'x' has reward 0.0"),
-        (TooGenerous, AssertionError, "above max_reward"),
-        (NotFinite, AssertionError, "is inf"),
-        (Counts, AssertionError, "depend"),
-        (Writes, AssertionError, "changes the rows"),
-        (Centred, AssertionError, "depends on the other completions"),
-        (CleansTwice, AssertionError, "cleaning .* second time"),
-        (OddMeasures, AssertionError, "has measures"),
-        (Strict, UnicodeEncodeError, "surrogates not allowed"),
-    ],
-)
-def test_check_task_raises_when_the_task_is_wrong(wrong, error, message):
-    with pytest.raises(error, match=message):
-        contract.check_task(wrong(TaskConfig()))
+@pytest.mark.parametrize(("task", "method", "wrong", "message"), WRONG)
+def test_check_task_raises_when_the_task_is_wrong(task, method, wrong, message):
+    with pytest.raises(AssertionError, match=message):
+        contract.check_task(type("Broken", (task,), {method: wrong})(TaskConfig()))
+
+
+def test_check_task_raises_what_the_task_raises():
+    with pytest.raises(Exception, match=r"gold answers do not earn 1\.0: 'x' of row 0 earns 0.0"):
+        contract.check_task(WrongGold(TaskConfig()))
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        contract.check_task(type("Strict", (Good,), {"compute_reward": strict})(TaskConfig()))
 
 
 def test_check_refuses_empty_raises_when_a_task_accepts_empty_data():
+    accepting = type("Accepting", (Good,), {"load_data": lambda *_: Data([], [])})
     with pytest.raises(AssertionError, match="0 training rows and no error"):
-        contract.check_refuses_empty(AcceptsNothing, TaskConfig())
+        contract.check_refuses_empty(accepting, TaskConfig())

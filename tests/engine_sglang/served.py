@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs for SGLang in these tests, and its completions."""
 
-from __future__ import annotations
+from contextlib import closing, contextmanager
 
-from typing import Any
-
-from evoalign.config import Config, from_dict
-from evoalign.engines import Engine
-from evoalign.types import Plan, Request, Rollout
+from evoalign import engines, spaces, tokens
+from evoalign.config import from_dict
+from evoalign.types import Request, Sampling
 
 KEY = "EVOALIGN_TEST_KEY"
+QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
 
 
-def config(space: str = "lora", name: str = "sglang", **more: Any) -> Config:
+def config(space="lora", name="sglang", **more):
     """Return a config of the tiny model in float32, with a population of 30."""
     own = {"context_length": 512, "max_total_tokens": 32_768, "timeout": 60.0, **more.pop("engine", {})}
     if "url" in own:
@@ -26,11 +25,20 @@ def config(space: str = "lora", name: str = "sglang", **more: Any) -> Config:
     return from_dict(tree)
 
 
-def attached(url: str, space: str = "lora", **more: Any) -> Config:
+def attached(url, space="lora", **more):
     """Return the same over a running server."""
     return config(space, engine={"url": url, "key_variable": KEY, **more.pop("engine", {})}, **more)
 
 
-def answers(engine: Engine, plan: Plan, requests: list[Request]) -> dict[tuple[int, int], Rollout]:
+@contextmanager
+def opened(settings, sampling=Sampling(24), **fields):  # noqa: B008
+    """Yield an engine that has started, and requests."""
+    tokens_, space = tokens.load(settings.model), spaces.create(settings)
+    with closing(engines.create(settings, tokens_)) as engine:
+        engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
+        yield engine, [Request(i, tokens_.encode(q), sampling, **fields) for i, q in enumerate(QUESTIONS)]
+
+
+def answers(engine, plan, requests):
     """Return a rollout by member and request."""
     return {(r.member.index, r.request): r for r in engine.rollout(plan, requests)}

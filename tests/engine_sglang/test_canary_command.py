@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`evoalign canary` on a real SGLang: it blames only planted faults, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,9 +8,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +19,7 @@ from typer.testing import CliRunner
 from evoalign.cli import app
 from evoalign.engines.server import adapters
 from evoalign.engines.server.client import RefusedError
-from evoalign.preflight.canary import Report, examine
+from evoalign.preflight.canary import examine
 
 ALL = 17
 """Checks of an adapter on seven projections, including the name as model and the same folder."""
@@ -34,18 +29,16 @@ SHORT = ("The capital of France is", "Once upon a time")
 """Prompts for tests that do not need many."""
 
 
-def examined(url: str, **more: Any) -> Report:
+def examined(url, **more):
     return examine(url, **{"key": os.environ[KEY], **more})
 
 
-def found(report: Report, status: str = "FAULT") -> set[str]:
+def found(report, status="FAULT"):
     return {check.name for check in report.checks if check.status == status}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[None]:
+def nothing_is_left(url, tmp_path, monkeypatch, request):
     """Check that no file and no adapter is left, except on faulty servers that do not unload."""
     place = tmp_path / "memory"
     place.mkdir()
@@ -56,14 +49,14 @@ def nothing_is_left(
     assert on_it(url) == before or "planted_fault" in request.node.name
 
 
-def on_it(url: str) -> list[str]:
+def on_it(url):
     """Return the adapters that the server lists."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {os.environ[KEY]}"})
     with urllib.request.urlopen(request) as said:
         return [row["id"] for row in json.loads(said.read())["data"] if row["parent"]]
 
 
-def adapter(folder: Path, rank: int = 4, **config: Any) -> Path:
+def adapter(folder, rank=4, **config):
     """Write an adapter in PEFT's layout, on q_proj, v_proj and down_proj of all layers of the tiny model."""
     folder.mkdir()
     torch.manual_seed(0)
@@ -77,17 +70,16 @@ def adapter(folder: Path, rank: int = 4, **config: Any) -> Path:
     own = {
         "r": rank,
         "lora_alpha": 6,
-        "target_modules": ["q_proj", "v_proj", "down_proj"],
         "peft_type": "LORA",
-        **config,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(own))
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+    } | config
+    (folder / "adapter_config.json").write_text(json.dumps(own | config))
     return folder
 
 
 @pytest.mark.parametrize("api", ["completions", "chat", "generate"])
 @pytest.mark.last("chat")
-def test_examine_blames_nothing_of_a_sound_server(url: str, api: str) -> None:
+def test_examine_blames_nothing_of_a_sound_server(url, api):
     report = examined(url, api=api)
     assert report.code == 0 and not report.faults, report
     names = {"rslora", "name as model"} - ({"name as model"} if api == "generate" else set())
@@ -98,14 +90,14 @@ def test_examine_blames_nothing_of_a_sound_server(url: str, api: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.first("no scaling", others="long")
-def test_examine_finds_a_planted_fault_and_no_other(url: str, fault: str) -> None:
+def test_examine_finds_a_planted_fault_and_no_other(url, fault):
     make, wanted = FAULTS[fault]
     with between(url, os.environ[KEY], make()) as address:
         assert found(examine(address, prompts=SHORT)) == wanted
 
 
 @pytest.mark.long
-def test_rslora_is_a_fault_for_an_adapter_that_uses_it(url: str, tmp_path: Path) -> None:
+def test_rslora_is_a_fault_for_an_adapter_that_uses_it(url, tmp_path):
     """SGLang uses lora_alpha / r and ignores use_rslora."""
     plain, stable = adapter(tmp_path / "a"), adapter(tmp_path / "b", use_rslora=True)
     without, with_it = examined(url, adapters=[plain]), examined(url, adapters=[stable])
@@ -115,7 +107,7 @@ def test_rslora_is_a_fault_for_an_adapter_that_uses_it(url: str, tmp_path: Path)
     assert any("use_rslora false" in check.detail for check in with_it.faults)
 
 
-def test_an_adapter_is_checked_with_its_own_config(url: str, tmp_path: Path) -> None:
+def test_an_adapter_is_checked_with_its_own_config(url, tmp_path):
     """SGLang also ignores alpha_pattern."""
     one = adapter(tmp_path / "a")
     other = adapter(tmp_path / "b", alpha_pattern={"down_proj": 24})
@@ -124,15 +116,15 @@ def test_an_adapter_is_checked_with_its_own_config(url: str, tmp_path: Path) -> 
     assert {f"module q_proj of {one}", f"module down_proj of {other}", f"as given of {one}"} <= found(report, "ok")
 
 
-def test_an_adapter_before_training_is_checked_with_noise(url: str, tmp_path: Path) -> None:
+def test_an_adapter_before_training_is_checked_with_noise(url, tmp_path):
     folder = adapter(tmp_path / "a")
     file = folder / "adapter_model.safetensors"
     save_file({n: t * ("lora_A" in n) for n, t in load_file(file).items()}, file)
     assert examined(url, adapters=[folder], prompts=SHORT).code == 0
 
 
-def test_adapters_are_sent_as_tensors_where_the_server_sees_no_files(url: str) -> None:
-    def blind(path: str, body: Any, forward: Any) -> tuple[int, bytes]:
+def test_adapters_are_sent_as_tensors_where_the_server_sees_no_files(url):
+    def blind(path, body, forward):
         return (400, b'{"error_message": "no such folder"}') if is_load(path) else forward(path, body)
 
     with between(url, os.environ[KEY], blind) as address:
@@ -142,13 +134,13 @@ def test_adapters_are_sent_as_tensors_where_the_server_sees_no_files(url: str) -
             examine(address, folder="/dev/shm")
 
 
-def test_an_adapter_that_cannot_be_served_gets_no_verdict(url: str, tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_served_gets_no_verdict(url, tmp_path):
     with pytest.raises(RefusedError, match="rank"):
         examined(url, adapters=[adapter(tmp_path / "a", rank=64)])
 
 
-def test_an_interrupted_examination_unloads_its_adapters(url: str) -> None:
-    def interrupt(check: Any) -> None:
+def test_an_interrupted_examination_unloads_its_adapters(url):
+    def interrupt(check):
         if check.name == "at once":
             raise KeyboardInterrupt
 
@@ -157,7 +149,7 @@ def test_an_interrupted_examination_unloads_its_adapters(url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
-def test_a_signal_unloads_adapters_and_sets_the_exit_code(url: str, tmp_path: Path, number: int) -> None:
+def test_a_signal_unloads_adapters_and_sets_the_exit_code(url, tmp_path, number):
     folder = tmp_path / "memory"
     command = [sys.executable, "-m", "evoalign.cli", "canary", url, "--key-variable", KEY, "--folder", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -167,8 +159,8 @@ def test_a_signal_unloads_adapters_and_sets_the_exit_code(url: str, tmp_path: Pa
         assert process.wait(60) == 128 + number
 
 
-def test_the_command(url: str, tmp_path: Path) -> None:
-    def said(*words: str) -> Any:
+def test_the_command(url, tmp_path):
+    def said(*words):
         return CliRunner().invoke(app, ["canary", f"{url}/v1/", "--key-variable", KEY, *words])
 
     file = tmp_path / "new" / "report.json"

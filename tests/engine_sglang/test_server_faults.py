@@ -6,18 +6,14 @@ adapter that is being loaded loses its file (`refuse`), or an invalid reply repl
 launches the server, or is attached to it: then it is another process, which is restarted, or continues, after a while.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -40,30 +36,24 @@ GARBAGE = b'[{"output_ids": "x", "meta_info": {}}]'
 LAUNCHED = {"context_length": 256, "start_timeout": 400.0}
 
 
-def settings(folder: Path, engine: dict[str, Any], space: str = "lora") -> dict[str, Any]:
+def settings(folder, engine, space="lora"):
     place = {"target_layers": [3], "target_modules": ["down_proj"]}
     return {
-        "space": space,
-        "lora": {"rank": 4, "alpha": 4, **place},
-        "lowrank": {"rank": 1, **place},
-        "output_dir": str(folder),
-        "seed": 1,
-        "task": {"name": "conciseness"},
+        "space": space, "lora": {"rank": 4, "alpha": 4, **place}, "lowrank": {"rank": 1, **place},
+        "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
         "model": {"name": "tiny", "dtype": "float32"},
         "es": {"num_generations": 3, "population_size": 6, "sigma": 0.025, "learning_rate": 0.0125},
-        "evaluation": {"max_tokens": 16},
-        "checkpoint": {"every": 1},
-        "tracking": {"completions_every": 0},
+        "evaluation": {"max_tokens": 16}, "checkpoint": {"every": 1}, "tracking": {"completions_every": 0},
         "checks": {"placebo": 0, "perplexity": False, "control_every": 0},
         "engine": {"name": "sglang", "timeout": HANG, **engine},
-    }
+    }  # fmt: skip
 
 
-def train(folder: Path, engine: dict[str, Any], space: str, **more: Any) -> None:
+def train(folder, engine, space, **more):
     evoalign.train(settings(folder, engine, space), console=Console(file=io.StringIO()), **more)
 
 
-def hashes(folder: Path) -> list[str]:
+def hashes(folder):
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     return [line["weights_hash"] for line in lines if "weights_hash" in line]
 
@@ -71,23 +61,23 @@ def hashes(folder: Path) -> list[str]:
 class Attached:
     """A server for runs to attach to, on a port that does not change."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         config = from_dict(settings(Path("unused"), {"context_length": 256, "timeout": 120.0}))
-        self.engine: Any = engines.create(config, tokens.load(config.model))
+        self.engine = engines.create(config, tokens.load(config.model))
         self.client = self.engine.connection.client
         os.environ[FAULT_KEY] = self.client.key
         self.settings = {"url": self.client.url, "key_variable": FAULT_KEY, "start_timeout": 120.0}
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         return self.engine.connection.process.pid
 
-    def restore(self) -> None:
+    def restore(self):
         """Serve the base model's weights, which a run may have moved."""
         body = {"model_path": str(model_path(self.engine._config.model)), "flush_cache": True}
         self.client.call(self.client.post("/update_weights_from_disk", body, seconds=60.0))
 
-    def come_back(self, fault: str, group: int) -> None:
+    def come_back(self, fault, group):
         time.sleep(AWAY + (2 * HANG if fault == "hang" else 0.0))
         if fault == "hang":
             os.killpg(group, signal.SIGCONT)
@@ -96,12 +86,12 @@ class Attached:
 
 
 @contextmanager
-def intercepted(act: Callable[[int, str], bytes | None]) -> Iterator[list[str]]:
+def intercepted(act):
     """Call `act` before each request, with its number and path; bytes replace the reply. Yields the paths."""
-    paths: list[str] = []
+    paths = []
     send = Client._send
 
-    async def watched(self: Client, method: str, path: str, body: Any, seconds: float | None) -> bytes:
+    async def watched(self, method, path, body, seconds):
         if path.startswith("/health"):
             return await send(self, method, path, body, seconds)
         paths.append(path)
@@ -114,21 +104,21 @@ def intercepted(act: Callable[[int, str], bytes | None]) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def attached() -> Iterator[Attached]:
+def attached():
     server = Attached()
     yield server
     server.engine.close()
 
 
 @pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(tmp_path, monkeypatch):
     place = tmp_path / "memory"
     place.mkdir()
     monkeypatch.setattr(adapters, "IN_MEMORY", place)
     return place
 
 
-def undisturbed(folder: Path, engine: dict[str, Any], space: str) -> tuple[list[str], int]:
+def undisturbed(folder, engine, space):
     """Return the hashes of an undisturbed run, and how many requests it sends."""
     with intercepted(lambda number, path: None) as paths:
         train(folder, engine, space)
@@ -136,18 +126,18 @@ def undisturbed(folder: Path, engine: dict[str, Any], space: str) -> tuple[list[
 
 
 @pytest.fixture(scope="module")
-def on_lora(url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], int]:
+def on_lora(url, tmp_path_factory):
     """An undisturbed run of space lora, which moves no weights of the shared server."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return undisturbed(folder, {"url": url, "key_variable": KEY}, "lora")
 
 
 @contextmanager
-def launches(groups: list[int]) -> Iterator[None]:
+def launches(groups):
     """Add the process group of each server that is launched to `groups`."""
     launch = Connection._launch
 
-    def launched(self: Connection) -> None:
+    def launched(self):
         try:
             launch(self)
         finally:
@@ -159,12 +149,12 @@ def launches(groups: list[int]) -> Iterator[None]:
         yield
 
 
-def check(fault: str, server: Attached | None, space: str, folder: Path, wanted: list[str], moment: int) -> str:
+def check(fault, server, space, folder, wanted, moment):
     """Run with a fault before request `moment`, resume if that is needed, and return how the run ended."""
     engine = LAUNCHED if server is None else server.settings
-    groups, threads, happened = list[int](), list[threading.Thread](), list[int]()
+    groups, threads, happened = [], list[threading.Thread](), []
 
-    def act(number: int, path: str) -> bytes | None:
+    def act(number, path):
         if number < moment or happened or (fault == "refuse" and not path.startswith("/load_lora")):
             return None
         happened.append(number)
@@ -196,7 +186,7 @@ def check(fault: str, server: Attached | None, space: str, folder: Path, wanted:
     return ended
 
 
-def is_alive(group: int) -> bool:
+def is_alive(group):
     """Return whether the process group has a process that is not a zombie."""
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError):
@@ -208,9 +198,7 @@ def is_alive(group: int) -> bool:
 @pytest.mark.first("kill-0.5", others="long")
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("fault", ["kill", "hang", "refuse", "garbage"])
-def test_a_run_survives_a_fault_of_a_server_that_it_launched(
-    fault: str, part: float, on_lora: tuple[list[str], int], tmp_path: Path
-) -> None:
+def test_a_run_survives_a_fault_of_a_server_that_it_launched(fault, part, on_lora, tmp_path):
     wanted, requests = on_lora
     ended = check(fault, None, "lora", tmp_path / "run", wanted, 1 + int(part * requests))
     assert ended == "by itself" or fault == "refuse"
@@ -219,9 +207,7 @@ def test_a_run_survives_a_fault_of_a_server_that_it_launched(
 @pytest.mark.long
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
 @pytest.mark.parametrize("fault", ["kill", "hang", "refuse", "garbage"])
-def test_a_run_survives_a_fault_of_an_attached_server(
-    fault: str, space: str, attached: Attached, tmp_path: Path
-) -> None:
+def test_a_run_survives_a_fault_of_an_attached_server(fault, space, attached, tmp_path):
     attached.restore()
     wanted, requests = undisturbed(tmp_path / "undisturbed", attached.settings, space)
     attached.restore()

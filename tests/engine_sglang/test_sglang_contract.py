@@ -2,22 +2,13 @@
 """SGLang meets the contract of engines: launched, and attached with adapters in files, as tensors, and by OpenAI's chat
 completions."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
-from served import attached
+import replicated
+from served import attached, config
 
 from evoalign import engines
-from evoalign.testing.engines import (
-    CHECKS,
-    Bench,
-    Check,
-    check_common_random_numbers,
-    check_requests_of_one_member,
-    started,
-)
+from evoalign.testing.answers import same_up_to_ties
+from evoalign.testing.engines import CHECKS, check_common_random_numbers, check_requests_of_one_member, started
 from evoalign.types import MEAN_PLAN
 
 SEEDED = (check_common_random_numbers, check_requests_of_one_member)
@@ -29,7 +20,7 @@ ATTACHED = {"files": {"transport": "files"}, "tensors": {"transport": "tensors"}
 
 
 @pytest.fixture(scope="module", params=["launched", *ATTACHED])
-def bench(request: pytest.FixtureRequest, launched: Bench, url: str) -> Iterator[Bench]:
+def bench(request, launched, url):
     if request.param == "launched":
         start = dict(launched.engine.state())
         yield launched
@@ -41,9 +32,15 @@ def bench(request: pytest.FixtureRequest, launched: Bench, url: str) -> Iterator
 
 
 @pytest.mark.parametrize("check", UNSEEDED, ids=lambda check: check.__name__)
-def test_sglang_meets_the_contract(check: Check, bench: Bench) -> None:
+def test_sglang_meets_the_contract(check, bench):
     check(bench)
 
 
-def test_facts_note_sampling_without_seeds(bench: Bench) -> None:
+def test_facts_note_sampling_without_seeds(bench):
     assert "without seeds" in bench.facts.note and not bench.facts.deterministic
+
+
+@pytest.mark.long
+def test_two_servers_of_ray_actors_match_one_engine():
+    """They leave nothing behind."""
+    replicated.check_life(config(), same_up_to_ties, lose=True)

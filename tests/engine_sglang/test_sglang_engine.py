@@ -1,43 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang generates the tokens and journals of the in-process engine, and refuses what it does not support."""
 
-from __future__ import annotations
-
 import io
 import json
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from served import KEY, answers, attached, config
+from served import KEY, QUESTIONS, answers, attached, config, opened
 from small_runs import UNCHECKED
 
 import evoalign
-from evoalign import engines, spaces, tokens
+from evoalign import engines, tokens
+from evoalign.config import load
 from evoalign.engines.server.client import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 ROOT = Path(__file__).parents[2]
-QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
 TIE = 1e-4
 """Log-probabilities closer than this are a tie, which another order of sums may decide differently."""
 
 
-def opened(settings: Any) -> Any:
-    """Return an engine that has started, and requests."""
-    tokens_ = tokens.load(settings.model)
-    engine = engines.create(settings, tokens_)
-    space = spaces.create(settings)
-    layout = space.layout(engine.specs(), engine.dtype)
-    engine.start(space, layout, None, keep_start=False)
-    requests = [Request(i, tokens_.encode(q), Sampling(24), logprobs=True) for i, q in enumerate(QUESTIONS)]
-    return engine, requests
-
-
-def ties(one: Any, other: Any) -> int:
+def ties(one, other):
     """Return 0 where two completions are the same, 1 where they differ at a near tie. Raises AssertionError."""
     lines = zip(one.token_ids, one.logprobs, other.token_ids, other.logprobs, strict=False)
     for token, p, token_other, p_other in lines:
@@ -49,13 +34,12 @@ def ties(one: Any, other: Any) -> int:
     return 0
 
 
-def compare(members: int, sigma: float, *configs: Any) -> None:
+def compare(members, sigma, *configs):
     """Compare a population's completions over two engines. Raises AssertionError."""
     plan = Plan(3, sigma, (*population(members, antithetic=True), MEAN))
     said = []
     for settings in configs:
-        engine, requests = opened(settings)
-        with closing(engine):
+        with opened(settings, logprobs=True) as (engine, requests):
             said.append(answers(engine, plan, requests))
     theirs, ours = said
     assert theirs.keys() == ours.keys() and len(ours) == (members + 1) * len(QUESTIONS)
@@ -64,19 +48,19 @@ def compare(members: int, sigma: float, *configs: Any) -> None:
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_thirty_members_generate_the_same_as_in_process(url: str, space: str) -> None:
+def test_thirty_members_generate_the_same_as_in_process(url, space):
     compare(30, 0.05, attached(url, space), config(space, "transformers"))
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
 @pytest.mark.real
-def test_eight_members_of_a_published_model_generate_the_same_as_in_process(smollm2: Path, space: str) -> None:
+def test_eight_members_of_a_published_model_generate_the_same_as_in_process(smollm2, space):
     model = {"name": str(smollm2), "dtype": "float32"}
     es = {"sigma": 0.01, "learning_rate": 0.005, "population_size": 8}
     compare(8, 0.01, *(config(space, name, model=model, es=es) for name in ("sglang", "transformers")))
 
 
-def run(folder: Path, engine: dict[str, Any], generations: int) -> list[dict[str, Any]]:
+def run(folder, engine, generations):
     """Return the journal of a short training."""
     console = Console(file=io.StringIO(), width=200)
     tree = {
@@ -91,7 +75,7 @@ def run(folder: Path, engine: dict[str, Any], generations: int) -> list[dict[str
 
 
 @pytest.mark.parametrize("generations", [3, pytest.param(10, marks=pytest.mark.long)])
-def test_a_run_has_the_same_journal_as_in_process(url: str, generations: int, tmp_path: Path) -> None:
+def test_a_run_has_the_same_journal_as_in_process(url, generations, tmp_path):
     theirs = run(tmp_path / "theirs", {"name": "sglang", "url": url, "key_variable": KEY}, generations)
     ours = run(tmp_path / "ours", {"name": "transformers", "device": "cpu"}, generations)
     assert len({line["weights_hash"] for line in theirs if "weights_hash" in line}) > generations // 2
@@ -102,40 +86,37 @@ def test_a_run_has_the_same_journal_as_in_process(url: str, generations: int, tm
     assert evoalign.replay(tmp_path / "theirs") == theirs[-1]["weights_hash"]
 
 
-def test_unsupported_settings_are_refused_by_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens_ = tokens.load(config().model)
-
-    def refused(settings: Any, *words: str) -> None:
-        with pytest.raises((ConfigError, ModelError)) as said:
-            engine = engines.create(settings, tokens_)
-            with closing(engine):
-                space = spaces.create(settings)
-                engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
-        assert all(word in str(said.value) for word in words), said.value
-
-    refused(attached(url, lora={"rank": 16}), "rank 8 at most")
-    refused(attached(url, "full"), "space full", "engine vllm")
-    refused(attached(url, model={"name": "tiny", "dtype": "bfloat16"}), "serves float32", "set model.dtype float32")
-    refused(attached("http://127.0.0.1:9", engine={"start_timeout": 0.5}), "http://127.0.0.1:9")
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"lora": {"rank": 16}}, ["rank 8 at most"]),
+        ({"space": "full"}, ["space full", "engine vllm"]),
+        ({"model": {"name": "tiny", "dtype": "bfloat16"}}, ["serves float32", "set model.dtype float32"]),
+        ({"engine": {"url": "http://127.0.0.1:9", "start_timeout": 0.5}}, ["http://127.0.0.1:9"]),
+        ({"engine": {"key_variable": "ANOTHER"}}, ["engine.key_variable"]),
+        ({"engine": {"key_variable": None}}, ["engine.key_variable"]),
+        ({"engine": {"key_variable": "NOT_SET"}}, ["engine.key_variable"]),
+        (None, ["/no/such/python"]),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(url, more, words, monkeypatch):
     monkeypatch.setenv("ANOTHER", "wrong")
-    refused(attached(url, engine={"key_variable": "ANOTHER"}), "engine.key_variable")
-    refused(config(engine={"url": url}), "engine.key_variable")
-    refused(attached(url, engine={"key_variable": "NOT_SET"}), "engine.key_variable")
-    refused(config(engine={"python": "/no/such/python"}), "/no/such/python")
+    settings = config(engine={"python": "/no/such/python"}) if more is None else attached(url, **more)
+    with pytest.raises((ConfigError, ModelError)) as said, opened(settings):
+        pass
+    assert all(word in str(said.value) for word in words), said.value
 
 
-def test_rollout_refuses_a_prompt_that_is_too_long(url: str) -> None:
-    engine, requests = opened(attached(url))
-    with closing(engine):
+def test_rollout_refuses_a_prompt_that_is_too_long(url):
+    with opened(attached(url)) as (engine, requests):
         long = Request(0, requests[0].prompt_ids * 60, Sampling(200))
         with pytest.raises(DataError, match=r"512 positions"):
             list(engine.rollout(Plan(0, 0.0, (MEAN,)), [long]))
 
 
-def test_a_refused_adapter_does_not_count_as_a_lost_server(url: str) -> None:
+def test_a_refused_adapter_does_not_count_as_a_lost_server(url):
     """The error quotes the server, which is not started again."""
-    engine, requests = opened(attached(url))
-    with closing(engine):
+    with opened(attached(url)) as (engine, requests):
         engine._store.put = lambda name, adapter: Path("/no/such/folder")
         with pytest.raises(RefusedError, match=r"/load_lora_adapter .*no/such/folder"):
             list(engine.rollout(Plan(0, 0.05, population(2)), requests))
@@ -143,7 +124,7 @@ def test_a_refused_adapter_does_not_count_as_a_lost_server(url: str) -> None:
 
 
 @pytest.mark.long  # tests/engines/test_server_process.py covers another process
-def test_an_engine_that_fails_to_start_leaves_only_its_log(tmp_path: Path) -> None:
+def test_an_engine_that_fails_to_start_leaves_only_its_log(tmp_path):
     settings = config(engine={"arguments": ["--no-such-flag"]})
     with pytest.raises(EvoalignError, match=r"exit code 2\): .*no-such-flag") as said:
         engines.create(settings, tokens.load(settings.model))
@@ -152,10 +133,8 @@ def test_an_engine_that_fails_to_start_leaves_only_its_log(tmp_path: Path) -> No
     log.unlink()
 
 
-def test_the_published_lora_population_config_runs(url: str, tmp_path: Path) -> None:
+def test_the_published_lora_population_config_runs(url, tmp_path):
     """On the tiny model and for one generation."""
-    from evoalign.config import load
-
     sets = [
         "model.name=tiny", "model.dtype=float32", "es.num_generations=1", "lora.target_layers=[0,1,2,3]",
         f"output_dir={tmp_path / 'run'}", "engine.name=sglang", f"engine.url={url}", f"engine.key_variable={KEY}",

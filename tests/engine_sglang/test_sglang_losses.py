@@ -1,44 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid replies of SGLang, and a server that changed, are never scored."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from faulty_server import Answer, Body, Forward, between
-from served import KEY, answers, attached, config
+from faulty_server import Body, between
+from served import KEY, answers, attached, config, opened
 
-from evoalign import engines, spaces, tokens
-from evoalign.engines import Engine
+from evoalign import engines, tokens
 from evoalign.engines.base import ABSENT
 from evoalign.engines.server import client
 from evoalign.engines.server.base_model import PROBES
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models.origin import model_path
-from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
-
-QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,"]
+from evoalign.types import MEAN, MEAN_PLAN, Plan, Sampling, Update, population
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     monkeypatch.setattr(client, "BACKOFF", 0.01)
 
 
-def opened(settings: Any, length: int = 12) -> tuple[Engine, list[Request]]:
-    """Return an engine that has started, and requests."""
-    tokens_ = tokens.load(settings.model)
-    engine = engines.create(settings, tokens_)
-    space = spaces.create(settings)
-    engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
-    return engine, [Request(i, tokens_.encode(q), Sampling(length)) for i, q in enumerate(QUESTIONS)]
+@contextmanager
+def faulty(url, handle, space="lora", **engine):
+    """Yield an engine over a server behind a proxy, and two requests."""
+    with (
+        between(url, os.environ[KEY], handle) as address,
+        opened(attached(address, space, engine=engine), Sampling(12)) as (found, requests),
+    ):
+        yield found, requests[:2]
 
 
 class Now:
@@ -46,14 +42,14 @@ class Now:
 
     change: Callable[[Body, Any], Any] | None = None
 
-    def __call__(self, path: str, body: Body, forward: Forward) -> Answer:
+    def __call__(self, path, body, forward):
         status, said = forward(path, body)
         if self.change is None or path != "/generate" or status != 200:
             return status, said
         return 200, json.dumps(self.change(body, json.loads(said))).encode()
 
 
-def _with(**fields: Any) -> Callable[[Body, Any], Any]:
+def _with(**fields):
     return lambda body, said: [{**one, **fields} for one in said]
 
 
@@ -69,30 +65,25 @@ def _with(**fields: Any) -> Callable[[Body, Any], Any]:
         (lambda body, said: {"error": "nothing"}, "2 completions"),
     ],
 )  # fmt: skip
-def test_an_incomplete_completion_is_not_scored(url: str, change: Callable[[Body, Any], Any], why: str) -> None:
+def test_an_incomplete_completion_is_not_scored(url, change, why):
     now = Now()
-    with between(url, os.environ[KEY], now) as address:
-        engine, requests = opened(attached(address, engine={"restarts": 0}))
-        with closing(engine):
-            now.change = change
-            with pytest.raises(EvoalignError, match=why):
-                list(engine.rollout(MEAN_PLAN, requests))
+    with faulty(url, now, restarts=0) as (engine, requests):
+        now.change = change
+        with pytest.raises(EvoalignError, match=why):
+            list(engine.rollout(MEAN_PLAN, requests))
 
 
 @pytest.mark.long
-def test_push_accepts_a_server_that_already_has_the_mean() -> None:
+def test_push_accepts_a_server_that_already_has_the_mean(monkeypatch):
     """After an invalid reply it gets the weights that it has once more; one that was restarted while idle, and has the
     base model again, gets them too."""
-    now, plan = Now(), Plan(1, 0.05, (*population(4), MEAN))
-    settings = config("lowrank")
-    with (
-        closing(engines.create(settings, tokens.load(settings.model))) as own,
-        between(own.connection.client.url, own.connection.client.key, now) as address,
-    ):
-        engine, requests = opened(attached(address, "lowrank"))
-        with closing(engine):
+    now, plan, settings = Now(), Plan(1, 0.05, (*population(4), MEAN)), config("lowrank")
+    with closing(engines.create(settings, tokens.load(settings.model))) as own:
+        server = own.connection.client
+        monkeypatch.setenv(KEY, server.key)
+        with faulty(server.url, now, "lowrank") as (engine, requests):
 
-            def said() -> dict[tuple[int, int], tuple[int, ...]]:
+            def said():
                 return {key: rollout.token_ids for key, rollout in answers(engine, plan, requests).items()}
 
             before = said()
@@ -103,35 +94,33 @@ def test_push_accepts_a_server_that_already_has_the_mean() -> None:
             now.change = lambda body, right: wrong.pop()(body, right) if wrong else right
             assert said() == moved and not wrong and engine.connection.losses == 1
             base = {"model_path": str(model_path(settings.model)), "flush_cache": True}
-            own.connection.client.call(own.connection.client.post("/update_weights_from_disk", base, seconds=60.0))
+            server.call(server.post("/update_weights_from_disk", base, seconds=60.0))
             assert said() == moved and engine.connection.losses == 1
 
 
-def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> None:
+def test_a_server_that_comes_back_with_other_weights_is_refused(url):
     """The log-probabilities are those of another model."""
+
+    def other(body, right):
+        if len(right) != len(PROBES):  # the prompts by which a server is recognised
+            return "invalid"
+        for one in right:
+            rows = one["meta_info"].get("output_token_logprobs") or []
+            one["meta_info"]["output_token_logprobs"] = [[p - 3.0, *rest] for p, *rest in rows]
+        return right
+
     now = Now()
-    with between(url, os.environ[KEY], now) as address:
-        engine, requests = opened(attached(address))
-        with closing(engine):
-
-            def other(body: Body, right: Any) -> Any:
-                if len(right) == len(PROBES):  # the prompts by which a server is recognised
-                    for one in right:
-                        rows = one["meta_info"].get("output_token_logprobs") or []
-                        one["meta_info"]["output_token_logprobs"] = [[p - 3.0, *rest] for p, *rest in rows]
-                    return right
-                return "invalid"
-
-            now.change = other
-            with pytest.raises(EvoalignError, match="other weights than before it was lost"):
-                list(engine.rollout(MEAN_PLAN, requests))
+    with faulty(url, now) as (engine, requests):
+        now.change = other
+        with pytest.raises(EvoalignError, match="other weights than before it was lost"):
+            list(engine.rollout(MEAN_PLAN, requests))
 
 
 @pytest.mark.parametrize("how", ["garbage", "hang"])
-def test_a_loss_during_the_check_of_an_unknown_adapter_is_recovered(url: str, how: str) -> None:
+def test_a_loss_during_the_check_of_an_unknown_adapter_is_recovered(url, how):
     left, release = [1], threading.Event()
 
-    def handle(path: str, body: Body, forward: Forward) -> Answer:
+    def handle(path, body, forward):
         if path == "/generate" and "lora_path" in body and left:
             left.pop()
             if how == "garbage":
@@ -139,10 +128,9 @@ def test_a_loss_during_the_check_of_an_unknown_adapter_is_recovered(url: str, ho
             release.wait(60)
         return forward(path, body)
 
-    with between(url, os.environ[KEY], handle) as address:
-        engine, requests = opened(attached(address, engine={"timeout": 5.0}))
-        with closing(engine), pytest.raises(ModelError, match="is not there"):
-            start = time.monotonic()
+    with faulty(url, handle, timeout=5.0) as (engine, requests):
+        start = time.monotonic()
+        with pytest.raises(ModelError, match="is not there"):
             list(engine.rollout(Plan(0, 0.0, (ABSENT,)), requests))
         release.set()
         assert not left and engine.connection.losses == 1 and time.monotonic() - start < 60

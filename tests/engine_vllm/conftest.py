@@ -21,6 +21,6 @@ if spec is None or spec.origin is None:  # without one, a folder named vllm woul
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup():
     """Freeze imported objects: an engine collects garbage nine times, which would otherwise take seconds."""
     gc.freeze()

@@ -7,12 +7,9 @@ between vLLM's two runners.
 """
 
 import gc
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,17 +40,17 @@ PROMPTS = ([5, 9, 17, 33, 2, 40], [11, 3, 60, 7, 21, 8, 90, 14, 2])
 class PopulationWorker(Worker):
     """A worker that serves a population and lets a test write the slots."""
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
+    def load_model(self, *args, **kwargs):
         self.settings = population.Settings(**self.vllm_config.additional_config["population"])
         with population.installed(self.settings):
             super().load_model(*args, **kwargs)
             self.active = deep.attach(self.model_runner.get_model(), self.model_runner, self.settings)
 
-    def es_register(self) -> tuple[str, str]:
+    def es_register(self):
         population.register(self.model_runner.lora_manager, MEMBERS)
         return self.active
 
-    def es_write(self, seed: int, strength: float, shapes: dict[str, tuple[int, int]]) -> list[str]:
+    def es_write(self, seed, strength, shapes):
         """Write this rank's part of new factors for all members, in place: the same for a seed, whatever the form."""
         is_scaled = self.active[0] != "stock"  # the kernels multiply by `scaling`
         fold, rank = strength * (1.0 if is_scaled else self.settings.scaling), self.settings.rank
@@ -76,11 +73,11 @@ class Served:
     active: tuple[str, str]
     shapes: dict[str, tuple[int, int]]
 
-    def write(self, seed: int) -> list[str]:
+    def write(self, seed):
         """Give every member new factors; return the names of their matrices."""
         return self.llm.collective_rpc("es_write", args=(seed, 0.3, self.shapes))[0]
 
-    def answers(self, asks: list[tuple[int, int]], length: int = 8) -> dict[tuple[int, int], list[int]]:
+    def answers(self, asks, length=8):
         """Return greedy tokens of each (member or -1, prompt) in one batch. Lengths differ, so that rows move up."""
         members = [None if m < 0 else LoRARequest(f"member{m}", m + 1, "resident") for m, _ in asks]
         sampling = [
@@ -91,21 +88,19 @@ class Served:
         return {ask: list(o.outputs[0].token_ids) for ask, o in zip(asks, outputs, strict=True)}
 
 
-PLACE: dict[str, Any] = {"enforce_eager": True} if ON_CPU else {
+PLACE = {"enforce_eager": True} if ON_CPU else {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 8, 64]},
     "attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3,
 }  # fmt: skip
 
 
-def shapes_of(model: Path) -> dict[str, tuple[int, int]]:
+def shapes_of(model):
     with safe_open(model / "model.safetensors", "pt") as weights:
         return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
 
 
 @contextmanager
-def serve(
-    model: Path, form: str, rank: int = 1, slot_rank: int = 1, targets: Sequence[str] | None = ALL, **more: Any
-) -> Iterator[Served]:
+def serve(model, form, rank=1, slot_rank=1, targets=ALL, **more):
     """Start an engine with one slot per member. One at a time: they share vLLM's process groups."""
     asked = {"form": form, "rank": rank, "scaling": 0.5, "fixed": False}
     llm = LLM(
@@ -123,12 +118,12 @@ def serve(
         gc.collect()
 
 
-def random_model(folder: Path, family: str, **more: Any) -> Path:
+def random_model(folder, family, **more):
     """Save a random model of head dimension 32, without a tokenizer."""
     import transformers
 
     torch.manual_seed(3)
-    common: dict[str, Any] = {
+    common = {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
         **more,
@@ -147,7 +142,7 @@ def random_model(folder: Path, family: str, **more: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return {
         "tiny": tiny(),
@@ -156,12 +151,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def asked() -> list[tuple[int, int]]:
+def asked():
     """Return every member and the base model with each prompt."""
     return [(m, p) for p in range(len(PROMPTS)) for m in (*range(MEMBERS // 2), -1, *range(MEMBERS // 2, MEMBERS))]
 
 
-def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
+def everything(served):
     """Return two generations of members by member and prompt, and the base model alone before, between and after."""
     base = [(-1, p) for p in range(len(PROMPTS))]
     found = [served.answers(base)]
@@ -171,19 +166,19 @@ def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
     return found
 
 
-def agree(found: dict[tuple[int, int], list[int]], wanted: dict[tuple[int, int], list[int]]) -> bool:
+def agree(found, wanted):
     """Return whether completions are the same; on a GPU three in four."""
     same = sum(found[ask] == wanted[ask] for ask in wanted)
     return found.keys() == wanted.keys() and same >= len(wanted) * (1 if ON_CPU else 0.75)
 
 
-def without_base(answers: dict[tuple[int, int], list[int]]) -> dict[tuple[int, int], list[int]]:
+def without_base(answers):
     """Drop rows of the base model, which the CPU kernels of vLLM 0.32 give the last slot's adapter in mixed batches."""
     return {ask: tokens for ask, tokens in answers.items() if ask[0] >= 0}
 
 
-def check_no_kernel_runs_for_the_base_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+def check_no_kernel_runs_for_the_base_model(served, monkeypatch):
+    def fail(*_, **__):
         raise AssertionError("a kernel of the population ran for the base model")
 
     with monkeypatch.context() as broken:

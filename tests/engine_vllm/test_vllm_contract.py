@@ -116,27 +116,6 @@ def check_tie(bench, plan, request, one, other):
     assert abs(float(logits[one.token_ids[place]] - logits[other.token_ids[place]])) < TIE
 
 
-@of("lowrank")
-def test_an_interrupted_rollout_leaves_nothing_in_flight(bench, monkeypatch):
-    plan = bench.plan(population(3))
-    want = answers(bench.engine, plan, bench.requests)
-    core, calls = bench.engine.llm.llm_engine.engine_core, []
-    step = core.get_output
-
-    def interrupted():
-        calls.append(None)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(core, "get_output", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        answers(bench.engine, bench.plan(population(3), wider=10.0), bench.requests)
-    assert len(calls) == 3 and not core.engine_core.scheduler.has_unfinished_requests()
-    monkeypatch.undo()
-    assert answers(bench.engine, plan, bench.requests) == want
-
-
 @pytest.mark.releases
 @of("lora")
 def test_sampled_completions_of_long_prompts(bench):
@@ -194,37 +173,37 @@ def test_canary_detects_an_adapter_that_is_not_applied(bench, broken, monkeypatc
 
 
 @of("lora")
-def test_rpc_reports_a_failed_worker(bench):
+def test_a_failed_worker_and_a_prompt_that_is_too_long_are_reported(bench):
     with pytest.raises(evoalign.EvoalignError, match="es_nothing"):
         bench.engine.rpc("es_nothing")
-
-
-@of("lora")
-def test_rollout_refuses_a_prompt_that_is_too_long(bench):
     with pytest.raises(DataError, match="256 positions"):
         list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 250, Sampling(8))]))
 
 
-@of("lowrank")
-def test_out_of_memory_is_one_line_and_aborts_all_requests(bench, monkeypatch):
-    """Requests left in flight would be taken for those of the next rollout."""
-    core = bench.engine.llm.llm_engine.engine_core
-    plan = bench.plan(population(3))
-    want = answers(bench.engine, plan, bench.requests)
-    steps = []
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\nmore to say")
+LINE = r"\(CUDA out of memory. Tried to allocate 2.00 GiB\); [^\n]*engine.gpu_memory_utilization, [^\n]*$"
 
-    def full():
-        steps.append(1)
-        if len(steps) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\nmore to say")
+
+@pytest.mark.parametrize(
+    ("raised", "reported", "message"), [(KeyboardInterrupt(), KeyboardInterrupt, None), (FULL, EvoalignError, LINE)]
+)
+@of("lowrank")
+def test_a_rollout_that_fails_leaves_nothing_in_flight(bench, raised, reported, message, monkeypatch):
+    """Requests left in flight would be taken for those of the next rollout. Out of memory is reported in one line."""
+    core, plan, calls = bench.engine.llm.llm_engine.engine_core, bench.plan(population(3)), []
+    want = answers(bench.engine, plan, bench.requests)
+
+    def failing():
+        calls.append(1)
+        if len(calls) == 3:
+            raise raised
         return type(core).get_output(core)
 
     with monkeypatch.context() as patch:
-        patch.setattr(core, "get_output", full)
-        message = r"\(CUDA out of memory. Tried to allocate 2.00 GiB\); [^\n]*engine.gpu_memory_utilization, [^\n]*$"
-        with pytest.raises(EvoalignError, match=message):
-            answers(bench.engine, plan, bench.requests)
-    assert not core.engine_core.scheduler.has_unfinished_requests()
+        patch.setattr(core, "get_output", failing)
+        with pytest.raises(reported, match=message):
+            answers(bench.engine, bench.plan(population(3), wider=10.0), bench.requests)
+    assert len(calls) == 3 and not core.engine_core.scheduler.has_unfinished_requests()
     assert answers(bench.engine, plan, bench.requests) == want
 
 

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import replicated
 import torch
 import vllm
 from served import SPACES, answers, config
@@ -14,7 +15,7 @@ from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.errors import ModelError
 from evoalign.kernels import compiled
 from evoalign.testing import engines as contract
-from evoalign.testing.answers import written
+from evoalign.testing.answers import same_up_to_ties, written
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 
@@ -32,12 +33,9 @@ def test_five_generations_have_the_same_journal(space, tmp_path):
     found = []
     for engine in ("vllm", "transformers"):
         tree = config(space, engine).model_dump(mode="json")
-        tree |= {
-            "output_dir": str(tmp_path / engine),
-            "sampling": {"max_tokens": 12},
-            "evaluation": {"max_tokens": 12},
-            "task": {"name": "conciseness"},
-        }
+        length = {"max_tokens": 12}
+        tree |= {"output_dir": str(tmp_path / engine), "sampling": length, "evaluation": length}
+        tree |= {"task": {"name": "conciseness"}}
         tree["es"] |= {"num_generations": 5, "population_size": 8}
         evoalign.train(tree)
         lines = [json.loads(line) for line in (tmp_path / engine / "journal.jsonl").read_text().splitlines()]
@@ -135,3 +133,13 @@ def test_a_form_set_by_name_is_not_replaced():
     settings = config("lora", lora={"target_modules": ["down_proj"]})
     with contract.started(VllmEngine, settings) as bench:
         assert "generic form" in bench.facts.note and "has no members" in bench.facts.note
+
+
+@pytest.mark.parametrize("space, lose", [pytest.param("lora", True, marks=pytest.mark.long), ("lowrank", False)])
+def test_two_replicas_in_ray_actors_are_one_engine(space, lose):
+    replicated.check_life(config(space), replicated.equal, lose)
+
+
+@pytest.mark.long
+def test_each_replica_launches_a_server_at_a_separate_port():
+    replicated.check_life(config(name="vllm-server"), same_up_to_ties, lose=True)

@@ -4,23 +4,22 @@
 What a member is, is rebuilt from the normals alone, as in test_parity; experts are taken apart by shape, in `unfused`.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from families import MIXTURES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
-from test_parity import SPACES, Rebuilt, run
+from families import MIXTURES, PROMPTS, Bench, make_config, requests, unfused
+from test_parity import EACH, Rebuilt, plain_logprobs, run, run_space
 from transformers import AutoModelForCausalLM
 
 from evoalign import spaces
 from evoalign.cost.estimate import share_lines
 from evoalign.engines.specs import specs_of_config
+from evoalign.engines.transformers import adapters
 from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces.targets import module_of
+from evoalign.testing.answers import written
 from evoalign.types import Sampling
 
 EXPERTS = {"qwen3_moe": {"gate_proj", "up_proj", "down_proj"}, "mixtral": {"w1", "w3", "w2"}}
@@ -28,15 +27,9 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("mixtures")
-    return {family: build(family, place / family) for family in MIXTURES}
-
-
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: dict[str, Path]) -> None:
+def test_every_matrix_of_every_expert_evolves(family, space, folders):
     """There are 4 experts in 2 layers. The router evolves only in space full. The dry run has the same tensors."""
     config = make_config(folders[family], space)
     with Bench(config) as bench:
@@ -62,19 +55,21 @@ def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: 
     assert ("; not: embed_tokens, gate, lm_head" in shares[0]) == (space != "full")
 
 
-def test_target_modules_may_exclude_experts_or_select_one_matrix(folders: dict[str, Path]) -> None:
-    def of(space: str, modules: list[str]) -> set[str]:
-        config = make_config(folders["qwen3_moe"], space, **{space: {"target_modules": modules}})
-        with Bench(config) as bench:
-            return {module_of(t.module) for t in bench.layout.tensors}
+@pytest.mark.parametrize(
+    ("space", "modules"),
+    [("lowrank", {"q_proj", "v_proj"}), ("lowrank", {"up_proj"}), ("lora", {"gate_proj", "up_proj"})],
+)
+def test_target_modules_may_exclude_experts_or_select_one_matrix(space, modules, folders):
+    config = make_config(folders["qwen3_moe"], space, **{space: {"target_modules": sorted(modules)}})
+    with Bench(config) as bench:
+        assert {module_of(t.module) for t in bench.layout.tensors} == modules
+    if modules == {"up_proj"}:
+        run(config, PROMPTS["apart"])
 
-    assert of("lowrank", ["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
-    assert of("lowrank", ["up_proj"]) == {"up_proj"}
-    assert of("lora", ["gate_proj", "up_proj"]) == {"gate_proj", "up_proj"}
+
+def test_target_modules_select_fused_matrices_together(folders):
     with pytest.raises(ConfigError, match=r"gate_proj and up_proj fused.*add up_proj, or use space lowrank"):
-        of("lora", ["q_proj", "gate_proj"])
-    config = make_config(folders["qwen3_moe"], "lowrank", lowrank={"target_modules": ["up_proj"]})
-    run(config, folders["qwen3_moe"], PROMPTS["apart"])
+        Bench(make_config(folders["qwen3_moe"], lora={"target_modules": ["q_proj", "gate_proj"]}))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +85,9 @@ def test_target_modules_may_exclude_experts_or_select_one_matrix(folders: dict[s
         ("gpt_oss", "full", "transformers", None),
     ],
 )
-def test_left_out_names_tensors_with_the_reason(
-    family: str, space: str, engine: str, told: str | None, tmp_path: Path
-) -> None:
+def test_left_out_names_tensors_with_the_reason(family, space, engine, told, folders):
     """Only those tensors are left out."""
-    config = make_config(build(family, tmp_path / family), space, engine={"name": engine})
+    config = make_config(folders[family], space, engine={"name": engine})
     specs = specs_of_config(config)
     layout = spaces.create(config).layout(specs, torch.float32)
     line, *warnings = share_lines(config, specs, layout)
@@ -103,44 +96,39 @@ def test_left_out_names_tensors_with_the_reason(
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_vllm_refuses_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
+def test_vllm_refuses_a_mixture_before_it_starts(space, folders):
     """It must not load the model first."""
     config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
     with pytest.raises(ModelError, match=r"\(mixtral\) is a mixture of experts, .* vllm .* engine transformers"):
         specs_of_config(config)
 
 
-@pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.first("mixtral-lora ab", "qwen3_moe-lowrank")
-def test_members_of_a_mixture_equal_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
+def test_members_of_a_mixture_equal_plain_models(family, name, folders):
     """With a shared prefix, padding and rows that leave at stop tokens; also the mean after an update."""
-    space, sections = SPACES[name]
-    stops = range(0, VOCABULARY, 12)
-    run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"], stop_ids=stops)
+    run_space(folders[family], name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
-def test_noise_multiplier_scales_by_experts_and_projections(family: str, folders: dict[str, Path]) -> None:
+def test_noise_multiplier_scales_by_experts_and_projections(family, folders):
     config = make_config(folders[family], "lowrank", es={"noise_multiplier": 0.3, "learning_rate": 0.3})
-    run(config, folders[family], PROMPTS["apart"])
+    run(config, PROMPTS["apart"])
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(
-    space: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(space, folders, monkeypatch):
     """Also with few rows per batch and few factors gathered at a time."""
-    from evoalign.engines.transformers import adapters
-
-    config = make_config(folders["qwen3_moe"], space, es={"population_size": 5})
-    few = make_config(folders["qwen3_moe"], space, es={"population_size": 5}, engine={"max_rows": 4})
+    config, few = (
+        make_config(folders["qwen3_moe"], space, es={"population_size": 5}, engine=engine)
+        for engine in ({}, {"max_rows": 4})
+    )
     asked = requests(PROMPTS["apart"], Sampling(TOKENS), logprobs=True)
     with Bench(config) as bench, Bench(few) as other:
-        update = bench.move()
+        rebuilt, plan = Rebuilt(bench, bench.move()), bench.plan()
         other.move()
-        rebuilt, plan = Rebuilt(bench, folders["qwen3_moe"], update), bench.plan()
         whole = bench.ask(plan, asked)
         monkeypatch.setattr(adapters, "ROOM", 100)
         cut = other.ask(plan, asked)
@@ -148,43 +136,27 @@ def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(
         model = rebuilt.become(member, plan.generation)
         for p, prompt in enumerate(PROMPTS["apart"]):
             for got in (whole[member.index, p], cut[member.index, p]):
-                logits = next_logits(model, prompt, got.token_ids).log_softmax(-1)
-                want = logits.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
-                assert got.logprobs is not None
+                want = plain_logprobs(model, prompt, got.token_ids)
                 assert torch.allclose(torch.tensor(got.logprobs), want, atol=1e-4)
 
 
-def test_bfloat16_members_of_a_mixture_equal_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
+def test_bfloat16_members_of_a_mixture_equal_their_weights_up_to_rounding(folders):
     """The float32 mean is kept besides the served experts, which are its rounding; members differ."""
-    from evoalign.testing.answers import written
-
     config = make_config(folders["mixtral"], "lowrank", model={"dtype": "bfloat16"}, es={"population_size": 4})
     with Bench(config) as bench:
         bench.move()
-        plan = bench.plan()
+        plan, away = bench.plan(), []
         cells = bench.ask(plan, requests(PROMPTS["apart"], Sampling(4), logprobs=True))
         served, mean = unfused(bench.model), dict(bench.engine.state())
-        for tensor in bench.layout.tensors:
-            assert mean[tensor.name].dtype == torch.float32
-            assert torch.equal(served[tensor.name], mean[tensor.name].bfloat16().to(served[tensor.name].device)), (
-                tensor.name
-            )
-        away: list[float] = []
+        for name in (tensor.name for tensor in bench.layout.tensors):
+            assert mean[name].dtype == torch.float32
+            assert torch.equal(served[name], mean[name].bfloat16().to(served[name].device)), name
         for member in plan.members:
             # Of one rounding to bfloat16 each, and so within some hundredths of the weights written in.
-            model = written(_Plain(bench), plan, member)  # type: ignore[arg-type]
+            model = written(bench, plan, member)
             for p, prompt in enumerate(PROMPTS["apart"]):
                 got = cells[member.index, p]
-                logits = next_logits(model, prompt, got.token_ids).log_softmax(-1)
-                want = logits.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
-                assert got.logprobs is not None
+                want = plain_logprobs(model, prompt, got.token_ids)
                 away.append(float((torch.tensor(got.logprobs) - want).abs().mean()))
     assert sum(away) / len(away) < 0.1
     assert len({cells[m.index, 0].logprobs for m in plan.members}) == 4
-
-
-class _Plain:
-    """The attributes of a bench that `written` uses."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.config, self.engine, self.space, self.layout = bench.config, bench.engine, bench.space, bench.layout

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout stays within `engine.memory_gib`: cache, logits, and activations of a prefill."""
 
-from __future__ import annotations
-
-from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, Bench, build, ids, make_config, requests
+from families import FAMILIES, Bench, ids, make_config, requests
 from live_memory import LiveMemory
+from transformers import AutoModelForCausalLM
 
 from evoalign.engines.transformers.prefill import RoomCache
 from evoalign.engines.transformers.settings import Footprint
@@ -19,14 +16,8 @@ from evoalign.types import MEAN_PLAN, Sampling
 LONG = 200
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("footprints")
-    return {family: build(family, place / family) for family in FAMILIES}
-
-
 @contextmanager
-def skipped_where_torch_has_no_kernel() -> Generator[None]:
+def skipped_where_torch_has_no_kernel():
     """On a CPU with AMX and ATEN_CPU_CAPABILITY without AVX-512, torch packs bfloat16 for AMX and raises.
 
     A CPU that has neither is asked for no such packing.
@@ -43,11 +34,7 @@ def skipped_where_torch_has_no_kernel() -> Generator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_footprint_bounds_the_memory_of_a_prefill(
-    family: str, padded: bool, dtype: str, folders: dict[str, Path]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_footprint_bounds_the_memory_of_a_prefill(family, padded, dtype, folders):
     model = AutoModelForCausalLM.from_pretrained(str(folders[family]), dtype=getattr(torch, dtype)).eval()
     rows, width, cache = 4, 120, RoomCache(2, 120)
     mask = torch.ones(rows, width, dtype=torch.int64)
@@ -59,21 +46,17 @@ def test_footprint_bounds_the_memory_of_a_prefill(
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
     footprint = Footprint.of(model)
-    kept = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))  # type: ignore[union-attr]
+    kept = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
     assert kept == rows * width * footprint.cache
     lived, told = (live.peak - kept) / rows, footprint.prefill(width, width)
     assert told / 5 < lived < told
 
 
-def peak(
-    folder: Path, space: str, limit: float | None, temperature: float, target: list[int] | None, decoder: str
-) -> int:
+def peak(folder, space, limit, temperature, target, decoder):
     """Return the peak bytes of a rollout of members on long prompts of several lengths."""
     section = {} if space == "full" else {space: {"target_layers": target}}
-    config = make_config(
-        folder, space, es={"population_size": 2}, engine={"memory_gib": limit, "decoder": decoder}, **section
-    )
-    with Bench(config, stop_ids=[]) as bench:
+    engine = {"memory_gib": limit, "decoder": decoder}
+    with Bench(make_config(folder, space, es={"population_size": 2}, engine=engine, **section), stop_ids=[]) as bench:
         asked = requests([ids(LONG - i % 3, i) for i in range(12)], Sampling(2, temperature))
         noise = sum(2 * p.numel() * p.element_size() for p in bench.model.parameters()) if space == "full" else 0
         with LiveMemory() as live:
@@ -87,58 +70,52 @@ def peak(
     ("space", "target", "temperature"),
     [("lora", None, 0.0), ("lora", None, 1.0), ("lora", [1], 0.0), ("full", None, 0.0)],
 )
-def test_rollout_stays_within_memory_gib(
-    space: str, target: list[int] | None, temperature: float, decoder: str, folders: dict[str, Path]
-) -> None:
-    free = peak(folders["qwen2"], space, 1.0, temperature, target, decoder)
-    limit = free / 2
-    assert peak(folders["qwen2"], space, limit / 2**30, temperature, target, decoder) < limit
+def test_rollout_stays_within_memory_gib(space, target, temperature, decoder, folder):
+    limit = peak(folder, space, 1.0, temperature, target, decoder) / 2
+    assert peak(folder, space, limit / 2**30, temperature, target, decoder) < limit
+
+
+LIMIT = 4 * 2**20
+
+
+@pytest.fixture
+def limited(folder):
+    """A static decoder with little memory."""
+    config = make_config(folder, engine={"memory_gib": LIMIT / 2**30, "decoder": "static"})
+    with Bench(config, stop_ids=[]) as bench:
+        yield bench
 
 
 @pytest.mark.slow
-def test_static_decoder_memory_stays_within_the_limit_across_rollouts(
-    folders: dict[str, Path],
-) -> None:
+def test_static_decoder_memory_stays_within_the_limit_across_rollouts(limited):
     """Memory for many short rows and for few long ones together would exceed what either needs."""
-    limit = 4 * 2**20
-    config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
-    with Bench(config, stop_ids=[]) as bench:
-        asked = [
-            requests([ids(length, i) for i in range(count)], Sampling(4, temperature))
-            for length, count, temperature in ((8, 60, 0.0), (LONG, 8, 0.0), (8, 60, 1.0), (40, 20, 0.5))
-        ]
-        with LiveMemory() as live:
-            for batch in asked:
-                bench.ask(bench.plan(), batch)
-    assert live.peak < limit
+    with LiveMemory() as live:
+        for length, count, temperature in ((8, 60, 0.0), (LONG, 8, 0.0), (8, 60, 1.0), (40, 20, 0.5)):
+            limited.ask(limited.plan(), requests([ids(length, i) for i in range(count)], Sampling(4, temperature)))
+    assert live.peak < LIMIT
 
 
-def test_static_decoder_reallocates_when_logits_need_more_memory(folders: dict[str, Path]) -> None:
+def test_static_decoder_reallocates_when_logits_need_more_memory(limited):
     """Sampling needs more memory than greedy decoding, on top of rows allocated for longer texts."""
-    limit = 4 * 2**20
-    config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
-    with Bench(config, stop_ids=[]) as bench:
-        bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(60)], Sampling(LONG)))
-        static = bench.engine._static  # type: ignore[attr-defined]
-        rows = static._memory.shape.rows
-        bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(rows)], Sampling(4, 1.0)))
-        footprint = Footprint.of(bench.model)
-        taken = static._bytes_of(static._memory.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
-    assert rows < 60 and taken <= limit
+    limited.ask(MEAN_PLAN, requests([ids(8, i) for i in range(60)], Sampling(LONG)))
+    static = limited.engine._static
+    rows = static._memory.shape.rows
+    limited.ask(MEAN_PLAN, requests([ids(8, i) for i in range(rows)], Sampling(4, 1.0)))
+    footprint = Footprint.of(limited.model)
+    taken = static._bytes_of(static._memory.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
+    assert rows < 60 and taken <= LIMIT
 
 
 @pytest.mark.first("qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_completions_do_not_depend_on_prefill_pieces(family: str, folders: dict[str, Path]) -> None:
+def test_completions_do_not_depend_on_prefill_pieces(family, folders):
     """Prompts are read in one piece, in a few, and one by one, with a shared prefix and padding."""
     start, firsts = ids(20, 1), []
-    prompts = [start + ids(3 + i % 3, 2 + i) for i in range(5)]
+    asked = requests([start + ids(3 + i % 3, 2 + i) for i in range(5)], Sampling(3), logprobs=True)
     for limit in (1.0, 2.5e-3, 1e-5):
-        config = make_config(
-            folders[family], es={"population_size": 6}, engine={"name": "transformers", "memory_gib": limit}
-        )
-        with Bench(config, stop_ids=[]) as bench:
-            cells = bench.ask(bench.plan(), requests(prompts, Sampling(3), logprobs=True))
-        firsts.append(torch.tensor([cells[key].logprobs[:1] for key in sorted(cells)]))  # type: ignore[index]
+        engine = {"name": "transformers", "memory_gib": limit}
+        with Bench(make_config(folders[family], es={"population_size": 6}, engine=engine)) as bench:
+            cells = bench.ask(bench.plan(), asked)
+        firsts.append(torch.tensor([cells[key].logprobs[:1] for key in sorted(cells)]))
     for other in firsts[1:]:
         torch.testing.assert_close(other, firsts[0], atol=1e-4, rtol=0)

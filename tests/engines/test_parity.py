@@ -6,25 +6,23 @@ adapters nor the update of the package take part. A token may differ only where 
 within 1e-4 of each other.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections import Counter
 
 import pytest
 import torch
-from families import FAMILIES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
+from families import FAMILIES, PROMPTS, VOCABULARY, Bench, make_config, next_logits, requests, unfused
+from transformers import AutoModelForCausalLM
 
-from evoalign.config import Config
+from evoalign import tokens
 from evoalign.errors import ConfigError
+from evoalign.models.origin import model_path
 from evoalign.spaces.base import Factors
-from evoalign.types import MEAN, MEAN_PLAN, Member, Sampling, Update
+from evoalign.types import MEAN, MEAN_PLAN, Sampling
 
 TIE = 1e-4
 TOKENS = 10
-SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+SPACES = {
     "lora b": ("lora", {"lora": {"rank": 1, "alpha": 2}}),
     "lora b, rank 4, antithetic": ("lora", {"lora": {"rank": 4, "alpha": 2}, "es": {"antithetic": True}}),
     "lora ab": ("lora", {"lora": {"evolve": "ab"}, "es": {"sigma": 0.3, "learning_rate": 0.3}}),
@@ -35,29 +33,30 @@ SPACES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"es": {"sigma": 0.02, "learning_rate": 0.01}}),
     "full, antithetic": ("full", {"es": {"sigma": 0.02, "learning_rate": 0.01, "antithetic": True}}),
 }
+EACH = ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"]
+STOPS = range(0, VOCABULARY, 12)
 
 
 class Rebuilt:
     """A plain model with the weights of any member, from the base weights, the normals and one update."""
 
-    def __init__(self, bench: Bench, path: str | Path, update: Update, device: str = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
-
+    def __init__(self, bench, update, device="cpu"):
+        path = model_path(bench.config.model)
         self.bench, self.update, self.config, self.device = bench, update, bench.config, device
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval().to(device)
+        self.model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval().to(device)
         self.parameters = unfused(self.model)
         self.base = {n: p.detach().double().clone() for n, p in self.parameters.items()}
         self.scales = self._scales()
-        self.moves: dict[str, torch.Tensor] = {}
+        self.moves = {}
 
-    def become(self, member: Member, generation: int) -> Any:
+    def become(self, member, generation):
         """Set the weights of a member."""
         with torch.no_grad():
             for name, weight in self._weights(member, generation):
                 self.parameters[name].copy_(weight)
         return self.model
 
-    def _weights(self, member: Member, generation: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _weights(self, member, generation):
         for tensor in self.bench.layout.tensors:
             if self.config.space.name == "lora":
                 if tensor.name.endswith("lora_B.weight"):
@@ -67,14 +66,14 @@ class Rebuilt:
             else:
                 yield tensor.name, self.base[tensor.name] + self._change(tensor.name, member, generation)
 
-    def _moved(self, module: str, factor: str, member: Member, generation: int) -> torch.Tensor:
+    def _moved(self, module, factor, member, generation):
         """Return a LoRA factor: its start, the update and the member's noise."""
         name = f"{module.removesuffix('.weight')}.lora_{factor}.weight"
         start = self.bench.space.start(self.bench.layout, name, "cpu").to(self.device).double()
         evolves = factor == "B" or self.config.lora.evolve == "ab"
         return start + self._change(name, member, generation) if evolves else start
 
-    def _change(self, name: str, member: Member, generation: int) -> torch.Tensor:
+    def _change(self, name, member, generation):
         """Return the update's move and the member's noise, by the step convention."""
         if name not in self.moves:
             pairs = zip(self.update.members, self.update.coefficients, strict=True)
@@ -85,7 +84,7 @@ class Rebuilt:
         width = self.scales(name) * self.config.es.width
         return self.moves[name] + width * member.sign * self._noise(name, generation, member)
 
-    def _noise(self, name: str, generation: int, member: Member) -> torch.Tensor:
+    def _noise(self, name, generation, member):
         """Return one member's dense noise with unit variance."""
         normals = self.bench.space.noise(self.bench.layout, name, generation, [member.noise])
         if isinstance(normals, Factors):
@@ -93,20 +92,20 @@ class Rebuilt:
             return b @ a / math.sqrt(self.config.lowrank.rank)
         return normals[0].to(self.device).double()
 
-    def _scales(self) -> Any:
+    def _scales(self):
         if self.config.es.noise_multiplier is None:
             return lambda name: 1.0
-        of_layer: dict[str, list[float]] = {}
+        of_layer = {}
         for tensor in self.bench.layout.tensors:
             of_layer.setdefault(_layer(tensor.module), []).append(float(self.base[tensor.module].abs().mean()))
         return lambda name: sum(of_layer[_layer(name)]) / len(of_layer[_layer(name)])
 
 
-def _layer(name: str) -> str:
+def _layer(name):
     return next(part for part in name.split(".") if part.isdigit())
 
 
-def check(model: Any, prompt: Sequence[int], got: Sequence[int], stop_ids: Sequence[int]) -> None:
+def check(model, prompt, got, stop_ids):
     """Assert that each token is the likeliest in a plain forward, up to ties, and that a stop token is last."""
     logits = next_logits(model, prompt, got)
     chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
@@ -115,7 +114,7 @@ def check(model: Any, prompt: Sequence[int], got: Sequence[int], stop_ids: Seque
     assert got[-1] in stop_ids or len(got) == TOKENS
 
 
-def same_or_tied(model: Any, prompt: tuple[int, ...], got: Sequence[int], stop_ids: Sequence[int]) -> bool:
+def same_or_tied(model, prompt, got, stop_ids):
     """Return whether the tokens are those of plain `generate`; a difference must begin at a tie."""
     whole = torch.tensor([prompt])
     out = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=TOKENS, do_sample=False,
@@ -129,22 +128,18 @@ def same_or_tied(model: Any, prompt: tuple[int, ...], got: Sequence[int], stop_i
     return False
 
 
-def run(
-    config: Config,
-    path: str | Path,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    generate: bool = False,
-    stop_ids: Sequence[int] | None = None,
-) -> None:
+def plain_logprobs(model, prompt, token_ids):
+    """Return the log-probability of each token in a plain forward."""
+    logits = next_logits(model, prompt, token_ids).log_softmax(-1)
+    return logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+
+
+def run(config, prompts, *, generate=False, stop_ids=None):
     if config.engine.decoder == "auto":  # which may be the static one, that other tests ask for by name
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"decoder": "library"})})
     with Bench(config, stop_ids) as bench:
-        rebuilt = Rebuilt(bench, path, bench.move())
-        plan = bench.plan()
-        cells = bench.ask(plan, requests(prompts, Sampling(TOKENS)))
-        stop = bench.tokens.stop_ids
-        equal: list[bool] = []
+        rebuilt, plan, stop = Rebuilt(bench, bench.move()), bench.plan(), bench.tokens.stop_ids
+        cells, equal = bench.ask(plan, requests(prompts, Sampling(TOKENS))), []
         for member in plan.members:
             model = rebuilt.become(member, plan.generation)
             for p, prompt in enumerate(prompts):
@@ -153,8 +148,7 @@ def run(
                 if generate and member.index % len(prompts) == p:
                     equal.append(same_or_tied(model, prompt, got, stop))
         texts = {tuple(cells[m.index, p].token_ids for p in range(len(prompts))) for m in plan.members}
-        told_apart = min(10, len(plan.members) - 1)
-        assert len(texts) >= told_apart, "the noise is too small for this test to tell members apart"
+        assert len(texts) >= min(10, len(plan.members) - 1), "the noise is too small to distinguish members"
         assert sum(equal) >= 0.9 * len(equal), "ties are rare"
         mean = bench.ask(MEAN_PLAN, requests(prompts, Sampling(TOKENS)))
         model = rebuilt.become(MEAN, 0)
@@ -162,40 +156,32 @@ def run(
             check(model, prompt, mean[-1, p].token_ids, stop)
 
 
-def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
-    """Return questions with the chat template (a shared prefix) and a raw line (none) of other lengths."""
-    from evoalign import tokens
-
-    loaded = tokens.load(config.model)
+def run_chats(config):
+    """Run with questions in the chat template, which have a shared prefix."""
     chats = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "Capital city of Italy:")]
-    return tuple(map(loaded.encode, chats))
+    run(config, tuple(map(tokens.load(config.model).encode, chats)), generate=True)
+
+
+def run_space(folder, name, prompts="shared", *, stops=STOPS, **tree):
+    space, sections = SPACES[name]
+    run(make_config(folder, space, **tree, **sections), PROMPTS[prompts], stop_ids=stops)
 
 
 @pytest.mark.slow
 @pytest.mark.last("[lora b]", "[lora ab]", "noise_multiplier", "[lowrank]", "[full]", "full, antithetic")
 @pytest.mark.parametrize("name", SPACES)
-def test_members_of_tiny_equal_plain_models(name: str) -> None:
-    from evoalign.models import tiny
-
+def test_members_of_tiny_equal_plain_models(name):
     space, sections = SPACES[name]
-    config = make_config("tiny", space, **sections)
-    run(config, tiny(), tiny_prompts(config), generate=True)
+    run_chats(make_config("tiny", space, **sections))
 
 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("decoder", ["library", "static"])
 @pytest.mark.parametrize(("space", "sigma"), [("lora", 0.01), ("lowrank", 0.01), ("full", 0.003)])
-def test_members_of_smollm2_equal_plain_models(space: str, sigma: float, decoder: str, smollm2: Path) -> None:
+def test_members_of_smollm2_equal_plain_models(space, sigma, decoder, smollm2):
     es = {"sigma": sigma, "learning_rate": sigma / 2, "population_size": 4}
-    config = make_config(smollm2, space, model={"dtype": "float32"}, es=es, engine={"decoder": decoder})
-    run(config, smollm2, tiny_prompts(config), generate=True)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("families")
-    return {family: build(family, place / family) for family in FAMILIES}
+    run_chats(make_config(smollm2, space, model={"dtype": "float32"}, es=es, engine={"decoder": decoder}))
 
 
 @pytest.mark.first(
@@ -205,51 +191,46 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_members_of_every_family_equal_plain_models(
-    family: str, prompts: str, deterministic: bool, folders: dict[str, Path]
-) -> None:
+def test_members_of_every_family_equal_plain_models(family, prompts, deterministic, folders):
     """All linear projections, in a batch with padding that rows leave, with and without a shared prefix."""
-    config = make_config(folders[family], deterministic=deterministic)
-    run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
+    run(make_config(folders[family], deterministic=deterministic), PROMPTS[prompts], stop_ids=STOPS)
 
 
 @pytest.mark.first("llama-lora b, rank 4, antithetic-apart", "qwen2-lowrank", "qwen3-lora ab-shared", others="long")
 @pytest.mark.parametrize("prompts", PROMPTS)
-@pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_members_of_the_static_decoder_equal_plain_models(
-    family: str, name: str, prompts: str, folders: dict[str, Path]
-) -> None:
-    space, sections = SPACES[name]
-    config = make_config(folders[family], space, engine={"decoder": "static"}, **sections)
-    run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
+def test_members_of_the_static_decoder_equal_plain_models(family, name, prompts, folders):
+    run_space(folders[family], name, prompts, engine={"decoder": "static"})
 
 
 @pytest.mark.first("llama-lora")
-@pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_every_space_works_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:
-    space, sections = SPACES[name]
-    run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"])
+def test_every_space_works_on_other_families(family, name, folders):
+    run_space(folders[family], name, stops=None)
 
 
-def test_all_linear_projections_of_the_layers_are_targets(folders: dict[str, Path]) -> None:
-    found = {}
-    for family in ("qwen2", "gpt_neox", "opt"):
-        with Bench(make_config(folders[family])) as bench:
-            found[family] = {t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in bench.layout.tensors}
-            assert len(bench.layout.tensors) == 2 * len(found[family])
-    assert found["qwen2"] == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert found["gpt_neox"] == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
-    assert found["opt"] == {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("qwen2", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+        ("gpt_neox", "query_key_value dense dense_h_to_4h dense_4h_to_h"),
+        ("opt", "q_proj k_proj v_proj out_proj fc1 fc2"),
+    ],
+)
+def test_all_linear_projections_of_the_layers_are_targets(family, modules, folders):
+    with Bench(make_config(folders[family])) as bench:
+        found = Counter(t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in bench.layout.tensors)
+    assert found == dict.fromkeys(modules.split(), 2)
 
 
-def test_only_selected_layers_and_modules_evolve(folders: dict[str, Path]) -> None:
+def test_only_selected_layers_and_modules_evolve(folders):
     section = {"target_layers": [1], "target_modules": ["query_key_value"]}
     config = make_config(folders["gpt_neox"], lora=section, es={"sigma": 0.3, "learning_rate": 0.1})
     with Bench(config) as bench:
         assert [t.module for t in bench.layout.tensors] == ["gpt_neox.layers.1.attention.query_key_value.weight"]
-    run(config, folders["gpt_neox"], PROMPTS["apart"])
+    run(config, PROMPTS["apart"])
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
@@ -260,9 +241,7 @@ def test_only_selected_layers_and_modules_evolve(folders: dict[str, Path]) -> No
         ({"target_modules": ["c_attn"]}, "target_modules: no module 'c_attn'; the model has dense, dense_4h_to_h, "),
     ],
 )
-def test_missing_targets_are_named_in_the_error(
-    space: str, section: dict[str, Any], message: str, folders: dict[str, Path]
-) -> None:
+def test_missing_targets_are_named_in_the_error(space, section, message, folders):
     with pytest.raises(ConfigError) as error:
         Bench(make_config(folders["gpt_neox"], space, **{space: section}))
     assert f"{space}.{message}" in str(error.value)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How chunks of a rollout are made and which replica gets which, without Ray; durations are in virtual time."""
 
-from __future__ import annotations
-
 import random
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,17 +11,17 @@ from evoalign.engines.ray.schedule import REQUESTS, Chunk, Scheduler, chunks_of
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 
-def scheduler_of(count: int) -> Scheduler[str]:
+def scheduler_of(count):
     return Scheduler([Chunk[str](load) for load in range(count)])
 
 
-def take(scheduler: Scheduler[str], replica: str, now: float) -> Chunk[str]:
+def take(scheduler, replica, now):
     chunk = scheduler.next(replica, now)
     assert chunk is not None
     return chunk
 
 
-def test_chunks_cover_each_member_and_request_once() -> None:
+def test_chunks_cover_each_member_and_request_once():
     members = population(5)
     shared = [Request(i, (1,), Sampling(4)) for i in range(2)]
     named = [Request(10 + i, (1,), Sampling(4), member=members[i % 5]) for i in range(REQUESTS + 1)]
@@ -34,15 +31,12 @@ def test_chunks_cover_each_member_and_request_once() -> None:
     assert [len(requests) for _, requests in parts[3:]] == [REQUESTS, 1]
     assert parts[-1][0].members == (members[REQUESTS % 5],)
     assert {(plan.generation, plan.sigma) for plan, _ in parts} == {(3, 0.5)}
-
-
-def test_chunks_of_one_member_are_made_of_requests() -> None:
     requests = [Request(i, (1,), Sampling(4)) for i in range(REQUESTS + 1)]
     parts = list(chunks_of(Plan(0, 0.0, (MEAN,)), requests, 8))
-    assert [len(part) for _, part in parts] == [REQUESTS, 1]
+    assert [len(part) for _, part in parts] == [REQUESTS, 1], "chunks of one member are made of requests"
 
 
-def test_lost_chunk_goes_to_another_replica() -> None:
+def test_lost_chunk_goes_to_another_replica():
     scheduler = scheduler_of(3)
     chunks = [take(scheduler, replica, 0.0) for replica in "abc"]
     assert [chunk.load for chunk in chunks] == [0, 1, 2]
@@ -53,7 +47,7 @@ def test_lost_chunk_goes_to_another_replica() -> None:
     assert scheduler.open == 0
 
 
-def test_slow_chunk_is_handed_out_again_and_the_first_result_counts() -> None:
+def test_slow_chunk_is_handed_out_again_and_the_first_result_counts():
     scheduler = scheduler_of(3)
     first, slow = take(scheduler, "a", 0.0), take(scheduler, "b", 0.0)
     assert scheduler.finished("a", first, 1.0)
@@ -65,7 +59,7 @@ def test_slow_chunk_is_handed_out_again_and_the_first_result_counts() -> None:
     assert not scheduler.finished("b", slow, 30.0)
 
 
-def test_chunk_whose_second_replica_is_lost_stays_with_the_first() -> None:
+def test_chunk_whose_second_replica_is_lost_stays_with_the_first():
     scheduler = scheduler_of(2)
     first, slow = take(scheduler, "a", 0.0), take(scheduler, "b", 0.0)
     scheduler.finished("a", first, 1.0)
@@ -76,7 +70,7 @@ def test_chunk_whose_second_replica_is_lost_stays_with_the_first() -> None:
     assert list(scheduler.todo) == [slow]
 
 
-def paced(count: int) -> tuple[Scheduler[str], Chunk[str]]:
+def paced(count):
     """Return a scheduler at 4 s, and the chunk that `fast` has: it takes 1 s and `slow` 4 s, and `count` are left."""
     scheduler = scheduler_of(6 + count)
     held = take(scheduler, "slow", 0.0)
@@ -87,7 +81,7 @@ def paced(count: int) -> tuple[Scheduler[str], Chunk[str]]:
     return scheduler, current
 
 
-def test_slow_replica_declines_what_others_finish_before_it() -> None:
+def test_slow_replica_declines_what_others_finish_before_it():
     """`slow` would finish at 8 s, when `fast` has finished its current chunk and three more."""
     assert paced(3)[0].next("slow", 4.0) is None
     assert paced(4)[0].next("slow", 4.0) is not None
@@ -97,7 +91,7 @@ def test_slow_replica_declines_what_others_finish_before_it() -> None:
     assert scheduler.next("fast", 5.0) is not None and scheduler.next("slow", 5.0) is None
 
 
-def test_slow_replica_does_not_wait_for_lost_or_late_ones() -> None:
+def test_slow_replica_does_not_wait_for_lost_or_late_ones_and_is_not_slow_after_a_restart():
     scheduler, current = paced(2)
     assert scheduler.next("slow", 5.4) is None
     assert scheduler.next("slow", 5.6) is not None  # `fast` has had its chunk for more than 1.5 times its 1 s
@@ -105,9 +99,6 @@ def test_slow_replica_does_not_wait_for_lost_or_late_ones() -> None:
     assert scheduler.next("slow", 4.0) is None
     scheduler.lost("fast", current)
     assert scheduler.next("slow", 4.0) is current
-
-
-def test_restarted_replica_is_not_slow() -> None:
     scheduler, current = paced(4)
     chunk = take(scheduler, "slow", 4.0)
     scheduler.finished("fast", current, 5.0)
@@ -116,12 +107,12 @@ def test_restarted_replica_is_not_slow() -> None:
     assert scheduler.next("slow", 5.0) is chunk  # before, it would have declined the three that are left
 
 
-def test_all_chunks_are_finished_for_any_order_and_speed() -> None:
+def test_all_chunks_are_finished_for_any_order_and_speed():
     for seed in range(300):
         draw = random.Random(seed)
         count, now = draw.randint(1, 30), 0.0
         scheduler, finished = scheduler_of(count), 0
-        busy: dict[str, tuple[float, Chunk[str]]] = {}
+        busy = {}
         names = "abcdef"[: draw.randint(1, 6)]
         while scheduler.open:
             for name in draw.sample(names, len(names)):
@@ -140,16 +131,16 @@ def test_all_chunks_are_finished_for_any_order_and_speed() -> None:
 
 # --- four replicas of which one is four times as slow; studies/ray_straggler.py measures real seconds ---
 
-EVENTS: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "studies" / "ray_events.py"))
+EVENTS = runpy.run_path(str(Path(__file__).parents[2] / "studies" / "ray_events.py"))
 MEMBERS, MEMBER, SLOWNESS, GENERATIONS, JITTER = 256, 0.020, 4.0, 20, 0.1
 
 
-def ratios(chunk: int, slow: int, seed: int, rules: str = "Scheduler") -> list[float]:
+def ratios(chunk, slow, seed, rules="Scheduler"):
     """Return each generation's seconds over work / (sum of speeds). Each chunk takes up to a tenth more or less."""
     draw = random.Random(seed)
     workers = [EVENTS["Worker"](place, SLOWNESS if place == slow else 1.0) for place in range(4)]
 
-    def seconds(worker: Any, members: int) -> float:
+    def seconds(worker, members):
         return members * MEMBER * worker.slowness * draw.uniform(1 - JITTER, 1 + JITTER)
 
     cluster = EVENTS["Cluster"](workers, seconds, EVENTS["Costs"](), rules=EVENTS[rules])
@@ -158,12 +149,12 @@ def ratios(chunk: int, slow: int, seed: int, rules: str = "Scheduler") -> list[f
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16])
-def test_slow_replica_costs_at_most_15_percent(chunk: int) -> None:
+def test_slow_replica_costs_at_most_15_percent(chunk):
     found = [max(ratios(chunk, slow, seed)) for slow in (0, 3) for seed in range(10)]
     assert max(found) <= 1.15
     assert min(found) >= 1 - JITTER  # less would mean that the virtual clock is wrong
 
 
 @pytest.mark.parametrize("chunk", [4, 8, 16])
-def test_slow_replica_costs_more_if_it_never_declines(chunk: int) -> None:
+def test_slow_replica_costs_more_if_it_never_declines(chunk):
     assert max(max(ratios(chunk, 0, seed, "Undeclined")) for seed in range(10)) > 1.15

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of tokens: the distribution, the top_p of transformers, and random numbers common to all members."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from families import PROMPTS, Bench, build, ids, make_config, next_logits, requests
-from numpy.typing import NDArray
+from families import PROMPTS, Bench, ids, make_config, next_logits, requests
 from scipy.stats import chisquare
 
 from evoalign import noise
@@ -22,25 +15,20 @@ WARM = Sampling(12, temperature=0.8, top_p=0.9)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("qwen2", tmp_path_factory.mktemp("sampling") / "qwen2")
-
-
-@pytest.fixture(scope="module")
-def bench(folder: Path) -> Iterator[Bench]:
+def bench(folder):
     """A bench whose model keeps adapters on, so that a plain forward includes them."""
     with Bench(make_config(folder, es={"population_size": 6}, engine={"decoder": "library"}), stop_ids=[2]) as bench:
         bench.move()
         yield bench
 
 
-def inverse_cdf(logits: Sequence[float], uniform: float, sampling: Sampling) -> int:
+def inverse_cdf(logits, uniform, sampling):
     """Draw in NumPy from the definition: likeliest first, the smallest set that reaches top_p."""
     z = np.asarray(logits, dtype=np.float64) / sampling.temperature
     p = np.exp(z - z.max())
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
-    kept: list[int] = []
+    kept = []
     for token in order:
         if sum(p[kept]) >= sampling.top_p:
             break
@@ -51,7 +39,7 @@ def inverse_cdf(logits: Sequence[float], uniform: float, sampling: Sampling) -> 
 
 @pytest.mark.parametrize("top_p", [0.2, 0.9, 1.0])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_draw_is_the_inverse_transform(temperature: float, top_p: float) -> None:
+def test_draw_is_the_inverse_transform(temperature, top_p):
     generator = torch.Generator().manual_seed(0)
     logits, uniform = torch.randn(400, 23, generator=generator) * 2, torch.rand(400, generator=generator).double()
     sampling = Sampling(1, temperature, top_p)
@@ -61,14 +49,14 @@ def test_draw_is_the_inverse_transform(temperature: float, top_p: float) -> None
 
 
 @pytest.mark.parametrize("uniform", [2.0**-33, 1 - 2.0**-33])
-def test_the_ends_of_the_unit_interval_draw_a_kept_token(uniform: float) -> None:
+def test_the_ends_of_the_unit_interval_draw_a_kept_token(uniform):
     logits = torch.tensor([[0.0, 3.0, -2.0, 1.0], [-1e4, -1e4, 0.0, -1e4]])
     got = draw(logits, torch.tensor([uniform, uniform], dtype=torch.float64), Sampling(1, 1.0, 0.95))
     assert got.tolist() == ([1, 2] if uniform < 0.5 else [3, 2])
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.7, 0.95, 0.999, 1.0])
-def test_the_kept_set_is_that_of_transformers(top_p: float) -> None:
+def test_the_kept_set_is_that_of_transformers(top_p):
     from transformers import TopPLogitsWarper
 
     grid = (torch.arange(40_000, dtype=torch.float64) + 0.5) / 40_000
@@ -79,16 +67,16 @@ def test_the_kept_set_is_that_of_transformers(top_p: float) -> None:
         assert set(drawn.tolist()) == set(torch.isfinite(warped[0]).nonzero()[:, 0].tolist())
 
 
-def test_frequencies_are_the_probabilities() -> None:
+def test_frequencies_are_the_probabilities():
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
     streams = torch.arange(20_000)
     uniform = noise.uniforms(noise.key(1, "sampling", ""), torch.zeros_like(streams), streams)
     drawn = draw(logits.expand(len(streams), -1), uniform, Sampling(1, 1.5))
-    expected: NDArray[Any] = (logits.double() / 1.5).softmax(-1).numpy() * len(streams)
+    expected = (logits.double() / 1.5).softmax(-1).numpy() * len(streams)
     assert chisquare(np.bincount(drawn, minlength=5), expected).pvalue > 0.001
 
 
-def test_the_engine_draws_with_the_stated_uniforms(bench: Bench) -> None:
+def test_the_engine_draws_with_the_stated_uniforms(bench):
     """Tokens of the mean are recomputed from a plain forward and NumPy."""
     key = noise.key(bench.config.seed, "sampling", "")
     asked = requests(PROMPTS["apart"], WARM)
@@ -101,7 +89,7 @@ def test_the_engine_draws_with_the_stated_uniforms(bench: Bench) -> None:
         assert list(got) == [inverse_cdf(row, u, WARM) for row, u in zip(logits.tolist(), uniforms, strict=True)]
 
 
-def _mean_logits(bench: Bench, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+def _mean_logits(bench, prompt, completion):
     """Return logits of the mean, whose adapters the hooks hold during its rollout."""
     rollout = bench.engine.rollout(MEAN_PLAN, requests([tuple(prompt)], Sampling(1)))
     next(iter(rollout))
@@ -110,7 +98,7 @@ def _mean_logits(bench: Bench, prompt: Sequence[int], completion: Sequence[int])
     return logits
 
 
-def test_members_with_the_same_distribution_draw_the_same_tokens(bench: Bench) -> None:
+def test_members_with_the_same_distribution_draw_the_same_tokens(bench):
     asked = requests(PROMPTS["apart"], WARM)
     cells = bench.ask(Plan(1, 0.0, bench.members), asked)
     for p in range(len(asked)):
@@ -119,7 +107,7 @@ def test_members_with_the_same_distribution_draw_the_same_tokens(bench: Bench) -
     assert len({apart[m.index, 0].token_ids for m in bench.members}) > 1
 
 
-def test_draws_depend_on_the_seed_and_not_on_the_order(bench: Bench) -> None:
+def test_draws_depend_on_the_seed_and_not_on_the_order(bench):
     prompt = PROMPTS["apart"][0]
     asked = [Request(i, prompt, WARM, seed) for i, seed in enumerate([8, 9, 8, 2**62 + 8])]
     cells = bench.ask(MEAN_PLAN, asked)
@@ -130,7 +118,7 @@ def test_draws_depend_on_the_seed_and_not_on_the_order(bench: Bench) -> None:
     assert alone[-1, 0].token_ids == texts[1]
 
 
-def test_another_run_seed_draws_other_tokens(folder: Path, bench: Bench) -> None:
+def test_another_run_seed_draws_other_tokens(folder, bench):
     asked = requests([ids(6, 1)], Sampling(12, 1.0))
     with Bench(make_config(folder, seed=6)) as other, Bench(make_config(folder)) as same:
         first, second = (b.ask(MEAN_PLAN, asked)[-1, 0].token_ids for b in (other, same))
@@ -138,29 +126,22 @@ def test_another_run_seed_draws_other_tokens(folder: Path, bench: Bench) -> None
 
 
 @pytest.mark.parametrize("sampling", [Sampling(12), WARM])
-def test_logprobs_are_those_of_a_plain_forward(bench: Bench, sampling: Sampling) -> None:
+def test_logprobs_are_those_of_a_plain_forward(bench, sampling):
     """They are of the distribution at temperature 1, also if the draw used another temperature and top_p."""
     asked = requests(PROMPTS["shared"], sampling, logprobs=True)
-    cells = bench.ask(MEAN_PLAN, asked)
+    cells = bench.ask(MEAN_PLAN, [*asked, Request(3, (30, 31), sampling)])
+    assert cells[-1, 3].logprobs is None, "they are returned only on request"
     for request in asked:
         rollout = cells[-1, request.index]
         logits = _mean_logits(bench, request.prompt_ids, rollout.token_ids)
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-        assert rollout.logprobs is not None and len(rollout.logprobs) == len(rollout.token_ids)
+        assert len(rollout.logprobs) == len(rollout.token_ids)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), wanted, atol=2e-4, rtol=0)
 
 
-def test_logprobs_are_returned_only_on_request(bench: Bench) -> None:
-    prompts = PROMPTS["apart"]
-    asked = [Request(i, p, WARM, i, logprobs=i == 1) for i, p in enumerate(prompts)]
-    cells = bench.ask(MEAN_PLAN, asked)
-    assert [cells[-1, i].logprobs is None for i in range(3)] == [True, False, True]
-
-
-def test_requests_with_other_sampling_give_the_same_completions_together(bench: Bench) -> None:
+def test_requests_with_other_sampling_give_the_same_completions_together(bench):
     asked = [Request(0, (30, 31), Sampling(4)), Request(1, (30, 31), Sampling(5)), Request(2, (30, 31), WARM, 7)]
     together = bench.ask(MEAN_PLAN, asked)
-    assert [len(together[-1, i].token_ids) <= n for i, n in enumerate((4, 5))] == [True, True]
+    assert all(len(together[-1, i].token_ids) <= n for i, n in enumerate((4, 5)))
     for request in asked:
-        alone = bench.ask(MEAN_PLAN, [request])
-        assert together[-1, request.index].token_ids == alone[-1, request.index].token_ids
+        assert together[-1, request.index].token_ids == bench.ask(MEAN_PLAN, [request])[-1, request.index].token_ids

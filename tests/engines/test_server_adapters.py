@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AdapterStore`: deletes folders of ended processes, and no others."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +17,12 @@ from evoalign.errors import ModelError
 
 
 @pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "IN_MEMORY", tmp_path)
     return tmp_path
 
 
-def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory: Path) -> None:
+def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory):
     (memory / "evoalign-adapters-file").touch()
     (memory / "evoalign-adapters-link").symlink_to(memory)
     (memory / "evoalign-adapters-unmarked").mkdir()
@@ -47,15 +45,13 @@ def test_folders_of_killed_processes_are_deleted_and_nothing_else(memory: Path) 
         os.waitpid(pid, 0)
         os.close(read)
         os.close(write)
-    second = AdapterStore(None)
-    assert not left.exists()
-    assert first._folder.exists(), "of this process, and in use"
-    first.close()
-    second.close()
+    with closing(first), closing(AdapterStore(None)):
+        assert not left.exists()
+        assert first._folder.exists(), "of this process, and in use"
     assert {path.name for path in memory.iterdir()} == before
 
 
-def test_nothing_is_deleted_in_a_folder_of_the_user(memory: Path) -> None:
+def test_nothing_is_deleted_in_a_folder_of_the_user(memory):
     """It may be on a disk without locks."""
     left = memory / "evoalign-adapters-left"
     left.mkdir()
@@ -67,7 +63,7 @@ def test_nothing_is_deleted_in_a_folder_of_the_user(memory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["evoalign-x", "evoalign-adapters-x"])
-def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory: Path, name: str) -> None:
+def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory, name):
     (memory / name).mkdir()
     run = AdapterStore(str(memory / name))
     folder = run.folder("member")
@@ -76,34 +72,19 @@ def test_a_folder_in_memory_that_was_given_keeps_its_adapters(memory: Path, name
 
 
 @pytest.mark.parametrize("where", ["tempfile.mkdtemp", "evoalign.engines.server.adapters.locked"])
-def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
-    memory: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_survives_deletion_by_another_process_while_it_is_created(memory, where, monkeypatch):
     """Right after it is created, and right before it is locked."""
-    swept = list[bool]()
+    swept, creates = [], where.endswith("mkdtemp")
+    own = adapters.tempfile.mkdtemp if creates else adapters.locked
 
-    def sweep_once(given: Any) -> None:
+    def sweeping(*given, **words):
+        found = own(*given, **words) if creates else None
         if not swept:
             swept.append(True)
             adapters._delete_orphans(memory)
+        return found if creates else own(*given, **words)
 
-    if where.endswith("mkdtemp"):
-        make = adapters.tempfile.mkdtemp
-
-        def made(**words: Any) -> str:
-            folder = make(**words)
-            sweep_once(folder)
-            return folder
-
-        monkeypatch.setattr(where, made)
-    else:
-        lock = adapters.locked
-
-        def locked(file: Any) -> bool:
-            sweep_once(file)
-            return lock(file)
-
-        monkeypatch.setattr(where, locked)
+    monkeypatch.setattr(where, sweeping)
     store = AdapterStore(str(memory))
     assert swept and store.folder("member").is_dir()
     AdapterStore(None).close()
@@ -111,22 +92,22 @@ def test_a_folder_survives_deletion_by_another_process_while_it_is_created(
     store.close()
 
 
-def adapter(size: int = 1) -> PeftAdapter:
+def adapter(size=1):
     return PeftAdapter({"r": 1}, {"a": torch.zeros(size)})
 
 
-def test_put_names_the_setting_where_the_disk_is_full() -> None:
-    store, before = AdapterStore(None), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        with pytest.raises(ModelError, match=r"engine\.adapter_folder"):
-            store.put("member", adapter(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    store.close()
+def test_put_names_the_setting_where_the_disk_is_full():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(AdapterStore(None)) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(ModelError, match=r"engine\.adapter_folder"):
+                store.put("member", adapter(100_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_adapters_are_readable_for_other_users_whatever_the_umask() -> None:
+def test_adapters_are_readable_for_other_users_whatever_the_umask():
     before = os.umask(0o077)
     try:
         store = AdapterStore(None)

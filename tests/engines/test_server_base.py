@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BaseModel.distance`: rounding is within the tolerance, and noise on the weights is not."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from evoalign import tokens
 from evoalign.config import from_dict
-from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, BaseModel, load_base
-from evoalign.engines.server.dialect import Completion
+from evoalign.engines.base import Completion
+from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, load_base
 from evoalign.engines.transformers.engine import load_model
 from evoalign.models import tiny
 
@@ -20,9 +17,9 @@ CONFIG = from_dict({"model": {"name": "tiny"}})
 DTYPES = list(TOLERANCE)
 
 
-def greedy(model: Any, prompt: tuple[int, ...]) -> Completion:
+def greedy(model, prompt):
     """Return the completion of a server that serves a model."""
-    ids, logprobs = list(prompt), list[float]()
+    ids, logprobs = list(prompt), []
     for _ in range(PROBE_TOKENS):
         with torch.no_grad():
             row = model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
@@ -31,23 +28,23 @@ def greedy(model: Any, prompt: tuple[int, ...]) -> Completion:
     return Completion(tuple(ids[len(prompt) :]), "length", tuple(logprobs))
 
 
-def mean_distance(base: BaseModel, model: Any) -> float:
+def mean_distance(base, model):
     """Return the mean over all prompts."""
     prompts = [tokens.load(CONFIG.model).encode(prompt) for prompt in PROBES]
     return sum(base.distance(prompt, greedy(model, prompt)) for prompt in prompts) / len(prompts)
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
-def base(request: pytest.FixtureRequest) -> BaseModel:
+def base(request):
     return load_base(CONFIG, request.param, dummy=False)
 
 
-def test_distance_accepts_another_attention_and_not_noise_on_the_weights(base: BaseModel) -> None:
+def test_distance_accepts_another_attention_and_not_noise_on_the_weights(base):
     """The noise is 6 % of each matrix's mean weight."""
     from transformers import AutoModelForCausalLM
 
     dtype = base.model.dtype
-    eager: Any = AutoModelForCausalLM.from_pretrained(tiny(), dtype=dtype, attn_implementation="eager").eval()
+    eager = AutoModelForCausalLM.from_pretrained(tiny(), dtype=dtype, attn_implementation="eager").eval()
     assert base.model.config._attn_implementation != "eager"
     assert 2 * mean_distance(base, eager) <= TOLERANCE[dtype]
     for seed in (1, 2):
@@ -60,7 +57,7 @@ def test_distance_accepts_another_attention_and_not_noise_on_the_weights(base: B
         assert mean_distance(base, moved) > TOLERANCE[dtype]
 
 
-def test_distance_is_infinite_for_completions_the_model_cannot_generate(base: BaseModel) -> None:
+def test_distance_is_infinite_for_completions_the_model_cannot_generate(base):
     prompt, size = (5, 6), base.model.config.vocab_size
     assert base.distance(prompt, Completion((), "stop", ())) == math.inf
     assert base.distance(prompt, Completion((7, size), "length", (-0.5, -0.5))) == math.inf

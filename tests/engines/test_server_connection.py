@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client, connection and dialects with servers that are slow, busy, hostile or gone; without a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from hostile_server import SLOW, hostile
+from hostile_server import SLOW, hostile, whole
 
+from evoalign.engines.base import Completion
 from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
 from evoalign.engines.server.connection import Connection
-from evoalign.engines.server.dialect import Completion, ServerInfo, checked_ids, checked_logprobs
+from evoalign.engines.server.dialect import ServerInfo, checked_ids, checked_logprobs
 from evoalign.engines.server.engine import LOADS, ServerEngine
 from evoalign.engines.server.settings import SglangConfig
 from evoalign.engines.server.sglang import SglangDialect, begin_update
@@ -31,23 +28,22 @@ from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling, population
 
 KEY = "sk-of-this-test"
-Handle = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
-def serving(handle: Handle) -> Generator[str]:
+def serving(handle):
     """Run a server that replies by `handle`, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             handle(self)
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *arguments: Any) -> None:
+        def log_message(self, format, *arguments):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -60,7 +56,7 @@ def serving(handle: Handle) -> Generator[str]:
         server.server_close()
 
 
-def answer(to: BaseHTTPRequestHandler, body: bytes = b"{}", status: int = 200) -> None:
+def answer(to, body=b"{}", status=200):
     to.send_response(status)
     to.send_header("Content-Length", str(len(body)))
     to.end_headers()
@@ -68,16 +64,23 @@ def answer(to: BaseHTTPRequestHandler, body: bytes = b"{}", status: int = 200) -
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
 
 
-def test_health_checks_are_not_queued_behind_completions() -> None:
-    release = threading.Event()
+def test_health_checks_are_not_queued_behind_completions_whose_number_is_limited():
+    now, most, lock, release = 0, 0, threading.Lock(), threading.Event()
 
-    def handle(to: BaseHTTPRequestHandler) -> None:
+    def handle(to):
+        nonlocal now, most
         if to.path == "/generate":
+            with lock:
+                now += 1
+                most = max(most, now)
             release.wait(30)
+            time.sleep(0.01)
+            with lock:
+                now -= 1
         answer(to)
 
     with serving(handle) as url, closing(Client(url, concurrency=4)) as client:
@@ -86,82 +89,41 @@ def test_health_checks_are_not_queued_behind_completions() -> None:
         assert client.submit(client.get("/health", seconds=5)).result(10) == {}
         release.set()
         assert [one.result(30) for one in waiting] == [{}] * 30
-
-
-def test_concurrency_limits_completions_in_flight() -> None:
-    now, most, lock, is_full = 0, 0, threading.Lock(), threading.Event()
-
-    def handle(to: BaseHTTPRequestHandler) -> None:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-            if now == 4:
-                is_full.set()
-        is_full.wait(20)
-        time.sleep(0.05)
-        with lock:
-            now -= 1
-        answer(to)
-
-    with serving(handle) as url, closing(Client(url, concurrency=4)) as client:
-        for one in [client.submit(client.post("/generate", {}, seconds=None)) for _ in range(20)]:
-            one.result(30)
     assert most == 4
 
 
-def test_seconds_limit_the_whole_reply() -> None:
-    def handle(to: BaseHTTPRequestHandler) -> None:
-        to.send_response(200)
-        to.send_header("Content-Length", "100")
-        to.end_headers()
-        for _ in range(100):
-            try:
-                to.wfile.write(b" ")
-            except OSError:
-                return
-            time.sleep(0.1)
-
-    with serving(handle) as url, closing(Client(url)) as client:
+def test_seconds_limit_the_whole_reply():
+    with hostile(SLOW["body"]) as server, closing(Client(server.url)) as client:
         start = time.monotonic()
         with pytest.raises(LostError, match=r"0.5 s"):
             client.submit(client.get("/health", seconds=0.5)).result(20)
         assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize(("method", "tries"), [("completion", 4), ("load", 1)])
-def test_requests_are_repeated_where_that_is_safe(method: str, tries: int) -> None:
-    seen: list[str] = []
-
-    def handle(to: BaseHTTPRequestHandler) -> None:
-        seen.append(to.path)
-        to.close_connection = True
-        to.connection.shutdown(socket.SHUT_RDWR)  # without a word
-
-    seconds = None if method == "completion" else 5.0
-    with serving(handle) as url, closing(Client(url)) as client, pytest.raises(LostError):
-        client.call(client.post("/x", {}, seconds=seconds))
-    assert len(seen) == tries
+@pytest.mark.parametrize(("seconds", "tries"), [(None, 4), (5.0, 1)])
+def test_completions_are_repeated_and_changes_are_not(seconds, tries):
+    with hostile(lambda to: to.shutdown(socket.SHUT_RDWR)) as server, closing(Client(server.url)) as client:
+        with pytest.raises(LostError):
+            client.call(client.post("/x", {}, seconds=seconds))
+        assert len(server.requests) == tries
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
-def test_a_request_to_a_busy_server_is_repeated(status: int) -> None:
-    left = 2
+def test_a_request_to_a_busy_server_is_repeated(status):
+    left = [status] * 2
 
-    def handle(to: BaseHTTPRequestHandler) -> None:
-        nonlocal left
-        left -= 1
-        answer(to, b'{"ok": 1}' if left < 0 else b"busy", 200 if left < 0 else status)
+    def reply(to):
+        to.sendall(whole(b"busy", f"{left.pop()} Busy") if left else whole(b'{"ok": 1}'))
 
-    with serving(handle) as url, closing(Client(url)) as client:
+    with hostile(reply) as server, closing(Client(server.url)) as client:
         assert client.call(client.post("/x", {})) == {"ok": 1}
-        left = 99
+        left += [status] * 99
         with pytest.raises(LostError, match=f"status {status}: busy"):
             client.call(client.post("/x", {}))
 
 
-def test_no_message_holds_the_key() -> None:
-    def handle(to: BaseHTTPRequestHandler) -> None:
+def test_no_message_holds_the_key():
+    def handle(to):
         key = to.headers["Authorization"].encode()
         if to.path == "/json":
             return answer(to, json.dumps({"message": key.decode()}).encode(), 400)
@@ -179,7 +141,7 @@ def test_no_message_holds_the_key() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://h:abc", "http://h:99999", "ftp://h", "http://", "http://a@h", "http://h:0"])
-def test_client_refuses_invalid_addresses(url: str) -> None:
+def test_client_refuses_invalid_addresses(url):
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="address"):
         Client(url)
@@ -190,53 +152,78 @@ def test_client_refuses_invalid_addresses(url: str) -> None:
 
 
 class Well:
-    """A dialect of a server that passes its health check, or fails it."""
+    """A dialect of a server that passes its health check, or fails it. It counts concurrent loads."""
 
-    def __init__(self, is_well: bool = True) -> None:
-        self.is_well = is_well
+    is_well = True
+    now = most = 0
 
-    async def is_ready(self, client: Client) -> bool:
+    async def is_ready(self, client):
         return self.is_well
 
-    async def about(self, client: Client) -> ServerInfo:
+    async def about(self, client):
         return ServerInfo("1", model="m")
 
+    async def load(self, *_):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.02)
+        self.now -= 1
 
-def connection(dialect: Any, **more: Any) -> Connection:
+    async def unload(self, *_):
+        pass
+
+    async def generate(self, client, requests, adapter, stop_ids):
+        return [Completion((2,), "stop", None) for _ in requests]
+
+    async def metrics(self, client):
+        return {"running": 1.0}
+
+
+def connection(dialect, **more):
     own = {"url": "http://127.0.0.1:9", "timeout": 0.2, "start_timeout": 0.5, **more}
     settings = SglangConfig(name="sglang", **own)
     return Connection(settings, dialect, lambda port, key: pytest.fail("no server is started here"))
 
 
-def watch(found: Connection) -> None:
+@contextmanager
+def opened(dialect, **more):
+    found = connection(dialect, **more)
+    try:
+        found.open()
+        yield found
+    finally:
+        found.close(None)
+
+
+def watch(found):
     found.received()
     found.client.call(found.watch(), 10)
 
 
-def test_watch_raises_for_a_healthy_server_only_after_a_longer_time() -> None:
-    with closing_connection(connection(Well())) as found:
-        found.open()
+def test_watch_raises_for_a_healthy_server_only_after_a_longer_time():
+    with opened(Well()) as found:
         start = time.monotonic()
         with pytest.raises(LostError, match=r"engine.timeout"):
             watch(found)
         assert time.monotonic() - start > 4 * 0.2
-        found._dialect.is_well = False  # type: ignore[attr-defined]
+        found._dialect.is_well = False
         with pytest.raises(LostError, match=r"0.2 s"):
             watch(found)
+        with pytest.raises(EvoalignError, match=r"died; .*0.5 s"):
+            found.recover(LostError("died"), lambda: None)
 
 
-def test_recover_is_repeated_up_to_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing_connection(connection(Well(), restarts=3)) as found:
-        found.open()
+def test_recover_is_repeated_up_to_engine_restarts(monkeypatch):
+    with opened(Well(), restarts=3) as found:
         reach, failing = found._reach, [LostError("port taken"), LostError("no memory")]
 
-        def now_and_then() -> None:
+        def now_and_then():
             if failing:
                 raise failing.pop()
             reach()
 
         monkeypatch.setattr(found, "_reach", now_and_then)
-        met: list[int] = []
+        met = []
         found.recover(LostError("died"), lambda: met.append(1))
         assert met == [1]
         failing += [LostError("again")] * 3
@@ -244,23 +231,28 @@ def test_recover_is_repeated_up_to_engine_restarts(monkeypatch: pytest.MonkeyPat
             found.recover(LostError("died"), lambda: None)
 
 
-def test_recover_reports_why_the_server_was_lost() -> None:
-    with closing_connection(connection(Well())) as found:
-        found.open()
-        found._dialect.is_well = False  # type: ignore[attr-defined]
-        with pytest.raises(EvoalignError, match=r"died; .*0.5 s"):
-            found.recover(LostError("died"), lambda: None)
+@pytest.mark.parametrize(
+    ("settings", "sees"),
+    [
+        ({"url": "http://127.0.0.1:9"}, True),
+        ({"url": "http://localhost.com:9"}, False),
+        ({"url": "http://host:9", "adapter_folder": "/a"}, True),
+        ({"url": None}, True),
+    ],
+)
+def test_sees_files_only_on_this_machine_or_with_a_shared_folder(settings, sees):
+    assert connection(Well(), **settings).sees_files == sees
 
 
-@contextmanager
-def closing_connection(found: Connection) -> Generator[Connection]:
-    try:
-        yield found
-    finally:
-        found.close(None)
+def test_open_raises_where_no_server_listens(monkeypatch):
+    monkeypatch.setattr(client_module, "RETRIES", 0)
+    with pytest.raises(ModelError, match=r"http://127.0.0.1:9"), opened(SglangDialect()):
+        pass
 
 
 # --- dialects --------------------------------------------------------------------------------------------------------
+
+REQUEST = Request(0, (5,), Sampling(4))
 
 
 class Stub:
@@ -268,11 +260,11 @@ class Stub:
 
     url = "http://stub"
 
-    def __init__(self, says: Callable[[str, Any], Any]) -> None:
-        self.says, self.asked = says, list[str]()
+    def __init__(self, says):
+        self.says, self.asked = says, []
         self.now = self.most = 0
 
-    async def post(self, path: str, body: Any, *, seconds: float | None = None) -> Any:
+    async def post(self, path, body, *, seconds=None):
         self.asked.append(path)
         self.now += 1
         self.most = max(self.most, self.now)
@@ -283,138 +275,107 @@ class Stub:
             raise said
         return said
 
-    async def get(self, path: str, *, seconds: float | None = None) -> Any:
+    async def get(self, path, *, seconds=None):
         return await self.post(path, None, seconds=seconds)
 
     text = get
 
 
-def test_sampled_requests_of_vllm_are_concurrent() -> None:
+def test_sampled_requests_of_vllm_are_concurrent():
     choice = {"index": 0, "token_ids": [2], "finish_reason": "stop"}
     client = Stub(lambda path, body: {"choices": [choice]})
     requests = [Request(i, (5,), Sampling(4, temperature=1.0), seed=i) for i in range(16)]
-    said = asyncio.run(VllmDialect().generate(client, requests, "mine", [2]))  # type: ignore[arg-type]
+    said = asyncio.run(VllmDialect().generate(client, requests, "mine", [2]))
     assert len(said) == 16 and client.most == 16
 
 
-def test_a_failed_chat_cancels_the_others() -> None:
+def test_a_failed_chat_cancels_the_others():
     client = Stub(lambda path, body: RefusedError("no") if body["input_ids"] == [3] else asyncio.CancelledError())
     requests = [Request(i, (i,), Sampling(4)) for i in range(8)]
     with pytest.raises(RefusedError, match="no"):
-        asyncio.run(SglangDialect("chat").generate(client, requests, None, [2]))  # type: ignore[arg-type]
+        asyncio.run(SglangDialect("chat").generate(client, requests, None, [2]))
 
 
-@pytest.mark.parametrize("said", [{"enable_lora": None}, {"enable_lora": False}])
-def test_about_refuses_a_server_without_adapters(said: Any) -> None:
-    with pytest.raises(RefusedError, match="--enable-lora"):
-        asyncio.run(SglangDialect().about(Stub(lambda path, body: said)))  # type: ignore[arg-type]
+def test_about_refuses_a_server_without_adapters_and_normalises_the_dtype():
+    for said in (None, False):
+        with pytest.raises(RefusedError, match="--enable-lora"):
+            asyncio.run(SglangDialect().about(Stub(lambda path, body, said=said: {"enable_lora": said})))
+    assert asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"}))).dtype == "float16"
 
 
-def test_about_normalises_the_dtype() -> None:
-    about = asyncio.run(SglangDialect().about(Stub(lambda path, body: {"dtype": "half"})))  # type: ignore[arg-type]
-    assert about.dtype == "float16"
-
-
-def test_begin_update_ends_a_session_that_was_left_open() -> None:
+def test_begin_update_ends_a_session_that_was_left_open():
     refusals = [RefusedError("http://stub/begin_weight_update refuses: a session is already open")]
     client = Stub(lambda path, body: refusals.pop() if refusals and "begin" in path else {})
-    assert asyncio.run(begin_update(client, 5.0))  # type: ignore[arg-type]
+    assert asyncio.run(begin_update(client, 5.0))
     assert [path.split("_")[0] for path in client.asked] == ["/begin", "/end", "/begin"]
-    absent = Stub(lambda path, body: RefusedError("not found", 404))
-    assert not asyncio.run(begin_update(absent, 5.0))  # type: ignore[arg-type]
+    assert not asyncio.run(begin_update(Stub(lambda path, body: RefusedError("not found", 404)), 5.0))
 
 
-def test_invalid_completions_and_metrics_are_rejected() -> None:
-    request = Request(0, (5,), Sampling(4))
-    for ids in ([], None, [True], ["3"], [-1], [2**40], [3] * 5):
-        with pytest.raises(LostError):
-            checked_ids(ids, request, "it")
-    for value in (-(10**400), float("nan"), "0", None, 1.0, True):
-        with pytest.raises(LostError):
-            checked_logprobs([value], 1, "it")
+@pytest.mark.parametrize("ids", [[], None, [True], ["3"], [-1], [2**40], [3] * 5])
+def test_checked_ids_rejects_invalid_completions(ids):
+    with pytest.raises(LostError):
+        checked_ids(ids, REQUEST, "it")
+
+
+@pytest.mark.parametrize("value", [-(10**400), float("nan"), "0", None, 1.0, True])
+def test_checked_logprobs_rejects_invalid_values(value):
+    with pytest.raises(LostError):
+        checked_logprobs([value], 1, "it")
+
+
+def test_checked_logprobs_and_metrics_return_floats():
     assert checked_logprobs([-1, float("-inf")], 2, "it") == (-1.0, float("-inf"))
     text = 'sglang:num_running_reqs{a="b"} .\nsglang:num_queue_reqs 3.0\nsglang:num_queue_reqs 4.0\n'
-    metrics = SglangDialect().metrics(Stub(lambda path, body: text))  # type: ignore[arg-type]
-    assert asyncio.run(metrics) == {"queue": 3.0}
+    assert asyncio.run(SglangDialect().metrics(Stub(lambda path, body: text))) == {"queue": 3.0}
 
 
-class Slow(Well):
-    """A dialect that counts concurrent loads."""
-
-    now = most = 0
-
-    async def load(self, *_: Any) -> None:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.02)
-        self.now -= 1
-
-    async def unload(self, *_: Any) -> None:
-        pass
-
-    async def generate(self, client: Any, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
-        return [Completion((2,), "stop", None) for _ in requests]
-
-    async def metrics(self, client: Any) -> dict[str, float]:
-        return {"running": 1.0}
-
-
-class NoStore:
-    """An adapter store without files: adapters are sent as tensors."""
-
-    def drop(self, name: str) -> None:
-        pass
-
-
-def engine_over(found: Connection, dialect: Any, *, has_adapters: bool) -> Any:
-    """Return an engine without a model, over a connection."""
+def engine_over(found, dialect, *, has_adapters, batch=16):
+    """Return an engine without a model, over a connection, whose adapters are sent as tensors."""
 
     class Bare(ServerEngine):
         _by_files = False
 
-        def _is_base(self, member: Any) -> bool:
+        def _is_base(self, member):
             return not has_adapters
 
-        def _adapters(self, plan: Any, members: Any) -> list[PeftAdapter]:
+        def _adapters(self, plan, members):
             return [PeftAdapter({}, {})] * len(members)
 
-    engine: Any = object.__new__(Bare)
-    engine.dialect, engine.connection, engine._store, engine._config = dialect, found, NoStore(), None
-    engine._settings = SimpleNamespace(timeout=0.2, batch=16, slots=lambda config: 12)
+    engine = object.__new__(Bare)
+    engine.dialect, engine.connection, engine._config = dialect, found, None
+    engine._store = SimpleNamespace(drop=lambda name: None)
+    engine._settings = SimpleNamespace(timeout=0.2, batch=batch, slots=lambda config: 12)
     engine._tokens, engine._vocabulary, engine._load = SimpleNamespace(stop_ids=[2]), 2**31, {}
     engine._run, engine._serial, engine._total, engine._left = "run", itertools.count(), 0, 0
     return engine
 
 
-def test_few_adapters_are_loaded_concurrently() -> None:
-    dialect, members = Slow(), population(12)
-    with serving(answer) as url, closing_connection(connection(dialect, url=url)) as found:
-        found.open()
+def test_few_adapters_are_loaded_concurrently():
+    dialect, members = Well(), population(12)
+    with serving(answer) as url, opened(dialect, url=url) as found:
         engine = engine_over(found, dialect, has_adapters=True)
-        pairs = [(m, Request(0, (5,), Sampling(4))) for m in members]
-        completions = list(engine._completions(MEAN_PLAN, pairs))
+        completions = list(engine._completions(MEAN_PLAN, [(m, REQUEST) for m in members]))
     assert {member for member, _, _ in completions} == set(members) and dialect.most == LOADS
     assert engine._load == {"running": 1.0}
 
 
-class Completes(Slow):
+class Completes(Well):
     """A dialect whose completions are requests."""
 
-    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+    async def generate(self, client, requests, adapter, stop_ids):
         await client.post("/generate", {}, seconds=None)
-        return [Completion((2,), "stop", None) for _ in requests]
+        return await super().generate(client, requests, adapter, stop_ids)
 
 
 @pytest.mark.parametrize("kind", ["body", "header line", "early hints"])
-def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind: str) -> None:
+def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind):
     """In a rollout after four times the timeout, since the server passes its health check; otherwise after it."""
-    dialect, request = Completes(), Request(0, (5,), Sampling(4))
-    with hostile(SLOW[kind]) as server, closing_connection(connection(dialect, url=server.url)) as found:
-        found.open()
+    dialect = Completes()
+    with hostile(SLOW[kind]) as server, opened(dialect, url=server.url) as found:
         engine = engine_over(found, dialect, has_adapters=False)
         for work, least in (
-            (lambda: list(engine._completions(MEAN_PLAN, [(MEAN, request)])), 4 * 0.2),
-            (lambda: engine._complete([request], None), 0.2),
+            (lambda: list(engine._completions(MEAN_PLAN, [(MEAN, REQUEST)])), 4 * 0.2),
+            (lambda: engine._complete([REQUEST], None), 0.2),
         ):
             began = time.monotonic()
             server.ended.clear()
@@ -427,38 +388,17 @@ def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind: str) 
 class FirstCompletes(Completes):
     """A dialect that completes request 0 without the server."""
 
-    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+    async def generate(self, client, requests, adapter, stop_ids):
         if requests[0].index == 0:
             await asyncio.sleep(0.2)  # until the other is sent
-            return [Completion((2,), "stop", None)]
+            return await Well.generate(self, client, requests, adapter, stop_ids)
         return await super().generate(client, requests, adapter, stop_ids)
 
 
-def test_closing_a_rollout_cancels_its_requests() -> None:
+def test_closing_a_rollout_cancels_its_requests():
     dialect, pairs = FirstCompletes(), [(MEAN, Request(i, (5,), Sampling(4))) for i in range(2)]
-    with (
-        hostile(SLOW["body"]) as server,
-        closing_connection(connection(dialect, url=server.url, timeout=60.0)) as found,
-    ):
-        found.open()
-        engine = engine_over(found, dialect, has_adapters=False)
-        engine._settings.batch = 1
-        completions = engine._completions(MEAN_PLAN, pairs)
+    with hostile(SLOW["body"]) as server, opened(dialect, url=server.url, timeout=60.0) as found:
+        completions = engine_over(found, dialect, has_adapters=False, batch=1)._completions(MEAN_PLAN, pairs)
         assert next(completions)[1].index == 0
         completions.close()
         assert server.ended.wait(10), "the connection is left open"
-
-
-def test_sees_files_only_on_this_machine_or_with_a_shared_folder() -> None:
-    for own, sees in (({"url": "http://127.0.0.1:9"}, True), ({"url": "http://localhost.com:9"}, False),
-                      ({"url": "http://host:9", "adapter_folder": "/a"}, True), ({"url": None}, True)):  # fmt: skip
-        assert connection(Well(), **own).sees_files == sees
-
-
-def test_open_raises_where_no_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "RETRIES", 0)
-    with (
-        closing_connection(connection(SglangDialect())) as found,
-        pytest.raises(ModelError, match=r"http://127.0.0.1:9"),
-    ):
-        found.open()

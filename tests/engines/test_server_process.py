@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServerProcess`: ready or an error with the reason, no keys in the log, and no process left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from evoalign.engines.server.client import LostError
@@ -29,139 +28,133 @@ sys.stderr.write("ValueError: no room for " + sys.argv[1] + "\\n") if sys.argv[2
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def module(tmp_path, monkeypatch):
     """Write a server with a child process, to be run as a module."""
     (tmp_path / "own_server.py").write_text(TREE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def lives(group: int) -> bool:
+def lives(group):
     """Return whether the group has a process that is not a zombie."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == group and fields[0] != "Z":
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 return True
     return False
 
 
-def gone(group: int) -> bool:
-    deadline = time.monotonic() + 30
-    while lives(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not lives(group)
+def process_of(*words, **more):
+    return ServerProcess(Command("own_server", words, **more), "the server")
 
 
-def started(*words: str) -> ServerProcess:
-    process = ServerProcess(Command("own_server", words, hidden=["the-key"]), "the server")
+@pytest.fixture
+def started():
+    process = process_of("a", "the-key", hidden=["the-key"])
     process.start(lambda: "serves" in process.log.read_text(), 60)
-    return process
-
-
-def test_server_starts_and_ends_with_all_its_children() -> None:
-    process = started("a", "the-key")
-    group = process.pid
-    assert group is not None and lives(group)
-    assert process.log.read_text() == "serves with a [key]\n", "no log has a key"
-    process.check()
+    yield process
     process.stop()
-    assert not lives(group) and process.pid is None
     process.drop_log()
-    assert not process.log.exists()
 
 
-def test_stop_ends_a_suspended_server() -> None:
-    process = started("a")
-    group = process.pid
-    assert group is not None
+def test_server_starts_and_ends_with_all_its_children(started):
+    group = started.pid
+    assert group is not None and lives(group)
+    assert started.log.read_text() == "serves with a [key]\n", "no log has a key"
+    started.check()
+    started.stop()
+    assert not lives(group) and started.pid is None
+    started.drop_log()
+    assert not started.log.exists()
+
+
+def test_stop_ends_a_suspended_server(started):
+    group = started.pid
     os.killpg(group, signal.SIGSTOP)
-    process.stop(patience=0.5)
+    started.stop(patience=0.5)
     assert not lives(group)
-    process.drop_log()
 
 
-def test_start_reports_the_last_error_and_keeps_its_log() -> None:
-    process = ServerProcess(Command("own_server", ["weights", "fail"]), "the server")
-    with pytest.raises(LostError, match=r"exit code 0.*ValueError: no room for weights \(its log: "):
-        process.start(lambda: False, 60)
+@pytest.mark.parametrize(
+    ("words", "seconds", "message"),
+    [
+        (["weights", "fail"], 60, r"exit code 0.*ValueError: no room for weights \(its log: "),
+        (["a"], 2, r"2 s \(engine.start_timeout\): serves with a"),
+    ],
+)
+def test_start_reports_why_no_server_is_ready_and_keeps_its_log(words, seconds, message):
+    process = process_of(*words)
+    with pytest.raises(LostError, match=message):
+        process.start(lambda: False, seconds)
+    assert process.pid is None
     process.drop_log()
     assert process.log.is_file(), "the message names the log"
     process.log.unlink()
 
 
-def test_start_ends_a_server_that_is_not_ready_at_the_deadline() -> None:
-    process = ServerProcess(Command("own_server", ["a"]), "the server")
-    with pytest.raises(LostError, match=r"2 s \(engine.start_timeout\): serves with a"):
-        process.start(lambda: False, 2)
-    assert process.pid is None
-    process.log.unlink()
-
-
-def test_check_reports_a_dead_server_and_the_place_of_its_log(tmp_path: Path) -> None:
-    process = started("a")
-    assert process.pid is not None
-    os.killpg(process.pid, signal.SIGKILL)
+def test_check_reports_a_dead_server_and_the_place_of_its_log(started, tmp_path):
+    os.killpg(started.pid, signal.SIGKILL)
     with pytest.raises(LostError, match="signal 9") as said:
         while True:
-            process.check()
+            started.check()
             time.sleep(0.05)
-    process.stop()
-    process.drop_log()
+    started.stop()
+    started.drop_log()
     log = Path(str(said.value).rpartition("(its log: ")[2].rstrip(")"))
     assert log.read_text().startswith("serves with a")
-    process.keep_log(tmp_path / "logs")
-    process.drop_log()
+    started.keep_log(tmp_path / "logs")
+    started.drop_log()
     assert not log.exists() and (tmp_path / "logs/server.log").is_file(), "it was moved into the run"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.first("True")
-def test_server_ends_when_its_parent_is_killed(stopped: bool) -> None:
+def test_server_ends_when_its_parent_is_killed(stopped):
     """Also a suspended one; and not when the thread ends that started it."""
-    code = """
-        import threading, time
-        from evoalign.engines.server.connection import Command, ServerProcess
-        process = ServerProcess(Command("own_server", ["a"]), "the server")
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        process = process_of("a")
         thread = threading.Thread(target=process.start, args=(lambda: "serves" in process.log.read_text(), 60))
-        thread.start(); thread.join()
+        thread.start()
+        thread.join()
         time.sleep(1.0)
         process.check()
-        print(process.pid, process.log, flush=True)
+        os.write(write, f"{process.pid} {process.log}".encode())
         time.sleep(600)
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    group, log = parent.stdout.readline().split()
-    assert lives(int(group))
-    if stopped:
-        os.killpg(int(group), signal.SIGSTOP)
-    parent.kill()
-    parent.wait()
-    assert gone(int(group))
+        os._exit(0)
+    try:
+        group, log = os.read(read, 4096).decode().split()
+        assert lives(int(group))
+        if stopped:
+            os.killpg(int(group), signal.SIGSTOP)
+    finally:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        os.close(read)
+        os.close(write)
+    deadline = time.monotonic() + 30
+    while lives(int(group)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     Path(log).unlink()
 
 
-def test_keep_log_moves_the_log_without_overwriting(tmp_path: Path) -> None:
-    process = started("a")
+def test_keep_log_moves_the_log_without_overwriting(started, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/server.log").write_text("of before")
-    process.keep_log(tmp_path / "logs")
-    process.stop()
-    process.keep_log(tmp_path / "logs")
-    process.drop_log()
+    started.keep_log(tmp_path / "logs")
+    started.stop()
+    started.keep_log(tmp_path / "logs")
     assert (tmp_path / "logs/server2.log").read_text().startswith("serves with a")
     assert (tmp_path / "logs/server.log").read_text() == "of before"
 
 
-def test_free_port_can_be_bound() -> None:
+def test_free_port_can_be_bound():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port()))
 
 
-def test_refuse_missing_names_the_environment_and_the_installation() -> None:
+def test_refuse_missing_names_the_environment_and_the_installation():
     with pytest.raises(ModelError, match=re.escape(install("sglang"))):
         refuse_missing("SGLang", "sglang", None, "no_such_module_at_all")
     with pytest.raises(ModelError, match="/no/python"):

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static decoder against the library decoder on the same members: tokens and log-probabilities."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from families import PROMPTS, VOCABULARY, Bench, build, ids, make_config, requests
+from families import PROMPTS, VOCABULARY, Bench, ids, make_config, requests
 
 from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks
@@ -19,241 +15,221 @@ from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.engines.transformers.static_memory import LEAST, Memory, Reader, size_for
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.kernels import compiled
-from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
+from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling
 
 GREEDY, WARM = Sampling(13), Sampling(13, temperature=1.3, top_p=0.9)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("qwen2", tmp_path_factory.mktemp("static") / "qwen2")
+def bench_of(folder, decoder="static", space="lowrank", stop_ids=(), **tree):
+    engine = {"decoder": decoder, **tree.pop("engine", {})}
+    return Bench(make_config(folder, space, es={"population_size": 6}, engine=engine, **tree), stop_ids)
 
 
-def bench_of(folder: Path, decoder: str, space: str = "lowrank", stop_ids: Sequence[int] = (), **tree: Any) -> Bench:
-    sections = {"es": {"population_size": 6}, "engine": {"decoder": decoder}, **tree}
-    return Bench(make_config(folder, space, **sections), stop_ids)
-
-
-def asked(prompts: str, sampling: Sampling, *, samples: int = 2) -> list[Request]:
-    """Return `samples` requests per prompt, each with its own seed, with log-probabilities."""
+def asked(prompts="apart", sampling=GREEDY, **fields):
+    """Return two requests per prompt, each with its own seed, with log-probabilities."""
     return [
-        Request(samples * i + k, prompt, sampling, 7 * i + k, logprobs=True)
+        Request(2 * i + k, prompt, sampling, 7 * i + k, logprobs=True, **fields)
         for i, prompt in enumerate(PROMPTS[prompts])
-        for k in range(samples)
+        for k in range(2)
     ]
 
 
-def both(folder: Path, requests: Sequence[Request], **more: Any) -> list[dict[tuple[int, int], Rollout]]:
-    found = []
-    for decoder in ("library", "static"):
-        with bench_of(folder, decoder, **more) as bench:
-            bench.move()
-            found.append(bench.ask(bench.plan(), requests) | bench.ask(MEAN_PLAN, requests))
-    return found
+@contextmanager
+def two(folder, **more):
+    """Make an engine with the library decoder and one with the static, with the same mean."""
+    with bench_of(folder, "library", **more) as library, bench_of(folder, "static", **more) as static:
+        library.move()
+        static.move()
+        yield library, static
+
+
+@pytest.fixture(scope="module", params=["lora", "lowrank", "full"])
+def pair(request, folder):
+    """Two such engines in each space. Rows leave at different steps."""
+    with two(folder, space=request.param, stop_ids=range(0, VOCABULARY, 20)) as benches:
+        yield benches
+
+
+def ask_all(benches, requests):
+    """Return the completions of members and mean by each engine."""
+    return [bench.ask(bench.plan(), requests) | bench.ask(MEAN_PLAN, requests) for bench in benches]
+
+
+def tokens_of(cells):
+    return {key: rollout.token_ids for key, rollout in cells.items()}
+
+
+def check_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, want in wanted.items():
+        got = found[key]
+        assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompts", PROMPTS)
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_static_decoder_equals_the_library_decoder(folder: Path, space: str, prompts: str, sampling: Sampling) -> None:
-    wanted, found = both(folder, asked(prompts, sampling), space=space, stop_ids=range(0, VOCABULARY, 20))
+def test_static_decoder_equals_the_library_decoder(pair, prompts, sampling):
+    wanted, found = ask_all(pair, asked(prompts, sampling))
     assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows must leave at different steps"
-    for key, rollout in wanted.items():
-        got = found[key]
-        assert (got.token_ids, got.text, got.finish_reason) == (
-            rollout.token_ids, rollout.text, rollout.finish_reason
-        )  # fmt: skip
-        assert got.logprobs is not None and rollout.logprobs is not None
-        assert got.logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
+    check_equal(found, wanted)
     alike = sum(found[member, i].token_ids == found[-1, i].token_ids for member, i in found if member >= 0)
     assert alike < len(found) / 4, "members must differ from the mean"
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(
-    space: str, prompts: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[tuple[int, int, int]] = []
-    own = blocks.Blocks.read
+def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(space, prompts, folder, monkeypatch):
+    read, own = [], blocks.Blocks.read
 
-    def counted(self: Any, tokens: torch.Tensor, *arguments: Any, layers: slice, **more: Any) -> Any:
+    def counted(self, tokens, *arguments, layers, **more):
         read.append((*layers.indices(2)[:2], tokens.numel()))
         return own(self, tokens, *arguments, layers=layers, **more)
 
     monkeypatch.setattr(blocks.Blocks, "read", counted)
-    wanted, found = both(folder, asked(prompts, GREEDY), space=space, **{space: {"target_layers": [1]}})
-    for key, rollout in wanted.items():
-        assert found[key].token_ids == rollout.token_ids
-        assert found[key].logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
-    assert len({found[key].token_ids for key in found}) > len(found) / 3, "members must differ"
+    with two(folder, space=space, **{space: {"target_layers": [1]}}) as benches:
+        wanted, found = ask_all(benches, asked(prompts))
+    check_equal(found, wanted)
+    assert len(set(tokens_of(found).values())) > len(found) / 3, "members must differ"
     below, above = (sum(n for first, end, n in read if (first, end) == of) for of in ((0, 1), (1, 2)))
     assert below and above == 6 * below, "once per prompt, and once per prompt and member"
 
 
-def test_waiting_rows_enter_as_others_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    live: list[int] = []
-    own = StaticDecoder._step
+def test_waiting_rows_enter_as_others_leave(folder, monkeypatch):
+    live, own = [], StaticDecoder._step
 
-    def counted(self: Any, memory: Any, size: int, draws: Any) -> None:
+    def counted(self, memory, size, draws):
         done, at = memory.state.done[:size].clone(), memory.state.position[:size].clone()
         live.append(int((~done).sum()))
         own(self, memory, size, draws)
         assert torch.equal(memory.state.position[:size], at + ~done), "rows that are done do not advance"
 
-    requests = asked("apart", Sampling(30, temperature=1.3))
-    many = [replace(r, index=r.index + 100 * k, prompt_ids=r.prompt_ids[k:]) for k in range(3) for r in requests]
+    some = asked(sampling=Sampling(30, temperature=1.3))
+    many = [replace(r, index=r.index + 100 * k, prompt_ids=r.prompt_ids[k:]) for k in range(3) for r in some]
     stops = range(0, VOCABULARY, 30)
     with bench_of(folder, "library", stop_ids=stops) as bench:
         wanted = bench.ask(bench.plan(), many)
     monkeypatch.setattr(StaticDecoder, "_step", counted)
-    with bench_of(folder, "static", stop_ids=stops, engine={"decoder": "static", "max_rows": 12}) as bench:
+    with bench_of(folder, stop_ids=stops, engine={"max_rows": 12}) as bench:
         found = bench.ask(bench.plan(), many)
-    assert {k: r.token_ids for k, r in found.items()} == {k: r.token_ids for k, r in wanted.items()}
+    assert tokens_of(found) == tokens_of(wanted)
     assert len(found) == 9 * max(live) == 9 * 12
     while_some_wait = live[: len(live) - 30]
     assert len(while_some_wait) > 30 and sum(while_some_wait) > 0.8 * 12 * len(while_some_wait)
 
 
-def test_members_are_served_in_turns_when_factors_do_not_fit(folder: Path) -> None:
+def test_members_are_served_in_turns_when_factors_do_not_fit(folder):
     found, members = [], []
     for limit in (1.0, 0.0012):
-        with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": limit}) as bench:
-            static: Any = bench.engine
-            found.append(bench.ask(bench.plan(), asked("apart", GREEDY)))
-            members.append(static._static._memory.shape.slots)
-    assert {k: r.token_ids for k, r in found[0].items()} == {k: r.token_ids for k, r in found[1].items()}
-    assert members[0] == 6 and members[1] < 6
+        with bench_of(folder, engine={"memory_gib": limit}) as bench:
+            found.append(tokens_of(bench.ask(bench.plan(), asked())))
+            members.append(bench.engine._static._memory.shape.slots)
+    assert found[0] == found[1] and members[0] == 6 and members[1] < 6
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_mean_and_members_generate_in_one_rollout(space: str, folder: Path) -> None:
+def test_mean_and_members_generate_in_one_rollout(pair):
     """In one rollout with separate requests, the mean generates the same as alone."""
     said = []
-    for decoder in ("library", "static"):
-        with bench_of(folder, decoder, space) as bench:
-            bench.move()
-            plan = bench.plan()
-            own = [replace(r, member=m) for m in plan.members for r in asked("apart", GREEDY)]
-            riding = [replace(r, index=r.index + 100, member=MEAN) for r in asked("apart", GREEDY)]
-            rollouts = list(bench.engine.rollout(replace(plan, members=(*plan.members, MEAN)), [*own, *riding]))
-            mixed = {(r.member.index, r.request): r for r in rollouts}
-            alone = bench.ask(MEAN_PLAN, asked("apart", GREEDY))
-            assert {i: mixed[-1, i + 100].token_ids for _, i in alone} == {
-                i: r.token_ids for (_, i), r in alone.items()
-            }
-            assert len(mixed) == len(rollouts) == 7 * len(alone)
-            said.append({k: r.token_ids for k, r in mixed.items()})
+    for bench in pair:
+        plan = bench.plan()
+        own = [r for m in plan.members for r in asked(member=m)]
+        riding = [replace(r, index=r.index + 100) for r in asked(member=MEAN)]
+        rollouts = list(bench.engine.rollout(replace(plan, members=(*plan.members, MEAN)), [*own, *riding]))
+        mixed = {(r.member.index, r.request): r.token_ids for r in rollouts}
+        alone = tokens_of(bench.ask(MEAN_PLAN, asked()))
+        assert {(m, i): mixed[m, i + 100] for m, i in alone} == alone
+        assert len(mixed) == len(rollouts) == 7 * len(alone)
+        said.append(mixed)
     assert said[0] == said[1]
 
 
-def test_stop_texts_end_completions_like_the_library_decoder(folder: Path) -> None:
-    plain, _ = both(folder, asked("apart", GREEDY))
-    text = next(r.text for r in plain.values() if len(r.text) > 6)
-    stop = Sampling(13, stop=(text[3:5], text[1]))
-    wanted, found = both(folder, asked("apart", stop))
+def test_stop_texts_end_completions_like_the_library_decoder(folder):
+    with two(folder) as benches:
+        text = next(r.text for r in ask_all(benches[:1], asked())[0].values() if len(r.text) > 6)
+        wanted, found = ask_all(benches, asked(sampling=Sampling(13, stop=(text[3:5], text[1]))))
     assert {r.finish_reason for r in wanted.values()} == {"stop", "length"}
-    for key, rollout in wanted.items():
-        got = found[key]
-        assert (got.token_ids, got.text, got.finish_reason) == (
-            rollout.token_ids, rollout.text, rollout.finish_reason
-        )  # fmt: skip
+    check_equal(found, wanted)
 
 
-def test_memory_is_reused_by_the_next_batch_and_grows(folder: Path) -> None:
-    with bench_of(folder, "static") as bench, bench_of(folder, "library") as plain:
-        static: Any = bench.engine
+def test_memory_is_reused_by_the_next_batch_and_grows(folder):
+    cases = [(GREEDY, "shared"), (Sampling(3), "shared"), (Sampling(56), "apart"), (GREEDY, "apart")]
+    with bench_of(folder) as bench, bench_of(folder, "library") as plain:
         shapes = []
-        for sampling, prompts in (
-            (GREEDY, "shared"),
-            (Sampling(3), "shared"),
-            (Sampling(56), "apart"),
-            (GREEDY, "apart"),
-        ):
+        for sampling, prompts in cases:
             for plan in (bench.plan(), MEAN_PLAN):
-                want, got = (b.ask(plan, requests(PROMPTS[prompts], sampling)) for b in (plain, bench))
-                assert {k: r.token_ids for k, r in got.items()} == {k: r.token_ids for k, r in want.items()}
-                shapes.append(static._static._memory.shape)
+                want, got = (tokens_of(b.ask(plan, requests(PROMPTS[prompts], sampling))) for b in (plain, bench))
+                assert got == want
+                shapes.append(bench.engine._static._memory.shape)
         assert shapes[0] == shapes[3] and shapes[4].room > shapes[3].room and shapes[4] == shapes[7]
 
 
-def test_an_abandoned_rollout_does_not_change_the_next(folder: Path) -> None:
-    with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 9)) as bench:
-        whole = bench.ask(bench.plan(), asked("apart", GREEDY))
-        next(iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY))))
-        assert bench.ask(bench.plan(), asked("apart", GREEDY)) == whole
-
-
-def test_a_rollout_is_refused_after_another_has_begun(folder: Path) -> None:
-    with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 9)) as bench:
-        wanted = bench.ask(bench.plan(), asked("apart", GREEDY))
-        first = iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY)))
+def test_an_abandoned_rollout_is_refused_and_does_not_change_the_next(folder):
+    with bench_of(folder, stop_ids=range(0, VOCABULARY, 9)) as bench:
+        wanted = bench.ask(bench.plan(), asked())
+        next(iter(bench.engine.rollout(bench.plan(), asked())))
+        assert bench.ask(bench.plan(), asked()) == wanted
+        first = iter(bench.engine.rollout(bench.plan(), asked()))
         next(first)
-        assert bench.ask(bench.plan(), asked("apart", GREEDY)) == wanted
+        assert bench.ask(bench.plan(), asked()) == wanted
         with pytest.raises(EvoalignError, match="after another had begun"):
             list(first)
 
 
-def test_members_are_served_after_a_rollout_of_the_mean_before_start(folder: Path) -> None:
+def test_members_are_served_after_a_rollout_of_the_mean_before_start(folder):
     config = make_config(folder, "lowrank", engine={"decoder": "static", "max_rows": 1}, es={"population_size": 3})
+    some = requests(PROMPTS["apart"], GREEDY)
     with Bench(config, ()) as other:
-        wanted = other.ask(other.plan(), requests(PROMPTS["apart"], GREEDY))
-        loaded = other.tokens
-    engine = engines.create(config, loaded)
-    list(engine.rollout(MEAN_PLAN, requests(PROMPTS["apart"], GREEDY)))
-    space = spaces.create(config)
+        wanted, plan = tokens_of(other.ask(other.plan(), some)), other.plan()
+    engine, space = engines.create(config, other.tokens), spaces.create(config)
+    list(engine.rollout(MEAN_PLAN, some))
     engine.start(space, space.layout(engine.specs(), engine.dtype), None, False)
-    found = list(engine.rollout(other.plan(), requests(PROMPTS["apart"], GREEDY)))
-    assert {(r.member.index, r.request): r.token_ids for r in found} == {k: r.token_ids for k, r in wanted.items()}
-    assert len({r.token_ids for r in found}) > len(PROMPTS["apart"])
+    assert {(r.member.index, r.request): r.token_ids for r in engine.rollout(plan, some)} == wanted
+    assert len(set(wanted.values())) > len(PROMPTS["apart"])
 
 
-def test_padding_rows_have_members_like_the_other_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_rows_have_members_like_the_other_rows(folder, monkeypatch):
     """Padding rows copy the member of the row before them, also with the mean among members."""
-    found: list[tuple[int, int, int]] = []
-    own = StaticDecoder._step
+    seen, own, some = [], StaticDecoder._step, asked(sampling=WARM)
 
-    def seen(self: Any, memory: Any, size: int, draws: Any) -> None:
-        members, done = memory.state.member[:size], memory.state.done[:size]
-        found.append((int(members.min()), int(members.max()), int(done.sum())))
+    def noted(self, memory, size, draws):
+        members = memory.state.member[:size]
+        seen.append((int(members.min()), int(members.max()), int(memory.state.done[:size].sum())))
         own(self, memory, size, draws)
 
-    monkeypatch.setattr(StaticDecoder, "_step", seen)
-    with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 20)) as bench:
-        bench.ask(bench.plan(), asked("apart", WARM))
-        assert min(least for least, _, _ in found) == 0 and max(done for _, _, done in found) > 0
-        found.clear()
-        bench.ask(replace(bench.plan(), members=(*bench.plan().members, MEAN)), asked("apart", WARM))
-        assert min(least for least, _, _ in found) == 0
-        found.clear()
-        bench.ask(MEAN_PLAN, asked("apart", WARM))
-        assert max(most for _, most, _ in found) == -1
+    monkeypatch.setattr(StaticDecoder, "_step", noted)
+    with bench_of(folder, stop_ids=range(0, VOCABULARY, 20)) as bench:
+        bench.ask(bench.plan(), some)
+        assert min(least for least, _, _ in seen) == 0 and max(done for _, _, done in seen) > 0
+        seen.clear()
+        bench.ask(replace(bench.plan(), members=(*bench.plan().members, MEAN)), some)
+        assert min(least for least, _, _ in seen) == 0
+        seen.clear()
+        bench.ask(MEAN_PLAN, some)
+        assert max(most for _, most, _ in seen) == -1
 
 
-def test_only_members_with_requests_get_factors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    own = Memory.__init__
+def test_only_members_with_requests_get_factors(folder, monkeypatch):
+    written, own = [], Memory.__init__
 
-    def counted(self: Any, *arguments: Any) -> None:
+    def counted(self, *arguments):
         own(self, *arguments)
         write = self.write
         self.write = lambda plan, members: written.append(len(members)) or write(plan, members)
 
     monkeypatch.setattr(Memory, "__init__", counted)
-    with bench_of(folder, "static") as bench:
+    with bench_of(folder) as bench:
         plan = replace(bench.plan(), members=(*bench.plan().members, MEAN))
-        of_mean = [replace(r, index=r.index + 100, member=MEAN) for r in asked("apart", GREEDY)]
-        one = [replace(r, member=plan.members[2]) for r in asked("apart", WARM)]
+        of_mean = [replace(r, index=r.index + 100) for r in asked(member=MEAN)]
+        one = asked(sampling=WARM, member=plan.members[2])
         assert len(list(bench.engine.rollout(plan, [*of_mean, *one]))) == 2 * len(one)
     assert written == [1]
 
 
-def test_earlier_rollouts_do_not_change_prefill_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_rollouts_do_not_change_prefill_pieces(folder, monkeypatch):
     """In a deterministic run, whose memory is that of the largest batch so far."""
-    pieces: list[tuple[int, ...]] = []
-    own = Reader._pieces
+    pieces, own = [], Reader._pieces
 
-    def seen(self: Any, *arguments: Any) -> list[torch.Tensor]:
+    def seen(self, *arguments):
         found = own(self, *arguments)
         pieces.append(tuple(part.shape[1] for part in found))
         return found
@@ -261,63 +237,59 @@ def test_earlier_rollouts_do_not_change_prefill_pieces(folder: Path, monkeypatch
     monkeypatch.setattr(Reader, "_pieces", seen)
     long = requests([ids(150, 1) + ids(9 + i % 3, 2 + i) for i in range(12)], Sampling(2))
     read = []
-    for before in ([], requests([ids(8, i) for i in range(80)], Sampling(2))):
-        with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": 0.008}) as bench:
+    for before in (0, 80):
+        with bench_of(folder, engine={"memory_gib": 0.008}) as bench:
             if before:
-                bench.ask(MEAN_PLAN, before)
+                bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(before)], Sampling(2)))
             pieces.clear()
             bench.ask(bench.plan(), long)
             read.append(list(pieces))
-            static: Any = bench.engine
-            assert static._static._memory.shape.rows == (80 if before else 72)
+            assert bench.engine._static._memory.shape.rows == (before or 72)
     assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_nan_logits_raise_not_finite_error(folder: Path, sampling: Sampling) -> None:
-    with bench_of(folder, "static") as bench:
+def test_nan_logits_raise_not_finite_error(folder):
+    with bench_of(folder) as bench:
         bench.model.model.layers[1].mlp.down_proj.weight.data[3, 3] = torch.nan
-        with pytest.raises(NotFiniteError, match="not finite"):
-            bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))
+        for sampling in (GREEDY, WARM):
+            with pytest.raises(NotFiniteError, match="not finite"):
+                bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))
 
 
-def test_joined_weights_are_views_of_the_parameters(folder: Path) -> None:
-    hashes, facts = [], []
-    for decoder in ("library", "static"):
+def test_joined_weights_are_views_of_the_parameters(folder):
+    found = []
+    for decoder, note, library in (
+        ("library", "decoder: library, set by engine.decoder", ""),
+        ("static", "decoder: static", "static decoder"),
+    ):
         with bench_of(folder, decoder, "full") as bench:
             bench.move()
-            hashes.append(bench.engine.fingerprint())
-            facts.append(bench.facts)
-    assert hashes[0] == hashes[1] and facts[0].model_hash == facts[1].model_hash
-    assert [f.note for f in facts] == [
-        "decoder: library, set by engine.decoder",
-        "decoder: static",
-    ]
-    assert [f.library for f in facts] == ["", "static decoder"], "the journal names the decoder"
+            found.append((bench.engine.fingerprint(), bench.facts.model_hash))
+            assert (bench.facts.note, bench.facts.library) == (note, library), "the journal names the decoder"
+    assert found[0] == found[1]
 
 
-def test_static_refuses_ranks_above_the_kernels_limit(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.decoder: static .* rank 20 is above 16"):
-        bench_of(folder, "static", lowrank={"rank": 20})
+@pytest.mark.parametrize(
+    ("family", "tree", "message"),
+    [
+        ("qwen2", {"lowrank": {"rank": 20}}, r"engine\.decoder: static .* rank 20 is above 16"),
+        ("gemma2", {}, "Gemma2ForCausalLM is not of the Llama, Qwen2 or Qwen3 family; set auto"),
+        ("qwen2_windows", {}, "a layer does not attend to its whole past"),
+    ],
+)
+def test_static_refuses_models_and_ranks_without_kernels(family, tree, message, folders):
+    with pytest.raises(ConfigError, match=message):
+        bench_of(folders[family], **tree)
 
 
-def test_static_refuses_other_model_families(tmp_path: Path) -> None:
-    other = build("gemma2", tmp_path / "gemma2")
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM is not of the Llama, Qwen2 or Qwen3 family; set auto"):
-        bench_of(other, "static")
-    windows = build("qwen2_windows", tmp_path / "windows")
-    with pytest.raises(ConfigError, match="a layer does not attend to its whole past"):
-        bench_of(windows, "static")
-
-
-def test_batch_bytes_counts_the_fixed_memory(folder: Path) -> None:
+def test_batch_bytes_counts_the_fixed_memory(folder):
     """The configuration alone decides which models are supported."""
     assert set(STATIC_TYPES) == {cls.config_class.model_type for cls in blocks._MODELS}
     config = make_config(folder, "lowrank", engine={"memory_gib": 1, "device": "cpu"}, sampling={"max_tokens": 20})
     with Bench(config) as bench:
         specs, own = bench.engine.specs(), Footprint.of(bench.model)
 
-    def said(decoder: str, dtype: torch.dtype) -> float:
+    def said(decoder, dtype):
         engine = config.engine.model_copy(update={"decoder": decoder})
         return engine.batch_bytes(config.model_copy(update={"engine": engine}), specs, dtype, 10, 30)
 
@@ -329,7 +301,7 @@ def test_batch_bytes_counts_the_fixed_memory(folder: Path) -> None:
     assert said("auto", torch.bfloat16) == said("library", torch.bfloat16) != said("static", torch.bfloat16)
 
 
-def test_static_size_for_returns_few_sizes() -> None:
+def test_static_size_for_returns_few_sizes():
     sizes = [size_for(rows, 1 << 20) for rows in range(1, 4097)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536, 1 << 20) == 1536 and size_for(950, 960) == 960
@@ -343,9 +315,7 @@ def test_static_size_for_returns_few_sizes() -> None:
         ("bfloat16", "1", "dtype is torch.bfloat16"),
     ],
 )
-def test_auto_chooses_the_decoder_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str
-) -> None:
+def test_auto_chooses_the_decoder_on_a_cpu(monkeypatch, dtype, library, says):
     monkeypatch.setenv("EVOALIGN_COMPILED", library)
     if library == "1" and not compiled.here():
         pytest.skip("no C compiler made the library")

@@ -9,21 +9,18 @@ within 1e-4 of each other, in one row of a hundred at most. Prompts have differe
 different steps, so rows leave the batch.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import Bench, ids, make_config, requests
 from test_parity import Rebuilt
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from evoalign.config import Config
 from evoalign.engines.transformers import static_memory
-from evoalign.types import MEAN, Member, Rollout, Sampling
+from evoalign.models import tiny
+from evoalign.types import MEAN, Sampling
 
 BOUND = 1e-4
 TIES = 0.01
@@ -45,15 +42,15 @@ class Found:
     worst: float = 0.0
     positions: int = 0
     tied: int = 0
-    other: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    other: list[tuple[int, ...]] = field(default_factory=list)
     """Rows with a token that differs from the model's without a tie."""
 
-    def fails(self, rows: int) -> bool:
+    def fails(self, rows):
         return bool(self.worst > BOUND or self.other or self.tied > TIES * rows)
 
 
 @torch.inference_mode()
-def held(model: Any, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], found: Found) -> None:
+def held(model, prompts, rollouts, found):
     """Compare rows with a model's forward over prompts and completions, padded at the end."""
     texts = [(*prompt, *rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
     width = max(map(len, texts))
@@ -77,65 +74,50 @@ def held(model: Any, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollou
                 found.other.append(rollout.token_ids)
 
 
-def members_are_plain_models(
-    config: Config, path: Path | str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = list[int]()
-    keep: Callable[..., None] = static_memory.State.keep
+def members_are_plain_models(path, space, tokens, vocabulary, monkeypatch, sigma, members=30):
+    left, keep = [], static_memory.State.keep
     monkeypatch.setattr(static_memory.State, "keep", lambda state, rows: left.append(len(rows)) or keep(state, rows))
     prompts = [ids(length, length) for length in LENGTHS]
-    with Bench(config, range(0, vocabulary, 12)) as bench:
-        rebuilt = Rebuilt(bench, path, bench.move(), "cuda" if torch.cuda.is_available() else "cpu")
+    es = {"sigma": sigma, "learning_rate": sigma / 2, "population_size": members}
+    with Bench(make_config(path, space, es=es, engine={"decoder": "static"}), range(0, vocabulary, 12)) as bench:
+        rebuilt = Rebuilt(bench, bench.move(), "cuda" if torch.cuda.is_available() else "cpu")
         plan = bench.plan()
         cells = bench.ask(plan, requests(prompts, Sampling(tokens), logprobs=True))
-        assert bench.facts.library == "static decoder"
-        assert any(left), "rows have to leave the batch"
+        assert bench.facts.library == "static decoder" and any(left), "rows have to leave the batch"
         assert len({len(r.token_ids) for r in cells.values()}) > 4
 
-        def rows_of(member: Member) -> list[Rollout]:
-            return [cells[member.index, p] for p in range(len(prompts))]
+        def compare(model, member, found):
+            held(model, prompts, [cells[member.index, p] for p in range(len(prompts))], found)
 
         own = Found()
         for member in plan.members:
-            held(rebuilt.become(member, plan.generation), prompts, rows_of(member), own)
+            compare(rebuilt.become(member, plan.generation), member, own)
         print(f"{own.positions} positions of {len(cells)} rows: {own.worst:.1e} apart at most, {own.tied} ties")
         assert not own.fails(len(cells)), own
         model = rebuilt.become(MEAN, plan.generation)
         for member in plan.members[:5]:  # members that had not been perturbed would not pass
             unperturbed = Found()
-            held(model, prompts, rows_of(member), unperturbed)
+            compare(model, member, unperturbed)
             assert unperturbed.fails(len(prompts)) and unperturbed.worst > 10 * BOUND, unperturbed
 
 
-def config_of(path: Path | str, space: str, members: int, sigma: float) -> Config:
-    es = {"sigma": sigma, "learning_rate": sigma / 2, "population_size": members}
-    return make_config(path, space, es=es, engine={"decoder": "static"})
-
-
 @pytest.mark.parametrize("space", SIGMAS)
-def test_static_members_of_tiny_equal_merged(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign.models import tiny
-
-    members_are_plain_models(config_of("tiny", space, 30, SIGMAS[space]), tiny(), 33, 1024, monkeypatch)
+def test_static_members_of_tiny_equal_merged(space, monkeypatch):
+    members_are_plain_models("tiny", space, 33, 1024, monkeypatch, SIGMAS[space])
 
 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
-def test_static_members_of_smollm2_equal_merged(space: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members_are_plain_models(config_of(smollm2, space, 30, PUBLISHED[space]), smollm2, 17, 49152, monkeypatch)
+def test_static_members_of_smollm2_equal_merged(space, smollm2, monkeypatch):
+    members_are_plain_models(smollm2, space, 17, 49152, monkeypatch, PUBLISHED[space])
 
 
-@pytest.fixture(scope="module")
-def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create random weights of the shape of Qwen2.5-0.5B, with logits a few units wide."""
-    import shutil
-
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from evoalign.models import tiny
-
-    folder = tmp_path_factory.mktemp("half_a_billion")
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("space", SIGMAS)
+def test_static_members_of_half_a_billion_equal_merged(space, tmp_path, monkeypatch):
+    """Random weights of the shape of Qwen2.5-0.5B, with logits a few units wide; few members if there is no GPU."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -146,20 +128,8 @@ def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )  # fmt: skip
     model.model.embed_tokens.weight.data.mul_(3)
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny() / file, folder)
-    return folder
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("space", SIGMAS)
-def test_static_members_of_half_a_billion_equal_merged(
-    space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There are few members if no GPU computes the plain models."""
+        shutil.copy(tiny() / file, tmp_path)
     members = 30 if torch.cuda.is_available() else 6
-    members_are_plain_models(
-        config_of(half_a_billion, space, members, HALF[space]), half_a_billion, 17, 151936, monkeypatch
-    )
+    members_are_plain_models(tmp_path, space, 17, 151936, monkeypatch, HALF[space], members)

@@ -3,8 +3,9 @@
 
 import ast
 import functools
-import importlib
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -98,10 +99,8 @@ def test_replace_refuses_a_method_that_is_missing_or_has_other_parameters(name, 
 
 
 def test_replace_refuses_a_missing_function_of_a_module():
-    module = types.ModuleType("layers")
     with pytest.raises(EngineError, match=r"has no layers\.dispatch"):
-        replace(module, "dispatch", lambda: None)
-    assert not hasattr(module, "dispatch")
+        replace(types.ModuleType("layers"), "dispatch", lambda: None)
 
 
 @pytest.mark.parametrize("owner", ["Runner", "Derived"])
@@ -134,39 +133,39 @@ def test_check_refuses_a_release_that_lacks_a_name(inside, message, monkeypatch)
         insides.check("cpu")
 
 
+def nodes(kind):
+    """Return nodes of a kind in the engine's files, with the file."""
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kind):
+                yield path, node
+
+
 def test_insides_lists_every_import_from_vllm():
     listed = {(i.module, i.owner or i.name) for i in INSIDES}
     modules = {i.module.rpartition(".")[::2] for i in INSIDES} | listed
-    found = set()
-    for path in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                found |= {(node.module, name.name) for name in node.names}
-            elif isinstance(node, ast.Import):
-                found |= {n.name.rpartition(".")[::2] for n in node.names if n.name.split(".")[0] == "vllm"}
+    found = {
+        (node.module, name.name)
+        for _, node in nodes(ast.ImportFrom)
+        for name in node.names
+        if (node.module or "").split(".")[0] == "vllm"
+    }
+    imported = {name.name for _, node in nodes(ast.Import) for name in node.names}
+    found |= {name.rpartition(".")[::2] for name in imported if name.split(".")[0] == "vllm"}
     assert len(found) > 20
-    places = {owner for _, owner in listed}
-    assert not {(m, name) for m, name in found if (m, name) not in modules and name not in places}
-
-
-def test_insides_has_no_duplicates():
+    assert not {pair for pair in found - modules if pair[1] not in {owner for _, owner in listed}}
     assert len({(i.module, i.owner, i.name) for i in INSIDES}) == len(INSIDES) > 200
 
 
 def test_every_attribute_of_vllm_is_set_by_replace():
     """Only restoring an earlier value is exempt."""
-    for path in FOLDER.glob("*.py"):
-        if path.name == "insides.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            parts = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
-            for target in (t for t in parts if isinstance(t, ast.Attribute)):
-                kept = isinstance(target.value, ast.Name) and target.value.id == "self"
-                restored = isinstance(node.value, ast.Name) and node.value.id == "own"
-                given = ast.unparse(target) == "layer.cpu_linear"
-                given = given or ast.unparse(target.value) in ("made", "row")  # a copy with slots, and an own class
-                assert kept or restored or given, f"{path.name}:{node.lineno} {ast.unparse(node)}"
+    for path, node in nodes(ast.Assign):
+        restored = path.name == "insides.py" or (isinstance(node.value, ast.Name) and node.value.id == "own")
+        parts = [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        for target in (t for t in parts if isinstance(t, ast.Attribute) and not restored):
+            owner = ast.unparse(target.value)  # `made` and `row`: a copy with slots, and an own class
+            given = owner in ("self", "made", "row") or ast.unparse(target) == "layer.cpu_linear"
+            assert given, f"{path.name}:{node.lineno} {ast.unparse(node)}"
 
 
 def test_check_version_refuses_other_releases(monkeypatch):
@@ -179,9 +178,5 @@ def test_check_version_refuses_other_releases(monkeypatch):
 
 
 def test_insides_imports_neither_torch_nor_vllm():
-    import subprocess
-    import sys
-
     code = "import sys, evoalign.engines.vllm.insides; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert importlib.util.find_spec("evoalign.engines.vllm.insides") is not None

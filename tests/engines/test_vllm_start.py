@@ -2,12 +2,11 @@
 """The arguments vLLM is started with, and its error messages; no vLLM is needed."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
-from evoalign.config import Config, from_dict
+from evoalign.config import from_dict
 from evoalign.engines.vllm import start
 
 CUDA = (
@@ -17,15 +16,15 @@ CUDA = (
 )
 
 
-def config(**more: Any) -> Config:
-    tree: dict[str, Any] = {
+def config(**more):
+    tree = {
         "space": "lowrank", "model": {"name": "tiny"}, "es": {"sigma": 0.01, "population_size": 30},
         "engine": {"name": "vllm"},
     }  # fmt: skip
     return from_dict(tree | more)
 
 
-def test_graph_sizes_are_few_and_include_whole_batches() -> None:
+def test_graph_sizes_are_few_and_include_whole_batches():
     assert start.graph_sizes(1024) == [8, 32, 64, 128, 256, 384, 512, 768, 1024]
     assert start.graph_sizes(1024, {960}) == [8, 32, 64, 128, 256, 384, 512, 768, 960, 1024]
     assert start.graph_sizes(60, {240}) == [8, 32, 60]
@@ -47,13 +46,13 @@ def test_graph_sizes_are_few_and_include_whole_batches() -> None:
         ({"task": {"name": "conciseness"}}, None),
     ],
 )
-def test_graphs_include_the_rows_of_a_generation_where_known(more: dict[str, Any], own: int | None) -> None:
+def test_graphs_include_the_rows_of_a_generation_where_known(more, own):
     found = start._graphs(config(**more))["cudagraph_capture_sizes"]
     assert set(found) == {*start.graph_sizes(1024), *([] if own is None else [own])}
 
 
 @pytest.mark.parametrize("explain", [start._explain, start.out_of_memory])
-def test_out_of_memory_is_one_line_that_names_settings(explain: Any) -> None:
+def test_out_of_memory_is_one_line_that_names_settings(explain):
     line = explain(config(), torch.OutOfMemoryError(CUDA))
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in line and "engine.gpu_memory_utilization" in line
     assert "\n" not in line and "PYTORCH" not in line

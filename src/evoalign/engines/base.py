@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
-from evoalign.errors import EvoalignError, ModelError
+from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
+from evoalign.tokens import Tokens, before_stop
+from evoalign.types import MEAN, Facts, FinishReason, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 ABSENT = Member(index=-2, noise=1 << 32, sign=1)
@@ -100,6 +101,42 @@ def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tup
         for wanted in by_member.values() if request.member is None else (by_member.get(request.member, []),):
             wanted.append(request)
     return [(m, r) for m, wanted in by_member.items() for r in wanted]
+
+
+class Completion(NamedTuple):
+    """A whole completion, before its tokens are decoded."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None
+
+
+def rollouts_of(tokens: Tokens, ended: Sequence[tuple[Member, Request, Completion]]) -> Iterator[Rollout]:
+    """Yield completions with their texts. Each distinct one is decoded once: many members generate the same tokens."""
+    distinct = list(dict.fromkeys(completion.token_ids for _, _, completion in ended))
+    texts = dict(zip(distinct, tokens.decode_all(distinct), strict=True))
+    for member, request, completion in ended:
+        ids, stop = completion.token_ids, request.sampling.stop
+        text = before_stop(texts[ids], stop, request.sampling.keep_stop)
+        logprobs = completion.logprobs if request.logprobs else None
+        yield Rollout(member, request.index, ids, text, completion.finish_reason, logprobs)
+
+
+def check_lengths(requests: Sequence[Request], limit: int | None, whose: str) -> None:
+    """Raise DataError for a prompt that exceeds the positions of an engine together with its completion."""
+    for request in requests:
+        length, room = len(request.prompt_ids), request.sampling.max_tokens
+        if limit is not None and length + room > limit:
+            raise DataError(
+                f"a prompt of {length} tokens and a completion of {room} exceed {whose.format(limit)}; shorten the "
+                "prompt, or lower max_tokens (sampling, evaluation)"
+            )
+
+
+def check_started(has_space: bool, plan: Plan | None = None) -> None:
+    """Raise EvoalignError for an engine without a space, which can only sample the mean."""
+    if not has_space and (plan is None or plan.members != (MEAN,)):
+        raise EvoalignError("the engine has no space yet: call `start` first, or request the mean alone")
 
 
 def check_members(plan: Plan, requests: Sequence[Request]) -> None:

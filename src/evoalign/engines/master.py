@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 
 from evoalign import noise
-from evoalign.engines.base import EngineDefaults, sampled_places
+from evoalign.engines.base import EngineDefaults, check_started, sampled_places
 from evoalign.engines.hash import part_sum, weights_hash_of_sums
-from evoalign.errors import EvoalignError, ModelError
+from evoalign.errors import ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import MeanPart, Space
 from evoalign.types import Layout, Member, Plan, Slices, Update
@@ -218,8 +218,52 @@ class Master:
             self.optimizer.load({name: tensor.to(self.device) for name, tensor in state.items()})
 
 
-class KeepsMean(EngineDefaults):
-    """Base of an engine that keeps the mean in its own process: the methods of `Engine` that concern the mean.
+class MeanMethods(EngineDefaults):
+    """The methods of `Engine` that concern the mean, over the `Master` of one or several workers."""
+
+    def _mean_layout(self) -> Layout:
+        """Return the mean's layout. Raises EvoalignError before `start`."""
+        raise NotImplementedError
+
+    def _on_mean(self, method: str, *arguments: object) -> list[Any]:
+        """Return the result of a method of `Master`, of each worker."""
+        raise NotImplementedError
+
+    def apply(self, update: Update) -> None:
+        """Move the mean and serve it, so that served weights equal round(master)."""
+        self._on_mean("apply", update)
+
+    def fingerprint(self) -> str:
+        """Return the `weights_hash` of the mean."""
+        return hash_of(self._on_mean("sums"))
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the mean, on the CPU."""
+        layout = self._mean_layout()
+        for tensor in (*layout.tensors, *layout.frozen):
+            yield tensor.name, joined(tensor.shape, self._on_mean("parts_of", tensor.name))
+
+    def probe_weights(self, count: int) -> torch.Tensor:
+        """Return the mean at fixed places."""
+        return gathered(self._mean_layout(), count, self._on_mean("probe", count))
+
+    sample = probe_weights
+    """The former name of `probe_weights`."""
+
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the optimizer's slots, on the CPU. They are the same on all workers."""
+        yield from self._on_mean("optimizer_state")[0]
+
+    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Load a mean. If names or shapes differ, raises ModelError and changes nothing."""
+        check_state(self._mean_layout(), state)
+        for name, tensor in state.items():
+            self._on_mean("put", name, tensor)
+        self._on_mean("load_optimizer", dict(optimizer or {}))
+
+
+class KeepsMean(MeanMethods):
+    """Base of an engine that keeps the mean in its own process.
 
     The engine's `start` sets `mean`. Reading `mean` before that raises EvoalignError.
     """
@@ -229,44 +273,19 @@ class KeepsMean(EngineDefaults):
     @property
     def mean(self) -> Master:
         """The mean that `start` created. Raises EvoalignError before `start`."""
-        if self._mean is None:
-            raise EvoalignError("the engine has no space yet: call `start` first, or request the mean alone")
+        check_started(self._mean is not None)
+        assert self._mean is not None
         return self._mean
 
     @mean.setter
     def mean(self, mean: Master) -> None:
         self._mean = mean
 
-    def apply(self, update: Update) -> None:
-        """Move the mean and serve it, so that served weights equal round(master)."""
-        self.mean.apply(update)
+    def _mean_layout(self) -> Layout:
+        return self.mean.layout
 
-    def fingerprint(self) -> str:
-        """Return the `weights_hash` of the mean."""
-        return hash_of([self.mean.sums()])
-
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the mean, on the CPU."""
-        for tensor in (*self.mean.layout.tensors, *self.mean.layout.frozen):
-            yield tensor.name, joined(tensor.shape, [self.mean.parts_of(tensor.name)])
-
-    def probe_weights(self, count: int) -> torch.Tensor:
-        """Return the mean at fixed places."""
-        return gathered(self.mean.layout, count, [self.mean.probe(count)])
-
-    sample = probe_weights
-    """The former name of `probe_weights`."""
-
-    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the optimizer's slots, on the CPU."""
-        yield from self.mean.optimizer_state()
-
-    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Load a mean. If names or shapes differ, raises ModelError and changes nothing."""
-        check_state(self.mean.layout, state)
-        for name, tensor in state.items():
-            self.mean.put(name, tensor)
-        self.mean.load_optimizer(optimizer or {})
+    def _on_mean(self, method: str, *arguments: object) -> list[Any]:
+        return [getattr(self.mean, method)(*arguments)]
 
     def close(self) -> None:
         """Free the mean. An engine that overrides this also frees its model."""

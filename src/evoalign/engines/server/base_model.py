@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from evoalign.config import Config
+from evoalign.engines.base import Completion
 from evoalign.engines.hash import weights_hash
-from evoalign.engines.server.dialect import Completion
 from evoalign.engines.specs import mean_abs, specs_of, specs_of_config, without_experts
 from evoalign.engines.transformers.engine import load_model
 from evoalign.types import TensorSpec

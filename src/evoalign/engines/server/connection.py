@@ -22,7 +22,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from evoalign.engines.server.client import Client, LostError
@@ -249,12 +249,6 @@ class ServerProcess:
     def start(self, is_ready: Callable[[], bool], seconds: float) -> None:
         """Start the server and wait until `is_ready`. Raises LostError with the log's last error where it fails."""
         self.stop()
-        order = {
-            "module": self.command.module,
-            "arguments": list(self.command.arguments),
-            "environment": dict(self.command.environment),
-            "hidden": list(self.command.hidden),
-        }
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [self.command.python, str(LAUNCHER)],
@@ -268,7 +262,7 @@ class ServerProcess:
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it ended at once: `check` raises
-                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.write(json.dumps(asdict(self.command)).encode() + b"\n")
                 process.stdin.flush()
             deadline = time.monotonic() + seconds
             self.check()

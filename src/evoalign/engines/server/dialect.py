@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+from evoalign.engines.base import Completion
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
 from evoalign.errors import ConfigError
@@ -55,15 +56,6 @@ class ServerInfo:
                 f"{where} serves no adapters on {', '.join(missing)}; start it with these target modules, or choose "
                 "others"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A completion of a server, after its checks."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    logprobs: tuple[float, ...] | None
 
 
 class Dialect:

@@ -22,21 +22,29 @@ from typing import Any, ClassVar, NoReturn, TypeAlias, cast
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import ABSENT, check_members, pairs_of
+from evoalign.engines.base import (
+    ABSENT,
+    Completion,
+    check_lengths,
+    check_members,
+    check_started,
+    pairs_of,
+    rollouts_of,
+)
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.server.adapters import AdapterStore, PeftAdapter, build
 from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, BaseModel, load_base
 from evoalign.engines.server.client import Client, LostError, RefusedError
 from evoalign.engines.server.connection import Command, Connection, refuse_missing
-from evoalign.engines.server.dialect import Completion, Dialect, first_error, gather
+from evoalign.engines.server.dialect import Dialect, first_error, gather
 from evoalign.engines.server.settings import ServerSettings
 from evoalign.engines.specs import on_gpu
-from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
+from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.spaces.targets import module_of
-from evoalign.tokens import Tokens, before_stop
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec, Update
+from evoalign.tokens import Tokens
+from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec, Update
 
 MARGIN = 3
 """Positions at the end of its context that a server does not use."""
@@ -216,17 +224,9 @@ class ServerEngine(KeepsMean):
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
-        limit = self.connection.about.longest
-        for request in requests:
-            length, room = len(request.prompt_ids), request.sampling.max_tokens
-            if limit is not None and length + room > limit:
-                raise DataError(
-                    f"a prompt of {length} tokens and a completion of {room} exceed the {limit} positions of the "
-                    "server; shorten the prompt, lower max_tokens (sampling, evaluation), or raise "
-                    "engine.context_length"
-                )
-        if self._mean is None and plan.members != (MEAN,):
-            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+        whose = "the {} positions of the server (engine.context_length)"
+        check_lengths(requests, self.connection.about.longest, whose)
+        check_started(self._mean is not None, plan)
         while ABSENT in plan.members:
             try:
                 self._ask_absent(requests)
@@ -240,7 +240,7 @@ class ServerEngine(KeepsMean):
                 with closing(self._completions(plan, list(missing.values()))) as completions:
                     for member, request, completion in completions:
                         del missing[member.index, request.index]
-                        yield self._rollout(member, request, completion)
+                        yield from rollouts_of(self._tokens, [(member, request, completion)])
             except LostError as error:
                 self._recover(error)
             except RefusedError as error:
@@ -248,17 +248,6 @@ class ServerEngine(KeepsMean):
                     message = f"{error}; if it does not see files of this machine, {self.elsewhere}"
                     raise RefusedError(message, error.status) from error
                 raise
-
-    def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
-        sampling, ids = request.sampling, completion.token_ids
-        return Rollout(
-            member=member,
-            request=request.index,
-            token_ids=ids,
-            text=before_stop(self._tokens.decode(ids), sampling.stop, sampling.keep_stop),
-            finish_reason=completion.finish_reason,
-            logprobs=completion.logprobs if request.logprobs else None,
-        )
 
     def _ask_absent(self, requests: Sequence[Request]) -> NoReturn:
         """Request a completion by an adapter that was never loaded, and raise ModelError where the server refuses.

@@ -24,12 +24,12 @@ from safetensors.torch import save_file
 
 from evoalign import spaces
 from evoalign.config import Config
+from evoalign.engines.base import Completion
 from evoalign.engines.server.adapters import AdapterStore, PeftAdapter
 from evoalign.engines.server.client import Client, LostError, RefusedError
 from evoalign.engines.server.connection import Command
 from evoalign.engines.server.dialect import (
     LOADING,
-    Completion,
     Dialect,
     ServerInfo,
     as_list,

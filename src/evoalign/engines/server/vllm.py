@@ -15,12 +15,12 @@ from typing import Any, cast
 
 from evoalign import spaces
 from evoalign.config import Config
+from evoalign.engines.base import Completion
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import SHORT, Client, LostError, RefusedError
 from evoalign.engines.server.connection import Command
 from evoalign.engines.server.dialect import (
     LOADING,
-    Completion,
     Dialect,
     ServerInfo,
     as_list,

@@ -117,24 +117,15 @@ class _Layer:
         y.baddbmm_(hidden, self._up.to(y.dtype), alpha=adapter.scaling)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """Factors of all experts: `a` [E, M or 1, R, in], `b` [E, M, out, R]."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
-
-
 class ExpertAdapters:
-    """Members' adapters on the experts of one layer."""
+    """Members' adapters on the experts of one layer, stacked: `a` [E, M or 1, R, in], `b` [E, M, out, R]."""
 
     def __init__(self, module: nn.Module, members: Members) -> None:
         self._module: Any = module
         self._members = members
         self._experts = len(self._module.gate_up_proj)
         self._adapters: dict[Part, dict[int, Adapter]] = {part: {} for parts in FUSED.values() for part in parts}
-        self._stacks: dict[Part, _Stack] | None = {}
+        self._stacks: dict[Part, Adapter] | None = {}
         self._own = vars(module).get("forward")
         self._plain = module.forward
         module.forward = self.forward
@@ -183,15 +174,15 @@ class ExpertAdapters:
                 _add_terms(columns, x, stacks[part], pairs)
         return y
 
-    def _stacked(self) -> dict[Part, _Stack]:
+    def _stacked(self) -> dict[Part, Adapter]:
         """Stack the factors of all experts. The adapters become views of the stack, so that memory is not doubled."""
-        found: dict[Part, _Stack] = {}
+        found: dict[Part, Adapter] = {}
         for part, adapters in self._adapters.items():
             if adapters:
                 one = next(iter(adapters.values()))
                 none = Adapter(torch.zeros_like(one.a), torch.zeros_like(one.b), one.scaling)
                 every = [adapters.get(i, none) for i in range(self._experts)]
-                stack = _Stack(torch.stack([e.a for e in every]), torch.stack([e.b for e in every]), one.scaling)
+                stack = Adapter(torch.stack([e.a for e in every]), torch.stack([e.b for e in every]), one.scaling)
                 for i in adapters:
                     adapters[i] = Adapter(stack.a[i], stack.b[i], one.scaling)
                 found[part] = stack
@@ -219,7 +210,7 @@ def _by_expert(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torc
     return y
 
 
-def _add_terms(y: torch.Tensor, x: torch.Tensor, stack: _Stack, pairs: _Pairs) -> None:
+def _add_terms(y: torch.Tensor, x: torch.Tensor, stack: Adapter, pairs: _Pairs) -> None:
     """Add scaling * B (A x) of each pair's expert and member to y [S, out], in place."""
     members = stack.b.shape[1]
     shared = stack.a.shape[1] == 1

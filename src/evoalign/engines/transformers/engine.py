@@ -19,7 +19,7 @@ from torch import nn
 
 from evoalign import kernels, noise
 from evoalign.config import Config, ModelConfig
-from evoalign.engines.base import check_members, pairs_of
+from evoalign.engines.base import Completion, check_lengths, check_members, pairs_of, rollouts_of
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, specs_of
@@ -28,14 +28,14 @@ from evoalign.engines.transformers.blocks import Blocks, obstacle
 from evoalign.engines.transformers.decode import Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.engines.transformers.static import StaticDecoder
-from evoalign.errors import ConfigError, DataError, ModelError
+from evoalign.errors import ConfigError, ModelError
 from evoalign.kernels import compiled
 from evoalign.models.files import load_whole
 from evoalign.models.origin import check_layers, model_path
 from evoalign.models.tensors import tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space, check_adapted
-from evoalign.tokens import Tokens, before_stop
+from evoalign.tokens import Tokens
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
 
 Pairs: TypeAlias = Sequence[tuple[Member, Request]]
@@ -143,7 +143,8 @@ class TransformersEngine(KeepsMean):
         member, are in separate batches.
         """
         check_members(plan, requests)
-        self._check_length(requests)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        check_lengths(requests, limit, "the model's {} positions")
         alike: dict[tuple[Sampling, bool], list[Request]] = {}
         for request in requests:
             alike.setdefault((request.sampling, request.member is None), []).append(request)
@@ -188,17 +189,6 @@ class TransformersEngine(KeepsMean):
                 assert self._adapters is not None
                 for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
                     self._adapters.set(module, None)
-
-    def _check_length(self, requests: Sequence[Request]) -> None:
-        """Raise DataError for a request that exceeds the model's positions."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for request in requests:
-            length, room = len(request.prompt_ids), request.sampling.max_tokens
-            if limit is not None and length + room > limit:
-                raise DataError(
-                    f"a prompt of {length} tokens and a completion of {room} exceed the model's {limit} positions; "
-                    "shorten the prompt, or lower max_tokens (sampling, evaluation)"
-                )
 
     def _note(self) -> str:
         if self._static is not None:
@@ -249,7 +239,7 @@ class TransformersEngine(KeepsMean):
 
     def _generate(self, plan: Plan, members: Sequence[Member], pairs: Pairs, chunk: _Chunk) -> Iterator[Rollout]:
         """Generate one batch of these members, whose slots for adapters are in this order."""
-        sampling, static = pairs[0][1].sampling, self._static
+        static = self._static
         slotted = () if static is not None and all(map(static.is_plain, members)) else members
         slots = {member: i for i, member in enumerate(slotted)}
         by_slot = [(slots.get(m, -1), r) for m, r in pairs]
@@ -258,19 +248,10 @@ class TransformersEngine(KeepsMean):
         else:
             completions = static.generate(by_slot, (plan, slotted) if slotted else None, chunk.rows, chunk.room)
         for ended in completions:
-            tokens = [tuple(completion.ids) for _, completion in ended]
-            distinct = list(dict.fromkeys(tokens))  # many members generate the same tokens
-            texts = dict(zip(distinct, self._tokens.decode_all(distinct), strict=True))
-            for ids, (place, completion) in zip(tokens, ended, strict=True):
-                member, request = pairs[place]
-                yield Rollout(
-                    member=member,
-                    request=request.index,
-                    token_ids=ids,
-                    text=before_stop(texts[ids], sampling.stop, sampling.keep_stop),
-                    finish_reason=completion.finish_reason,
-                    logprobs=tuple(completion.logprobs) if request.logprobs else None,
-                )
+            yield from rollouts_of(
+                self._tokens,
+                [(*pairs[i], Completion(tuple(c.ids), c.finish_reason, tuple(c.logprobs))) for i, c in ended],
+            )
 
 
 def _free(device: torch.device) -> float:

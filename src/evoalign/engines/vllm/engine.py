@@ -12,26 +12,33 @@ import copy
 import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import EngineDefaults, check_members, pairs_of
-from evoalign.engines.master import check_state, gathered, hash_of, joined
+from evoalign.engines.base import (
+    Completion,
+    check_lengths,
+    check_members,
+    check_started,
+    pairs_of,
+    rollouts_of,
+)
+from evoalign.engines.master import MeanMethods, hash_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import insides
 from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of
-from evoalign.errors import DataError, EvoalignError, ModelError
+from evoalign.errors import EvoalignError, ModelError
 from evoalign.models.files import why_not
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, before_stop, stopped
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec, Update
+from evoalign.tokens import Tokens, stopped
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
 
 FILE = "in-memory"
 """The adapter path that vLLM requires. No file exists there: all adapters are resident, so vLLM never reads it."""
@@ -41,7 +48,7 @@ LOOK = 8
 """Tokens between two searches for a stop text: vLLM has no tokenizer here."""
 
 
-class VllmEngine(EngineDefaults):
+class VllmEngine(MeanMethods):
     """Implements `evoalign.engines.base.Engine`."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
@@ -118,16 +125,9 @@ class VllmEngine(EngineDefaults):
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
         limit: int = self.llm.llm_engine.model_config.max_model_len
-        for request in requests:
-            length, room = len(request.prompt_ids), request.sampling.max_tokens
-            if length + room > limit:
-                raise DataError(
-                    f"a prompt of {length} tokens and a completion of {room} exceed the {limit} positions of "
-                    "engine.max_model_len; shorten the prompt, lower max_tokens (sampling, evaluation), or raise it"
-                )
+        check_lengths(requests, limit, "the {} positions of engine.max_model_len")
         check_members(plan, requests)
-        if self._space is None and plan.members != (MEAN,):
-            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+        check_started(self._space is not None, plan)
         with self._memory():
             if self._space is None or (self._space.carrier == "dense" and plan.members == (MEAN,)):
                 yield from self._generate([(MEAN, None)], requests)
@@ -168,66 +168,21 @@ class VllmEngine(EngineDefaults):
         for batch in (greedy, drawn) if self.on_cpu else (pairs,):
             if batch:
                 for ended in self._generator.run(batch, [slots[m] for m, _ in batch], salt):
-                    yield from self._rollouts([(*batch[place], completion) for place, completion in ended])
+                    yield from rollouts_of(self._tokens, [(*batch[place], completion) for place, completion in ended])
 
     def _salt(self) -> str:
         """Return a new salt: vLLM's prefix cache is shared under the same salt only, never with other weights."""
         return str(next(self._serial))
 
-    def _rollouts(self, ended: Sequence[tuple[Member, Request, Completion]]) -> Iterator[Rollout]:
-        """Decode the completions of one step, each distinct text once."""
-        ids = list(dict.fromkeys(completion.token_ids for _, _, completion in ended))
-        texts = dict(zip(ids, self._tokens.decode_all(ids), strict=True))
-        for member, request, completion in ended:
-            if completion.reason not in ("stop", "length"):
-                raise EvoalignError(
-                    f"vLLM ended a completion of member {member.index} early ({completion.reason}); it is not scored"
-                )
-            yield Rollout(
-                member=member,
-                request=request.index,
-                token_ids=completion.token_ids,
-                text=before_stop(texts[completion.token_ids], request.sampling.stop, request.sampling.keep_stop),
-                finish_reason=completion.reason,
-                logprobs=completion.logprobs,
-            )
-
     # --- the mean ----------------------------------------------------------------------------------------------------
 
-    def apply(self, update: Update) -> None:
-        """Move the mean and serve it: served weights equal round(master)."""
-        self._started()
-        self.rpc("es_mean", "apply", update)
+    def _mean_layout(self) -> Layout:
+        check_started(self._space is not None)
+        return self._layout
 
-    def fingerprint(self) -> str:
-        """Return the `weights_hash` of the master, summed on the workers."""
-        self._started()
-        return hash_of(self.rpc("es_mean", "sums"))
-
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the master, on the CPU."""
-        layout = self._started()
-        for tensor in (*layout.tensors, *layout.frozen):
-            yield tensor.name, joined(tensor.shape, self.rpc("es_mean", "parts_of", tensor.name))
-
-    def probe_weights(self, count: int) -> torch.Tensor:
-        """Return the master at fixed places."""
-        return gathered(self._started(), count, self.rpc("es_mean", "probe", count))
-
-    sample = probe_weights
-    """The former name of `probe_weights`."""
-
-    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the state of momentum or Adam, on the CPU."""
-        self._started()
-        yield from self.rpc("es_mean", "optimizer_state")[0]  # the same on all workers
-
-    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Load a master. Raises ModelError where names or shapes differ, and then changes nothing."""
-        check_state(self._started(), state)
-        for name, tensor in state.items():
-            self.rpc("es_mean", "put", name, tensor)
-        self.rpc("es_mean", "load_optimizer", dict(optimizer or {}))
+    def _on_mean(self, method: str, *arguments: object) -> list[Any]:
+        check_started(self._space is not None)
+        return self.rpc("es_mean", method, *arguments)
 
     def close(self) -> None:
         """Free the model, the cache and, under tensor parallelism, the workers."""
@@ -263,19 +218,6 @@ class VllmEngine(EngineDefaults):
             yield
         except torch.OutOfMemoryError as error:
             raise EvoalignError(starting.out_of_memory(self._config, error)) from error
-
-    def _started(self) -> Layout:
-        if self._space is None:
-            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
-        return self._layout
-
-
-class Completion(NamedTuple):
-    """A completion; `reason` is vLLM's finish reason."""
-
-    token_ids: tuple[int, ...]
-    reason: str
-    logprobs: tuple[float, ...] | None
 
 
 class _Row:
@@ -408,6 +350,8 @@ class Generation:
                 count, reason = found, "stop"
         if reason is None:
             return None
+        if reason not in ("stop", "length"):
+            raise EvoalignError(f"vLLM ended a completion early ({reason}); it is not scored")
         del flying[output.request_id]
         logprobs = tuple(row.logprobs[:count]) if row.request.logprobs else None
         return row.place, Completion(tuple(row.ids[:count]), reason, logprobs)
