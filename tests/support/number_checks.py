@@ -18,6 +18,8 @@ from evoalign.types import TensorSpec, Update, population
 LAST = 2**32 - 1
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 MODULE = "layers.0.w.weight"
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+"""Marks of tests that need a GPU."""
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
