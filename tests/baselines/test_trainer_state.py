@@ -15,14 +15,7 @@ from evoalign.baselines import trainer_state
 from evoalign.errors import ResumeError
 from evoalign.rundir.directory import RunDir
 
-FILES = (
-    "model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "trainer_state.json",
-    "zero/a.pt",
-)
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "zero/a.pt")
 
 
 def state(run: RunDir, step: int) -> Path:

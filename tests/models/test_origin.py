@@ -337,10 +337,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "pissa": (changed(init_lora_weights="pissa_niter_4"), "init_lora_weights 'pissa_niter_4'"),
     "other rank": (changed(r=5), "does not fit model .*size mismatch"),
     "other modules": (changed(target_modules=["q_proj"]), "has no 'base_model.model.*down_proj"),
-    "more modules": (
-        changed(target_modules=["q_proj", "down_proj", "up_proj"]),
-        "has no '.*up_proj",
-    ),
+    "more modules": (changed(target_modules=["q_proj", "down_proj", "up_proj"]), "has no '.*up_proj"),
     "no base": (changed(base_model_name_or_path=None), "names no base; name it there, or with model.base"),
     "circle": (circle, "more than 16 deep, or in a circle"),
     "pickle": (pickled, "its weights are a pickle, which is not read"),
