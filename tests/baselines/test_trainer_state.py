@@ -19,7 +19,6 @@ FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "
 
 
 def state(run: RunDir, step: int) -> Path:
-    """Make a folder with the files of a state."""
     folder = trainer_state.states(run) / f"checkpoint-{step}"
     (folder / "zero").mkdir(parents=True)
     for name in FILES:

@@ -26,7 +26,6 @@ VARIANTS = ("lowrank", "lora", "lora, ab")
 
 
 def specs_of(device, rank=1):
-    """Return the matrices of a device which have room for the rank."""
     specs = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.1 * (1 + i // 2))
              for i, s in enumerate(SHAPES[device])]  # fmt: skip
     return [s for s in specs if rank <= min(s.shape)]
@@ -261,7 +260,6 @@ def test_mover_skips_zero_coefficients_and_refuses_decay_without_start():
 
 @pytest.mark.slow
 def test_mover_leaves_layers_of_scale_zero_unchanged():
-    """A layer of scale 0 among others."""
     still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in specs_of("cpu")]
     space, layout = make("lowrank", 1, specs=still)
     mine = list(parts_of(layout, WHOLE, None, False))

@@ -64,7 +64,6 @@ def choose(form, monkeypatch):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fill fresh memory with NaN."""
     empty = torch.empty
 
     def full_of_nan(*args, **options):
@@ -104,9 +103,6 @@ class Draw:
 
     def dots(self, rows, layers):
         return self.normal(rows, layers, self.rank, dtype=torch.float32)
-
-
-# --- the same in float64 ---------------------------------------------------------------------------------------------
 
 
 def dotted(x, a, members, rank):
@@ -158,7 +154,6 @@ def rotated(qkv, angles, heads, kv_heads, q_norm, k_norm, eps):
 
 
 def gated(gate_up):
-    """SwiGLU."""
     left, right = gate_up.chunk(2, dim=-1)
     return left / (1 + (-left).exp()) * right
 
@@ -176,9 +171,6 @@ def apart(got, want):
     if not got.isfinite().all():
         return float("inf")
     return float((got.double() - want).abs().max() / want.square().mean().sqrt())
-
-
-# --- one kernel -------------------------------------------------------------------------------------------------------
 
 
 def check_add(draw, rows, inner, outer):
@@ -319,11 +311,7 @@ def test_small_widths_under_a_sanitizer(rank, padded):
     torch.cuda.synchronize()
 
 
-# --- all kernels ------------------------------------------------------------------------------------------------------
-
-
 def inputs_of(draw, shape, rows):
-    """Return inputs for `everything`."""
     width, q, kv = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     return {
         "x": draw.normal(rows, width), "residual": draw.normal(rows, width), "wide": draw.normal(rows, q),
@@ -435,7 +423,6 @@ class Block:
         return torch.tanh(q * k) + v
 
     def by_kernels(self, hidden, positions, members):
-        """Run the layers as an engine does."""
         terms, shape = Terms(members, self.draw.rank, S), (self.shape.heads, self.shape.kv_heads, self.shape.head)
 
         def gemm(x, weight):
@@ -534,9 +521,6 @@ def test_a_graph_replays_with_new_members_and_factors(rank, padded):
         last = out.clone()
 
 
-# --- edges ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("form")
 def test_add_leaves_rows_without_member_alone():
     draw = Draw(1, 1, torch.bfloat16)
@@ -625,9 +609,6 @@ def test_strided_tensors_are_refused():
         population.gate(y, draw.dots(2, 3)[:, :2], [draw.b(4)] * 2, None, Terms(members, 1))
 
 
-# --- one form ---------------------------------------------------------------------------------------------------------
-
-
 @needs_library
 def test_torch_runs_without_the_library_and_for_unsupported_tensors(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -710,7 +691,6 @@ def test_more_elements_than_32_bits_address():
 
 
 def count_compiled():
-    """Return the number of compiled variants of each kernel."""
     from evoalign.kernels import population_triton as kernels
 
     jitted = (kernels._add, kernels._norm, kernels._rotate, kernels._gate)

@@ -29,6 +29,5 @@ MATH: list[dict[str, Any]] = [
 
 
 def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

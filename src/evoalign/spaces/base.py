@@ -125,8 +125,12 @@ class Space(ABC):
     @property
     def summation(self) -> Summation:
         """How updates are summed: `ordered`, or `own` if the class overrides a method that takes part in an update."""
-        methods = ("gradient", "noise", "accumulate", "mover", "_accumulate_fused")
-        return "ordered" if all(getattr(type(self), m) is getattr(Space, m) for m in methods) else "own"
+        return "ordered" if self._keeps("gradient", "noise", "accumulate", "mover", "_accumulate_fused") else "own"
+
+    def _keeps(self, *methods: str) -> bool:
+        """Return whether these methods are those of a shipped class or of this base class, and not overridden."""
+        shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("evoalign.spaces."))
+        return all(getattr(type(self), m) is getattr(shipped, m) for m in methods)
 
     @property
     def default_save_every(self) -> int:
@@ -278,17 +282,8 @@ class Space(ABC):
     ) -> torch.Tensor:
         """Return `noise.scaled` of one tensor, also for a subclass that overrides `noise`."""
         if type(self).noise is Space.noise:
-            return noise_source.scaled(
-                _key(layout, name),
-                layout[name].shape,
-                generation,
-                streams,
-                widths,
-                mean=mean,
-                dtype=dtype,
-                slices=slices,
-                out=out,
-            )
+            drawn = (_key(layout, name), layout[name].shape, generation, streams, widths)
+            return noise_source.scaled(*drawn, mean=mean, dtype=dtype, slices=slices, out=out)
         eps = self.noise(layout, name, generation, streams, slices, mean.device)
         assert isinstance(eps, torch.Tensor)
         width = kernels.factors(tuple(widths), mean.device)
@@ -330,7 +325,7 @@ class Space(ABC):
         if not moves(update, start):
             return
         if optimizer is None and update.summation != "library" and self.fused(master.device):
-            self._accumulate_fused(layout, master, name, slices, update, start, served)
+            self._accumulate_fused(layout, MeanPart(name, slices, master, start, served), update)
             return
         gradient = self.gradient(layout, name, update, slices, master.device)
         direction = gradient if optimizer is None else optimizer.direction(name, gradient)
@@ -346,36 +341,16 @@ class Space(ABC):
         has_kernel = kernels.available(device) or compiled.available(device)
         return has_kernel and own.noise is Space.noise and own.gradient is Space.gradient
 
-    def _accumulate_fused(
-        self,
-        layout: Layout,
-        master: torch.Tensor,
-        name: str,
-        slices: Slices,
-        update: Update,
-        start: torch.Tensor | None,
-        served: torch.Tensor | None,
-    ) -> None:
-        if kernels.available(master.device):
+    def _accumulate_fused(self, layout: Layout, part: MeanPart, update: Update) -> None:
+        if kernels.available(part.master.device):
             from evoalign.kernels.update import dense
         else:
             from evoalign.kernels.compiled import dense
 
-        tensor = layout[name]
-        dense(
-            master,
-            served,
-            start,
-            _key(layout, name),
-            noise_source.table(master.device),
-            tensor.shape,
-            noise_source.bounds_of(tensor.shape, slices),
-            update.generation,
-            pair_weights(update),
-            len(update.members),
-            update.step * tensor.scale,
-            update.decay,
-        )
+        tensor, table = layout[part.name], noise_source.table(part.master.device)
+        bounds, step = noise_source.bounds_of(tensor.shape, part.slices), update.step * tensor.scale
+        drawn = (_key(layout, part.name), table, tensor.shape, bounds, update.generation, pair_weights(update))
+        dense(part.master, part.served, part.start, *drawn, len(update.members), step, update.decay)
 
 
 def check_adapted(space: Space, found: bool, members: Sequence[Member]) -> None:

@@ -110,8 +110,7 @@ class Lora(Space):
     ) -> Callable[[Plan, Sequence[Member]], None]:
         """Return a function that writes the adapters; on a GPU with one launch per shape."""
         one_by_one = super().writer(layout, master, slots)
-        own = type(self).adapter is not Lora.adapter or type(self).noise is not Space.noise
-        if own or not slots or not kernels.available(slots[0].a.device):
+        if not (slots and kernels.available(slots[0].a.device) and self._keeps("adapter", "noise")):
             return one_by_one
         from evoalign.kernels.noise import Job, Jobs
 
@@ -122,21 +121,11 @@ class Lora(Space):
         ]
         frozen = [(master(t.name)[part], out) for t, part, out in factors if t in layout.frozen]
         moving = [(t, part, out) for t, part, out in factors if t not in layout.frozen]
-        table, jobs = (
-            noise_source.table(slots[0].a.device),
-            Jobs(
-                [
-                    Job(
-                        noise_source.key(layout.seed, "noise", t.name),
-                        t.shape,
-                        noise_source.bounds_of(t.shape, part),
-                        out,
-                        master(t.name)[part],
-                    )
-                    for t, part, out in moving
-                ]
-            ),
-        )
+        table, key, bounds = noise_source.table(slots[0].a.device), noise_source.key, noise_source.bounds_of
+        jobs = Jobs([
+            Job(key(layout.seed, "noise", t.name), t.shape, bounds(t.shape, part), out, master(t.name)[part])
+            for t, part, out in moving
+        ])  # fmt: skip
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
             if all(m.is_mean for m in members):
