@@ -34,6 +34,8 @@ from evoalign.types import Layout, Member, Plan, Slices, Summation, TensorSpec, 
 Carrier = Literal["adapter", "dense"]
 Master = Callable[[str], torch.Tensor]
 """Returns a tensor of the mean by name."""
+Write = Callable[[Plan, Sequence[Member]], None]
+"""Writes the adapters of a plan's members to memory that it was made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +219,7 @@ class Space(ABC):
         """
         raise NotImplementedError(f"space {self.name} has no adapters")
 
-    def writer(
-        self, layout: Layout, master: Master, slots: Sequence[Slots]
-    ) -> Callable[[Plan, Sequence[Member]], None]:
+    def writer(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write:
         """Return a function that writes every member's `adapter` to slots 0, 1, ... of every weight.
 
         Engines call it once per generation. It may keep addresses, so the slots and the mean must not move. It raises
@@ -227,7 +227,12 @@ class Space(ABC):
         `scaling`.
         """
 
+        fast = slots and kernels.available(slots[0].a.device) and self._keeps("adapter", "noise")
+        launch = self._launch(layout, master, slots) if fast else None
+
         def write(plan: Plan, members: Sequence[Member]) -> None:
+            if launch is not None and not all(m.is_mean for m in members):
+                return launch(plan, members)
             found = set[float]()
             for s in slots:
                 into = s.a[: len(members)], s.b[: len(members)]
@@ -237,8 +242,13 @@ class Space(ABC):
                 raise ConfigError(f"space {self.name}: adapters have scaling {found}, but `scaling` is {self.scaling}")
             if slots:
                 check_adapted(self, bool(found), members)
+            return None
 
         return write
+
+    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write | None:
+        """Return a function that writes the adapters with one launch per shape, or None to write one by one."""
+        return None
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
         """Return a function that moves all these parts at once, without an optimizer, or None to use `accumulate`.

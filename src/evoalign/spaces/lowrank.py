@@ -27,6 +27,7 @@ from evoalign.spaces.base import (
     MeanPart,
     Slots,
     Space,
+    Write,
     batched,
     factor_slices,
     moves,
@@ -210,23 +211,15 @@ class LowRank(Space):
         right.view_as(factors.a).copy_(factors.a)
         products.move(part.master, part.served, part.start, left, right, count, step, decay)
 
-    def writer(
-        self, layout: Layout, master: Master, slots: Sequence[Slots]
-    ) -> Callable[[Plan, Sequence[Member]], None]:
-        """Return a function that writes the adapters; on a GPU with one launch per shape."""
-        one_by_one = super().writer(layout, master, slots)
-        if not (slots and kernels.available(slots[0].a.device) and self._keeps("adapter", "noise")):
-            return one_by_one
+    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write:
         from evoalign.kernels.noise import Jobs
 
         jobs = Jobs([job for s in slots for job in self._jobs(layout, s.module, s.slices, s.a, s.b)])
         table, names = noise_source.table(slots[0].a.device), [s.module for s in slots]
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
-            if all(m.is_mean for m in members):
-                return one_by_one(plan, members)
             widths = signed([plan.sigma * layout[n].scale / math.sqrt(layout.rank) for n in names], members)
-            return jobs.draw(table, plan.generation, [m.noise for m in members], _after_ones(widths))
+            jobs.draw(table, plan.generation, [m.noise for m in members], _after_ones(widths))
 
         return write
 
