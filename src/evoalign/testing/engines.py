@@ -302,8 +302,8 @@ def check_state(bench: Bench) -> None:
     names = {t.name for t in (*bench.layout.tensors, *bench.layout.frozen)}
     assert set(state) == names, f"the state and the layout have different tensors: {sorted(set(state) ^ names)[:3]}"
     for name, tensor in state.items():
-        assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (
-            f"{name} is {tensor.dtype} on {tensor.device}, not float32 on the CPU"
+        assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu"), (
+            f"{name} is {tensor.dtype} on {tensor.device}"
         )
         assert tuple(tensor.shape) == bench.layout[name].shape, (
             f"{name} is {tuple(tensor.shape)}, not {bench.layout[name].shape}"

@@ -82,9 +82,7 @@ def check_start(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
         start = space.start(layout, tensor.name, "cpu")
         assert start.dtype == torch.float32, f"{tensor.name} starts in {start.dtype}, not float32"
         assert tuple(start.shape) == tensor.shape, f"{tensor.name} starts with shape {start.shape}, not {tensor.shape}"
-        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), (
-            f"start() of {tensor.name} changes from call to call"
-        )
+        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), f"{tensor.name} changes from call to call"
     for module, added in _added(space, layout, _masters(space, layout), _plan((MEAN,))).items():
         assert not added.any(), f"the tensors at the start change {module} of the model"
 
@@ -163,7 +161,8 @@ def check_update(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> N
         for tensor in layout.tensors:
             move = _moved(space, layout, tensor, update)
             want = _move(space, layout, tensor, update)
-            _close(move, want, _tolerance(layout), f"the update of {tensor.name} does not follow the formula")
+            odd = f"the update of {tensor.name} does not follow the documented formula"
+            _close(move, want, _tolerance(layout), odd)
 
 
 def check_update_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
@@ -216,7 +215,7 @@ def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
                 member, mean = plan.members[2], _random(tensor.shape)
                 want = space.perturbed(layout, tensor.name, mean, plan, member)[part].to(served.dtype)
                 space.perturbed(layout, tensor.name, mean[part], plan, member, part, served)
-                assert torch.equal(served, want), f"member 2 in {part} of {tensor.name} differs from that of the whole"
+                assert torch.equal(served, want), f"member 2 of {tensor.name} differs from the slice of the whole"
     shapes = {s.name: s.shape for s in specs}
     for module in dict.fromkeys(t.module for t in layout.tensors) if space.carrier == "adapter" else ():
         for rows, columns in _slices(shapes[module]):
