@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from grpo_runs import CLOCKS, completions, grpo, killed_when, launched, rows, told_by, with_sections
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_runs import UNCHECKED
@@ -34,23 +30,20 @@ from evoalign.baselines import planning, trainer_state
 from evoalign.baselines.policy import Policy
 from evoalign.baselines.train import _Grpo
 from evoalign.checks.divergence import ESTIMATORS
-from evoalign.config import from_dict, to_yaml
+from evoalign.config import from_dict
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
 from evoalign.models import tiny
 from evoalign.report import figures
 from evoalign.rollouts import rewards_of
-from evoalign.rundir import checkpoint, parquet
+from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
 from evoalign.types import Plan, Request, Sampling, population
 
 pytest.importorskip("trl")
-
-CLOCKS = ("seconds", "budget")
-
 
 VALIDATION = {"validation_data": "data/tasks/conciseness/conciseness_test.json", "validation_size": 2}
 
@@ -69,30 +62,18 @@ def config(output: Path, **sections: Any) -> dict[str, Any]:
             "lr_scheduler_type": "constant", "rollouts": "engine",
         },
     }  # fmt: skip
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
-    return tree
+    return with_sections(tree, sections)
 
 
 def run(output: Path, *, resume: bool = False, **sections: Any) -> evoalign.Result:
-    return evoalign.grpo(config(output, **sections), resume=resume, console=Console(file=io.StringIO()))
+    return grpo(config(output, **sections), resume=resume)
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-
-def traces(
-    path: Path, but: Sequence[str] = ()
-) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[dict[str, Any]]]:
+def traces(path: Path, but: Sequence[str] = ()) -> tuple[Any, ...]:
     """Return what equal runs share: rows without times, the last weights, the completions."""
     told = [{key: value for key, value in row.items() if key not in (*CLOCKS, *but)} for row in rows(path)]
     saved = sorted(path.glob("*/generation_*"))[-1]
-    return (
-        told,
-        load_file(next(saved.glob("*model.safetensors"))),
-        parquet.read(path / "results/completions/after.parquet"),
-    )
+    return told, load_file(next(saved.glob("*model.safetensors"))), completions(path, "after")
 
 
 def assert_equal(ours: Path, theirs: Path, but: Sequence[str] = ()) -> None:
@@ -104,13 +85,8 @@ def assert_equal(ours: Path, theirs: Path, but: Sequence[str] = ()) -> None:
     assert texts_a == texts_b
 
 
-def completions(path: Path, step: int) -> list[dict[str, Any]]:
-    return parquet.read(path / f"results/completions/generation_{step:04d}.parquet")
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never interrupted."""
     return run(tmp_path_factory.mktemp("straight") / "run").path
 
 
@@ -137,7 +113,7 @@ def test_grpo_prompts_are_those_of_the_task_and_made_per_batch(tmp_path: Path, m
 
 def test_grpo_writes_the_files_of_an_es_run(straight: Path, tmp_path: Path) -> None:
     tree = config(tmp_path / "es", es={"sigma": 0.01, "num_generations": 2, "population_size": 4})
-    evoalign.train(tree, console=Console(file=io.StringIO()))
+    evoalign.train(tree, console=Console(quiet=True))
     ours, theirs = rows(straight)[0], rows(tmp_path / "es")[0]
     assert ours.keys() - theirs.keys() == {"grpo"}
     assert theirs.keys() <= ours.keys()
@@ -178,30 +154,27 @@ def test_steps_per_generation_reuses_completions(tmp_path: Path, recwarn: pytest
     assert second["budget"]["backward_flops"] == first["budget"]["backward_flops"]
 
 
-def test_divergence_leaves_training_unchanged(straight: Path, tmp_path: Path) -> None:
+def test_divergence_leaves_training_unchanged_and_its_figure_ends_with_the_final_evaluation(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
     path = run(tmp_path / "run", checks={"kl_every": 2, "kl_prompts": 4, "kl_tokens": 1}).path
     found = [row["divergence"] for row in rows(path)]
     assert [f is not None for f in found] == [False, True, False, True]
     assert found[3]["exact"] > found[1]["exact"] > 0
-    assert json.loads((path / "results/evaluation.json").read_text())["divergence"] == found[3]
-    for row in (bare := rows(path)):
-        row["divergence"] = None
-    assert [{k: v for k, v in row.items() if k not in CLOCKS} for row in bare] == traces(straight)[0]
-
-
-@dataclass
-class Trained:
-    """Recorded training: the policies whose cost was computed, and the completions of each pass."""
-
-    policies: list[Policy] = field(default_factory=list[Policy])
-    passes: list[int] = field(default_factory=list[int])
+    ended = json.loads((path / "results/evaluation.json").read_text())
+    assert ended["divergence"] == found[3] and drawn[-1] == (found[3]["exact"], ended["after"]["reward"])
+    bare = [{k: v for k, v in row.items() if k not in CLOCKS} | {"divergence": None} for row in rows(path)]
+    assert bare == traces(straight)[0]
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+def trained(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Record the policies whose cost was computed, and the completions of each pass."""
     from evoalign.baselines.trainer import Trainer
 
-    found = Trained()
+    found = SimpleNamespace(policies=[], passes=[])
     inner, loss = Policy.cost_of_update, Trainer.compute_loss
 
     def cost(policy: Policy, *arguments: Any) -> Any:
@@ -227,19 +200,17 @@ def backward(path: Path, step: int, times: int, policy: Policy) -> float | None:
     ).backward_flops
 
 
-def test_cost_doubles_when_a_step_uses_completions_twice(tmp_path: Path, trained: Trained) -> None:
-    grpo = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
-        "num_iterations": 2, "max_steps": 1,
-    }  # fmt: skip
-    path = run(tmp_path / "run", grpo=grpo, evaluation={"every": 0}).path
+def test_cost_doubles_when_a_step_uses_completions_twice(tmp_path: Path, trained: SimpleNamespace) -> None:
+    own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
+           "num_iterations": 2, "max_steps": 1}  # fmt: skip
+    path = run(tmp_path / "run", grpo=own, evaluation={"every": 0}).path
     assert (len(completions(path, 0)), sum(trained.passes)) == (8, 16)
     assert rows(path)[0]["budget"]["backward_flops"] == backward(path, 0, 2, trained.policies[0])
-    told = "\n".join(planning.work_lines(from_dict(config(path, grpo={**grpo, "max_steps": 5}))))
+    told = "\n".join(planning.work_lines(from_dict(config(path, grpo={**own, "max_steps": 5}))))
     assert "completions 8 per step (2 prompts x 4), 40 in total" in told
 
 
-def test_step_uses_several_rounds(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uses_several_rounds(tmp_path: Path, trained: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 8 prompts, 2 per round and 3 rounds per step, the second step is the epoch's last and has one round."""
     seeds: list[int] = []
     rollout = TransformersEngine.rollout
@@ -249,10 +220,10 @@ def test_step_uses_several_rounds(tmp_path: Path, trained: Trained, monkeypatch:
         return rollout(engine, plan, requests)
 
     monkeypatch.setattr(TransformersEngine, "rollout", asked)
-    grpo = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 2}
+    own = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 2}
     task = {"name": "custom", "train_data": str(_prompts(tmp_path))}
-    tree = config(tmp_path / "run", grpo=grpo, task=task, evaluation={"every": 0}, grader={"isolated": False})
-    path = evoalign.grpo(tree, reward=_length, console=Console(file=io.StringIO())).path
+    tree = config(tmp_path / "run", grpo=own, task=task, evaluation={"every": 0}, grader={"isolated": False})
+    path = grpo(tree, reward=_length).path
     assert [row["budget"]["completions"] for row in rows(path)] == [24, 8]
     assert trained.passes == [8] * 4
     assert len(seeds) == len(set(seeds)) == 32
@@ -265,19 +236,15 @@ def test_step_uses_several_rounds(tmp_path: Path, trained: Trained, monkeypatch:
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_mixed_precision_keeps_the_model_at_learning_rate_zero(tune: str, tmp_path: Path) -> None:
     """Evaluations before and after the step and the KL from the base model compute in the same dtype."""
-    told = io.StringIO()
-    grpo = {"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1}
-    evaluation = {"temperature": 1.0, "max_tokens": 32}
-    tree = config(
-        tmp_path / "run", grpo=grpo, evaluation=evaluation, checks={"kl_every": 1, "kl_prompts": 8, "kl_tokens": 1}
-    )
-    path = evoalign.grpo(tree, console=Console(file=told, width=300)).path
+    told = told_by(config(
+        path := tmp_path / "run", grpo={"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1},
+        evaluation={"temperature": 1.0, "max_tokens": 32}, checks={"kl_every": 1, "kl_prompts": 8, "kl_tokens": 1},
+    ))  # fmt: skip
     found = json.loads((path / "results/evaluation.json").read_text())
     tokens_ = found["divergence"].pop("tokens")
     assert [found["divergence"][name] for name in ("k1", "k2", "k3", "exact")] == [0] * 4 and tokens_ > 8
-    before, after = (parquet.read(path / f"results/completions/{which}.parquet") for which in ("before", "after"))
-    assert before == after
-    assert "KL of the start from the base model: 0 nats per token" in told.getvalue()
+    assert completions(path, "before") == completions(path, "after")
+    assert "KL of the start from the base model: 0 nats per token" in told
 
 
 MIXED = {"bf16": True, "max_steps": 2}
@@ -295,10 +262,10 @@ def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_p
         evaluation={"max_tokens": 24, "every": 1, "temperature": 2.0, "samples": 4}, checkpoint={"keep_last": 2},
         checks={"kl_every": 1, "kl_prompts": 4, "kl_tokens": 100},
     )  # fmt: skip
-    found = evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    found = grpo(tree)
     es = {"num_generations": 1, "population_size": 2, "sigma": 0.01, "learning_rate": 0.01}
     beside = {**tree, "output_dir": str(tmp_path / "es"), "space": "lora", "es": es, "checks": UNCHECKED}
-    assert found.before == evoalign.train(beside, console=Console(file=io.StringIO())).before
+    assert found.before == evoalign.train(beside, console=Console(quiet=True)).before
     assert found.after == evoalign.evaluate(found.path)
     middle, last = saved_folders(found.path)[-2:]
     assert rows(found.path)[0]["evaluation"] == evoalign.evaluate(middle, config=tree).measures
@@ -327,15 +294,13 @@ def test_trl_has_evoaligns_tokens_and_completions(tmp_path: Path) -> None:
     """With top_k 1 TRL's generation is greedy: at step 0 it equals the engine's greedy decoding."""
     data = tmp_path / "prompts.jsonl"
     opened = [{"role": "user", "content": "What is 3 + 5?"}, {"role": "assistant", "content": "The answer is"}]
-    prompts = ["Solve: 3 + 5 =", opened, [{"role": "user", "content": "Is a penguin a fish?"}]]
-    kind = [[p] if isinstance(p, str) else p for p in prompts]
-    data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts[1:]))
-    assert len(kind) == 3
+    prompts = [opened, [{"role": "user", "content": "Is a penguin a fish?"}]]
+    data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     task = {"name": "custom", "train_data": str(data), "test_data": str(data)}
-    grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "trl", "top_k": 1}
-    tree = config(tmp_path / "run", task=task, grpo=grpo)
-    path = evoalign.grpo(tree, reward=_length, console=Console(file=io.StringIO())).path
-    greedy = {r["prompt"]: r["text"] for r in parquet.read(path / "results/completions/before.parquet")}
+    own = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "trl", "top_k": 1}
+    tree = config(tmp_path / "run", task=task, grpo=own)
+    path = grpo(tree, reward=_length).path
+    greedy = {r["prompt"]: r["text"] for r in completions(path, "before")}
     asked = completions(path, 0)
     assert len(asked) == 4
     assert {c["prompt"]: c["text"] for c in asked} == greedy
@@ -350,11 +315,11 @@ def _length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
 def test_member_rollouts_equal_those_of_es_and_leave_the_model_unchanged(tmp_path: Path) -> None:
     es = {"sigma": 0.05, "learning_rate": 0.01}
     tree = config(tmp_path / "run", es=es, space="lowrank", grpo={"rollouts": "es", "max_steps": 2})
-    path = evoalign.grpo(tree, console=Console(file=io.StringIO())).path
+    path = grpo(tree).path
     assert _members(from_dict(tree)) == [(c["prompt"], c["text"]) for c in completions(path, 0)]
     assert len({c["text"] for c in completions(path, 0)}) > 2, "members differ"
     straight = run(tmp_path / "other", grpo={"max_steps": 1}).path
-    before = [parquet.read(p / "results/completions/before.parquet") for p in (path, straight)]
+    before = [completions(p, "before") for p in (path, straight)]
     assert before[0] == before[1]
 
 
@@ -369,17 +334,12 @@ def _members(settings: evoalign.Config) -> list[tuple[str, str]]:
     requests = [Request(i, tokens_.encode(p), Sampling(8)) for i, p in enumerate(prompts)]
     found = sorted(engine.rollout(plan, requests), key=lambda r: (r.request, r.member.index))
     engine.close()
-    order = _order(settings)
+    order = _order(settings.seed, 0, 2)
     shown = [p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in prompts]
     return [(shown[i], r.text) for i in order for r in found if r.request == i]
 
 
-def _order(settings: evoalign.Config) -> list[int]:
-    """Return the order of two prompts in the first round."""
-    return _order_of(settings.seed, 0, 2)
-
-
-def _order_of(seed: int, epoch: int, count: int) -> list[int]:
+def _order(seed: int, epoch: int, count: int) -> list[int]:
     from evoalign.baselines.trainer import EpochSampler
 
     sampler = EpochSampler(range(count), mini_repeat_count=4, batch_size=2, repeat_count=1, shuffle=True, seed=seed)
@@ -388,7 +348,7 @@ def _order_of(seed: int, epoch: int, count: int) -> list[int]:
 
 
 def test_prompt_orders_differ_between_seeds() -> None:
-    orders = [tuple(_order_of(seed, epoch, 20)) for seed in range(6) for epoch in range(6)]
+    orders = [tuple(_order(seed, epoch, 20)) for seed in range(6) for epoch in range(6)]
     assert len(set(orders)) == 36
     assert all(sorted(order) == list(range(20)) for order in orders)
 
@@ -478,34 +438,21 @@ def test_longer_run_starts_with_the_steps_of_a_shorter_one(rollouts: str, tmp_pa
 @pytest.mark.parametrize("every", [1, 0])
 def test_killed_run_resumes_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
     """With `every` 0 there is no state to resume from: the run begins again, and the old folder is kept."""
-    killed_after(tmp_path / "run", 2 if every else 1, checkpoint={"every": every})
+    metrics, count = tmp_path / "run/metrics.jsonl", 2 if every else 1
+    tree = config(tmp_path / "run", checkpoint={"every": every})
+    killed_when(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= count, tree)
     if not every:
         for other, message in (({"learning_rate": 2e-3}, "other settings"), ({}, "begins again")):
             told = planning_or_error(tmp_path / "run", other)
             assert message in told, told
-    told = io.StringIO()
-    evoalign.grpo(config(tmp_path / "run"), resume=True, console=Console(file=told, width=300))
+    told = told_by(config(tmp_path / "run"), resume=True)
     assert_equal(tmp_path / "run", straight)
     aside = list(tmp_path.glob("run.2*"))
     assert len(aside) == (not every)
     if not every:
-        assert "ended before its first trainer state was saved" in told.getvalue()
-        assert f"the previous run is now {aside[0]}" in told.getvalue()
+        assert "ended before its first trainer state was saved" in told
+        assert f"the previous run is now {aside[0]}" in told
         assert len(rows(aside[0])) >= 1
-
-
-def killed_after(output: Path, count: int, **sections: Any) -> None:
-    """Run in a child process, and kill it once it has `count` rows."""
-    file = output.with_suffix(".yaml")
-    file.write_text(to_yaml(from_dict(config(output, **sections))))
-    command = [sys.executable, "-m", "evoalign.cli", "grpo", str(file), "--resume"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    metrics = output / "metrics.jsonl"
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= count):
-        assert child.poll() is None or child.returncode == 0
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
 
 
 def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
@@ -524,9 +471,8 @@ def test_resume_of_a_finished_run_changes_no_file(every: int | None, tmp_path: P
     sections: dict[str, Any] = {"checkpoint": {"every": every}, "grpo": {"max_steps": 3}}
     first = run(tmp_path / "run", **sections)
     kept = {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()}
-    told = io.StringIO()
-    again = evoalign.grpo(config(first.path, **sections), resume=True, console=Console(file=told, width=300))
-    assert "run is done: it has all 3 steps" in told.getvalue()
+    again = run(first.path, resume=True, **sections)
+    assert "run is done: it has all 3 steps" in told_by(config(first.path, **sections), resume=True)
     assert (again.path, again.saved) == (first.path, first.saved)
     assert (again.before.measures, again.after.measures) == (first.before.measures, first.after.measures)
     assert "is done" in planning.dry_run(config(first.path, **sections), resume=True)[0]
@@ -591,9 +537,7 @@ def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, stra
         assert not {"\n", "\x1b"} & set(str(told.value))  # torch's own advice is in colour
     assert not (tmp_path / "it_ran").exists()
     file.write_bytes(whole)
-    told = io.StringIO()
-    evoalign.grpo(config(tmp_path / "run"), resume=True, console=Console(file=told, width=300))
-    assert "checkpoint-2 was not verified" in told.getvalue()
+    assert "checkpoint-2 was not verified" in told_by(config(tmp_path / "run"), resume=True)
     assert marker != (tmp_path / "run/trainer/checkpoint-4/whole.json").read_text()
     assert_equal(tmp_path / "run", straight, but=("evaluation", "validation"))
 
@@ -608,7 +552,7 @@ def test_signal_stops_grpo_after_a_complete_step(straight: Path, tmp_path: Path)
         tmp_path / "run", grader={"isolated": False}, task={"name": "custom", "train_data": str(_prompts(tmp_path))}
     )
     with pytest.raises(StoppedError, match="stopped after step 2 of 4; resume with grpo") as error:
-        evoalign.grpo(tree, reward=reward, console=Console(file=io.StringIO()))
+        grpo(tree, reward=reward)
     assert error.value.signal == signal.SIGTERM
     assert len(rows(tmp_path / "run")) == 2
     assert json.loads((tmp_path / "run/results/budget.json").read_text())["training"]["completions"] == 16
@@ -626,34 +570,21 @@ def _prompts(folder: Path) -> Path:
 def test_two_processes_share_a_step_and_resume_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     """Data parallel over gloo: each process has one of two prompts, one process writes, and both resume."""
     grpo = {"rollouts": rollouts, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
-    launched(tmp_path / "straight", grpo={**grpo, "max_steps": 3})
-    launched(tmp_path / "run", grpo={**grpo, "max_steps": 2})
-    launched(tmp_path / "run", grpo={**grpo, "max_steps": 3})
+    launched(config(tmp_path / "straight", grpo={**grpo, "max_steps": 3}))
+    launched(config(tmp_path / "run", grpo={**grpo, "max_steps": 2}))
+    launched(config(tmp_path / "run", grpo={**grpo, "max_steps": 3}))
     assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation", "validation"))
     for number, row in enumerate(rows(tmp_path / "straight")):
         spent, alone = row["budget"], rows(straight)[0]["budget"]
         assert spent["completions"] == 8
         assert spent["backward_flops"] == pytest.approx(alone["backward_flops"], rel=0.2)  # other lengths
         assert spent["device_seconds"] == 2 * spent["wall_seconds"]
-        kept = parquet.read(tmp_path / f"straight/results/completions/generation_{number:04d}.parquet")
+        kept = completions(tmp_path / "straight", number)
         told: dict[str, list[str]] = {}
         for completion in kept:
             told.setdefault(completion["prompt"], []).append(completion["text"])
         assert sorted(map(len, told.values())) == [4, 4]
         assert row["mean"] == pytest.approx(sum(c["score"] for c in kept) / 8)
-
-
-def launched(output: Path, **sections: Any) -> None:
-    """Run in two processes, resuming a run that is there."""
-    file = output.with_suffix(".yaml")
-    file.write_text(to_yaml(from_dict(config(output, **sections))))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    command = [sys.executable, *launcher, "-m", "evoalign.cli", "grpo", str(file), "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_resume_raises_when_settings_differ(straight: Path) -> None:
@@ -682,13 +613,13 @@ def test_adapter_is_saved_so_that_peft_loads_it(tmp_path: Path) -> None:
     saved = path / "loras" / "generation_0004"
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny()), saved).merge_and_unload()
     text = tokens.load(from_dict(config(path)).model)
-    after = parquet.read(path / "results/completions/after.parquet")
+    after = completions(path, "after")
     task, data = task_and_data(from_dict(config(path)), None, None)
     for row in after:
         ids = torch.tensor([text.encode(task.prompt(data.test[row["example"]]))])
         out = loaded.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=list(text.stop_ids), pad_token_id=0)
         assert text.decode(out[0, ids.shape[1] :].tolist()) == row["text"]
-    before = parquet.read(path / "results/completions/before.parquet")
+    before = completions(path, "before")
     assert [r["text"] for r in before] != [r["text"] for r in after]
     cost = rows(path)[0]["budget"]
     assert 0 < cost["backward_flops"] < cost["forward_flops"] * 3
@@ -724,27 +655,17 @@ def _moved(model: Any) -> float:
         ({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 3}}}}}, "use ZeRO stage 1 or 2"),
         ({"grpo": {"top_k": 5}}, "grpo.trl.top_k is only .*set grpo.rollouts trl"),
         ({"grpo": {"trl": {"min_p": 0.1}}}, "grpo.trl.min_p is only"),
-        (
-            {"grpo": {"gradient_accumulation_steps": 3, "steps_per_generation": 2}},
-            "lasts for 2 passes .* a step for 3 .* one must be a multiple of the other",
-        ),
-        (
-            {
-                "grpo": {"rollouts": "es", "num_generations": 3, "per_device_train_batch_size": 3},
-                "es": {"sigma": 0.1, "antithetic": True},
-                "space": "lowrank",
-            },
-            "es.antithetic needs an even grpo.num_generations, not 3",
-        ),
+        ({"grpo": {"gradient_accumulation_steps": 3, "steps_per_generation": 2}},
+         "lasts for 2 passes .* a step for 3 .* one must be a multiple of the other"),
+        ({"grpo": {"rollouts": "es", "num_generations": 3, "per_device_train_batch_size": 3},
+          "es": {"sigma": 0.1, "antithetic": True}, "space": "lowrank"},
+         "es.antithetic needs an even grpo.num_generations, not 3"),
         ({"engine": {"device": "banana"}}, "'banana'.*auto, cpu or cuda"),
         ({"engine": {"device": "cuda:3"}}, "CUDA_VISIBLE_DEVICES=3"),
-        pytest.param(
-            {"engine": {"device": "cuda"}},
-            r"engine\.device: cuda",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
+        pytest.param({"engine": {"device": "cuda"}}, r"engine\.device: cuda",
+                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],
-)
+)  # fmt: skip
 def test_grpo_raises_on_invalid_settings_and_writes_no_files(
     sections: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -762,7 +683,7 @@ def test_grpo_raises_when_a_reward_is_not_finite(tmp_path: Path) -> None:
         tmp_path / "run", task={"name": "custom", "train_data": str(_prompts(tmp_path))}, grader={"isolated": False}
     )
     with pytest.raises(RewardError, match="nan"):
-        evoalign.grpo(tree, reward=broken, console=Console(file=io.StringIO()))
+        grpo(tree, reward=broken)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -775,11 +696,3 @@ def test_differences_name_every_setting(tmp_path: Path) -> None:
     shorter = config(tmp_path, grpo={"max_steps": 3, "lr_scheduler_type": "linear"})
     named = " ".join(differences(from_dict(shorter), from_dict(without), "grpo")[0])
     assert "grpo.max_steps is 4 in the run and 3 now" in named and "lr_scheduler_type is 'constant'" in named
-
-
-def test_divergence_figure_ends_with_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
-    found = run(tmp_path / "run", checks={"kl_every": 1, "kl_prompts": 2, "kl_tokens": 1}, grpo={"max_steps": 1})
-    tree = json.loads((found.path / "results/evaluation.json").read_text())
-    assert drawn[-1] == (tree["divergence"]["exact"], tree["after"]["reward"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -16,6 +15,8 @@ import pytest
 import torch
 import yaml
 from command_line import Run, caller
+from doctor_runs import statuses
+from grpo_runs import completions, grpo, rows, with_sections
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
@@ -30,8 +31,7 @@ from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelErr
 from evoalign.exporting.source import private_paths, public
 from evoalign.models import tiny
 from evoalign.preflight import doctor
-from evoalign.preflight.plan import Finding
-from evoalign.rundir import checkpoint, parquet
+from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
 from evoalign.training import resolve as targets
@@ -54,10 +54,7 @@ def config(output: Path, **sections: Any) -> dict[str, Any]:
         "grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "learning_rate": 0.02,
                  "lr_scheduler_type": "constant", "rollouts": "engine"},
     }  # fmt: skip
-    for name, section in sections.items():
-        old = tree.get(name)
-        tree[name] = {**old, **section} if isinstance(old, dict) else section
-    return tree
+    return with_sections(tree, sections)
 
 
 def written(folder: Path, tree: dict[str, Any]) -> Path:
@@ -73,25 +70,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for tune, rate in (("full", 0.02), ("lora", 0.3)):
         own = {"tune": tune, "learning_rate": rate}
         tree = config(tmp_path_factory.mktemp(tune) / "run", grpo=own, space="full")  # space is of no matter to GRPO
-        found[tune] = evoalign.grpo(tree, console=Console(file=io.StringIO())).path
+        found[tune] = grpo(tree).path
     return found
 
 
 @pytest.fixture(scope="module")
 def es_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = config(tmp_path_factory.mktemp("es") / "run", es=ES)
-    return evoalign.train(tree, console=Console(file=io.StringIO())).path
+    return evoalign.train(tree, console=Console(quiet=True)).path
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process, started in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return caller(monkeypatch, capsys, 300)
 
 
 def texts(path: Path, which: str) -> list[tuple[str, float]]:
-    return [(row["text"], row["reward"]) for row in parquet.read(path / f"results/completions/{which}.parquet")]
+    return [(row["text"], row["reward"]) for row in completions(path, which)]
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
@@ -126,8 +122,8 @@ def test_eval_accepts_samples_and_settings(runs: dict[str, Path], run: Run, tmp_
     words = ("--samples", 3, "--temperature", 1, "--split", "train", "-s", "evaluation.max_tokens=4")
     done = run("eval", runs["lora"], *words, "--output", tmp_path / "found.json")
     assert done.code == 0, done.err
-    completions = json.loads((tmp_path / "found.json").read_text())["completions"]
-    assert len(completions) == 3 * 2 and max(c["tokens"] for c in completions) <= 4
+    found = json.loads((tmp_path / "found.json").read_text())["completions"]
+    assert len(found) == 3 * 2 and max(c["tokens"] for c in found) <= 4
 
 
 def test_eval_a_model_with_a_config_for_grpo_alone(run: Run, tmp_path: Path, runs: dict[str, Path]) -> None:
@@ -279,7 +275,7 @@ def test_resume_raises_on_a_run_of_the_other_method(
 
 def test_overwrite_moves_a_run_of_the_other_method_aside(runs: dict[str, Path], tmp_path: Path) -> None:
     here = shutil.copytree(runs["lora"], tmp_path / "run")
-    quiet = Console(file=io.StringIO())
+    quiet = Console(quiet=True)
     evoalign.train(config(here, es=ES), overwrite=True, console=quiet)
     assert (here / "journal.jsonl").is_file() and not (here / "loras/generation_0002").exists()
     (aside,) = tmp_path.glob("run.*")
@@ -288,27 +284,21 @@ def test_overwrite_moves_a_run_of_the_other_method_aside(runs: dict[str, Path], 
     assert not (here / "journal.jsonl").exists() and (here / "checkpoints/generation_0002").is_dir()
 
 
-def test_train_requires_the_section_es(run: Run, tmp_path: Path) -> None:
-    file = written(tmp_path, config(tmp_path / "new", model={"name": str(tmp_path / "none")}))
-    for words in ([], ["--dry-run"], ["--resume"]):
-        done = run("train", file, *words)
-        assert done.code == 2 and done.err.count("\n") == 1
-        assert "missing setting es" in done.err and "evoalign grpo CONFIG" in done.err
+@pytest.mark.parametrize(
+    ("command", "flags", "hint"),
+    [*[("train", f, "evoalign grpo CONFIG") for f in ([], ["--dry-run"], ["--resume"])],
+     *[("grpo", f, "") for f in ([], ["--dry-run"])]],
+)  # fmt: skip
+def test_train_requires_a_section_es_and_grpo_that_of_a_method(
+    command: str, flags: list[str], hint: str, run: Run, tmp_path: Path
+) -> None:
+    tree = config(tmp_path / "new", model={"name": str(tmp_path / "none")})
+    if command == "grpo":
+        del tree["grpo"]
+    done = run(command, written(tmp_path, tree), *flags)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "missing setting es" in done.err and hint in done.err
     assert not (tmp_path / "new").exists()
-
-
-def test_grpo_requires_a_section_of_a_method(run: Run, tmp_path: Path) -> None:
-    tree = config(tmp_path / "new")
-    del tree["grpo"]
-    file = written(tmp_path, tree)
-    for words in ([], ["--dry-run"]):
-        done = run("grpo", file, *words)
-        assert done.code == 2 and "missing setting es" in done.err
-    assert not (tmp_path / "new").exists()
-
-
-def statuses(found: list[Finding]) -> dict[str, str]:
-    return {finding.name: finding.status for finding in found}
 
 
 def test_doctor_accepts_a_config_for_grpo_only(tmp_path: Path) -> None:
@@ -377,19 +367,20 @@ def test_dry_run_prints_defaults_without_a_section_grpo(tmp_path: Path) -> None:
     assert "learning rate 1e-06, 100 steps, groups of 8" in line
 
 
-def test_dry_run_describes_the_members_with_rollouts_es(tmp_path: Path) -> None:
-    own = {"rollouts": "es", "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4}
-    tree = config(tmp_path / "new", grpo=own, es={**ES, "antithetic": True}, space="lowrank")
-    told = "\n".join(planning.dry_run(tree))
-    wanted = "by es: 4 greedy members (antithetic pairs) of space lowrank, sigma 0.05 (constant), 3 prompts per step"
-    assert wanted in told
-    assert "(no antithetic pairs)" in planning.step_lines(from_dict({**tree, "es": {**ES, "antithetic": False}}))[0]
+MEMBERS = {"rollouts": "es", "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4}
 
 
-def test_a_dry_run_counts_rounds_and_not_steps(tmp_path: Path) -> None:
-    tree = config(tmp_path / "new", grpo={"max_steps": 5, "num_iterations": 2})
-    told = "\n".join(planning.dry_run(tree))
-    assert "completions 4 per 2 steps (2 prompts x 2), 12 in total" in told
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({"grpo": MEMBERS, "es": {**ES, "antithetic": True}, "space": "lowrank"},
+         "by es: 4 greedy members (antithetic pairs) of space lowrank, sigma 0.05 (constant), 3 prompts per step"),
+        ({"grpo": MEMBERS, "es": {**ES, "antithetic": False}, "space": "lowrank"}, "(no antithetic pairs)"),
+        ({"grpo": {"max_steps": 5, "num_iterations": 2}}, "completions 4 per 2 steps (2 prompts x 2), 12 in total"),
+    ],
+)  # fmt: skip
+def test_dry_run_describes_members_and_rounds(sections: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    assert wanted in "\n".join(planning.dry_run(config(tmp_path / "new", **sections)))
 
 
 def test_the_memory_of_an_adapter_is_that_of_its_factors(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -448,17 +439,12 @@ def test_the_manifest_of_grpo_has_the_release_of_trl(runs: dict[str, Path], es_r
 def test_files_page_names_the_fields_of_grpo(runs: dict[str, Path]) -> None:
     text = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
     part = text.split("### grpo\n")[1].split("### ")[0]
-    rows = [json.loads(line) for line in (runs["full"] / "metrics.jsonl").read_text().splitlines()]
-    assert {name for row in rows for name in row["grpo"]} == set(re.findall(r"`(\w+)`", "".join(_firsts(part))))
+    firsts = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    assert {name for row in rows(runs["full"]) for name in row["grpo"]} == set(re.findall(r"`(\w+)`", "".join(firsts)))
     manifest = text.split("## manifest.json\n")[1].split("## ")[0]
     assert all(f"`{name}`" in manifest for name in json.loads((runs["full"] / "manifest.json").read_text()))
-    columns = set(parquet.read(runs["full"] / "results/completions/generation_0000.parquet")[0])
+    columns = set(completions(runs["full"], 0)[0])
     assert columns == {"generation", "score", "prompt", "target", "text", "finish_reason", "tokens"}
-
-
-def _firsts(part: str) -> list[str]:
-    """Return the first column of a table."""
-    return [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
 
 
 def test_trackers_end_where_the_run_ends(runs: dict[str, Path], es_run: Path, tmp_path: Path) -> None:
@@ -472,7 +458,6 @@ def test_evaluate_every_sets_the_interval(run: Run, tmp_path: Path) -> None:
     file = written(tmp_path, config(tmp_path / "new", evaluation={"every": 0}, tracking={"backends": ["tensorboard"]}))
     done = run("grpo", file, "--evaluate-every", 1)
     assert done.code == 0, done.err
-    rows = [json.loads(line) for line in (tmp_path / "new/metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["evaluation"] is not None
+    assert rows(tmp_path / "new")[0]["evaluation"] is not None
     assert checkpoint.verify(tmp_path / "new/checkpoints/generation_0002").generation == 2
     assert list((tmp_path / "new/logs/tensorboard").iterdir())

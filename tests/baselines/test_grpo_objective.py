@@ -3,35 +3,28 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from grpo_runs import CLOCKS, completions, killed_when, launched
+from grpo_runs import grpo as run
+from grpo_runs import rows as rows_of
 from small_runs import UNCHECKED
 
-import evoalign
 from evoalign.baselines import planning, trainer_state
-from evoalign.config import from_dict, to_yaml
+from evoalign.config import from_dict
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.preflight import doctor
-from evoalign.rundir import parquet
 from evoalign.rundir.checkpoint import verify
 
 pytest.importorskip("trl")
 
-CLOCKS = ("seconds", "budget")
 RATE = 2.0
 REWARDS = """
 def reward(text, example):
@@ -40,8 +33,6 @@ def reward(text, example):
 def cost(text, example):
     return text.count(" ") / 5 - 0.1
 """
-COMMAND = [sys.executable, "-m", "evoalign.cli", "grpo"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def cost(text: str) -> float:
@@ -50,7 +41,6 @@ def cost(text: str) -> float:
 
 
 def config(folder: Path, name: str = "run", **grpo: Any) -> dict[str, Any]:
-    """A run in a folder that has its prompts and rewards."""
     rows, rewards = folder / "rows.jsonl", folder / "rewards.py"
     words = ("sea", "sky", "sun", "sand")
     rows.write_text("".join(json.dumps({"prompt": f"Tell me about the {w}:"}) + "\n" for w in words))
@@ -67,17 +57,8 @@ def config(folder: Path, name: str = "run", **grpo: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(tree: dict[str, Any], *, resume: bool = False) -> evoalign.Result:
-    return evoalign.grpo(tree, resume=resume, console=Console(file=io.StringIO()))
-
-
 def rows(path: Path) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in CLOCKS} for row in told]
-
-
-def kept(path: Path, step: int) -> list[dict[str, Any]]:
-    return parquet.read(path / f"results/completions/generation_{step:04d}.parquet")
+    return [{name: value for name, value in row.items() if name not in CLOCKS} for row in rows_of(path)]
 
 
 def by_hand(rounds: Sequence[Sequence[str]]) -> list[float]:
@@ -100,20 +81,19 @@ def state_file(path: Path, step: int = 4) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never interrupted."""
     return run(config(tmp_path_factory.mktemp("straight"))).path
 
 
 def assert_follows(path: Path, steps: int = 4) -> None:
     """Assert that lambda equals the reference, and that scores use lambda from before the update of their step."""
-    said = [kept(path, step) for step in range(steps)]
-    wanted = by_hand([[c["text"] for c in completions] for completions in said])
+    said = [completions(path, step) for step in range(steps)]
+    wanted = by_hand([[c["text"] for c in found] for found in said])
     found = states(path)
     assert [state["lambda"] for state in found] == pytest.approx(wanted[1:], rel=1e-9)
     assert len({state["lambda"] for state in found}) == steps
-    for price, completions in zip([1.0, *(state["lambda"] for state in found)], said, strict=False):
-        assert len(completions) == 8
-        for c in completions:
+    for price, scored in zip([1.0, *(state["lambda"] for state in found)], said, strict=False):
+        assert len(scored) == 8
+        for c in scored:
             vowels = sum(letter in "aeiou" for letter in c["text"])
             assert c["score"] == pytest.approx(vowels - price * cost(c["text"]), rel=1e-12)
 
@@ -148,13 +128,7 @@ def test_lambda_resumes_to_the_same_bits(rollouts: str, straight: Path, tmp_path
 @pytest.mark.slow
 def test_lambda_of_a_killed_run_resumes_to_the_same_bits(straight: Path, tmp_path: Path) -> None:
     tree = config(tmp_path)
-    (tmp_path / "run.yaml").write_text(to_yaml(from_dict(tree)))
-    child = subprocess.Popen([*COMMAND, tmp_path / "run.yaml"], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    while not state_file(tmp_path / "run", 2).is_file():
-        assert child.poll() is None
-        time.sleep(0.002)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    killed_when(state_file(tmp_path / "run", 2).is_file, tree)
     assert not (tmp_path / "run/results/evaluation.json").exists()
     run(tree, resume=True)
     assert rows(tmp_path / "run") == rows(straight)
@@ -203,7 +177,7 @@ def test_lambda_is_unchanged_when_a_step_reuses_completions(reuse: str, tmp_path
     several: dict[str, Any] = {reuse: 2}
     path = run(config(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=4, **several)).path
     found = [state["lambda"] for state in states(path)]
-    wanted = by_hand([[c["text"] for c in kept(path, step)] for step in (0, 2)])
+    wanted = by_hand([[c["text"] for c in completions(path, step)] for step in (0, 2)])
     assert found == pytest.approx([wanted[1], wanted[1], wanted[2], wanted[2]], rel=1e-9)
     assert len(set(found)) == 2
     assert not (path / "results/completions/generation_0001.parquet").exists()
@@ -211,11 +185,8 @@ def test_lambda_is_unchanged_when_a_step_reuses_completions(reuse: str, tmp_path
 
 def test_lambda_is_updated_once_in_a_step_of_several_rounds(tmp_path: Path) -> None:
     """The update uses the completions of both rounds, which are scored with the same lambda."""
-    several: dict[str, Any] = {
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 1,
-        "per_device_train_batch_size": 4,
-    }
+    several: dict[str, Any] = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    several["per_device_train_batch_size"] = 4
     assert_follows(run(config(tmp_path, max_steps=2, **several)).path, steps=2)
 
 
@@ -244,19 +215,7 @@ def test_dry_run_and_doctor_accept_a_lagrangian(tmp_path: Path) -> None:
 def test_two_processes_reach_the_same_lambda_and_resume_with_it(tmp_path: Path) -> None:
     """Each process scores one of two prompts with its own copy of lambda; the copies must stay equal."""
     for name, steps in (("straight", 3), ("run", 2), ("run", 3)):
-        launched(tmp_path, config(tmp_path, name, per_device_train_batch_size=4, max_steps=steps))
+        launched(config(tmp_path, name, per_device_train_batch_size=4, max_steps=steps))
     assert_follows(tmp_path / "straight", steps=3)
     assert_follows(tmp_path / "run", steps=3)
     assert states(tmp_path / "run") == states(tmp_path / "straight")
-
-
-def launched(folder: Path, tree: dict[str, Any]) -> None:
-    """Run in two processes, resuming a run that is there."""
-    (folder / "run.yaml").write_text(to_yaml(from_dict(tree)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    command = [sys.executable, *launcher, *COMMAND[1:], str(folder / "run.yaml"), "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -15,18 +15,10 @@ from evoalign.baselines import trainer_state
 from evoalign.errors import ResumeError
 from evoalign.rundir.directory import RunDir
 
-FILES = (
-    "model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "trainer_state.json",
-    "zero/a.pt",
-)
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "zero/a.pt")
 
 
 def state(run: RunDir, step: int) -> Path:
-    """Make a folder with the files of a state."""
     folder = trainer_state.states(run) / f"checkpoint-{step}"
     (folder / "zero").mkdir(parents=True)
     for name in FILES:

@@ -39,13 +39,8 @@ def test_host_and_device_agree(space):
         "seed": 5, "space": space, "model": {"name": "tiny", "dtype": "bfloat16"}, "deterministic": False,
         "es": {"sigma": 0.02, "learning_rate": 0.01, "population_size": 8, "decay": 0.01},
     }  # fmt: skip
-    engine = {
-        "name": "vllm",
-        "kv_cache_gib": 0.5,
-        "gpu_memory_utilization": 0.3,
-        "max_num_seqs": 16,
-        "max_model_len": 128,
-    }
+    engine = {"name": "vllm", "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.3, "max_num_seqs": 16,
+              "max_model_len": 128}  # fmt: skip
     want = seen(TransformersEngine, tree | {"engine": {"device": "cuda"}})
     assert seen(VllmEngine, tree | {"engine": engine}) == want
     assert len(set(map(str, want))) == 5

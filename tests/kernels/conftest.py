@@ -6,8 +6,10 @@ from interpreted import WHY_NOT
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels in the interpreter."""
+def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run kernels in the interpreter, except in tests that are marked `gpu`."""
+    if request.node.get_closest_marker("gpu"):
+        return
     if WHY_NOT:
         pytest.skip(WHY_NOT)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -69,10 +69,8 @@ def test_decode_gives_a_row_the_same_bits_in_any_batch(form):
     qkv, slots, positions = torch.randn(4, 8 * 16, generator=draw), torch.arange(4), torch.tensor([69, 3, 64, 20])
     whole = attention.decode(qkv, keys.clone(), values.clone(), slots, positions, heads=4, scale=0.25)
     for row in range(4):
-        one = slice(row, row + 1)
-        alone = attention.decode(
-            qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25
-        )
+        given = (t[row : row + 1] for t in (slots, positions))
+        alone = attention.decode(qkv[row : row + 1], keys.clone(), values.clone(), *given, heads=4, scale=0.25)
         if form == "torch" or (form == "c" and not compiled.here()):
             # a library's product of another shape
             assert torch.allclose(alone[0], whole[row], atol=1e-6)
@@ -87,11 +85,8 @@ def test_decode_in_c_handles_long_pasts_and_extreme_scores(monkeypatch):
         monkeypatch.setattr(compiled, size, 1)
     draw = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(5, 2, 900, 40, generator=draw) for _ in range(2))
-    qkv, slots, positions = (
-        torch.randn(5, 8 * 40, generator=draw),
-        torch.arange(5),
-        torch.tensor([899, 255, 256, 511, 0]),
-    )
+    qkv, slots = torch.randn(5, 8 * 40, generator=draw), torch.arange(5)
+    positions = torch.tensor([899, 255, 256, 511, 0])
     keys[0, 0, 3] *= 300
     keys[0, 1, 700] *= 300
     found, threads = [], torch.get_num_threads()

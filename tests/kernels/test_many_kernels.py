@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from number_checks import BITS, ordered, random, same, update
+from number_checks import BITS, CUDA, LAST, ordered, random, same, update
 
 from evoalign import noise, spaces
 from evoalign.config import from_dict
@@ -12,30 +12,51 @@ from evoalign.spaces import Lora, LowRank, MeanPart, Slots
 from evoalign.spaces.base import Adapter
 from evoalign.types import MEAN, Member, Plan, TensorSpec, Update
 
-SHAPES = [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)]
-SPECS = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.1 * (1 + i // 2)) for i, s in enumerate(SHAPES)]
-WHOLE = {s.name: (slice(0, s.shape[0]), slice(0, s.shape[1])) for s in SPECS}
-ROWS = {n: (slice(r.stop // 4, r.stop // 2), c) for n, (r, c) in WHOLE.items()}
-COLUMNS = {n: (r, slice(c.stop // 2, c.stop)) for n, (r, c) in WHOLE.items()}
-MEMBERS = (Member(0, 7, 1), Member(1, 7, -1), Member(2, 2**32 - 1, 1), MEAN)
+SHAPES = {"cpu": [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)],
+          "cuda": [(512, 768), (515, 776), (512, 768), (1200, 64), (64, 1200), (515, 776), (1, 33)]}  # fmt: skip
+MEMBERS = {"cpu": (Member(0, 7, 1), Member(1, 7, -1), Member(2, LAST, 1), MEAN),
+           "cuda": (*(Member(i, i * 97, 1 - 2 * (i % 2)) for i in range(29)), Member(29, LAST, 1), MEAN)}  # fmt: skip
+CUTS = {
+    "whole": lambda r, c: (slice(0, r), slice(0, c)),
+    "rows": lambda r, c: (slice(r // 4, r // 2), slice(0, c)),
+    "columns": lambda r, c: (slice(0, r), slice(c // 2, c)),
+    "both": lambda r, c: tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in (r, c)),
+}
 VARIANTS = ("lowrank", "lora", "lora, ab")
 
 
-def make(variant, rank, dtype=torch.bfloat16, specs=SPECS):
+def specs_of(device, rank=1):
+    specs = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.1 * (1 + i // 2))
+             for i, s in enumerate(SHAPES[device])]  # fmt: skip
+    return [s for s in specs if rank <= min(s.shape)]
+
+
+def make(variant, rank, dtype=torch.bfloat16, specs=None):
     name, _, evolve = variant.partition(", ")
     made = spaces.create(from_dict({
         "seed": 7, "space": name, "es": {"noise_multiplier": 0.3}, "lowrank": {"rank": rank},
         "lora": {"rank": rank, "evolve": evolve or "b", "alpha": 5},
     }))  # fmt: skip
-    return made, made.layout(specs, dtype)
+    return made, made.layout(specs or specs_of("cpu"), dtype)
 
 
-def slots_of(layout, cut, pad, rank, count=6):
+def cut_of(kind, specs):
+    return {s.name: CUTS[kind](*s.shape) for s in specs}
+
+
+WHOLE = cut_of("whole", specs_of("cpu"))
+
+
+def slots_of(layout, cut, pad, rank, count=6, device="cpu"):
     """Return slots as in an engine: more than members, of a padded rank, filled with 7."""
     for name, (rows, columns) in cut.items():
         a = torch.full((count, 1, rank + pad, columns.stop - columns.start), 7.0, dtype=layout.torch_dtype)
         b = torch.full((count, 1, rows.stop - rows.start, rank + pad), 7.0, dtype=layout.torch_dtype)
-        yield Slots(name, (rows, columns), a[:, 0, :rank], b[:, 0, :, :rank])
+        yield Slots(name, (rows, columns), a.to(device)[:, 0, :rank], b.to(device)[:, 0, :, :rank])
+
+
+def means_of(layout):
+    return {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
 
 
 def count_launches(monkeypatch, module, kernel):
@@ -51,36 +72,47 @@ def count_launches(monkeypatch, module, kernel):
     return launches
 
 
-@pytest.mark.first("lora-1-0", others="long")
+def cases(cpu, cuda):
+    """Parametrise over cases of the CPU and, if there is one, of a GPU; the device is the first argument."""
+    marked = [pytest.param("cuda", *case, marks=CUDA) for case in cuda]
+    return [pytest.param("cpu", *case) for case in cpu] + marked
+
+
+@pytest.mark.first("cpu-lora-whole-1-0", "cuda", others="long")
 @pytest.mark.parametrize(
-    ("rank", "pad", "cut", "dtype"),
-    [(1, 0, "whole", torch.bfloat16), (1, 7, "rows", torch.float32), (2, 0, "columns", torch.bfloat16),
-     (8, 0, "columns", torch.float16), (3, 5, "rows", torch.bfloat16)],
+    ("device", "variant", "cut", "rank", "pad", "dtype"),
+    cases(
+        [(variant, *case) for variant in VARIANTS for case in [
+            ("whole", 1, 0, torch.bfloat16), ("rows", 1, 7, torch.float32), ("columns", 2, 0, torch.bfloat16),
+            ("columns", 8, 0, torch.float16), ("rows", 3, 5, torch.bfloat16)]],
+        [(variant, cut, *rank, torch.bfloat16) for variant in ("lowrank", "lora, ab") for cut in ("whole", "both")
+         for rank in ((1, 0), (1, 7), (2, 0), (8, 0), (8, 8))],
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_writer_gives_all_matrices_the_bits_of_each_alone(monkeypatch, variant, cut, rank, pad, dtype):
+def test_writer_gives_all_matrices_the_bits_of_each_alone(monkeypatch, device, variant, cut, rank, pad, dtype):
+    """On a GPU they are those of each alone on the CPU."""
     from evoalign.kernels import noise as kernel
 
-    space, layout = make(variant, rank, dtype)
-    cut = {"whole": WHOLE, "rows": ROWS, "columns": COLUMNS}[cut]
-    means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
-    slots = list(slots_of(layout, cut, pad, rank))
-    launches = count_launches(monkeypatch, kernel, "_scaled")
-    write = space.writer(layout, means.__getitem__, slots)
-    for generation, members in ((3, MEMBERS[1:]), (2**32 - 1, MEMBERS)):
+    specs = specs_of(device, rank)
+    space, layout = make(variant, rank, dtype, specs)
+    means, everyone = means_of(layout), MEMBERS[device]
+    there = {name: mean.to(device) for name, mean in means.items()}
+    slots = list(slots_of(layout, cut_of(cut, specs), pad, rank, len(everyone) + 2, device))
+    launches = count_launches(monkeypatch, kernel, "_scaled") if device == "cpu" else None
+    write = space.writer(layout, there.__getitem__, slots)
+    for generation, members in ((3, everyone[1:]), (LAST, everyone)):
         plan = Plan(generation, 0.01, members)
-        del launches[:]
+        if launches is not None:
+            del launches[:]
         write(plan, members)
-        assert 0 < len(launches) < len(slots) * (2 if variant != "lora" else 1)
+        assert launches is None or 0 < len(launches) < len(slots) * (2 if variant != "lora" else 1)
         for s in slots:
             want = space.adapter(layout, s.module, means.__getitem__, plan, members, s.slices)
             assert same(s.a[: len(members)], want.a.expand(len(members), -1, -1)) and same(s.b[: len(members)], want.b)
-    for s in slots:
-        assert bool((s.a[len(MEMBERS) :] == 7).all()) and bool((s.b[len(MEMBERS) :] == 7).all())
-        for factor in (s.a, s.b):
-            stored = factor.untyped_storage()
-            whole = torch.tensor([], dtype=factor.dtype).set_(stored)
-            assert int((whole != 7).sum()) <= len(MEMBERS) * factor[0].numel()
+    for factor in (factor for s in slots for factor in (s.a, s.b)):
+        assert bool((factor[len(everyone) :] == 7).all())
+        whole = torch.tensor([], dtype=factor.dtype, device=device).set_(factor.untyped_storage())
+        assert int((whole != 7).sum()) <= len(everyone) * factor[0].numel()
 
 
 @pytest.mark.slow
@@ -101,11 +133,10 @@ def test_jobs_share_a_launch_for_parts_at_other_offsets():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_writer_writes_the_mean(variant):
     space, layout = make(variant, 2)
-    means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
-    slots = list(slots_of(layout, WHOLE, 0, 2))
-    space.writer(layout, means.__getitem__, slots)(Plan(0, 0.0, (MEAN,)), (MEAN,))
+    means, slots, plan = means_of(layout), list(slots_of(layout, WHOLE, 0, 2)), Plan(0, 0.0, (MEAN,))
+    space.writer(layout, means.__getitem__, slots)(plan, (MEAN,))
     for s in slots:
-        want = space.adapter(layout, s.module, means.__getitem__, Plan(0, 0.0, (MEAN,)), (MEAN,), s.slices)
+        want = space.adapter(layout, s.module, means.__getitem__, plan, (MEAN,), s.slices)
         for factor, own in zip((s.a, s.b), (None, None) if want is None else (want.a, want.b), strict=True):
             assert same(factor[:1], torch.zeros_like(factor[:1]) if own is None else own)
             assert bool((factor[1:] == 7).all())
@@ -114,85 +145,84 @@ def test_writer_writes_the_mean(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_writer_calls_overridden_methods(variant):
     """A subclass with its own methods is called matrix by matrix."""
-    base = type(make(variant, 1)[0])
-    assert base in (Lora, LowRank)
+    made, layout = make(variant, 2)
+    assert type(made) in (Lora, LowRank)
 
-    class Still(base):
+    class Still(type(made)):
         def adapter(self, layout, module, master, plan, members, slices=None, out=None):
             return Adapter(*(factor.fill_(5.0) for factor in out), self.scaling)
 
-    _, layout = make(variant, 2)
-    space = Still(make(variant, 2)[0].config)
     slots = list(slots_of(layout, WHOLE, 0, 2))
-    means = {t.name: random(t.shape) for t in (*layout.tensors, *layout.frozen)}
-    space.writer(layout, means.__getitem__, slots)(Plan(0, 0.1, MEMBERS), MEMBERS)
+    Still(made.config).writer(layout, means_of(layout).__getitem__, slots)(Plan(0, 0.1, MEMBERS["cpu"]), MEMBERS["cpu"])
     assert all(bool((s.a[:4] == 5).all()) and bool((s.b[:4] == 5).all()) for s in slots)
 
 
-def test_writer_refuses_missing_adapters_and_other_scalings():
-    class Mute(LowRank):
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (lambda out: None, ModelError, "no adapter for members"),
+        (lambda out: Adapter(*out, 2.0), ConfigError, "scaling"),
+    ],
+)
+def test_writer_refuses_missing_adapters_and_other_scalings(returned, error, message):
+    class Wrong(LowRank):
         def adapter(self, layout, module, master, plan, members, slices=None, out=None):
-            return None
-
-    class Loud(LowRank):
-        def adapter(self, layout, module, master, plan, members, slices=None, out=None):
-            return Adapter(*out, 2.0)
+            return returned(out)
 
     made, layout = make("lowrank", 2)
-    slots = list(slots_of(layout, WHOLE, 0, 2))
-    for space, error, said in ((Mute, ModelError, "no adapter for members"), (Loud, ConfigError, "scaling")):
-        write = space(made.config).writer(layout, None, slots)
-        with pytest.raises(error, match=said):
-            write(Plan(0, 0.1, MEMBERS), MEMBERS)
+    write = Wrong(made.config).writer(layout, None, list(slots_of(layout, WHOLE, 0, 2)))
+    with pytest.raises(error, match=message):
+        write(Plan(0, 0.1, MEMBERS["cpu"]), MEMBERS["cpu"])
 
 
-def parts_of(layout, cut, served, start, turned=False):
+def parts_of(layout, cut, served, start, turned=False, device="cpu"):
     """Return parts of whole tensors, row-major or column-major in memory."""
     for i, (name, part) in enumerate(cut.items()):
         shape = layout[name].shape
-        kept = [random(shape, i), random(shape, 100 + i) if start else None, None]
-        kept[2] = None if served is None else torch.zeros(shape, dtype=served)
-        kept = [t if t is None or not turned else t.T.contiguous().T for t in kept]
+        kept = [random(shape, i), random(shape, 100 + i) if start else None]
+        kept.append(None if served is None else torch.zeros(shape, dtype=served))
+        kept = [t if t is None else (t.T.contiguous().T if turned else t).to(device) for t in kept]
         yield MeanPart(name, part, *(None if t is None else t[part] for t in kept)), kept
 
 
-def moved_alone(space, layout, cut, up, served, start):
-    found = []
-    for part, kept in parts_of(layout, cut, served, start):
-        space.accumulate(layout, part.master, part.name, part.slices, up, part.start, None, part.served)
-        found.append(kept)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.last("rank 8", "whole", "turned")
+@pytest.mark.last("rank 8", "whole, rank 1", "turned")
+@pytest.mark.first("cuda", others="slow")
 @pytest.mark.parametrize(
-    ("rank", "cut", "turned", "memory"),
-    [(1, WHOLE, False, 1 << 25), (2, ROWS, False, 5000), (8, COLUMNS, False, 1), (2, COLUMNS, True, 1 << 25)],
-    ids=["whole, rank 1", "rows, in two batches", "columns, one by one, rank 8", "turned columns"],
+    ("device", "rank", "cut", "turned", "memory"),
+    [
+        pytest.param("cpu", 1, "whole", False, 1 << 25, id="whole, rank 1"),
+        pytest.param("cpu", 2, "rows", False, 5000, id="rows, in two batches"),
+        pytest.param("cpu", 8, "columns", False, 1, id="columns, one by one, rank 8"),
+        pytest.param("cpu", 2, "columns", True, 1 << 25, id="turned columns"),
+        *cases([], [(r, cut, False, m) for r in (1, 2, 8) for cut in ("whole", "both") for m in (1, 1 << 25)]),
+    ],
 )
-def test_mover_gives_all_matrices_the_bits_of_each_alone(monkeypatch, rank, cut, turned, memory):
+def test_mover_gives_all_matrices_the_bits_of_each_alone(monkeypatch, device, rank, cut, turned, memory):
+    """Each is the ordered sum on the CPU, and shards have the bits of the whole."""
     from evoalign.kernels import update as kernel
 
     monkeypatch.setattr(spaces.lowrank, "_ROOM", memory)
-    space, layout = make("lowrank", rank)
-    ups = [update(3, decay=0.125), update(4, antithetic=True)]
-    mine = list(parts_of(layout, cut, torch.bfloat16, True, turned))
-    launches = count_launches(monkeypatch, kernel, "_product")
+    specs = specs_of(device, rank)
+    (space, layout), cut = make("lowrank", rank, specs=specs), cut_of(cut, specs)
+    mine = list(parts_of(layout, cut, torch.bfloat16, True, turned, device))
+    launches = count_launches(monkeypatch, kernel, "_product") if device == "cpu" else None
     move = space.mover(layout, [part for part, _ in mine])
-    start = {p.name: kept[1].clone() for p, kept in mine}
-    want = {p.name: kept[0].clone() for p, kept in mine}
-    for up in ups:
-        del launches[:]
+    start = {p.name: kept[1].cpu().clone() for p, kept in mine}
+    want = {p.name: kept[0].cpu().clone() for p, kept in mine}
+    cpu = [update(3, decay=0.125), update(4, antithetic=True)]
+    for up in cpu if device == "cpu" else [update(30, decay=0.125), update(29), update(30)]:
+        if launches is not None:
+            del launches[:]
         move(up)
-        assert len(launches) == len(cut) if memory == 1 else 0 < len(launches) < len(cut)
+        if launches is not None:
+            assert len(launches) == len(cut) if memory == 1 else 0 < len(launches) < len(cut)
         for part, kept in mine:
             place = cut[part.name]
             want[part.name][place] = ordered(space, layout, part.name, up, want[part.name], start[part.name])[place]
             assert same(kept[0], want[part.name]) and same(part.served, part.master.bfloat16())
             untouched = torch.ones(kept[0].shape, dtype=torch.bool)
             untouched[place] = False
-            assert not kept[2][untouched].any()
+            assert not kept[2].cpu()[untouched].any()
 
 
 @pytest.mark.slow
@@ -201,10 +231,12 @@ def test_mover_gives_all_matrices_the_bits_of_each_alone(monkeypatch, rank, cut,
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 def test_accumulate_equals_the_reference_move(served, decay):
     space, layout = make("lowrank", 3)
-    up, mine = update(4, decay=decay), list(parts_of(layout, ROWS, served, decay != 0))
+    up, rows = update(4, decay=decay), cut_of("rows", specs_of("cpu"))
+    mine, alone = (list(parts_of(layout, rows, served, decay != 0)) for _ in range(2))
     space.mover(layout, [part for part, _ in mine])(up)
-    for (_, kept), alone in zip(mine, moved_alone(space, layout, ROWS, up, served, decay != 0), strict=True):
-        for got, want in zip(kept, alone, strict=True):
+    for (_, kept), (part, other) in zip(mine, alone, strict=True):
+        space.accumulate(layout, part.master, part.name, part.slices, up, part.start, None, part.served)
+        for got, want in zip(kept, other, strict=True):
             assert got is want is None or same(got, want)
 
 
@@ -228,8 +260,7 @@ def test_mover_skips_zero_coefficients_and_refuses_decay_without_start():
 
 @pytest.mark.slow
 def test_mover_leaves_layers_of_scale_zero_unchanged():
-    """A layer of scale 0 among others."""
-    still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in SPECS]
+    still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in specs_of("cpu")]
     space, layout = make("lowrank", 1, specs=still)
     mine = list(parts_of(layout, WHOLE, None, False))
     space.mover(layout, [p for p, _ in mine])(update(4))

@@ -38,7 +38,6 @@ IDS = torch.tensor([[5, 17, 200, 31, 8, 990, 44]])
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where merged models go."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVOALIGN_CACHE", str(folder))
@@ -69,7 +68,6 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def of_peft(folder: Path, base: Path | None = None) -> torch.Tensor:
-    """What PEFT makes of base and adapter, not merged."""
     model: Any = AutoModelForCausalLM.from_pretrained(base or tiny(), dtype=torch.float32)
     return logits(PeftModel.from_pretrained(model, str(folder)))
 
@@ -85,7 +83,6 @@ def config(output: Path, model: Mapping[str, Any] | str, space: str = "lora", **
 
 
 def train(tree: Mapping[str, Any], **options: Any) -> tuple[Path, str]:
-    """The run, and what it said."""
     said = io.StringIO()
     return evoalign.train(tree, console=Console(file=said, width=2000), **options).path, said.getvalue()
 
@@ -97,11 +94,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of `lora` that starts from an adapter of PEFT."""
     return train(config(tmp_path_factory.mktemp("run") / "first", str(plain)))
 
-
-# --- the weights ----------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -194,9 +188,6 @@ def test_an_adapter_of_the_hub_is_fetched_with_its_weights(
     else:
         assert origin.origin(model).adapters == (tmp_path,)
         assert "adapter_model.bin" not in asked, "what would be refused is not fetched beside what is read"
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_says_where_it_starts_and_its_journal_has_the_merged_weights(run: tuple[Path, str], plain: Path) -> None:
@@ -302,9 +293,6 @@ def test_the_base_may_be_elsewhere(plain: Path, tmp_path: Path) -> None:
     assert "base" not in ModelConfig(name="x").model_dump(), "configs of before stay as they are"
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 def changed(**settings: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / "adapter_config.json"
@@ -313,23 +301,8 @@ def changed(**settings: Any) -> Callable[[Path], None]:
     return change
 
 
-def pickled(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-
-
-def without_weights(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").unlink()
-
-
-def with_model(folder: Path) -> None:
-    shutil.copy(tiny() / "model.safetensors", folder)
-
-
-def circle(folder: Path) -> None:
-    changed(base_model_name_or_path=str(folder))(folder)
-
-
-REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+WEIGHTS = "adapter_model.safetensors"
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "not LoRA": (changed(peft_type="PROMPT_TUNING"), r"peft_type 'PROMPT_TUNING'.*merge it with PEFT"),
     "code": (changed(megatron_config={"a": 1}, megatron_core="os"), "sets megatron_config"),
     "unknown": (changed(use_warp_drive=True), "sets use_warp_drive"),
@@ -337,15 +310,15 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "pissa": (changed(init_lora_weights="pissa_niter_4"), "init_lora_weights 'pissa_niter_4'"),
     "other rank": (changed(r=5), "does not fit model .*size mismatch"),
     "other modules": (changed(target_modules=["q_proj"]), "has no 'base_model.model.*down_proj"),
-    "more modules": (
-        changed(target_modules=["q_proj", "down_proj", "up_proj"]),
-        "has no '.*up_proj",
-    ),
+    "more modules": (changed(target_modules=["q_proj", "down_proj", "up_proj"]), "has no '.*up_proj"),
     "no base": (changed(base_model_name_or_path=None), "names no base; name it there, or with model.base"),
-    "circle": (circle, "more than 16 deep, or in a circle"),
-    "pickle": (pickled, "its weights are a pickle, which is not read"),
-    "no weights": (without_weights, "has no adapter_model.safetensors"),
-    "a model too": (with_model, r"both a model and an adapter .*model\.base"),
+    "circle": (lambda f: changed(base_model_name_or_path=str(f))(f), "more than 16 deep, or in a circle"),
+    "pickle": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "its weights are a pickle, which is not read"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
+    "a model too": (
+        lambda f: shutil.copy(tiny() / "model.safetensors", f),
+        r"both a model and an adapter .*model\.base",
+    ),
 }
 
 

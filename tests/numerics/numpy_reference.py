@@ -30,7 +30,6 @@ def philox(counter, key):
 
 
 def philox_arrays(counter, key):
-    """The same for broadcastable unsigned arrays."""
     x0, x1, x2, x3 = (np.asarray(c, dtype=np.uint64) for c in counter)
     k0, k1 = key
     low, shift = np.uint64(MASK), np.uint64(32)
@@ -75,7 +74,6 @@ def normals(key, shape, generation, members):
 
 
 def noise(seed, name, shape, generation, members, factor=""):
-    """The noise of a tensor in a run."""
     return normals(key(seed, "noise", name, factor), shape, generation, members)
 
 
@@ -100,7 +98,6 @@ def weighted(eps, coefficients, signs):
 
 
 def splitmix64(x):
-    """The finaliser of splitmix64 (Steele et al. 2014)."""
     x &= (1 << 64) - 1
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
@@ -108,12 +105,10 @@ def splitmix64(x):
 
 
 def relative(got, want):
-    """|got - want| / |want| over all numbers, in float64."""
     got, want = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def cosine(left, right):
-    """Cosine of two arrays, in float64."""
     left, right = np.asarray(left, dtype=np.float64).ravel(), np.asarray(right, dtype=np.float64).ravel()
     return float(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)))

@@ -32,7 +32,6 @@ def test_the_library_is_there_where_there_is_a_compiler():
 
 @pytest.fixture
 def building(tmp_path, monkeypatch):
-    """The build, in a copy of the sources."""
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)

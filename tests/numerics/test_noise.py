@@ -24,15 +24,11 @@ RANDOM123 = [
 """Counter, key and output of philox4x32-10 in the kat_vectors file of Random123."""
 
 
-def words(text):
-    return tuple(int(word, 16) for word in text.split())
-
-
-@pytest.mark.parametrize(("counter", "key", "output"), RANDOM123)
-def test_the_published_vectors(counter, key, output):
-    assert reference.philox(words(counter), words(key)) == words(output)
-    got = noise.philox(tuple(torch.tensor(w) for w in words(counter)), words(key))
-    assert tuple(int(g) for g in got) == words(output)
+@pytest.mark.parametrize("vector", RANDOM123)
+def test_the_published_vectors(vector):
+    counter, key, output = (tuple(int(word, 16) for word in words.split()) for words in vector)
+    assert reference.philox(counter, key) == output
+    assert tuple(map(int, noise.philox(tuple(map(torch.tensor, counter)), key))) == output
 
 
 def test_philox_equals_plain_python_for_random_words():
@@ -94,8 +90,7 @@ def test_a_whole_tensor_equals_numpy():
     for shape in [(1,), (7,), (8,), (13, 11), (5, 3, 9), ()]:
         got = noise.normals(noise.key(3, "noise", "w"), shape, 12, [0, 7, 2**31])
         want = reference.normals(reference.key(3, "noise", "w"), shape, 12, [0, 7, 2**31])
-        assert got.dtype == torch.float32
-        assert got.shape == want.shape
+        assert got.dtype == torch.float32 and got.shape == want.shape
         assert (got.numpy() == want).all()
 
 

@@ -41,7 +41,6 @@ def parameters(engine):
 
 
 def digest(engine):
-    """SHA-256 of all weights as they lie in memory."""
     sha = hashlib.sha256()
     for name, tensor in sorted(parameters(engine).items()):
         sha.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())

@@ -154,19 +154,16 @@ def test_members_are_treated_alike(name, scores_MP, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_not_finite_is_an_error(name, value):
-    scores_MP = np.zeros((4, 3))
-    scores_MP[2, 1] = value
-    with pytest.raises(RewardError, match=f"member 2, prompt 1 is {value}"):
-        shaping.shape(scores_MP, name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("scores_MP", [[[1e308, 1e308], [0, 0]], [[1e308], [-1e308]], [[2.0, 1], [3, 1e200]]])
-def test_a_score_too_large_for_float64_is_an_error(name, scores_MP):
-    """Its square overflows: coefficients would be NaN, or all zero."""
-    with pytest.raises(RewardError, match=r"score of member ., prompt . is 1e\+(308|200); fix the reward"):
+@pytest.mark.parametrize(
+    ("scores_MP", "message"),
+    [
+        *[([[0] * 3, [0] * 3, [0, v, 0]], f"member 2, prompt 1 is {v}") for v in (math.nan, math.inf, -math.inf)],
+        *[(scores, r"score of member ., prompt . is 1e\+(308|200); fix the reward")
+          for scores in ([[1e308, 1e308], [0, 0]], [[1e308], [-1e308]], [[2.0, 1], [3, 1e200]])],
+    ],
+)  # fmt: skip
+def test_a_score_that_is_not_finite_or_overflows_when_squared_is_an_error(name, scores_MP, message):
+    with pytest.raises(RewardError, match=message):
         shaping.shape(np.array(scores_MP), name)
 
 

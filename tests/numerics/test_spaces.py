@@ -87,9 +87,6 @@ def start(name, shape):
     return torch.from_numpy(np.random.default_rng(len(name)).normal(0, 0.02, shape).astype(np.float32))
 
 
-# ---- layouts
-
-
 def test_what_evolves():
     names = {s: [t.name for t in make(s)[1].tensors] for s in SPACES}
     assert names["full"] == [s.name for s in SPECS]
@@ -117,9 +114,6 @@ def test_the_scale_is_the_mean_over_target_matrices_without_biases(space):
         want = {0: (0.03 + 0.05) / 2, 1: 0.011, None: 0.7}[layer]
         assert tensor.scale == pytest.approx(want, rel=1e-15), tensor.name
     assert {t.scale for t in make(space)[1].tensors} == {1.0}
-
-
-# ---- members
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -209,9 +203,6 @@ def test_lowrank_noise_has_the_covariance_of_independent_normals():
         fourth = 3 * (1 + 2 / rank) - 1  # variance of the square of one element
         deviation = np.abs(eps.T @ eps / count - np.eye(20))
         assert deviation.max() < 4.5 * math.sqrt(fourth / count)
-
-
-# ---- updates
 
 
 @pytest.mark.parametrize("antithetic", [False, True])
@@ -343,9 +334,6 @@ def test_the_realised_update_points_where_the_intended_one_does(space_name, size
     assert reference.cosine(realised.numpy(), own_move(layout, name, up)) >= 0.999
 
 
-# ---- steps
-
-
 @pytest.mark.parametrize(
     ("es", "eta", "sigma", "step"),
     [
@@ -425,9 +413,6 @@ def test_the_published_lora_population_algorithm():
     assert all(np.abs(b).max() > 0 for b in bases.values())
 
 
-# ---- optimizers
-
-
 def gradients(layout, name, count, seed=0):
     for index in range(count):
         up = Update(index, index, population(6), update(6, seed=seed + index).coefficients, 0.01, 0.003)
@@ -490,9 +475,6 @@ def test_an_optimizers_state_goes_on_where_it_stopped(name):
     for up in ups[3:]:
         space.accumulate(layout, halves, tensor.name, whole(tensor.shape), up, optimizer=second)
     assert torch.equal(halves, whole_run)
-
-
-# ---- what it is all for
 
 
 @pytest.mark.first("lora", "lowrank", others="long")

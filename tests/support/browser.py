@@ -28,8 +28,6 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """A tab."""
-
     def __init__(self, browser: Any, **settings: Any) -> None:
         self.context = browser.new_context(**settings)
         self.page = self.context.new_page()

@@ -22,18 +22,11 @@ DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
 
 
 def step_cost(step: int, factor: float = 1.0) -> Cost:
-    """What a step took; each factor scales time, tokens and FLOPs."""
     return Cost(
-        prompts=2,
-        completions=round(12 * factor),
-        prompt_tokens=round(400 * factor),
-        generated_tokens=round(300 * factor),
-        forward_flops=1e9 * factor,
-        backward_flops=0.0,
-        wall_seconds=0.5 * factor,
-        device_seconds=0.5 * factor,
-        peak_memory_bytes=2**28,
-    )
+        prompts=2, completions=round(12 * factor), prompt_tokens=round(400 * factor),
+        generated_tokens=round(300 * factor), forward_flops=1e9 * factor, backward_flops=0.0,
+        wall_seconds=0.5 * factor, device_seconds=0.5 * factor, peak_memory_bytes=2**28,
+    )  # fmt: skip
 
 
 def copy_run(
@@ -67,13 +60,7 @@ def copy_run(
         spent = cost(step)
         row["budget"] = None if spent is None else spent.as_dict()
         if row["evaluation"]:
-            row["divergence"] = {
-                "k1": 0.01 * step,
-                "k2": 0.01 * step,
-                "k3": 0.01 * step,
-                "exact": 0.02 * step,
-                "tokens": 100,
-            }
+            row["divergence"] = dict.fromkeys(("k1", "k2", "k3"), 0.01 * step) | {"exact": 0.02 * step, "tokens": 100}
             if reward:
                 row["evaluation"]["reward"] = reward(step)
     (to / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -91,12 +78,10 @@ def _ended(tree: Tree, reward: Callable[[int], float] | None) -> Tree:
 
 
 def edit(file: Path, change: Callable[[Tree], Tree]) -> None:
-    """Change a JSON file."""
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
 
 
 def real_run(folder: Path, *, steps: int, every: int) -> Path:
-    """A run of the tiny model on a few prompts, evaluated on the way."""
     import evoalign
 
     evoalign.train(

@@ -29,7 +29,6 @@ def config(tmp_path: Path, space: str = "lora", **tree: Any) -> Config:
 
 
 def of(found: Iterable[Finding], name: str) -> Finding:
-    """The finding of a check; of `doctor.findings` no later check runs."""
     return next(finding for finding in found if finding.name == name)
 
 

@@ -26,5 +26,4 @@ def figures_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure
 
 
 def words_of(figure: Figure) -> str:
-    """All that is written in a figure."""
     return "\n".join(found.get_text() for found in figure.findobj(Text))

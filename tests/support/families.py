@@ -26,30 +26,18 @@ from evoalign.types import Layout, Plan, Request, Rollout, Sampling, Update, pop
 
 VOCABULARY = 1024
 COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _HASHES = ("config_hash", "noise_table", "tokenizer_hash", "data_hash", "model_hash", "weights_hash")
 _CONFIG = {"model": {"name": "Zoë"}}
 JOURNAL_HEADER: dict[str, Any] = {
     **{name: f"{i:064x}" for i, name in enumerate(_HASHES)},
     "config_hash": hashlib.sha256(json.dumps(_CONFIG, sort_keys=True).encode()).hexdigest(),
-    "versions": {"evoalign": "0.1.0"},
-    "device": "cpu",
-    "dtype": "float32",
-    "config": _CONFIG,
-    "given_as": None,
-    "space": "lora",
-    "evolved_parameters": 8,
-}
+    "versions": {"evoalign": "0.1.0"}, "device": "cpu", "dtype": "float32", "config": _CONFIG, "given_as": None,
+    "space": "lora", "evolved_parameters": 8,
+}  # fmt: skip
 WINDOW = 6
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -60,15 +48,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "gemma2": ("Gemma2", {"sliding_window": WINDOW, "head_dim": 8, "tie_word_embeddings": False}),
     "opt": ("OPT", {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "mpt": (
-        "Mpt",
-        {
-            **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), ...),
-            **dict.fromkeys(("num_hidden_layers", "max_position_embeddings"), ...),
-            **{"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "expansion_ratio": 2},
-        },
-    ),
-}
+    "mpt": ("Mpt", {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), ...),
+        **dict.fromkeys(("num_hidden_layers", "max_position_embeddings"), ...),
+        "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "expansion_ratio": 2,
+    }),
+}  # fmt: skip
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -84,11 +69,8 @@ OTHER_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", {**_DENSE, **_SOME, "head_dim": 8}),
     "dots1": ("Dots1", {**_DENSE, **_SOME, "head_dim": 8}),
     "deepseek_v3": ("DeepseekV3", {**_DENSE, **_SOME, **_LATENT, "num_key_value_heads": 4}),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1,
-         "moe_num_shared_experts": 1},
-    ),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
+                                      "moe_layer_start_index": 1, "moe_num_shared_experts": 1}),
     "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 16, **_SOME}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
 }  # fmt: skip
@@ -179,11 +161,9 @@ class Bench:
 
     @property
     def model(self) -> Any:
-        """The engine's model."""
         return self.engine.model  # type: ignore[attr-defined]
 
     def plan(self, generation: int = 1) -> Plan:
-        """Everybody, at the config's width."""
         return Plan(generation, self.config.es.width, self.members)
 
     def move(self) -> Update:
@@ -196,7 +176,6 @@ class Bench:
         return update
 
     def ask(self, plan: Plan, requests: Sequence[Request]) -> dict[tuple[int, int], Rollout]:
-        """Rollouts by (member, request), each exactly once."""
         rollouts = list(self.engine.rollout(plan, requests))
         cells = {(r.member.index, r.request): r for r in rollouts}
         assert len(cells) == len(rollouts) == len(plan.members) * len(requests)
@@ -204,7 +183,6 @@ class Bench:
 
 
 def ids(count: int, seed: int) -> tuple[int, ...]:
-    """So many tokens, none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(20, VOCABULARY, (count,), generator=generator).tolist())
 
@@ -218,7 +196,6 @@ PROMPTS: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 def requests(prompts: Sequence[tuple[int, ...]], sampling: Sampling, **fields: Any) -> list[Request]:
-    """One request a prompt; seeds count up from 100."""
     return [Request(i, p, sampling, 100 + i, **fields) for i, p in enumerate(prompts)]
 
 

@@ -48,12 +48,10 @@ BASE = [""]
 
 
 def sound() -> Handle:
-    """Forward every request."""
     return lambda path, body, forward: forward(path, body)
 
 
 def ignores() -> Handle:
-    """Use the base model for every adapter."""
     return lambda path, body, forward: forward(path, renamed(body, None) if named(body) else body)
 
 

@@ -145,12 +145,10 @@ def update_row(members: int, antithetic: bool) -> Row:
 
 
 def counted(counter: FlopCounterMode) -> int:
-    """All that was counted."""
     return counter.get_total_flops()
 
 
 def adapted_of(layout: Any, space: str) -> Adapted | None:
-    """The factors that members of a space have."""
     return Adapted(layout.rank, frozenset(t.module for t in layout.tensors)) if space != "full" else None
 
 
@@ -199,7 +197,6 @@ def teacher_rows(name: str, build: Callable[[], Any], length: int = 48) -> list[
 
 
 def with_factors(model: Any, shape: ModelShape, targets: Any, rank: int = 4) -> tuple[Any, Adapted]:
-    """A PEFT model and what its factors are beside."""
     from peft import LoraConfig, get_peft_model
 
     peft = get_peft_model(model, LoraConfig(r=rank, target_modules=targets))
@@ -234,7 +231,6 @@ def small(family: str) -> Any:
 
 
 def tiny_model() -> Any:
-    """The model that comes with evoalign."""
     from transformers import AutoModelForCausalLM
 
     from evoalign.models import tiny
@@ -243,12 +239,10 @@ def tiny_model() -> Any:
 
 
 def family_rows(family: str) -> list[Row]:
-    """Everything of one family."""
     return [generation_row(family, lambda: small(family)), *teacher_rows(family, lambda: small(family))]
 
 
 def tiny_rows() -> list[Row]:
-    """The tiny model: the engine, the update, and training passes."""
     apart = [tuple(range(3 + i, 33 + i)) for i in range(4)]
     alike = [tuple(range(3, 27)) + tuple(range(40 + i, 46 + i)) for i in range(4)]
     rows = [rollout_row(space, apart, 3, 16, "rollout") for space in ("lora", "lowrank", "full")]

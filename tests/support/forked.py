@@ -46,23 +46,16 @@ class Popen:
     """The one that was started last."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        pass_fds: Sequence[int] = (),
-        env: Mapping[str, str] | None = None,
-        stdin: int = subprocess.DEVNULL,
-        stdout: BinaryIO | None = None,
-        stderr: int = subprocess.STDOUT,
+        self, words: Sequence[str], *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL, stdout: BinaryIO | None = None, stderr: int = subprocess.STDOUT,
         start_new_session: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert list(words[:2]) == [sys.executable, "-m"] and start_new_session, words
         assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
         with Path(os.devnull).open("wb") as nothing:
             said = (stdout or nothing).fileno()
-            handles = {
-                number: Handle(source) for number, source in {1: said, 2: said, **{n: n for n in pass_fds}}.items()
-            }
+            sources = {1: said, 2: said, **{n: n for n in pass_fds}}
+            handles = {number: Handle(source) for number, source in sources.items()}
             own = list(words[2:]), dict(os.environ if env is None else env), str(Path.cwd()), handles
             self._process = PROCESSES.Process(target=_be, args=own, daemon=True)
             self._process.start()
@@ -99,7 +92,6 @@ def runs_of_sweeps() -> Iterator[None]:
 
 
 def _be(words: list[str], environment: dict[str, str], cwd: str, handles: dict[int, int]) -> None:
-    """The module, from its first line to the end of the process."""
     os.setsid()
     for number in sorted(handles):  # a handle that came is above all that were asked for, or in its own place
         os.dup2(handles[number], number)
@@ -118,7 +110,6 @@ def _be(words: list[str], environment: dict[str, str], cwd: str, handles: dict[i
 
 
 def _run(module: str, *words: str) -> int:
-    """The exit code."""
     sys.argv[1:] = words
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

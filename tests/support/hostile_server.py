@@ -30,13 +30,11 @@ PAUSE = 0.1
 
 
 def whole(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
-    """Return a reply with these header lines."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
 def sends(reply: bytes) -> Reply:
-    """Send a reply, and leave the connection open."""
     return lambda to: to.sendall(reply)
 
 

@@ -10,10 +10,7 @@ from typing import Any
 
 GSM8K: list[dict[str, Any]] = [
     {"question": "Mia has 3 bags of 24 nuts. How many nuts has she?", "answer": "3*24 = <<3*24=72>>72 nuts.\n#### 72"},
-    {
-        "question": "A bike costs $1,500, now 20 % off. And now?",
-        "answer": "1500*.8 = <<1500*.8=1200>>1200\n#### 1,200",
-    },
+    {"question": "A bike costs $1,500, now 20 % off. And now?", "answer": "1500*.8 = <<1500*.8=1200>>1200\n#### 1,200"},
     {"question": "It is 4 degrees and gets 9 colder. How cold?", "answer": "4-9 = <<4-9=-5>>-5\n#### -5"},
     {"question": "Half of 7 litres?", "answer": "7/2 = <<7/2=3.5>>3.5\n#### 3.5"},
     {"question": "Add {} and 8, where {} is 1.", "answer": "#### 9"},
@@ -32,6 +29,5 @@ MATH: list[dict[str, Any]] = [
 
 
 def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

@@ -18,6 +18,8 @@ from evoalign.types import TensorSpec, Update, population
 LAST = 2**32 - 1
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 MODULE = "layers.0.w.weight"
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+"""Marks of tests that need a GPU."""
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -32,8 +34,6 @@ def random(shape: Any, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Call a function without any kernels."""
-
     def call(function: Callable[..., Any], *args: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "available", lambda device: False)
@@ -49,7 +49,6 @@ def update(size: int, *, antithetic: bool = False, sigma: float = 0.01, decay: f
 
 
 def make(space: str, rank: int = 2, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, int] = (41, 300)) -> Any:
-    """Return a space on one matrix, and its layout."""
     tree = {"seed": 7, "space": space, "lora": {"rank": rank, "evolve": "ab"}, "lowrank": {"rank": rank}}
     made = spaces.create(from_dict(tree | {"es": {"sigma": 0.01}}))
     return made, made.layout([TensorSpec(MODULE, shape, "linear", 0, 0.1)], dtype)

@@ -13,12 +13,10 @@ seen: list[tuple[list[str], list[Any]]] = []
 
 
 def helpful(text: str, example: Example) -> float:
-    """More vowels are better, less so in a long text."""
     return sum(c in "aeiou" for c in text) / (1 + len(text))
 
 
 def mean_helpful(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    """What the mean of the rewards is, by another name."""
     return math.fsum(map(helpful, completions, examples)) / len(completions)
 
 

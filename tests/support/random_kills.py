@@ -83,11 +83,7 @@ class Death:
     after: float = 0.0
 
 
-# --- in the process that dies ----------------------------------------------------------------------------------------
-
-
 def phase() -> str:
-    """What the program is doing."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "").removeprefix("evoalign.")
@@ -140,7 +136,6 @@ def _cut(handle: int) -> None:
 
 
 def _be(case: Case, words: Sequence[str], death: Death | None, folder: Path, calls: Path | None) -> None:
-    """The command line, in this process and in the folder."""
     from matplotlib.figure import Figure
 
     from evoalign import cli
@@ -216,11 +211,7 @@ def _forks(death: Death | None, calls: Path | None) -> type:
     return Forked
 
 
-# --- a trial ---------------------------------------------------------------------------------------------------------
-
-
 def lay(case: Case, folder: Path) -> None:
-    """What the command begins with."""
     if case.given is not None:
         shutil.copytree(case.given, folder)
         return
@@ -312,7 +303,6 @@ class Bench:
                 self._add(Case("export", space, words, words, done))
 
     def _add(self, case: Case, *, wanted: bool = True) -> Case:
-        """Run it unbroken."""
         folder = self._new("unbroken") if case.given or case.cell else self.folder / case.name
         lay(case, folder)
         calls, start = self._new("calls"), time.monotonic()

@@ -59,7 +59,6 @@ def generations(run: Path) -> list[dict[str, Any]]:
 
 
 def call(replica: Replica, what: Callable[[Any], Any]) -> Any:
-    """Run a function on the actor of a replica, in its process."""
     import ray
 
     return ray.get(replica.actor.__ray_call__.remote(what), timeout=60)

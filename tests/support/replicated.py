@@ -68,7 +68,6 @@ def check_life(alone: Config, same: Same, lose: bool) -> None:
 def _life(
     bench: Bench, ask: Callable[[Bench, Plan], Sequence[Rollout]], between: Callable[[], None]
 ) -> Iterator[tuple[Answers, Any]]:
-    """Yield rollouts and hashes of two generations."""
     for index in (0, 1):
         answers = ask(bench, bench.plan((*population(MEMBERS), MEAN), generation=index + 1))
         bench.engine.apply(dataclasses.replace(bench.update(), index=index))
@@ -121,7 +120,6 @@ def _engine(bench: Bench) -> RayEngine:
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """Return all descendants of a process."""
     return psutil.Process(pid).children(recursive=True)
 
 

@@ -189,15 +189,13 @@ def work_lines(config: Config) -> list[str]:
 def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
     """Return lines on parameters and memory."""
     count = trained(config, specs)
-    return [
+    lines = [
         f"model {parameters(specs) / 1e6:,.1f} M parameters, {count / 1e6:,.3f} M trained",
         f"memory {memory_words(config, memory(config, specs))}",
-        *(
-            []
-            if config.checks.kl_every  # a copy for it is counted
-            else second_copy_lines(config, parameters(specs), getattr(torch, config.model.trained_dtype))
-        ),
     ]
+    if config.checks.kl_every:  # a copy for it is counted
+        return lines
+    return [*lines, *second_copy_lines(config, parameters(specs), getattr(torch, config.model.trained_dtype))]
 
 
 def memory_words(config: Config, need: Memory) -> str:
@@ -210,10 +208,8 @@ def memory_words(config: Config, need: Memory) -> str:
         parts += [f"state of {optim} not counted"]
     elif need.moments:
         parts += [f"AdamW's two moments {gib(need.moments)}"]
-    causes = [
-        *(["grpo.beta"] if config.grpo.beta > 0 and config.grpo.tune == "full" else []),
-        *(["checks.kl_every"] if config.checks.kl_every else []),
-    ]
+    causes = ["grpo.beta"] if config.grpo.beta > 0 and config.grpo.tune == "full" else []
+    causes += ["checks.kl_every"] if config.checks.kl_every else []
     parts += [f"copies of the base model {gib(need.reference)} ({' and '.join(causes)})"] if need.reference else []
     return f"{gib(need.kept)} per process: {', '.join(parts)}; without activations and completions"
 
@@ -242,9 +238,8 @@ def _start_lines(config: Config, run: RunDir, *, overwrite: bool, resume: bool) 
 
 def _refusals(config: Config, examples: int, task: Task) -> list[str]:
     """Return a line for each reason to refuse the run that is known without loading weights."""
-    found: list[str] = []
-    if not tracking.is_installed("trl"):
-        found.append(f"would be refused: GRPO needs the extra grpo: {install('grpo')}")
+    missing = not tracking.is_installed("trl")
+    found = [f"would be refused: GRPO needs the extra grpo: {install('grpo')}"] if missing else []
     refusing = (
         partial(settings.check, config),
         partial(settings.trains_on_cpu, config),

@@ -51,7 +51,7 @@ from evoalign.spaces import Space
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Rollout, Sampling, population, text_of
+from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Sampling, population, text_of
 
 Source = Callable[[Sequence[Any], Any], dict[str, Any]]
 """A function that TRL calls as `rollout_func`: prompts and the trainer to token ids and log-probabilities."""
@@ -92,12 +92,18 @@ class EngineRollouts:
         encoded = [self.tokens.encode(prompt) for prompt in prompts]
         seeds = [derive_seed(self.config.seed, "grpo", step, process, first + i) for i in range(len(prompts))]
         requests = [Request(i, ids, self.sampling, seeds[i]) for i, ids in enumerate(encoded)]
+        return self.output(encoded, MEAN_PLAN, requests)
+
+    def output(self, encoded: Sequence[tuple[int, ...]], plan: Plan, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the completions in the form of TRL, by request and member."""
         with generating(self.model, mixed=self.mixed):
-            found = collect(self.engine, MEAN_PLAN, requests)
-        return _output(encoded, found)
+            found = sorted(collect(self.engine, plan, requests), key=lambda r: (r.request, r.member.index))
+        logprobs = None if any(r.logprobs is None for r in found) else [list(r.logprobs or ()) for r in found]
+        ids = [list(r.token_ids) for r in found]
+        return {"prompt_ids": list(map(list, encoded)), "completion_ids": ids, "logprobs": logprobs}
 
 
-class MemberRollouts:
+class MemberRollouts(EngineRollouts):
     """Groups with one greedy completion of each member; all prompts of a step use the same members."""
 
     def __init__(
@@ -107,7 +113,7 @@ class MemberRollouts:
             raise ConfigError(
                 f"grpo.rollouts: es needs members that share a batch: set space: lora or lowrank, not {space.name}"
             )
-        self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
+        super().__init__(config, engine, tokens, model, longest, mixed)
         self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)
         self.sampling = Sampling(longest)
         with torch.no_grad():
@@ -115,27 +121,15 @@ class MemberRollouts:
             engine.start(space, self.layout, None, False)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return the output of TRL's `rollout_func`, with each token's log-probability under its member."""
+        """Return the output of TRL's `rollout_func`, with each token's log-probability under its member.
+
+        The schedule of sigma spans `es.num_generations` steps and then stays at its last value.
+        """
         group, step = self.config.grpo.num_generations, int(trainer.state.global_step)
         encoded = [self.tokens.encode(prompt) for prompt in prompts]
         requests = [Request(i, ids, self.sampling, logprobs=True) for i, ids in enumerate(encoded[::group])]
-        plan = Plan(step, self.sigma(step), self.members)
-        with generating(self.model, mixed=self.mixed):
-            found = sorted(collect(self.engine, plan, requests), key=lambda r: (r.request, r.member.index))
-        return _output(encoded, found)
-
-    def sigma(self, step: int) -> float:
-        """Return sigma at a step; its schedule spans `es.num_generations` steps and then stays at its last value."""
-        return evolve.sigma_at(self.config, min(step, self.config.es.num_generations - 1))
-
-
-def _output(encoded: Sequence[tuple[int, ...]], found: Sequence[Rollout]) -> dict[str, Any]:
-    logprobs = None if any(r.logprobs is None for r in found) else [list(r.logprobs or ()) for r in found]
-    return {
-        "prompt_ids": [list(ids) for ids in encoded],
-        "completion_ids": [list(r.token_ids) for r in found],
-        "logprobs": logprobs,
-    }
+        sigma = evolve.sigma_at(self.config, min(step, self.config.es.num_generations - 1))
+        return self.output(encoded, Plan(step, sigma, self.members), requests)
 
 
 class Policy:
@@ -234,14 +228,10 @@ class Policy:
         share = passes * grpo.per_device_train_batch_size * self.processes / len(answers)
         if whole.forward_flops is None or whole.backward_flops is None or share == 1:
             return whole
-        optimizer = (
-            budget.grpo_update(self.shape, [], [], checkpointing=False, adapted=self.adapted).backward_flops or 0.0
-        )
-        return replace(
-            whole,
-            forward_flops=share * whole.forward_flops,
-            backward_flops=share * (whole.backward_flops - optimizer) + optimizer,
-        )
+        idle = budget.grpo_update(self.shape, [], [], checkpointing=False, adapted=self.adapted)
+        optimizer = idle.backward_flops or 0.0
+        backward = share * (whole.backward_flops - optimizer) + optimizer
+        return replace(whole, forward_flops=share * whole.forward_flops, backward_flops=backward)
 
     @property
     def adapted(self) -> Adapted | None:
@@ -303,9 +293,8 @@ class Policy:
         if self.shape is None or self.source is None:
             return None
         room = max(map(len, prompts)) + self.longest
-        if isinstance(self.source, EngineRollouts):
+        if not isinstance(self.source, MemberRollouts):
             return flops.rollout_flops(self.shape, prompts, generated, self.adapted, room)
-        assert isinstance(self.source, MemberRollouts)
         layout, group = self.source.layout, self.config.grpo.num_generations
         factors = Adapted(layout.rank, frozenset(t.module for t in layout.tensors))
         noise = 2 * flops.noise_numbers(create_space(self.config), layout) * group

@@ -122,9 +122,7 @@ class _EarlierRun:
         refuse_differences(self.run, self.config)
         self._refuse_other()
         state = sound_state(self.run, lambda line: tell(console, line))
-        if state is None:
-            return None
-        if state[1] > self.config.grpo.max_steps:
+        if state is not None and state[1] > self.config.grpo.max_steps:
             raise ResumeError(
                 f"{self.run.path} already has {state[1]} steps, more than grpo.max_steps {self.config.grpo.max_steps}"
             )

@@ -12,6 +12,7 @@ where products of a library may give a row other last bits in another batch.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from evoalign import kernels
 from evoalign.kernels import compiled
@@ -21,15 +22,8 @@ WIDEST = 512
 
 
 def decode(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    heads: int,
-    scale: float,
-) -> torch.Tensor:
+    qkv: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, *, heads: int, scale: float
+) -> Tensor:
     """Return [B, HQ * D]: the attention of each new token over the columns before it and its own.
 
     `qkv` is [B, (HQ + 2 HK) * D]; `keys` and `values` are [C, HK, room, D], contiguous. `slots` int64 [B] is the cache

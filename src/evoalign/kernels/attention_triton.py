@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from evoalign.kernels import interpreted
 
@@ -83,15 +84,8 @@ def _decode(
 
 
 def decode(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    heads: int,
-    scale: float,
-) -> torch.Tensor:
+    qkv: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, *, heads: int, scale: float
+) -> Tensor:
     """See `attention.decode`."""
     rows, (_, shared, room, width) = len(qkv), keys.shape
     group = heads // shared

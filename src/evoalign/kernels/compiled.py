@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evoalign.kernels.lines import Lines, lines
 
@@ -91,7 +92,7 @@ class _Mean(ctypes.Structure):
     )
 
 
-def takes(part: Sequence[int], members: int, mean: torch.Tensor | None, out: torch.Tensor | None) -> bool:
+def takes(part: Sequence[int], members: int, mean: Tensor | None, out: Tensor | None) -> bool:
     """Return whether `scaled` supports these tensors: on the CPU, of these shapes, and without shared memory."""
     if mean is not None and not _is_plain(mean, part):
         return False
@@ -101,13 +102,13 @@ def takes(part: Sequence[int], members: int, mean: torch.Tensor | None, out: tor
     return apart and out.device.type == "cpu" and list(out.shape) == [members, *part] and not out.is_neg()
 
 
-def _is_plain(tensor: torch.Tensor, shape: Sequence[int], *dtypes: torch.dtype) -> bool:
+def _is_plain(tensor: Tensor, shape: Sequence[int], *dtypes: torch.dtype) -> bool:
     """Return whether C can read a tensor's memory: float32 (or `dtypes`) on the CPU, of this shape."""
     known = tensor.dtype in (dtypes or (torch.float32,)) and tensor.device.type == "cpu" and not tensor.is_neg()
     return known and list(tensor.shape) == list(shape)
 
 
-def _check(shape: Sequence[int], *tensors: torch.Tensor | None) -> None:
+def _check(shape: Sequence[int], *tensors: Tensor | None) -> None:
     """Raise ValueError for a tensor that is not float32, not of this shape, or not on the CPU."""
     for t in tensors:
         if t is not None and not _is_plain(t, shape):
@@ -118,14 +119,14 @@ def _check(shape: Sequence[int], *tensors: torch.Tensor | None) -> None:
 
 def scaled(
     key: tuple[int, int],
-    table: torch.Tensor,
+    table: Tensor,
     shape: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     generation: int,
     members: Sequence[int],
     widths: Sequence[float],
-    mean: torch.Tensor | None,
-    out: torch.Tensor,
+    mean: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Write out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
 
@@ -156,11 +157,11 @@ def scaled(
 
 
 def dense(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
+    master: Tensor,
+    served: Tensor | None,
+    start: Tensor | None,
     key: tuple[int, int],
-    table: torch.Tensor,
+    table: Tensor,
     shape: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     generation: int,
@@ -189,11 +190,11 @@ def dense(
 
 
 def product(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    master: Tensor,
+    served: Tensor | None,
+    start: Tensor | None,
+    left: Tensor,
+    right: Tensor,
     count: int,
     step: float,
     decay: float,
@@ -221,7 +222,7 @@ def product(
         served.copy_(master)
 
 
-def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> int:
+def tensor_sum(tensor: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> int:
     """Return `evoalign.engines.hash.tensor_sum` of a part of a tensor of `shape`, modulo 2^64 and signed."""
 
     def add(part: Lines, base: int, runs: int, length: int, row: int, column: int) -> int:
@@ -232,10 +233,10 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tupl
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def rows(name: str, count: int, cost: int, *given: torch.Tensor | float | None) -> None:
+def rows(name: str, count: int, cost: int, *given: Tensor | float | None) -> None:
     """Run a function of `_LAYER` over `count` rows of `cost` numbers each. The caller has checked the tensors."""
     function = getattr(_library(), f"evoalign_{name}")
-    words = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given]
+    words = [one.data_ptr() if isinstance(one, Tensor) else one for one in given]
 
     def do(first: int, last: int, alive: object = given) -> None:
         """Run some rows. `alive` keeps the tensors in memory while a thread writes to them."""
@@ -248,9 +249,9 @@ def rows(name: str, count: int, cost: int, *given: torch.Tensor | float | None) 
 
 
 def _mean(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
+    master: Tensor,
+    served: Tensor | None,
+    start: Tensor | None,
     numbers: tuple[float, float, float],
     row: int,
     column: int,
@@ -263,7 +264,7 @@ def _mean(
     return _Mean(*fields, *numbers, 0 if served is None else _TYPES[served.dtype])
 
 
-def _at(tensor: torch.Tensor, row: int, column: int) -> int:
+def _at(tensor: Tensor, row: int, column: int) -> int:
     """Return the address of an element of a matrix, or of the first of several matrices."""
     return tensor.data_ptr() + (row * tensor.stride(-2) + column * tensor.stride(-1)) * tensor.element_size()
 

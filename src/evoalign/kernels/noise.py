@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from evoalign.kernels import factors, interpreted, on
 from evoalign.kernels.lines import NORMALS_PER_BLOCK, Lines, lines
@@ -45,7 +46,7 @@ TUNING = Tuning()
 
 
 @lru_cache(maxsize=256)
-def words(members: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def words(members: tuple[int, ...], device: torch.device) -> Tensor:
     """Return cached counter words as int32 bits on a device. All tensors of a generation use the same words."""
     return torch.tensor([signed32(m) for m in members], dtype=torch.int32).to(device)
 
@@ -57,14 +58,14 @@ def signed32(word: int) -> int:
 
 def scaled(
     key: tuple[int, int],
-    table: torch.Tensor,
+    table: Tensor,
     shape: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     generation: int,
     members: Sequence[int],
     widths: Sequence[float],
-    mean: torch.Tensor | None,
-    out: torch.Tensor,
+    mean: Tensor | None,
+    out: Tensor,
     tuning: Tuning = TUNING,
 ) -> None:
     """Write out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
@@ -83,8 +84,8 @@ class Job:
     key: tuple[int, int]
     shape: Sequence[int]
     bounds: Sequence[tuple[int, int]]
-    out: torch.Tensor
-    mean: torch.Tensor | None = None
+    out: Tensor
+    mean: Tensor | None = None
 
 
 class Jobs:
@@ -104,11 +105,11 @@ class Jobs:
 
     def draw(
         self,
-        table: torch.Tensor,
+        table: Tensor,
         generation: int,
         members: Sequence[int],
-        widths: torch.Tensor,
-        weights: torch.Tensor | None = None,
+        widths: Tensor,
+        weights: Tensor | None = None,
         through: torch.dtype | None = None,
     ) -> None:
         """Run `scaled` for every job, with `widths` [jobs, M], float64.
@@ -121,20 +122,20 @@ class Jobs:
             _launch(part, where, (0, 0), table, generation, stream, width, weight, through, self._tuning)
 
 
-def addresses(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+def addresses(rows: list[list[int]], device: torch.device) -> Tensor:
     """Return a table of addresses and other integers for a kernel, int64."""
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 def _launch(
     part: Lines,
-    jobs: torch.Tensor | None,
+    jobs: Tensor | None,
     key: tuple[int, int],
-    table: torch.Tensor,
+    table: Tensor,
     generation: int,
-    stream: torch.Tensor,
-    width: torch.Tensor,
-    weight: torch.Tensor | None,
+    stream: Tensor,
+    width: Tensor,
+    weight: Tensor | None,
     through: torch.dtype | None,
     tuning: Tuning,
 ) -> None:

@@ -27,6 +27,7 @@ from functools import cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from evoalign import kernels
 from evoalign.kernels import compiled, reference
@@ -35,7 +36,7 @@ from evoalign.kernels.reference import MAX_RANK, Dot, Heads, Partial, Terms
 __all__ = ["MAX_RANK", "Dot", "Heads", "Partial", "Terms", "add", "gate", "norm", "rotate", "warm_up"]
 
 
-def add(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], terms: Terms) -> None:
+def add(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], terms: Terms) -> None:
     """Add scaling * (x A_i^T) B_i^T to y [T, sum N_i], in place, for one to three layers with the input x [T, K]."""
     if kernels.available(y.device):
         _triton().add(y, x, a, b, terms)
@@ -52,14 +53,14 @@ def add(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence
 
 
 def norm(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    hidden: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
     eps: float,
     terms: Terms,
-    into_a: Sequence[torch.Tensor] = (),
+    into_a: Sequence[Tensor] = (),
     source: Dot | Partial | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return (out, dots): RMSNorm of hidden [T, H] plus the pending term of `source` plus the residual.
 
     The sum is written to `residual`, in place; if that is None, `hidden` is the residual itself. `dots` is float32
@@ -85,13 +86,7 @@ def norm(
 
 
 def rotate(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    dots: torch.Tensor,
-    b: Sequence[torch.Tensor],
-    terms: Terms,
-    heads: Heads,
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, dots: Tensor, b: Sequence[Tensor], terms: Terms, heads: Heads
 ) -> None:
     """Add the terms of q, k and v (dots [T, 3, R]), apply the norms of q and k if given, and rotate; in place.
 
@@ -112,8 +107,8 @@ def rotate(
 
 
 def gate(
-    gate_up: torch.Tensor, dots: torch.Tensor, b: Sequence[torch.Tensor], down_a: torch.Tensor | None, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up: Tensor, dots: Tensor, b: Sequence[Tensor], down_a: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
     """Return (out [T, I], partial dots): SwiGLU of gate_up [T, 2 I] with the terms of both (dots [T, 2, R]).
 
     The partial dots, float32 [T, NP, R], are of the output with `down_a`, one per tile; pass them to the next norm as
@@ -148,7 +143,7 @@ def warm_up(
         return
     q, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
 
-    def zeros(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
+    def zeros(*shape: int, like: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=like, device=device)
 
     a = {inner: zeros(1, 1, padded_rank, inner) for inner in (hidden, q, intermediate)}
@@ -183,7 +178,7 @@ def _triton() -> ModuleType:
     return population_triton
 
 
-def _in_c(first: torch.Tensor, terms: Terms, *tensors: Sequence[torch.Tensor | None]) -> bool:
+def _in_c(first: Tensor, terms: Terms, *tensors: Sequence[Tensor | None]) -> bool:
     """Return whether C can read all of these tensors."""
     if first.device.type != "cpu" or terms.rank > MAX_RANK or not compiled.here():
         return False

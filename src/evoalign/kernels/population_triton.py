@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from evoalign.kernels.population_tiles import Tiles, add_tiles, gate_tiles, norm_tiles, power, rotate_tiles, row_sizes
 from evoalign.kernels.reference import Dot, Heads, Partial, Terms
@@ -343,13 +344,7 @@ def _options(tiles: Tiles, rank: int, padded: int) -> dict[str, Any]:
 
 
 def add(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    terms: Terms,
-    *,
-    tiles: Tiles | None = None,
+    y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], terms: Terms, *, tiles: Tiles | None = None
 ) -> None:
     """See `population.add`."""
     _check((y, x), (*a, *b))
@@ -363,16 +358,16 @@ def add(
 
 
 def norm(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    hidden: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
     eps: float,
     terms: Terms,
-    into_a: Sequence[torch.Tensor] = (),
+    into_a: Sequence[Tensor] = (),
     source: Dot | Partial | None = None,
     *,
     tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `population.norm`."""
     (rows, width), rank = hidden.shape, terms.rank
     out = torch.empty((rows, width), dtype=hidden.dtype, device=hidden.device)
@@ -396,11 +391,11 @@ def norm(
 
 
 def rotate(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    dots: torch.Tensor,
-    b: Sequence[torch.Tensor],
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    dots: Tensor,
+    b: Sequence[Tensor],
     terms: Terms,
     heads: Heads,
     *,
@@ -419,14 +414,14 @@ def rotate(
 
 
 def gate(
-    gate_up: torch.Tensor,
-    dots: torch.Tensor,
-    b: Sequence[torch.Tensor],
-    down_a: torch.Tensor | None,
+    gate_up: Tensor,
+    dots: Tensor,
+    b: Sequence[Tensor],
+    down_a: Tensor | None,
     terms: Terms,
     *,
     tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `population.gate`."""
     _check((gate_up,), (dots, *b, down_a))
     rows, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, terms.rank
@@ -442,7 +437,7 @@ def gate(
     return out, partials
 
 
-def _check(rows: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> None:
+def _check(rows: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> None:
     """Raise ValueError for `rows` without consecutive columns, and for `whole` tensors that are not contiguous."""
     if any(t is not None and t.stride(-1) != 1 for t in rows):
         raise ValueError("population kernels need activations with consecutive columns")

@@ -11,6 +11,7 @@ shapes, so a run that used it could be repeated only on the same machine.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from evoalign import kernels
 from evoalign.kernels import compiled
@@ -19,7 +20,7 @@ _TILE = 1 << 16
 """Numbers per tile of plain torch on a CPU, so that the total and the product stay in a core's cache."""
 
 
-def factors(terms: int, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def factors(terms: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for the factors of `move`: float32 [terms, rows] and [terms, columns]."""
     if kernels.available(device):
         from evoalign.kernels.update import room, split
@@ -31,11 +32,11 @@ def factors(terms: int, rows: int, columns: int, device: torch.device) -> tuple[
 
 
 def move(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    master: Tensor,
+    served: Tensor | None,
+    start: Tensor | None,
+    left: Tensor,
+    right: Tensor,
     count: int,
     step: float,
     decay: float,

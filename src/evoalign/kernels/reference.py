@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 MAX_RANK = 16
@@ -26,7 +27,7 @@ class Terms:
     same tiles for every T, so that a row's bits do not depend on the number of rows.
     """
 
-    members: torch.Tensor
+    members: Tensor
     rank: int
     scaling: float = 1.0
     fixed: bool = False
@@ -39,8 +40,8 @@ class Heads:
     heads: int
     kv_heads: int
     head_dim: int
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     eps: float = 1e-6
 
 
@@ -48,20 +49,20 @@ class Heads:
 class Dot:
     """The projection that computed `hidden`, with its input: x [T, K], a [S, 1, RS, K], b [S, 1, H, RS]."""
 
-    x: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
+    x: Tensor
+    a: Tensor
+    b: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
     """The projection that computed `hidden`, with partial dots: dots float32 [T, NP, R], b [S, 1, H, RS]."""
 
-    dots: torch.Tensor
-    b: torch.Tensor
+    dots: Tensor
+    b: Tensor
 
 
-def add(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], terms: Terms) -> None:
+def add(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], terms: Terms) -> None:
     """See `population.add`."""
     start = 0
     for one_a, one_b in zip(a, b, strict=True):
@@ -72,14 +73,14 @@ def add(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence
 
 
 def norm(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    hidden: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
     eps: float,
     terms: Terms,
-    into_a: Sequence[torch.Tensor] = (),
+    into_a: Sequence[Tensor] = (),
     source: Dot | Partial | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See `population.norm`."""
     total = hidden.float()
     if source is not None:
@@ -101,13 +102,7 @@ def norm(
 
 
 def rotate(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    dots: torch.Tensor,
-    b: Sequence[torch.Tensor],
-    terms: Terms,
-    heads: Heads,
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, dots: Tensor, b: Sequence[Tensor], terms: Terms, heads: Heads
 ) -> None:
     """See `population.rotate`."""
     cosine, sine = cos_sin[positions].float()[:, None].chunk(2, dim=-1)
@@ -128,8 +123,8 @@ def rotate(
 
 
 def gate(
-    gate_up: torch.Tensor, dots: torch.Tensor, b: Sequence[torch.Tensor], down_a: torch.Tensor | None, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up: Tensor, dots: Tensor, b: Sequence[Tensor], down_a: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
     """See `population.gate`. The partial dots are one part."""
     halves = gate_up.float().chunk(2, dim=-1)
     left, right = (h + _expand(dots[:, i], b[i], terms) for i, h in enumerate(halves))
@@ -139,7 +134,7 @@ def gate(
     return out, _dots(out, down_a, terms)[:, None]
 
 
-def _dots(x: torch.Tensor, a: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _dots(x: Tensor, a: Tensor, terms: Terms) -> Tensor:
     """Return x A^T of each row's member, float32 [T, R]; 0 for rows without a member."""
     slots, rows = terms.members.clamp(min=0).long(), x.float()
     # One product and sum per rank. With a GEMM, a row's bits would depend on the other rows.
@@ -147,7 +142,7 @@ def _dots(x: torch.Tensor, a: torch.Tensor, terms: Terms) -> torch.Tensor:
     return torch.stack(dots, dim=-1).masked_fill((terms.members < 0)[:, None], 0.0)
 
 
-def _expand(dots: torch.Tensor, b: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _expand(dots: Tensor, b: Tensor, terms: Terms) -> Tensor:
     """Return scaling * dots B^T of each row's member, float32 [T, N]; 0 for rows without a member."""
     slots = terms.members.clamp(min=0).long()
     scaled = dots * terms.scaling

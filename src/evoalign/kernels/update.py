@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from evoalign.kernels import factors, interpreted, on
 from evoalign.kernels.lines import NORMALS_PER_BLOCK, lines
@@ -42,11 +43,11 @@ _LINE, _HASH_BLOCK = 32, 4096
 
 
 def dense(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
+    master: Tensor,
+    served: Tensor | None,
+    start: Tensor | None,
     key: tuple[int, int],
-    table: torch.Tensor,
+    table: Tensor,
     shape: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     generation: int,
@@ -86,9 +87,7 @@ def room(terms: int, shapes: Sequence[tuple[int, int]]) -> int:
     return sum(_lines(terms * n) for shape in shapes for n in shape) + _LANES * _WIDE
 
 
-def split(
-    memory: torch.Tensor, terms: int, shapes: Sequence[tuple[int, int]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def split(memory: Tensor, terms: int, shapes: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
     """Split memory of size `room` into the factors of each matrix: [terms, rows] and [terms, columns]."""
     sizes = [n for shape in shapes for n in shape]
     pieces = memory.split([*(_lines(terms * n) for n in sizes), _LANES * _WIDE])
@@ -108,14 +107,14 @@ class Matrix:
     [K, columns] come from `split`.
     """
 
-    master: torch.Tensor
-    served: torch.Tensor | None
-    start: torch.Tensor | None
-    left: torch.Tensor
-    right: torch.Tensor
+    master: Tensor
+    served: Tensor | None
+    start: Tensor | None
+    left: Tensor
+    right: Tensor
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The kernel's tensors. The master replaces those that are None, which the kernel does not use."""
         others = (self.master if t is None else t for t in (self.served, self.start))
         return self.master, *others, self.left, self.right
@@ -239,7 +238,7 @@ def _move(
         tl.store(served, rounded(mean, served.dtype.element_ty, SOFT), mask=inside)
 
 
-def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
+def tensor_sum(tensor: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Tensor:
     """Return int64 [] on the device: the sum over a part of a tensor of `shape`, modulo 2^64, in any order."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in lines(shape, bounds, [tensor]):

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoalign.config.reading import check_regular, read_object
+from evoalign.config.reading import read_object
 from evoalign.errors import DataError, ModelError, plain, shown
-from evoalign.models.tensors import tensors_of
+from evoalign.models.tensors import open_file, tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -62,7 +62,8 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    settings, state = _settings(folder / ADAPTER_CONFIG), _load(weights_of(folder))
+    settings, opened = _settings(folder / ADAPTER_CONFIG), open_file(weights_of(folder), MOST_BYTES)
+    state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
     try:
         config = _lora_config(settings, state)
         if any(".experts." in key for key in state) and _is_plain(settings):
@@ -165,14 +166,3 @@ def _untie(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     names = {path.rsplit(".", 1)[-1] for path, module in model.named_modules() if module in both}
     if any(f".{name}." in f".{key}" for key in state for name in names):
         untie(model)
-
-
-def _load(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        check_regular(file, MOST_BYTES)
-        return load_file(file)
-    except (DataError, OSError, SafetensorError) as error:
-        raise ModelError(f"{file} does not load: {error}") from error

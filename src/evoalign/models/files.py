@@ -313,17 +313,13 @@ def refuse_file(name: str, path: Path) -> None:
     except OSError:
         return
     kind = path.suffix.lower()
-    if kind == ".gguf":
-        why = f"a file of {GGUF}"
-    elif kind == ".safetensors":
-        why = f"one file of a model; give model.name its folder, {path.parent}"
-    elif kind in PICKLES:
-        why = f"a pickle, {CONVERT}; then {FOLDER}"
-    elif kind == ".onnx":
-        why = f"an ONNX graph, whose weights cannot be trained here; {FOLDER}"
-    else:
-        why = f"a file; {FOLDER}"
-    raise ModelError(f"model.name: {name} is {why}")
+    whys = {
+        ".gguf": f"a file of {GGUF}",
+        ".safetensors": f"one file of a model; give model.name its folder, {path.parent}",
+        ".onnx": f"an ONNX graph, whose weights cannot be trained here; {FOLDER}",
+        **dict.fromkeys(PICKLES, f"a pickle, {CONVERT}; then {FOLDER}"),
+    }
+    raise ModelError(f"model.name: {name} is {whys.get(kind, f'a file; {FOLDER}')}")
 
 
 def refuse_folder(name: str, entries: Sequence[str]) -> None:

@@ -162,9 +162,8 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
         saved = saved_folders(folder)
         if not saved:
             raise ModelError(f"model {name} is a run that saved no weights yet; train it first, or name its own model")
-        return _of_mean(
-            name, saved[-1], base, depth, Source("run", name, f", after generation {generation_of(saved[-1])}")
-        )
+        source = Source("run", name, f", after generation {generation_of(saved[-1])}")
+        return _of_mean(name, saved[-1], base, depth, source)
     run = folder.resolve().parent.parent
     if (folder / checkpoint.RECORD).is_file() and (run / "config.yaml").is_file() and method_of(run) is not None:
         return _of_mean(name, folder, base, depth, Source("the mean that a run saved in", name))

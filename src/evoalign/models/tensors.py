@@ -139,7 +139,7 @@ class Files(Mapping[str, torch.Tensor]):
         self._at: dict[str, _Place] = {}
         self._file, self._opened, self._read = Path(), None, 0
         for file in files:
-            opened = _open(file)
+            opened = open_file(file)
             for key in opened.keys():  # noqa: SIM118 (no mapping)
                 name = key.removeprefix(prefix)
                 self._at[name] = _Place(file, key, name, tuple(opened.get_slice(key).get_shape()))
@@ -192,7 +192,7 @@ class Files(Mapping[str, torch.Tensor]):
     def _ready(self, file: Path, size: int) -> Any:
         if file != self._file or self._read > MAPPED:
             self._opened = None
-            self._file, self._opened, self._read = file, _open(file), 0
+            self._file, self._opened, self._read = file, open_file(file), 0
         self._read += size
         return self._opened
 
@@ -214,16 +214,15 @@ class Files(Mapping[str, torch.Tensor]):
             whole = self._at.get(f"{path}.{parameter}")
             if whole is not None and len(whole.shape) == 3 and index < whole.shape[0]:
                 rows = whole.shape[1] // len(parts)
-                return _Place(
-                    whole.file, whole.key, whole.name, (rows, whole.shape[2]), index, rows * parts.index(part)
-                )
+                shape, first = (rows, whole.shape[2]), rows * parts.index(part)
+                return _Place(whole.file, whole.key, whole.name, shape, index, first)
         return None
 
 
-def _open(file: Path) -> Any:
-    """Open a safetensors file. Raises ModelError."""
+def open_file(file: Path, most: int = MOST_BYTES) -> Any:
+    """Open a safetensors file of at most this many bytes. Raises ModelError."""
     try:
-        check_regular(file, MOST_BYTES)  # opening a pipe would wait for its other end
+        check_regular(file, most)  # opening a pipe would wait for its other end
         return safe_open(file, framework="pt")
     except (DataError, OSError, SafetensorError) as error:
         raise ModelError(f"{file} does not load: {error}") from error

@@ -34,6 +34,8 @@ from evoalign.types import Layout, Member, Plan, Slices, Summation, TensorSpec, 
 Carrier = Literal["adapter", "dense"]
 Master = Callable[[str], torch.Tensor]
 """Returns a tensor of the mean by name."""
+Write = Callable[[Plan, Sequence[Member]], None]
+"""Writes the adapters of a plan's members to memory that it was made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,12 @@ class Space(ABC):
     @property
     def summation(self) -> Summation:
         """How updates are summed: `ordered`, or `own` if the class overrides a method that takes part in an update."""
-        methods = ("gradient", "noise", "accumulate", "mover", "_accumulate_fused")
-        return "ordered" if all(getattr(type(self), m) is getattr(Space, m) for m in methods) else "own"
+        return "ordered" if self._keeps("gradient", "noise", "accumulate", "mover", "_accumulate_fused") else "own"
+
+    def _keeps(self, *methods: str) -> bool:
+        """Return whether these methods are those of a shipped class or of this base class, and not overridden."""
+        shipped = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("evoalign.spaces."))
+        return all(getattr(type(self), m) is getattr(shipped, m) for m in methods)
 
     @property
     def default_save_every(self) -> int:
@@ -213,9 +219,7 @@ class Space(ABC):
         """
         raise NotImplementedError(f"space {self.name} has no adapters")
 
-    def writer(
-        self, layout: Layout, master: Master, slots: Sequence[Slots]
-    ) -> Callable[[Plan, Sequence[Member]], None]:
+    def writer(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write:
         """Return a function that writes every member's `adapter` to slots 0, 1, ... of every weight.
 
         Engines call it once per generation. It may keep addresses, so the slots and the mean must not move. It raises
@@ -223,7 +227,12 @@ class Space(ABC):
         `scaling`.
         """
 
+        fast = slots and kernels.available(slots[0].a.device) and self._keeps("adapter", "noise")
+        launch = self._launch(layout, master, slots) if fast else None
+
         def write(plan: Plan, members: Sequence[Member]) -> None:
+            if launch is not None and not all(m.is_mean for m in members):
+                return launch(plan, members)
             found = set[float]()
             for s in slots:
                 into = s.a[: len(members)], s.b[: len(members)]
@@ -233,8 +242,13 @@ class Space(ABC):
                 raise ConfigError(f"space {self.name}: adapters have scaling {found}, but `scaling` is {self.scaling}")
             if slots:
                 check_adapted(self, bool(found), members)
+            return None
 
         return write
+
+    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write | None:
+        """Return a function that writes the adapters with one launch per shape, or None to write one by one."""
+        return None
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
         """Return a function that moves all these parts at once, without an optimizer, or None to use `accumulate`.
@@ -278,17 +292,8 @@ class Space(ABC):
     ) -> torch.Tensor:
         """Return `noise.scaled` of one tensor, also for a subclass that overrides `noise`."""
         if type(self).noise is Space.noise:
-            return noise_source.scaled(
-                _key(layout, name),
-                layout[name].shape,
-                generation,
-                streams,
-                widths,
-                mean=mean,
-                dtype=dtype,
-                slices=slices,
-                out=out,
-            )
+            drawn = (_key(layout, name), layout[name].shape, generation, streams, widths)
+            return noise_source.scaled(*drawn, mean=mean, dtype=dtype, slices=slices, out=out)
         eps = self.noise(layout, name, generation, streams, slices, mean.device)
         assert isinstance(eps, torch.Tensor)
         width = kernels.factors(tuple(widths), mean.device)
@@ -330,7 +335,7 @@ class Space(ABC):
         if not moves(update, start):
             return
         if optimizer is None and update.summation != "library" and self.fused(master.device):
-            self._accumulate_fused(layout, master, name, slices, update, start, served)
+            self._accumulate_fused(layout, MeanPart(name, slices, master, start, served), update)
             return
         gradient = self.gradient(layout, name, update, slices, master.device)
         direction = gradient if optimizer is None else optimizer.direction(name, gradient)
@@ -346,36 +351,16 @@ class Space(ABC):
         has_kernel = kernels.available(device) or compiled.available(device)
         return has_kernel and own.noise is Space.noise and own.gradient is Space.gradient
 
-    def _accumulate_fused(
-        self,
-        layout: Layout,
-        master: torch.Tensor,
-        name: str,
-        slices: Slices,
-        update: Update,
-        start: torch.Tensor | None,
-        served: torch.Tensor | None,
-    ) -> None:
-        if kernels.available(master.device):
+    def _accumulate_fused(self, layout: Layout, part: MeanPart, update: Update) -> None:
+        if kernels.available(part.master.device):
             from evoalign.kernels.update import dense
         else:
             from evoalign.kernels.compiled import dense
 
-        tensor = layout[name]
-        dense(
-            master,
-            served,
-            start,
-            _key(layout, name),
-            noise_source.table(master.device),
-            tensor.shape,
-            noise_source.bounds_of(tensor.shape, slices),
-            update.generation,
-            pair_weights(update),
-            len(update.members),
-            update.step * tensor.scale,
-            update.decay,
-        )
+        tensor, table = layout[part.name], noise_source.table(part.master.device)
+        bounds, step = noise_source.bounds_of(tensor.shape, part.slices), update.step * tensor.scale
+        drawn = (_key(layout, part.name), table, tensor.shape, bounds, update.generation, pair_weights(update))
+        dense(part.master, part.served, part.start, *drawn, len(update.members), step, update.decay)
 
 
 def check_adapted(space: Space, found: bool, members: Sequence[Member]) -> None:

@@ -10,15 +10,14 @@ It is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per ele
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import LoraConfig
 from evoalign.errors import ConfigError
-from evoalign.spaces.base import Adapter, Master, Slots, Space, factor_slices, signed
+from evoalign.spaces.base import Adapter, Master, Slots, Space, Write, factor_slices, signed
 from evoalign.spaces.targets import check_rank, module_of, scales, targets
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
@@ -105,14 +104,7 @@ class Lora(Space):
         b = self._factor(layout, factor_name(module, "B"), master, plan, members, of_b, into_b)
         return Adapter(a, b, layout.scaling)
 
-    def writer(
-        self, layout: Layout, master: Master, slots: Sequence[Slots]
-    ) -> Callable[[Plan, Sequence[Member]], None]:
-        """Return a function that writes the adapters; on a GPU with one launch per shape."""
-        one_by_one = super().writer(layout, master, slots)
-        own = type(self).adapter is not Lora.adapter or type(self).noise is not Space.noise
-        if own or not slots or not kernels.available(slots[0].a.device):
-            return one_by_one
+    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write:
         from evoalign.kernels.noise import Job, Jobs
 
         factors = [
@@ -122,29 +114,17 @@ class Lora(Space):
         ]
         frozen = [(master(t.name)[part], out) for t, part, out in factors if t in layout.frozen]
         moving = [(t, part, out) for t, part, out in factors if t not in layout.frozen]
-        table, jobs = (
-            noise_source.table(slots[0].a.device),
-            Jobs(
-                [
-                    Job(
-                        noise_source.key(layout.seed, "noise", t.name),
-                        t.shape,
-                        noise_source.bounds_of(t.shape, part),
-                        out,
-                        master(t.name)[part],
-                    )
-                    for t, part, out in moving
-                ]
-            ),
-        )
+        table, key, bounds = noise_source.table(slots[0].a.device), noise_source.key, noise_source.bounds_of
+        jobs = Jobs([
+            Job(key(layout.seed, "noise", t.name), t.shape, bounds(t.shape, part), out, master(t.name)[part])
+            for t, part, out in moving
+        ])  # fmt: skip
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
-            if all(m.is_mean for m in members):
-                return one_by_one(plan, members)
             for mean, out in frozen:
                 out[: len(members)].copy_(mean.expand(len(members), *mean.shape))
             widths = signed([plan.sigma * t.scale for t, _, _ in moving], members)
-            return jobs.draw(table, plan.generation, [m.noise for m in members], widths)
+            jobs.draw(table, plan.generation, [m.noise for m in members], widths)
 
         return write
 

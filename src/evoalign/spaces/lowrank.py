@@ -27,6 +27,7 @@ from evoalign.spaces.base import (
     MeanPart,
     Slots,
     Space,
+    Write,
     batched,
     factor_slices,
     moves,
@@ -34,7 +35,7 @@ from evoalign.spaces.base import (
     signed,
 )
 from evoalign.spaces.targets import check_rank, evolved, scales, targets
-from evoalign.types import Layout, Member, Plan, Slices, Summation, TensorSpec, Update
+from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
 
 if TYPE_CHECKING:
     from evoalign.kernels.noise import Job, Jobs
@@ -70,11 +71,6 @@ class LowRank(Space):
     @property
     def rank(self) -> int:
         return self.section.rank
-
-    @property
-    def summation(self) -> Summation:
-        kept = self._has("gradient", "noise", "accumulate", "mover", "_accumulate_fused")
-        return "ordered" if kept else "own"
 
     @property
     def has_mean_adapter(self) -> bool:
@@ -190,18 +186,8 @@ class LowRank(Space):
         """Return True on all devices: products are added in order, so a part gets the same bits as the whole."""
         return type(self).gradient is LowRank.gradient
 
-    def _accumulate_fused(
-        self,
-        layout: Layout,
-        master: torch.Tensor,
-        name: str,
-        slices: Slices,
-        update: Update,
-        start: torch.Tensor | None,
-        served: torch.Tensor | None,
-    ) -> None:
-        part = MeanPart(name, slices, master, start, served)
-        self._add_products(layout, part, update, update.step * layout[name].scale, update.decay)
+    def _accumulate_fused(self, layout: Layout, part: MeanPart, update: Update) -> None:
+        self._add_products(layout, part, update, update.step * layout[part.name].scale, update.decay)
 
     def _add_products(self, layout: Layout, part: MeanPart, update: Update, step: float, decay: float) -> None:
         """Move a part of a matrix by step / N times the ordered sum of weighted products of served factors.
@@ -225,30 +211,22 @@ class LowRank(Space):
         right.view_as(factors.a).copy_(factors.a)
         products.move(part.master, part.served, part.start, left, right, count, step, decay)
 
-    def writer(
-        self, layout: Layout, master: Master, slots: Sequence[Slots]
-    ) -> Callable[[Plan, Sequence[Member]], None]:
-        """Return a function that writes the adapters; on a GPU with one launch per shape."""
-        one_by_one = super().writer(layout, master, slots)
-        if not (slots and kernels.available(slots[0].a.device) and self._has("adapter", "noise")):
-            return one_by_one
+    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write:
         from evoalign.kernels.noise import Jobs
 
         jobs = Jobs([job for s in slots for job in self._jobs(layout, s.module, s.slices, s.a, s.b)])
         table, names = noise_source.table(slots[0].a.device), [s.module for s in slots]
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
-            if all(m.is_mean for m in members):
-                return one_by_one(plan, members)
             widths = signed([plan.sigma * layout[n].scale / math.sqrt(layout.rank) for n in names], members)
-            return jobs.draw(table, plan.generation, [m.noise for m in members], _after_ones(widths))
+            jobs.draw(table, plan.generation, [m.noise for m in members], _after_ones(widths))
 
         return write
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
         """Return a function that moves all parts; on a GPU with one launch per shape. It keeps the factors' memory."""
         fused = all(kernels.available(p.master.device) and self.fused(p.master.device) for p in parts)
-        if not (parts and fused and self._has("accumulate", "noise")):
+        if not (parts and fused and self._keeps("accumulate", "noise")):
             return None
         made: dict[int, list[_Batch]] = {}
 
@@ -281,16 +259,11 @@ class LowRank(Space):
         batches: list[_Batch] = []
         for group, size in zip(groups, rooms, strict=True):
             factors = split(memory[:size], terms, shapes(group))
+            each = [tuple(t.view(members, layout.rank, -1) for t in pair) for pair in factors]
             jobs = [
                 job
-                for p, (left, right) in zip(group, factors, strict=True)
-                for job in self._jobs(
-                    layout,
-                    p.name,
-                    p.slices,
-                    right.view(members, layout.rank, -1),
-                    left.view(members, layout.rank, -1).mT,
-                )
+                for p, (left, right) in zip(group, each, strict=True)
+                for job in self._jobs(layout, p.name, p.slices, right, left.mT)
             ]
             matrices = [Matrix(p.master, p.served, p.start, *places) for p, places in zip(group, factors, strict=True)]
             batches.append(_Batch(tuple(p.name for p in group), memory.device, Jobs(jobs), Products(matrices)))
@@ -321,10 +294,6 @@ class LowRank(Space):
             Job(key, shape, noise_source.bounds_of(shape, part), out)
             for (key, shape), part, out in zip(factors, parts, (a, b), strict=True)
         ]
-
-    def _has(self, *methods: str) -> bool:
-        """Return whether a subclass overrides none of these methods."""
-        return all(getattr(type(self), m) is getattr(LowRank, m) for m in methods)
 
     def _served(
         self,

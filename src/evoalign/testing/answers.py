@@ -53,17 +53,11 @@ def check_fields(bench: StartedEngine, request: Request, rollout: Rollout) -> No
     """Require that the fields of a rollout are consistent with each other and with the request."""
     ids, where = rollout.token_ids, f"member {rollout.member.index}, request {rollout.request}"
     stops = [i for i, token in enumerate(ids) if token in bench.tokens.stop_ids]
-    assert 1 <= len(ids) <= request.sampling.max_tokens, (
-        f"{where}: {len(ids)} tokens, max_tokens is {request.sampling.max_tokens}"
-    )
+    assert 1 <= len(ids) <= request.sampling.max_tokens, f"{where}: {len(ids)} tokens, above max_tokens"
     if rollout.finish_reason == "stop":
-        assert stops == [len(ids) - 1], (
-            f"{where}: finish_reason is stop, but only the last of {ids} may be a stop token"
-        )
+        assert stops == [len(ids) - 1], f"{where}: finish_reason is stop, but only the last of {ids} may be one"
     else:
-        assert len(ids) == request.sampling.max_tokens, (
-            f"{where}: finish_reason is length, but there are {len(ids)} tokens"
-        )
+        assert len(ids) == request.sampling.max_tokens, f"{where}: finish_reason is length after {len(ids)} tokens"
         assert not stops, f"{where}: does not end at its stop token"
     text = bench.tokens.decode(ids)
     assert rollout.text == text, f"{where}: the text is {rollout.text!r}, its tokens decode to {text!r}"
@@ -94,9 +88,7 @@ def check_greedy(bench: StartedEngine, model: Any, rollouts: Iterable[Rollout]) 
         assert rollout.logprobs is not None
         want = chosen - logits.logsumexp(-1)
         apart = float((torch.tensor(rollout.logprobs) - want).abs().max())
-        assert apart <= 4 * tie, (
-            f"member {rollout.member.index}: log-probabilities differ from plain transformers by {apart:.3g}"
-        )
+        assert apart <= 4 * tie, f"member {rollout.member.index}: log-probabilities differ by {apart:.3g}"
 
 
 def plain_model(bench: StartedEngine) -> Any:

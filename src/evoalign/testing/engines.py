@@ -178,9 +178,7 @@ def check_stop_strings(bench: Bench) -> None:
         found = _answers(bench, MEAN_PLAN, [stopping])[MEAN.index, request.index]
         want = rollout.text[: rollout.text.index(stop)]
         assert found.text == want, f"with stop string {stop!r} the text is {found.text!r}, not {want!r}"
-        assert found.finish_reason == "stop", (
-            f"with stop string {stop!r} finish_reason is {found.finish_reason}, not stop"
-        )
+        assert found.finish_reason == "stop", f"with stop string {stop!r} finish_reason is {found.finish_reason}"
         assert found.token_ids == rollout.token_ids[: len(found.token_ids)], "a stop string changes the tokens"
         kept = dataclasses.replace(stopping, sampling=dataclasses.replace(stopping.sampling, keep_stop=True))
         text = _answers(bench, MEAN_PLAN, [kept])[MEAN.index, request.index].text
@@ -304,8 +302,8 @@ def check_state(bench: Bench) -> None:
     names = {t.name for t in (*bench.layout.tensors, *bench.layout.frozen)}
     assert set(state) == names, f"the state and the layout have different tensors: {sorted(set(state) ^ names)[:3]}"
     for name, tensor in state.items():
-        assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (
-            f"{name} is {tensor.dtype} on {tensor.device}, not float32 on the CPU"
+        assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu"), (
+            f"{name} is {tensor.dtype} on {tensor.device}"
         )
         assert tuple(tensor.shape) == bench.layout[name].shape, (
             f"{name} is {tuple(tensor.shape)}, not {bench.layout[name].shape}"
@@ -342,15 +340,9 @@ def check_canary(bench: Bench) -> None:
     prompt, exact = bench.requests[0].prompt_ids, bench.facts.deterministic
     for generation in range(2):
         try:
-            canary.check(
-                bench.engine,
-                bench.space,
-                bench.layout,
-                prompt,
-                generation=generation,
-                width=bench.config.es.width,
-                exact=exact,
-            )
+            width = bench.config.es.width
+            parts = (bench.engine, bench.space, bench.layout, prompt)
+            canary.check(*parts, generation=generation, width=width, exact=exact)
         except CanaryError as error:
             raise AssertionError(str(error)) from error
         bench.engine.apply(bench.update())

@@ -81,12 +81,8 @@ def check_start(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
     for tensor in (*layout.tensors, *layout.frozen):
         start = space.start(layout, tensor.name, "cpu")
         assert start.dtype == torch.float32, f"{tensor.name} starts in {start.dtype}, not float32"
-        assert tuple(start.shape) == tensor.shape, (
-            f"{tensor.name} starts with shape {tuple(start.shape)}, not {tensor.shape}"
-        )
-        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), (
-            f"start() of {tensor.name} changes from call to call"
-        )
+        assert tuple(start.shape) == tensor.shape, f"{tensor.name} starts with shape {start.shape}, not {tensor.shape}"
+        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), f"{tensor.name} changes from call to call"
     for module, added in _added(space, layout, _masters(space, layout), _plan((MEAN,))).items():
         assert not added.any(), f"the tensors at the start change {module} of the model"
 
@@ -138,9 +134,8 @@ def check_noise_is_standard(space: Space, layout: Layout, specs: Sequence[Tensor
 def check_members(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
     """Require that a member is mean + sign * sigma * scale * noise, and does not depend on the other members."""
     masters = _masters(space, layout)
-    members = population(
-        _MEMBERS, antithetic=_is_linear(layout)
-    )  # a pair is equal if factors start at 0: (-B) (-A) is B A
+    # A pair is equal if factors start at 0: (-B) (-A) is B A.
+    members = population(_MEMBERS, antithetic=_is_linear(layout))
     mean = _added(space, layout, masters, _plan((MEAN,)))
     served = _added(space, layout, masters, _plan(members))
     alone = [_added(space, layout, masters, _plan((m,))) for m in members]
@@ -166,9 +161,8 @@ def check_update(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> N
         for tensor in layout.tensors:
             move = _moved(space, layout, tensor, update)
             want = _move(space, layout, tensor, update)
-            _close(
-                move, want, _tolerance(layout), f"the update of {tensor.name} does not follow the documented formula"
-            )
+            odd = f"the update of {tensor.name} does not follow the documented formula"
+            _close(move, want, _tolerance(layout), odd)
 
 
 def check_update_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
@@ -176,9 +170,7 @@ def check_update_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpe
     update = _update()
     for tensor in layout.tensors:
         whole = _moved(space, layout, tensor, update)
-        assert torch.equal(whole, _moved(space, layout, tensor, update)), (
-            f"the update of {tensor.name} changes from call to call"
-        )
+        assert torch.equal(whole, _moved(space, layout, tensor, update)), f"the update of {tensor.name} changes"
         parts = torch.zeros(tensor.shape)
         half = tensor.shape[0] // 2
         for rows in (slice(0, half), slice(half, tensor.shape[0])):
@@ -206,12 +198,8 @@ def check_decay(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
         before = master.double()
         space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update, start)
         want = start.double() + 0.75 * (before - start.double()) + _move(space, layout, tensor, update)
-        _close(
-            master - start,
-            want - start.double(),
-            1e-4,
-            f"the decay of {tensor.name} does not follow the documented formula",
-        )
+        odd = f"the decay of {tensor.name} does not follow the documented formula"
+        _close(master - start, want - start.double(), 1e-4, odd)
 
 
 def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
@@ -227,9 +215,7 @@ def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
                 member, mean = plan.members[2], _random(tensor.shape)
                 want = space.perturbed(layout, tensor.name, mean, plan, member)[part].to(served.dtype)
                 space.perturbed(layout, tensor.name, mean[part], plan, member, part, served)
-                assert torch.equal(served, want), (
-                    f"member 2 in {part} of {tensor.name} differs from the slice of the whole"
-                )
+                assert torch.equal(served, want), f"member 2 of {tensor.name} differs from the slice of the whole"
     shapes = {s.name: s.shape for s in specs}
     for module in dict.fromkeys(t.module for t in layout.tensors) if space.carrier == "adapter" else ():
         for rows, columns in _slices(shapes[module]):

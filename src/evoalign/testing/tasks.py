@@ -44,9 +44,7 @@ def check_loading_repeats(task: Task, seed: int = 0) -> None:
     first, second = task.load_data(seed), task.load_data(seed)
     assert list(first.train) == list(second.train), "load_data returns another training split for the same seed"
     assert list(first.test) == list(second.test), "load_data returns another test split for the same seed"
-    assert list(first.validation) == list(second.validation), (
-        "load_data returns another validation split for the same seed"
-    )
+    assert list(first.validation) == list(second.validation), "load_data returns another validation split"
 
 
 def check_splits(task: Task, data: Data) -> None:
@@ -57,9 +55,7 @@ def check_splits(task: Task, data: Data) -> None:
     assert len(data.train) > 0, "the training split is empty"
     assert len(data.test) > 0, "the test split is empty"
     chosen_by = {id(row) for _, row in held(data.validation)}
-    assert not any(id(row) in chosen_by for _, row in held(data.train)), (
-        "a validation row is also in the training split"
-    )
+    assert not any(id(row) in chosen_by for _, row in held(data.train)), "a validation row is in the training split too"
     assert not any(id(row) in chosen_by for _, row in held(data.test)), "a validation row is also in the test split"
 
 
@@ -104,9 +100,7 @@ def check_rewards_are_pure(task: Task, data: Data) -> None:
     rows = _rows(data)
     texts = [COMPLETIONS[i % len(COMPLETIONS)] for i in range(len(rows))]
     together = task.rewards(texts, rows)
-    assert task.rewards(texts[::-1], rows[::-1]) == together[::-1], (
-        "rewards depend on the order of completions in the batch"
-    )
+    assert task.rewards(texts[::-1], rows[::-1]) == together[::-1], "rewards depend on the order of completions"
     alone = [task.rewards([text], [row])[0] for text, row in zip(texts, rows, strict=True)]
     assert alone == together, "a reward depends on the other completions of the batch"
     before = fresh(rows)
