@@ -16,7 +16,7 @@ from task_runs import lines, resumed_after, train
 
 import evoalign
 from evoalign import evaluation, tasks
-from evoalign.analysis.sweeping.sweep import check_measure
+from evoalign.analysis.sweeping.sweep import check
 from evoalign.config import Config, GraderConfig, TaskConfig, code_of, from_dict, to_yaml
 from evoalign.errors import ConfigError, RewardError
 from evoalign.evaluation import Scored
@@ -251,6 +251,6 @@ def test_probe_uses_fitness_with_a_built_in_task():
     }  # fmt: skip
     found = evoalign.probe(tree, sigmas=[0.02, 0.2], members=4, examples=2)
     assert found.fitness == int(found.fitness) > 2 and len(found.rungs) == 2
-    check_measure([from_dict(tree)], "fitness/letters")
+    check([from_dict(tree)], "fitness/letters")
     with pytest.raises(ConfigError, match=r"no such measure; it has .*fitness/letters"):
-        check_measure([from_dict(tree)], "fitness/others")
+        check([from_dict(tree)], "fitness/others")

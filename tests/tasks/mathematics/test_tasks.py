@@ -14,7 +14,7 @@ from task_runs import jsonl, lines, train
 
 import evoalign
 from evoalign import tasks
-from evoalign.analysis.sweeping.sweep import check_measure
+from evoalign.analysis.sweeping.sweep import check
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.tasks import answers
@@ -173,9 +173,9 @@ def test_hash_seed_is_fixed_in_workers(apart):
 def test_check_measure_knows_measures_of_built_in_tasks(tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", GSM8K)
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "gsm8k", "train_data": file}})
-    check_measure([config], "answered")
+    check([config], "answered")
     with pytest.raises(ConfigError, match="task gsm8k has no such measure; it has reward"):
-        check_measure([config], "solved")
+        check([config], "solved")
 
 
 @pytest.mark.slow
