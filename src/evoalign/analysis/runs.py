@@ -25,28 +25,32 @@ from evoalign.training.train import train as core_train
 Arguments = ParamSpec("Arguments")
 
 
-def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return `run` followed by its page. A page that cannot be written is a warning: the run is saved by then."""
+def write_page(result: Result, console: Console | None = None) -> Result:
+    """Write the page of a finished run, and return its result.
 
+    A page that cannot be written is a warning: the run is saved by then.
+    """
+    if os.environ.get("RANK", "0") != "0":  # of the processes of `accelerate launch`, the first one writes
+        return result
+    console = console or Console()
+    try:
+        if load(result.path / "config.yaml").report:
+            print_line(console, f"{'report':<12} {shown(write_report(result.path))}")
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [""])[0]
+        print_line(
+            console,
+            f"warning: {REPORT} was not written ({type(error).__name__}: {why}); the run is complete without it; "
+            f"to write it: evoalign report {shlex.quote(str(result.path))}",
+        )
+    return result
+
+
+def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @functools.wraps(run)
     def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        result = run(*args, **kwargs)
-        if os.environ.get("RANK", "0") != "0":  # of the processes of `accelerate launch`, the first one writes
-            return result
-        path = result.path
         console = kwargs.get("console")
-        console = console if isinstance(console, Console) else Console()
-        try:
-            if load(path / "config.yaml").report:
-                print_line(console, f"{'report':<12} {shown(write_report(path))}")
-        except Exception as error:
-            why = (str(error).strip().splitlines() or [""])[0]
-            print_line(
-                console,
-                f"warning: {REPORT} was not written ({type(error).__name__}: {why}); the run is complete without it; "
-                f"to write it: evoalign report {shlex.quote(str(path))}",
-            )
-        return result
+        return write_page(run(*args, **kwargs), console if isinstance(console, Console) else None)
 
     return finished
 

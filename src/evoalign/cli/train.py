@@ -34,6 +34,6 @@ def train(
         lines = training.dry_run(found, overwrite=overwrite, resume=resume)
         show_plan(found, "es", lines, everything=all_)
         return
-    from evoalign.analysis.runs import train as run
+    from evoalign.analysis.runs import write_page
 
-    run(found, overwrite=overwrite, resume=resume)
+    write_page(training.train(found, overwrite=overwrite, resume=resume))
