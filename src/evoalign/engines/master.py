@@ -287,6 +287,10 @@ class KeepsMean(MeanMethods):
     def _on_mean(self, method: str, *arguments: object) -> list[Any]:
         return [getattr(self.mean, method)(*arguments)]
 
+    def apply(self, update: Update) -> None:
+        """Move the mean and serve it, so that served weights equal round(master)."""
+        self.mean.apply(update)
+
     def close(self) -> None:
         """Free the mean. An engine that overrides this also frees its model."""
         self._mean = None
