@@ -54,7 +54,6 @@ esac
 
 
 def command_of(words: list[str]) -> list[str]:
-    """Return the settings of a command line of `evoalign train`."""
     assert words[:2] == ["evoalign", "train"]
     command = typer.main.get_command(cli.app).commands["train"]  # type: ignore[attr-defined]
     return list(command.make_context("train", words[2:]).params["set_"])
@@ -149,7 +148,6 @@ def test_the_task_of_skypilot_keeps_the_token_out_of_files_and_starts_the_script
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """With stand-ins for Slurm, and a config."""
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)

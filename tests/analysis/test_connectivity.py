@@ -97,7 +97,6 @@ def test_alphas_have_both_ends_exactly_and_go_beyond() -> None:
 
 @pytest.fixture(scope="module")
 def analysed(config: Config, negated: str) -> tuple[Finding, Line]:
-    """The finding, and the line that it was made of."""
     lines: list[Line] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connectivity, "measure", lambda *given: lines.append(measure(*given)) or lines[0])

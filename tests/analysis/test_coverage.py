@@ -129,7 +129,6 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def ways(config: Config) -> dict[Way, Tries]:
-    """The tries of the base."""
     return tries_of(BASE, SMALL, config)
 
 

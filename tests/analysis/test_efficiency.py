@@ -14,16 +14,7 @@ from copied_runs import Copy, edit, step_cost
 from drawings import figures_of, words_of
 
 from evoalign.analysis import Finding, efficiency
-from evoalign.analysis.efficiency import (
-    Efficiency,
-    Interval,
-    Settings,
-    Time,
-    deviation,
-    median,
-    reached,
-    robust_ratio,
-)
+from evoalign.analysis.efficiency import Efficiency, Interval, Settings, Time, deviation, median, reached, robust_ratio
 from evoalign.errors import ConfigError
 
 A = [12.1, 9.7, 14.2, 10.9, 8.8, 13.0, 11.5]
@@ -31,7 +22,6 @@ B = [10.2, 10.8, 9.9, 10.4, 10.0, 10.7]
 
 
 def rising(at: int, end: float = 1.0) -> Callable[[int], float]:
-    """0 until so many steps, then `end`."""
     return lambda step: end if step >= at else 0.0
 
 

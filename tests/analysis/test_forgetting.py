@@ -37,7 +37,6 @@ def folder(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nats(model: Any, window: int, pieces: int) -> list[float]:
-    """By the loss of plain transformers."""
     ids = tokens.load(of_task().model).encode_text(WORDS)
     cut = [torch.tensor([ids[i : i + window]]) for i in range(0, min(len(ids), window * pieces), window)]
     return [float(model(input_ids=piece, labels=piece).loss.detach()) for piece in cut]

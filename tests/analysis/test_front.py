@@ -23,6 +23,7 @@ def point(name: str, rewards: list[float], nats_a_token: float, spread: float = 
     return Point(name, name, name, None, np.array(rewards), nats)
 
 
+SETS = ("--set", "prompts=4", "--set", "tokens=1", "--set")
 LOW = np.random.default_rng(0).normal(0, 1, 40)
 ABOVE = LOW + np.random.default_rng(1).normal(1, 0.1, 40)
 CHEAP, DEAR = point("cheap", list(ABOVE), 0.1, 0.02), point("dear", list(LOW), 0.5, 0.02)
@@ -51,7 +52,6 @@ def test_sentences_count_the_tested_pairs() -> None:
 
 
 def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
-    """Of 400 sets of 30 prompts with two completions each; lengths and nats go together."""
     rng, found, errors = np.random.default_rng(1), list[list[float]](), list[list[float]]()
     for _ in range(400):
         samples, sums = list[Sample](), list[list[float]]()
@@ -87,13 +87,17 @@ def test_every_saved_mean_is_a_point(trained: Path, analyze: Any) -> None:
     assert "generation_0002" in alone and "generation_0001" not in alone
 
 
-def test_a_divergence_is_taken_from_any_model(trained: Path, analyze: Any) -> None:
-    first, last = (str(trained / f"lora/loras/generation_000{g}") for g in (1, 2))
-    few = ["--set", f"reference={first}", "--set", "prompts=4", "--set", "tokens=1"]
-    out, numbers = analyze("divergence", last, BASE, first, *few)
-    moved, base, own = numbers["targets"]
-    with ModelMixer([first, last], None, EvalSettings(examples=4)) as mixer:
-        nats = mixer.divergence({first: 1.0}, {last: 1.0})
-    assert moved["exact"] == pytest.approx(nats.nats_P.sum() / nats.tokens_P.sum())
-    assert base["exact"] > 0 == own["exact"] and base["target"] == BASE and f"KL from {first}" in out
+@pytest.mark.parametrize("reference", ["lora/loras/generation_0001", BASE])
+def test_a_divergence_is_that_of_the_mixer_from_any_model(reference: str, trained: Path, analyze: Any) -> None:
+    first = reference if reference == BASE else str(trained / reference)
+    full, last = (str(trained / f"{name}_0002") for name in ("full/checkpoints/generation", "lora/loras/generation"))
+    targets = [full] if first == BASE else [last, BASE, first]
+    out, numbers = analyze("divergence", *targets, *SETS, f"reference={first}")
+    moved, *others = numbers["targets"]
+    with ModelMixer([name for name in (first, targets[0]) if name != BASE], None, EvalSettings(examples=4)) as mixer:
+        nats = mixer.divergence({first: 1.0}, {targets[0]: 1.0})
+    assert moved["exact"] == pytest.approx(nats.nats_P.sum() / nats.tokens_P.sum(), rel=1e-6) and moved["exact"] > 0
     assert set(moved["standard_errors"]) == {"k1", "k2", "k3", "exact"} and moved["standard_errors"]["exact"] > 0
+    if others:
+        base, own = others
+        assert base["exact"] > 0 == own["exact"] and base["target"] == BASE and f"KL from {first}" in out

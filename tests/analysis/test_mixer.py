@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 import evoalign
 from evoalign import noise, tokens
 from evoalign.analysis.base import BASE
-from evoalign.analysis.divergence import divergence_of
 from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
 from evoalign.analysis.targets import locate, placebo_hint
 from evoalign.analysis.weights import chosen, parts_of
@@ -157,17 +156,6 @@ def test_noise_is_added_to_the_part_alone_rounded_once_and_is_gone_again_to_the_
         assert written(mixer, 3) != first
 
 
-def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]) -> None:
-    base, own = {BASE: 1.0}, {runs["full"]: 1.0}
-    with ModelMixer([*own], None, ASKED) as mixer:
-        found, none, same = (mixer.divergence(*given) for given in ((base, own), (own, own),
-                                                                     (base, own, Perturbation(1e-30, 0))))  # fmt: skip
-    assert none.nats_P.tolist() == [0.0] * 5 and same.nats_P.tolist() == found.nats_P.tolist()
-    known, _ = divergence_of(locate(runs["full"], None), 5, 1)
-    assert found.nats_P.sum() / found.tokens_P.sum() == pytest.approx(known.exact, rel=1e-6)
-    assert found.draws_P.tolist() == [1.0] * 5 and known.exact > 0.01
-
-
 def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str]) -> None:
     """An empty answer is broken by itself; one that is wrong counts where it earns as much as the best target's."""
     name = runs["lora"]
@@ -300,16 +288,11 @@ def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(runs: dic
 
 def test_placebo_hint_names_runs_without_a_placebo(runs: dict[str, str], tmp_path: Path) -> None:
     run, placebo = runs["lora"], str(tmp_path / "placebo")
-    targets, config = {run: locate(run, None)}, load([Path(run) / "config.yaml"])
+    targets = {run: locate(run, None)}
     (line,) = placebo_hint(targets)
     assert line.startswith(f"{run}: no placebo is among the targets") and placebo_hint({}) == []
     replay(run, to=placebo, counterfactual="shuffle", seed=0)
-    assert placebo_hint({**targets, placebo: locate(placebo, config)}) == []
-    with ModelMixer([run, placebo], config, ASKED) as mixer:
-        mixer.write({run: 1.0})
-        own = tensors(mixer)
-        mixer.write({placebo: 1.0})
-        assert any(not torch.equal(found, own[name]) for name, found in tensors(mixer).items())
+    assert placebo_hint({**targets, placebo: locate(placebo, load([Path(run) / "config.yaml"]))}) == []
 
 
 def test_put_weights_are_evaluated() -> None:
@@ -323,10 +306,7 @@ def test_put_weights_are_evaluated() -> None:
             found = mixer.evaluate({"mine": 1.0})
             assert torch.equal(dict(mixer.model.named_parameters())[norm], factor * own) or factor == 1.0
             assert (found.completions == before.completions) == (factor == 1.0)
-        short, nose = (
-            r"mine has model.norm.weight of shape \[1\]",
-            r"mine has nose\.weight, which .* has not",
-        )
+        short, nose = (r"mine has model.norm.weight of shape \[1\]", r"mine has nose\.weight, which .* has not")
         for name, tensor, said in ((norm, own[:1], short), ("nose.weight", own, nose)):
             with pytest.raises(ModelError, match=said):
                 mixer.put("mine", {name: tensor})

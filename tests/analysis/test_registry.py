@@ -207,7 +207,6 @@ FEW = ("--set", "prompts=4", "--set", "tokens=1")
 
 
 def check_as_measured(run_: Path, analyze: Any, *, hint: bool = False) -> None:
-    """Check that both analyses find what the run measured of its last mean."""
     kept = json.loads((run_ / "results/evaluation.json").read_text())
     for name, words in (("divergence", FEW), ("distance", ())):
         out, numbers = analyze(name, run_, *words)
@@ -256,10 +255,3 @@ def test_compare_is_the_same_as_an_analysis(copy: Copy, run: Run) -> None:
     assert (first.code, first.out.replace(" into a", " into b")) == (0, second.out)
     for name in ("comparison.md", "comparison.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
-
-
-def test_distance_of_is_importable_from_the_analysis() -> None:
-    from evoalign.analysis.distance import distance_of
-    from evoalign.checks import distance
-
-    assert distance_of is distance.distance_of

@@ -32,7 +32,6 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def analysed(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Analysed:
-    """The finding on the base and a copy of it, and the profiles that it was made of."""
     profiles: dict[str, Profile] = {}
 
     def keep(mixer: ModelMixer, name: str, *rest: Any) -> Profile:

@@ -19,11 +19,12 @@ from scipy import stats
 from small_runs import UNCHECKED
 
 import evoalign
-from evoalign import analysis
+from evoalign import analysis, statistics
 from evoalign.analysis import Finding
 from evoalign.analysis.safety import Settings
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
+from evoalign.statistics import Estimate
 from evoalign.tasks.safety import LABELS, Safety
 
 Point = tuple[str, float, float]
@@ -84,10 +85,9 @@ def test_significant_measures_are_named(files: list[str], tmp_path: Path) -> Non
     sentence, measures = found.sentences[-1], ("safe", *LABELS, "reward", "cost")
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
     moved = sentence.partition("significant of 7 measures, uncorrected ")[2].split(", ")
-    ends = {name: (pair[name]["low"], pair[name]["high"]) for name in measures}
-    assert moved == [name for name, (low, high) in ends.items() if low is not None and (low > 0 or high < 0)]
+    assert moved == [name for name in measures if statistics.is_sure(Estimate(**pair[name]))]
     assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" not in moved
-    assert ends["cost"] == (None, None), "all of its differences are alike"
+    assert pair["cost"]["low"] is None, "all of its differences are alike"
     same = written(tmp_path / "same.jsonl", [(p["prompt"], p["reward"], p["cost"]) for p in read(files[0])])
     assert safety([files[0], same]).sentences[-1].endswith("uncorrected none")
 

@@ -66,7 +66,6 @@ def normal(seed: int) -> Callable[..., np.ndarray[Any, Any]]:
 
 
 def perturb(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rewrite the weights of a checkpoint."""
     state = {name: change(name, tensor) for name, tensor in load_file(folder / MODEL).items()}
     save_file(state, folder / MODEL, metadata={"format": "pt"})
     return state
@@ -131,13 +130,6 @@ def test_singular_values_of_either_form(shape: tuple[int, int]) -> None:
             assert near.a.shape[0] == rank
             best = (u[:, :rank] * values[:rank]) @ v[:rank]
             np.testing.assert_allclose(near.rows(slice(None)).numpy(), best, atol=1e-5)
-
-
-def test_a_planted_rank_is_recovered(tmp_path: Path) -> None:
-    """Also where the checkpoint is rounded to float32."""
-    ranks = [s for one in measured([changed(tmp_path / "a", 1, rank=3)]) if (s := one.spectra[0]) is not None]
-    assert len(ranks) == 28
-    assert all(s.energy[4] > 1 - 1e-9 and s.energy[2] < 0.95 and 1.5 < s.participation < 3 for s in ranks)
 
 
 def test_a_planted_number_of_directions_is_recovered_within_the_stated_error(tmp_path: Path) -> None:
@@ -261,13 +253,6 @@ def test_agreement_of_seeds_and_of_their_placebos() -> None:
     assert across.placebos[0] == pytest.approx(cosines[np.ix_(columns[0], [4, 5])].mean()) and across.p == 1 / 4
     assert (alike.cosine.mean, alike.cosine.low) == (across.cosine.mean, None)
     assert "same noise" in results.seed_lines([], [alike])[0]
-
-
-def test_columns_that_stand_for_targets() -> None:
-    placebos = {0: [3, 4], 1: [5, 6]}
-    assert chance.placebo_columns((0, 1), placebos) == [(3, 5), (4, 6)]
-    assert chance.placebo_columns((0, 2), placebos) == [(3, 2), (4, 2)]
-    assert chance.placebo_columns((2,), placebos) == chance.placebo_columns((0, 1), {}) == []
 
 
 def test_the_minimal_rank_and_its_interval() -> None:

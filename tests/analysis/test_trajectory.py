@@ -124,7 +124,6 @@ def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_the_share_of_signal_holds_what_was_planted() -> None:
-    """Noise of 300 directions and a known signal along one of them."""
     random, signal, hits, sure = np.random.default_rng(2), 12.0, 0, 0
     share = signal**2 / (signal**2 + 300)
     for _ in range(300):
