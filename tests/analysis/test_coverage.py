@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import Visit, chromium
 from test_mixer import of_task, plain, write
 
 from evoalign import tokens
@@ -258,3 +260,42 @@ def test_the_page_shows_hostile_text_as_text() -> None:
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy[1], "the hash is that of the script as it stands"
     assert '<tr data-solved="0">' in html and '<tr data-solved="">' in html and '<td class="c2">1</td>' in html
+
+
+SCRIPT = "</pre></script><script>document.title='run'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
+
+
+@pytest.fixture
+def tab() -> Iterator[Visit]:
+    """It runs an event loop, which no other test may meet."""
+    with chromium() as browser:
+        yield Visit(browser)
+
+
+@pytest.mark.slow
+def test_filters_work_and_no_completion_is_executed(tmp_path: Path, tab: Visit) -> None:
+    """Four problems: solved by both, by the base alone, by the other alone, by nobody."""
+    base, other = np.array([[1, 1, 0, 0]] * 2, dtype=bool), np.array([[1, 0, 1, 0]] * 2, dtype=bool)
+    way, texts = Way("temperature", 1.0), [[SCRIPT] * 2] * 4
+    tries = {"base": {way: Tries(base, texts)}, SCRIPT: {way: Tries(other, texts)}}
+    problems = [Problem(f"{SCRIPT} number {i}", SCRIPT) for i in range(4)]
+    (tmp_path / "coverage.html").write_text(figures.page(tries, problems, "right by gold", [SCRIPT]), encoding="utf-8")
+    opened = tab.page
+    opened.goto((tmp_path / "coverage.html").as_uri())
+
+    def shown(**values: str) -> list[int]:
+        for name, value in values.items():
+            opened.fill(f"#{name}", value) if name == "text" else opened.select_option(f"#{name}", value)
+        rows = opened.locator("tbody tr")
+        found = [i for i in range(4) if rows.nth(i).is_visible()]
+        assert opened.inner_text("#count") == f"{len(found)} of 4 problems"
+        return found
+
+    assert shown() == [0, 1, 2, 3]
+    assert shown(by="0") == [0, 1] and shown(**{"not": "1"}) == [1]
+    assert shown(by="1") == [] and shown(**{"not": "any"}) == [0, 2]
+    assert shown(by="none") == [3] and shown(by="any", text="NUMBER 2") == [2]
+    opened.click("tbody tr:nth-child(3) summary")
+    assert opened.inner_text("tbody tr:nth-child(3) pre >> nth=0") == f"{SCRIPT} number 2"
+    assert (opened.title(), opened.locator("img").count()) == ("Solved problems", 0)
+    assert (tab.errors, len(tab.asked)) == ([], 1)
