@@ -15,7 +15,7 @@ from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.statistics import t_of
 
-FIVE = Settings(points=5, low=-0.25, high=1.25, examples=6)
+FIVE = Settings(points=5, low=-0.25, high=1.25, examples=12)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def test_the_divergence_along_it_is_that_of_scaled_logits(analysed: tuple[Findin
 @pytest.mark.slow
 def test_there_is_none_where_the_function_is_one_all_along(config: Config, negated: str) -> None:
     """From the negated model to beyond itself no sign turns; the base and itself cannot be given."""
-    settings = Settings(points=3, low=0.0, high=1.0, examples=6, kl=False, sigma=1e-30, trials=3)
-    with ModelMixer([negated], config, EvalSettings(examples=6)) as mixer:
+    settings = Settings(points=3, low=0.0, high=1.0, examples=12, kl=False, sigma=1e-30, trials=3)
+    with ModelMixer([negated], config, EvalSettings(examples=12)) as mixer:
         at = [mixer.rewards(mixer.evaluate({negated: 1 + a, BASE: -a})) for a in (0.0, 0.1, 0.2)]
     assert barrier(np.array([0.0, 0.5, 1.0]), np.array([at])).height == 0
     between = line_of([BASE, negated], settings, config)
