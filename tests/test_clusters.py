@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples for clusters. Scripts are run on loopback, by stand-ins for what starts them elsewhere; manifests have
-the fields of their schemas, and all have commands that evoalign has."""
+"""The examples for clusters: scripts run on loopback, manifests have the fields of their schemas, commands exist."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ KUBERAY, SKYPILOT = SCRIPTS / "kuberay" / "train.yaml", SCRIPTS / "skypilot" / "
 DATA = SCRIPTS.parent / "data" / "tasks" / "conciseness"
 ADDRESSES = ["127.0.0.1", "127.0.0.2"]
 SECONDS = 240.0
-JOB = 90_000_000 + os.getpid()
+JOB_ID = 90_000_000 + os.getpid()
 STARTED: list[subprocess.Popen[bytes]] = []
 
 CONFIG: dict[str, Any] = {
@@ -55,19 +54,20 @@ esac
 
 
 def command_of(words: list[str]) -> list[str]:
-    """The settings of a command line of `evoalign train`. Raises where it is none."""
     assert words[:2] == ["evoalign", "train"]
     command = typer.main.get_command(cli.app).commands["train"]  # type: ignore[attr-defined]
     return list(command.make_context("train", words[2:]).params["set_"])
 
 
 def in_script(script: Path) -> list[str]:
-    """The words of the command that a script trains by, with numbers for what the shell puts in."""
+    """Return the words of the command that a script trains by, with numbers for what the shell inserts."""
     found = re.search(r"^(evoalign train .*?) &$", script.read_text().replace("\\\n", ""), re.MULTILINE)
     assert found is not None
-    line = re.sub(r"\$\(\(.*\)\)|\$replicas", "2", found[1])
-    line = re.sub(r'"\$\{@:2\}"', "", re.sub(r'"\$config"', "config.yaml", line))
-    return shlex.split(re.sub(r"\$\{addresses\[0\]\}:\$port|\$address", "10.0.0.1:6379", line))
+    line = found[1]
+    for words, value in ((r"\$\(\(.*\)\)|\$replicas", "2"), (r'"\$\{@:2\}"', ""), (r'"\$config"', "config.yaml"),
+                         (r"\$\{addresses\[0\]\}:\$port|\$address", "10.0.0.1:6379")):  # fmt: skip
+        line = re.sub(words, value, line)
+    return shlex.split(line)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.rglob("*.sh")), ids=lambda path: path.relative_to(SCRIPTS).as_posix())
@@ -78,90 +78,69 @@ def test_shellcheck_has_nothing_to_say(script: Path) -> None:
     subprocess.run([program, script], check=True)
 
 
-def test_the_commands_are_those_of_evoalign() -> None:
-    job = documents(KUBERAY)["RayJob"]["spec"]
-    for words in (in_script(SLURM), in_script(NODE), shlex.split(job["entrypoint"])):
-        settings = command_of(words)
-        read = from_dict(parse_overrides({"es": {"sigma": 0.01}}, settings))
-        assert read.engine.name == "ray" and read.engine.address  # type: ignore[attr-defined]
-        assert "--resume" in words
+MANIFEST = {one["kind"]: one for one in yaml.safe_load_all(KUBERAY.read_text())}
+JOB = MANIFEST["RayJob"]["spec"]
+CLUSTER = JOB["rayClusterSpec"]
+HEAD, (WORKERS,) = CLUSTER["headGroupSpec"], CLUSTER["workerGroupSpecs"]
 
 
-def documents(path: Path) -> dict[str, dict[str, Any]]:
-    return {one["kind"]: one for one in yaml.safe_load_all(path.read_text())}
+@pytest.mark.parametrize("words", [in_script(SLURM), in_script(NODE), shlex.split(JOB["entrypoint"])])
+def test_the_commands_are_those_of_evoalign(words: list[str]) -> None:
+    read = from_dict(parse_overrides({"es": {"sigma": 0.01}}, command_of(words)))
+    assert read.engine.name == "ray" and read.engine.address and "--resume" in words  # type: ignore[attr-defined]
 
 
-JOB_FIELDS = {
-    "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint", "entrypointNumCpus",
-    "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata", "rayClusterSpec", "runtimeEnvYAML",
-    "shutdownAfterJobFinishes", "submissionMode", "submitterConfig", "submitterPodTemplate", "suspend",
-    "ttlSecondsAfterFinished",
-}  # fmt: skip
-CLUSTER_FIELDS = {
-    "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec",
-    "headServiceAnnotations", "managedBy", "rayVersion", "suspend", "upgradeStrategy", "workerGroupSpecs",
-}  # fmt: skip
-HEAD_FIELDS = {"enableIngress", "headService", "labels", "rayStartParams", "resources", "serviceType", "template"}
-WORKER_FIELDS = {
-    "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams",
-    "replicas", "resources", "scaleStrategy", "suspend", "template",
-}  # fmt: skip
+POD = "labels rayStartParams resources template"
+FIELDS = {
+    "job": "activeDeadlineSeconds backoffLimit clusterSelector deletionStrategy entrypoint entrypointNumCpus "
+    "entrypointNumGpus entrypointResources jobId managedBy metadata rayClusterSpec runtimeEnvYAML "
+    "shutdownAfterJobFinishes submissionMode submitterConfig submitterPodTemplate suspend ttlSecondsAfterFinished",
+    "cluster": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions headGroupSpec "
+    "headServiceAnnotations managedBy rayVersion suspend upgradeStrategy workerGroupSpecs",
+    "head": f"{POD} enableIngress headService serviceType",
+    "workers": f"{POD} suspend groupName idleTimeoutSeconds maxReplicas minReplicas numOfHosts replicas scaleStrategy",
+    "auth": "mode secretName",
+    "task": "name workdir num_nodes resources envs secrets file_mounts setup run",
+    "resources": "accelerators use_spot job_recovery",
+    "recovery": "strategy max_restarts_on_errors recover_on_exit_codes",
+}
 
 
-def test_the_manifest_has_the_fields_of_a_rayjob() -> None:
-    found = documents(KUBERAY)
-    job = found["RayJob"]
-    assert job["apiVersion"] == "ray.io/v1" and job["spec"].keys() <= JOB_FIELDS
-    cluster = job["spec"]["rayClusterSpec"]
-    assert cluster.keys() <= CLUSTER_FIELDS and cluster["authOptions"].keys() <= {"mode", "secretName"}
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    assert head.keys() <= HEAD_FIELDS and workers.keys() <= WORKER_FIELDS
-    assert all(isinstance(value, str) for group in (head, workers) for value in group["rayStartParams"].values())
-    for group in (head, workers):
+TASK = yaml.safe_load(SKYPILOT.read_text())
+
+
+def test_manifests_have_the_fields_of_their_schemas() -> None:
+    assert MANIFEST["RayJob"]["apiVersion"] == "ray.io/v1"
+    ours = {"job": JOB, "cluster": CLUSTER, "head": HEAD, "workers": WORKERS, "auth": CLUSTER["authOptions"],
+            "task": TASK, "resources": TASK["resources"], "recovery": TASK["resources"]["job_recovery"]}  # fmt: skip
+    assert ours.keys() == FIELDS.keys()
+    assert not [name for name, found in ours.items() if found.keys() - FIELDS[name].split()]
+    for group in (HEAD, WORKERS):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
-        names = {volume["name"] for volume in pod["volumes"]}
         for container in pod["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} == names
+            assert {mount["name"] for mount in container["volumeMounts"]} == {own["name"] for own in pod["volumes"]}
             assert not any("TOKEN" in variable["name"] for variable in container["env"]), "KubeRay sets the token"
 
 
 def test_the_manifest_keeps_strangers_out_and_has_a_replica_a_gpu() -> None:
-    found = documents(KUBERAY)
-    spec = found["RayJob"]["spec"]
-    cluster = spec["rayClusterSpec"]
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    assert cluster["authOptions"] == {"mode": "token", "secretName": "evoalign-ray"}
-    assert head["serviceType"] == "ClusterIP" and head["enableIngress"] is False
-    (selected,) = found["NetworkPolicy"]["spec"]["podSelector"]["matchExpressions"]
+    assert CLUSTER["authOptions"] == {"mode": "token", "secretName": "evoalign-ray"}
+    assert HEAD["serviceType"] == "ClusterIP" and HEAD["enableIngress"] is False
+    (selected,) = MANIFEST["NetworkPolicy"]["spec"]["podSelector"]["matchExpressions"]
     assert selected == {"key": "ray.io/cluster", "operator": "Exists"}
-    gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    assert f"engine.replicas={workers['replicas'] * gpus}" in command_of(shlex.split(spec["entrypoint"]))
-    assert (cluster["rayVersion"] in (SCRIPTS.parent / "requirements" / "test.lock").read_text()) and spec[
-        "backoffLimit"
-    ]
+    gpus = WORKERS["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"engine.replicas={WORKERS['replicas'] * gpus}" in command_of(shlex.split(JOB["entrypoint"]))
+    locked = (SCRIPTS.parent / "requirements" / "test.lock").read_text()
+    assert CLUSTER["rayVersion"] in locked and JOB["backoffLimit"]
 
 
-def test_the_task_has_the_fields_of_skypilot() -> None:
-    task = yaml.safe_load(SKYPILOT.read_text())
-    assert task.keys() <= {
-        "name",
-        "workdir",
-        "num_nodes",
-        "resources",
-        "envs",
-        "secrets",
-        "file_mounts",
-        "setup",
-        "run",
-    }
-    assert task["resources"].keys() <= {"accelerators", "use_spot", "job_recovery"}
-    assert task["resources"]["job_recovery"].keys() <= {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
-    assert task["secrets"] == {"EVOALIGN_RAY_TOKEN": None}, "a token is given by who starts the job, and in no file"
-    (mount,) = task["file_mounts"].values()
+def test_the_task_of_skypilot_keeps_the_token_out_of_files_and_starts_the_script() -> None:
+    assert TASK["secrets"] == {"EVOALIGN_RAY_TOKEN": None}, "a token is given by who starts the job, and in no file"
+    (mount,) = TASK["file_mounts"].values()
     assert mount["mode"] in {"MOUNT", "COPY", "MOUNT_CACHED"}
-    words = shlex.split(task["run"])
-    assert (SCRIPTS.parent / words[1]).resolve() == NODE and (SCRIPTS.parent / task["envs"]["CONFIG"]).is_file()
-    assert f"output_dir={next(iter(task['file_mounts']))}/evoalign" in words
+    words = shlex.split(TASK["run"])
+    assert (SCRIPTS.parent / words[1]).resolve() == NODE and (SCRIPTS.parent / TASK["envs"]["CONFIG"]).is_file()
+    assert f"output_dir={next(iter(TASK['file_mounts']))}/evoalign" in words
 
 
 # --- they run --------------------------------------------------------------------------------------------------------
@@ -169,12 +148,10 @@ def test_the_task_has_the_fields_of_skypilot() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """With stand-ins for Slurm, and a config."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
+    (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     yield tmp_path
     for process in STARTED:
@@ -182,20 +159,17 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             process.terminate()
             process.wait(SECONDS)
     STARTED.clear()
-    for place in ("/tmp/ray-evoalign", f"/tmp/ray-{JOB}"):
+    for place in ("/tmp/ray-evoalign", f"/tmp/ray-{JOB_ID}"):
         shutil.rmtree(place, ignore_errors=True)
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
-    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{found['PATH']}"
-    return found | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | more
 
 
 def train(folder: Path, name: str, script: Path, log: Path, **more: str) -> subprocess.Popen[bytes]:
     words = [script, folder / "config.yaml", "--set", f"output_dir={folder / name}"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{own['PATH']}"
+    environment = own | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | more
     with log.open("wb") as output:
-        process = subprocess.Popen(words, env=environment(folder, **more), cwd=folder, stdout=output, stderr=output)
+        process = subprocess.Popen(words, env=environment, cwd=folder, stdout=output, stderr=output)
     STARTED.append(process)
     return process
 
@@ -208,25 +182,23 @@ def generations(run: Path) -> list[dict[str, Any]]:
 
 
 def slurm(folder: Path) -> subprocess.Popen[bytes]:
-    variables = {"SLURM_JOB_ID": str(JOB), "SLURM_JOB_NODELIST": ",".join(ADDRESSES), "SLURM_CPUS_PER_TASK": "1"}
+    variables = {"SLURM_JOB_ID": str(JOB_ID), "SLURM_JOB_NODELIST": ",".join(ADDRESSES), "SLURM_CPUS_PER_TASK": "1"}
     return train(folder, "slurm", SLURM, folder / "slurm.log", REQUEUED=str(folder / "requeued"), **variables)
 
 
 def sky(folder: Path) -> list[subprocess.Popen[bytes]]:
-    variables = {"SKYPILOT_NODE_IPS": "\n".join(ADDRESSES), "EVOALIGN_RAY_PORT": str(20000 + JOB % 10000 + 1)}
-    variables |= {"EVOALIGN_RAY_TOKEN": "0123456789abcdef" * 4}
+    variables = {"SKYPILOT_NODE_IPS": "\n".join(ADDRESSES), "EVOALIGN_RAY_PORT": str(20000 + JOB_ID % 10000 + 1),
+                 "EVOALIGN_RAY_TOKEN": "0123456789abcdef" * 4}  # fmt: skip
     logs = [folder / f"sky{rank}.log" for rank in (0, 1)]
     return [train(folder, "sky", NODE, log, SKYPILOT_NODE_RANK=str(rank), **variables) for rank, log in enumerate(logs)]
 
 
 def check_secret(folder: Path) -> None:
-    """The token is where its owner alone reads it, and on no command line."""
+    """Check that only its owner can read the token, and that it is on no command line."""
     (own,) = folder.glob(".evoalign-ray-*")
-    token = own / "token"
-    assert own.stat().st_mode & 0o777 == 0o700 and token.stat().st_mode & 0o777 == 0o600
-    words = token.read_text()
-    assert len(words) == 64
-    assert not [p for p in psutil.process_iter(["cmdline"]) if words in " ".join(p.info["cmdline"] or [])]
+    token = (own / "token").read_text()
+    assert len(token) == 64 and [p.stat().st_mode & 0o777 for p in (own, own / "token")] == [0o700, 0o600]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if token in " ".join(p.info["cmdline"] or [])]
 
 
 @pytest.mark.long
@@ -242,7 +214,7 @@ def test_a_slurm_job_that_is_requeued_ends_like_one_that_sky_starts(folder: Path
     job.send_signal(signal.SIGUSR1)
     assert job.wait(SECONDS) == 0, (folder / "slurm.log").read_text()
     check_gone(processes)
-    assert (folder / "requeued").read_text().split() == [str(JOB)] and not list(folder.glob(".evoalign-ray-*"))
+    assert (folder / "requeued").read_text().split() == [str(JOB_ID)] and not list(folder.glob(".evoalign-ray-*"))
     part = generations(folder / "slurm")
     assert 4 <= len(part) < CONFIG["es"]["num_generations"], "it was to be stopped half-way"
 

@@ -28,40 +28,28 @@ SMALL = ("--set", "task.test_size=8", "--methods", "lowrank,grpo", "--jobs", "2"
 pytestmark = pytest.mark.slow
 
 
-def call(*words: str) -> str:
+def call(*words: object) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "benchmarks" / "es_vs_grpo.py"), *words]
+    command = [sys.executable, str(ROOT / "benchmarks" / "es_vs_grpo.py"), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def there(folder: Path) -> tuple[str, ...]:
-    return ("--task", "conciseness", "--to", str(folder), *SMALL)
 
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("study")
-    call("tune", *there(folder), "--cells", "2", "--seeds", "100")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def study(searched: Path) -> Path:
-    call("final", *there(searched), "--seeds", "0")
-    return searched
+    call("tune", "--task", "conciseness", "--to", folder, *SMALL, "--cells", "2", "--seeds", "100")
+    return folder / "conciseness"
 
 
 @pytest.mark.long
 def test_search_chooses_the_best_cell_and_tells_its_budget(searched: Path) -> None:
-    chosen = json.loads((searched / "conciseness" / "chosen.json").read_text())
+    chosen = json.loads((searched / "chosen.json").read_text())
     assert set(chosen["methods"]) == {"lowrank", "grpo"}
     for name, found in chosen["methods"].items():
-        results = json.loads((searched / "conciseness" / "tune" / name / "results.json").read_text())
-        best = max(cell["mean"]["reward"] for cell in results["cells"])
-        assert found["validation"]["mean"]["reward"] == best
+        results = json.loads((searched / "tune" / name / "results.json").read_text())
+        assert found["validation"]["mean"]["reward"] == max(cell["mean"]["reward"] for cell in results["cells"])
         assert (found["budget"]["trials"], found["budget"]["runs"], found["budget"]["not_done"]) == (2, 2, 0)
         assert found["budget"]["completions"] == 2 * 2 * 64  # cells, generations, completions of each
 
@@ -84,34 +72,28 @@ def test_choice_is_the_best_mean_among_cells_of_which_every_seed_is_done(tmp_pat
 
 
 @pytest.mark.long
-def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path) -> None:
-    chosen = json.loads((study / "conciseness" / "chosen.json").read_text())["methods"]
-    config = load([study / "conciseness" / "final" / "lowrank" / "base" / "seed_0" / "config.yaml"])
-    assert config.es.sigma == chosen["lowrank"]["settings"]["es.sigma"]
-    assert config.es.learning_rate == chosen["lowrank"]["settings"]["es.learning_rate"]
+def test_final_runs_have_the_chosen_settings_and_the_real_test_split(searched: Path) -> None:
+    call("final", "--task", "conciseness", "--to", searched.parent, *SMALL, "--seeds", "0")
+    chosen = json.loads((searched / "chosen.json").read_text())["methods"]["lowrank"]["settings"]
+    config = load([searched / "final" / "lowrank" / "base" / "seed_0" / "config.yaml"])
+    assert (config.es.sigma, config.es.learning_rate) == (chosen["es.sigma"], chosen["es.learning_rate"])
     assert config.task.test_data == "data/tasks/conciseness/conciseness_test.json"
-    tuned = load([next((study / "conciseness" / "tune" / "lowrank").glob("*/seed_100/config.yaml"))])
-    assert tuned.task.test_data == str(study / "conciseness" / "validation.json")
+    tuned = load([next((searched / "tune" / "lowrank").glob("*/seed_100/config.yaml"))])
+    assert tuned.task.test_data == str(searched / "validation.json")
 
 
 @pytest.mark.parametrize("name", result_pages.TABLES)
-def test_result_page_has_the_tables_of_its_rows(name: str) -> None:
-    assert (result_pages.PAGES / f"{name}.md").read_text(encoding="utf-8") == result_pages.filled(name)
-
-
-@pytest.mark.parametrize("name", result_pages.TABLES)
-def test_result_page_opens_with_question_setting_answer_failures_and_commands(name: str) -> None:
+def test_result_page_has_its_parts_in_order_and_the_tables_of_its_rows(name: str) -> None:
     text = (result_pages.PAGES / f"{name}.md").read_text(encoding="utf-8")
+    assert text == result_pages.filled(name)
     parts = ("**Question.**", "**Setting.**", "**Answer.**", "**What failed.**", "```sh", "<!-- table")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
 
 
 def test_baseline_exits_when_a_figure_is_outside_its_range() -> None:
-    known = json.loads(baseline.BASELINES.read_text(encoding="utf-8"))
-    for name, found in known.items():
-        low, high = found["range"]
-        assert low <= found["figure"] <= high, name
+    for name, found in json.loads(baseline.BASELINES.read_text(encoding="utf-8")).items():
+        assert found["range"][0] <= found["figure"] <= found["range"][1], name
     baseline.check({"replay lora, journal bytes per generation": 1490, "a figure without a range": 1e9})
     with pytest.raises(SystemExit, match="replay lora"):
         baseline.check({"replay lora, journal bytes per generation": 5000})
@@ -133,10 +115,9 @@ def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, t
 
 def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
     grid = {"es.sigma": [1.0, 2.0], "es.learning_rate": [0.01, 0.02, 0.04]}
-    tried = {rate: es_vs_grpo.further(grid, {"es.sigma": 2.0, "es.learning_rate": rate}) for rate in (0.01, 0.02, 0.04)}
-    assert all(cell["es.sigma"] == 2.0 for cells in tried.values() for cell in cells)
-    rates = {rate: [cell["es.learning_rate"] for cell in cells] for rate, cells in tried.items()}
-    assert rates == {0.01: [0.005, 0.0025], 0.02: [0.0141, 0.0283], 0.04: [0.08, 0.16]}
+    for rate, wanted in ((0.01, [0.005, 0.0025]), (0.02, [0.0141, 0.0283]), (0.04, [0.08, 0.16])):
+        cells = es_vs_grpo.further(grid, {"es.sigma": 2.0, "es.learning_rate": rate})
+        assert cells == [{"es.sigma": 2.0, "es.learning_rate": further} for further in wanted]
 
 
 # --- the landscape ----------------------------------------------------------------------------------------------------
@@ -144,42 +125,36 @@ def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
 BELOW, ACROSS, ABOVE = (Estimate(mean, 8, mean - 1.0, mean + 1.0) for mean in (-2.0, 0.0, 2.0))
 
 
-def verdict(found: Estimate, limit: float | None = 0.0, **more: Any) -> str:
-    return landscape_claims.Claim("1", "a number", found, limit, **more).verdict
+SIDES, LIKEWISE = ["not held", "not known", "held"], "not held: its placebos do likewise"
 
 
-def test_a_claim_is_judged_by_the_side_on_which_its_interval_lies() -> None:
-    held = ["not held", "not known", "held"]
-    assert [verdict(found) for found in (BELOW, ACROSS, ABOVE)] == held
-    assert [verdict(found, above=False) for found in (BELOW, ACROSS, ABOVE)] == held[::-1]
-    assert verdict(Estimate(5.0, 1, why="1 value")) == "not known"
-    assert verdict(ABOVE, None) == ""
-
-
-def test_a_claim_is_not_held_by_the_other_end_where_it_has_one() -> None:
-    assert verdict(BELOW, against=ABOVE) == verdict(BELOW, against=ACROSS) == "not known"
-    assert verdict(ACROSS, against=BELOW) == "not held"
-    assert verdict(ABOVE, against=BELOW) == "held"
-
-
-def test_what_placebos_do_likewise_is_not_held() -> None:
-    assert verdict(ABOVE, likewise=ABOVE) == "not held: its placebos do likewise"
-    assert verdict(ABOVE, likewise=ACROSS) == verdict(ABOVE, likewise=BELOW) == "held"
-    assert verdict(BELOW, likewise=ABOVE) == "not held" and verdict(ACROSS, likewise=ABOVE) == "not known"
-
-
-def test_a_cosine_of_what_is_not_reliable_says_nothing() -> None:
-    assert [verdict(found, reliability=0.09) for found in (BELOW, ACROSS, ABOVE)] == ["no evidence"] * 3
-    assert verdict(ABOVE, reliability=0.1) == "held"
+@pytest.mark.parametrize(
+    ("more", "verdicts"),
+    [
+        ({}, SIDES),
+        ({"above": False}, SIDES[::-1]),
+        ({"limit": None}, ["", "", ""]),
+        ({"against": BELOW}, ["not held", "not held", "held"]),  # not held by the other end where it has one
+        ({"against": ACROSS}, ["not known", "not known", "held"]),
+        ({"against": ABOVE}, ["not known", "not known", "held"]),
+        ({"likewise": ABOVE}, [*SIDES[:2], LIKEWISE]),
+        ({"likewise": ACROSS}, SIDES),
+        ({"likewise": BELOW}, SIDES),
+        ({"reliability": 0.09}, ["no evidence"] * 3),
+        ({"reliability": 0.1}, SIDES),
+    ],
+)
+def test_a_claim_is_judged_by_its_interval_the_other_end_placebos_and_reliability(more: Any, verdicts: Any) -> None:
+    judged = (landscape_claims.Claim("1", "n", x, **{"limit": 0.0, **more}).verdict for x in (BELOW, ACROSS, ABOVE))
+    assert list(judged) == verdicts
+    assert landscape_claims.Claim("1", "n", Estimate(5.0, 1, why="1 value"), 0.0).verdict == "not known"
 
 
 def test_pairs_in_a_ring_count_what_neighbours_share() -> None:
     alike, apart = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [1.0, -1.0] * 3
     plain, found = statistics.mean(alike), landscape_claims.in_a_ring(alike)
-    assert plain.high is not None
-    assert (found.mean, found.n) == (0.0, 6)
+    assert plain.high is not None and (found.mean, found.n, found.low) == (0.0, 6, pytest.approx(-(found.high or 0)))
     assert found.high == pytest.approx(plain.high * (5 / 3) ** 0.5)  # a third of the variance is shared with each side
-    assert found.low == pytest.approx(-found.high)
     for values in (apart, alike[2:5], [1.0] * 6):  # no shared variance, too few, no interval
         assert landscape_claims.in_a_ring(values) == statistics.mean(values)
 

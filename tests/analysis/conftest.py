@@ -4,14 +4,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run, caller
 from copied_runs import STEPS, Copy, copy_run, real_run
 from small_runs import UNCHECKED
 
 import evoalign
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys, 400)
+
+
+@pytest.fixture
+def analyze(run: Run) -> Callable[..., tuple[str, Any]]:
+    """Run an analysis that succeeds into `out`, and return what it prints and its numbers."""
+
+    def go(name: str, *words: object) -> tuple[str, Any]:
+        done = run("analyze", name, *words, "--to", "out")
+        assert (done.code, done.err) == (0, "")
+        return done.out, json.loads(Path("out", f"{name}.json").read_text())["numbers"]
+
+    return go
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,12 @@ from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.statistics import t_of
 
-COUNTDOWN = {"name": "countdown"}
 FIVE = Settings(points=5, low=-0.25, high=1.25, examples=12)
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return of_task(task=COUNTDOWN, evaluation={"max_tokens": 40})
+    return of_task(task={"name": "countdown"}, evaluation={"max_tokens": 40})
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +34,15 @@ def line_of(targets: list[str], settings: Settings, config: Config) -> Line:
         return measure(mixer, targets[0], targets[1], alphas(settings), settings)
 
 
-def line(
-    height: float, examples: int, points: int = 21, draws: int = 1, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def line(height: float, examples: int, draws: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Alphas [A] and rewards [K, A, E] of examples of their own level and roughness; a bump of `height` at 0.5."""
-    random = np.random.default_rng(seed)
-    alphas_A = np.arange(points) / (points - 1)
+    random, alphas_A = np.random.default_rng(seed), np.arange(21) / 20
     dip_A = height * np.clip(1 - np.abs(alphas_A - 0.5) / 0.25, 0, None)
-    level_E, rough_AE = random.normal(size=examples), random.normal(size=(points, examples))
-    rough_K = 0.3 * random.normal(size=(draws, points, 1))
-    rest_KAE = 0.3 * random.normal(size=(draws, points, examples)) if draws > 1 else 0.0
-    return alphas_A, (level_E - dip_A[:, None] + rough_AE)[None] + (rough_K if draws > 1 else 0.0) + rest_KAE
+    level_E, rough_AE = random.normal(size=examples), random.normal(size=(21, examples))
+    rewards_AE = level_E - dip_A[:, None] + rough_AE
+    rough_K = 0.3 * random.normal(size=(draws, 21, 1))
+    rest_KAE = 0.3 * random.normal(size=(draws, 21, examples)) if draws > 1 else 0.0
+    return alphas_A, rewards_AE[None] + (rough_K if draws > 1 else 0.0) + rest_KAE
 
 
 def test_dips_are_the_chord_less_the_reward_at_the_inner_points() -> None:
@@ -62,31 +59,27 @@ def test_the_interval_holds_the_largest_dip_and_seldom_sees_one_where_there_is_n
 ) -> None:
     """In 95 % of lines or more; the interval of one point that is picked for its dip is wrong far more often."""
     monkeypatch.setattr(connectivity, "DRAWS", 2000)
-    times = 120
+    times, chance = 120, list[float]()
     wrong = missed = naive = 0
-    chance: list[float] = []
     for seed in range(times):
-        none = barrier(*line(0.0, examples, draws=draws, seed=seed))
-        one = barrier(*line(2.0, examples, draws=draws, seed=1000 + seed))
+        flat = line(0.0, examples, draws, seed)
+        none, one = barrier(*flat), barrier(*line(2.0, examples, draws, 1000 + seed))
         assert none.low is not None and one.low is not None and one.high is not None and none.corrected is not None
         wrong += none.low > 0
         missed += not one.low <= 2.0 <= one.high
         chance.append(none.corrected)
-        dips_IE = dips(*line(0.0, examples, draws=draws, seed=seed)).mean(0)
+        dips_IE = dips(*flat).mean(0)
         at = dips_IE[dips_IE.mean(1).argmax()]
         naive += at.mean() > t_of(len(at) - 1) * at.std(ddof=1) / len(at) ** 0.5
-    assert wrong <= 0.07 * times and missed <= 0.08 * times
-    assert naive > 3 * max(1, wrong)
+    assert wrong <= 0.07 * times and missed <= 0.08 * times and naive > 3 * max(1, wrong)
     assert abs(np.mean(chance)) < 4 * np.std(chance) / times**0.5 + 0.02, "corrected has no bias where no point dips"
 
 
 def test_a_large_dip_is_sure_and_so_is_one_that_all_examples_share_alike() -> None:
-    found = barrier(*line(2.0, 60))
+    found, alphas_A = barrier(*line(2.0, 60)), np.array([0.0, 0.5, 1.0])
     assert (found.low or 0) > 0 and abs(found.alpha - 0.5) <= 0.1 and found.p is not None and found.p < 0.001
-    alphas_A = np.array([0.0, 0.5, 1.0])
-    alike = barrier(alphas_A, np.array([[[1.0] * 20, [0.0] * 20, [1.0] * 20]]))
+    alike, few = (barrier(alphas_A, np.array([[[1.0] * n, [0.0] * n, [1.0] * n]])) for n in (20, 3))
     assert alike.height == 1 and alike.low is not None and 0.7 < alike.low < 1 < (alike.high or 0) < 1.3
-    few = barrier(alphas_A, np.array([[[1.0] * 3, [0.0] * 3, [1.0] * 3]]))
     assert few.low is not None and few.low < 0, "three examples say little"
     straight = barrier(alphas_A, np.tile(np.array([[0.0], [0.5], [1.0]]), (1, 1, 9)))
     assert straight == Barrier(0.0, 0.5, 9, why=straight.why) and "no interval" in str(straight.why)
@@ -95,20 +88,15 @@ def test_a_large_dip_is_sure_and_so_is_one_that_all_examples_share_alike() -> No
 def test_alphas_have_both_ends_exactly_and_go_beyond() -> None:
     found = alphas(Settings())
     assert {0.0, 1.0, 0.5, -0.5, 1.5} <= set(found) and ((found >= 0) & (found <= 1)).sum() == 21 and len(found) == 41
-    for settings, said in (
-        (Settings(points=2), "points: 2"),
-        (Settings(low=0.1), "leaves out a model"),
-        (Settings(high=float("inf")), "leaves out a model"),
-        (Settings(sigma=-1), "sigma, trials: -1"),
-        (Settings(sigma=0.1, trials=0), "sigma, trials: 0.1, 0"),
-    ):
+    for settings, said in (({"points": 2}, "points: 2"), ({"low": 0.1}, "leaves out a model"),
+                           ({"high": float("inf")}, "leaves out a model"), ({"sigma": -1}, "sigma, trials: -1"),
+                           ({"sigma": 0.1, "trials": 0}, "sigma, trials: 0.1, 0")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            alphas(settings)
+            alphas(Settings(**settings))
 
 
 @pytest.fixture(scope="module")
 def analysed(config: Config, negated: str) -> tuple[Finding, Line]:
-    """The finding, and the line that it was made of."""
     lines: list[Line] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connectivity, "measure", lambda *given: lines.append(measure(*given)) or lines[0])
@@ -119,26 +107,19 @@ def test_a_planted_barrier_is_found_where_it_is(analysed: tuple[Finding, Line]) 
     """Logits are those of the base times (1 - 2 alpha)^2: greedy completions are the base's but at alpha 0.5."""
     found, between = analysed
     assert between.alphas_A.tolist() == [-0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.25]
-    start_E = between.rewards_AE[1]
+    start_E, known = between.rewards_AE[1], between.barriers["barrier"]
     assert (between.rewards_AE[[0, 2, 4, 5, 6]] == start_E).all() and start_E.mean() > 0.1
     assert (between.rewards_AE[3] == 0).all()
-    known = between.barriers["barrier"]
-    assert (
-        known is not None
-        and (known.low or 0) > 0
-        and known.alpha == 0.5
-        and known.height == pytest.approx(start_E.mean())
-    )
-    assert found.numbers["lines"][0]["barrier"]["height"] == known.height
+    assert known is not None and (known.low or 0) > 0 and known.alpha == 0.5
+    assert found.numbers["lines"][0]["barrier"]["height"] == known.height == pytest.approx(start_E.mean())
     assert any("a barrier yes" in line and "at alpha 0.5" in line for line in found.sentences)
 
 
 def test_the_divergence_along_it_is_that_of_scaled_logits(analysed: tuple[Finding, Line]) -> None:
     between = analysed[1]
-    kl = dict(zip(between.alphas_A.tolist(), between.estimates["kl"], strict=True))
-    assert kl[0.0].mean == 0 and abs(kl[1.0].mean) < 1e-6
-    assert kl[0.25].mean == pytest.approx(kl[0.75].mean, rel=1e-3) and kl[0.25].mean > 0.01
-    assert kl[0.5].mean == max(one.mean for one in kl.values())
+    kl = dict(zip(between.alphas_A.tolist(), (one.mean for one in between.estimates["kl"]), strict=True))
+    assert kl[0.0] == 0 and abs(kl[1.0]) < 1e-6 and kl[0.5] == max(kl.values())
+    assert kl[0.25] == pytest.approx(kl[0.75], rel=1e-3) and kl[0.25] > 0.01
 
 
 @pytest.mark.slow
@@ -149,17 +130,15 @@ def test_there_is_none_where_the_function_is_one_all_along(config: Config, negat
         at = [mixer.rewards(mixer.evaluate({negated: 1 + a, BASE: -a})) for a in (0.0, 0.1, 0.2)]
     assert barrier(np.array([0.0, 0.5, 1.0]), np.array([at])).height == 0
     between = line_of([BASE, negated], settings, config)
-    assert between.smooth_KAE is not None
+    assert between.smooth_KAE is not None and "kl" not in between.estimates
     assert (between.smooth_KAE == between.rewards_AE).all(), "noise too small for any bit changes nothing"
-    assert "kl" not in between.estimates
 
 
 def test_smoothing_is_the_mean_over_the_same_noise_at_every_point(negated: str) -> None:
-    brief = of_task()
     settings = Settings(points=3, low=0, high=1, examples=4, kl=False, sigma=0.05, trials=2, tokens=8)
-    between = line_of([BASE, negated], settings, brief)
+    between = line_of([BASE, negated], settings, of_task())
     assert between.smooth_KAE is not None and between.smooth_KAE.shape == (2, 3, 4)
-    with ModelMixer([BASE, negated], brief, EvalSettings(examples=4, max_tokens=8)) as mixer:
+    with ModelMixer([BASE, negated], of_task(), EvalSettings(examples=4, max_tokens=8)) as mixer:
         noisy = np.array([mixer.rewards(mixer.evaluate({negated: 1.0}, Perturbation(0.05, k))) for k in range(2)])
     assert (between.smooth_KAE[:, 2] == noisy).all()
     assert (noisy[0] != noisy[1]).any() and (noisy[0] != between.rewards_AE[2]).any()

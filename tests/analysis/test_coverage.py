@@ -9,16 +9,18 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from test_mixer import of_task, plain
+from browser import Visit, chromium
+from test_mixer import of_task, plain, write
 
 from evoalign import tokens
-from evoalign.analysis import Finding
 from evoalign.analysis.base import BASE
 from evoalign.analysis.coverage import estimators, figures
 from evoalign.analysis.coverage.command import Coverage, Settings, against_base, contest, differences, measure
@@ -36,19 +38,16 @@ def tried(shares: list[float], n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random((n, len(shares))) < np.array(shares)
 
 
-def halves(n: int) -> list[tuple[list[int], list[int]]]:
-    return [(list(a), [j for j in range(n) if j not in a]) for a in combinations(range(n), n // 2)]
-
-
 @pytest.mark.parametrize("k", range(1, 8))
 def test_pass_at_k_is_the_mean_over_all_subsets(k: int) -> None:
     solved_NP = tried([0.0, 0.1, 0.3, 0.5, 0.9, 1.0], 7)
-    brute = np.mean([solved_NP[list(chosen)].any(0) for chosen in combinations(range(7), k)], axis=0)
+
+    def by_subsets(rows: list[int], k: int) -> np.ndarray:
+        return np.mean([solved_NP[list(chosen)].any(0) for chosen in combinations(rows, k)], axis=0)
+
+    brute = by_subsets([*range(7)], k)
+    without = [by_subsets([i for i in range(7) if i != j], min(k, 6)) for j in range(7)]
     np.testing.assert_allclose(estimators.pass_at(solved_NP, k), brute, rtol=0, atol=1e-15)
-    without = [
-        np.mean([solved_NP[list(c)].any(0) for c in combinations([i for i in range(7) if i != j], min(k, 6))], axis=0)
-        for j in range(7)
-    ]
     np.testing.assert_allclose(estimators.gaps(solved_NP, k), brute - np.array(without), rtol=0, atol=1e-15)
 
 
@@ -67,41 +66,39 @@ def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int,
     """
     rng = np.random.default_rng([k, shared])
     quality = (np.arange(2000) + 0.5) / 1000 if shared else np.ones(1)
-    truth = float(
-        np.mean([1 - (1 - np.mean(np.minimum(1, quality * u**3))) ** k for u in (np.arange(999) + 0.5) / 999])
-    )
-    held, held_alone, means, errors = 0, 0, list[float](), list[float]()
-    fixed_P = np.linspace(0, 1, 100) ** 3
+    chances = [np.mean(np.minimum(1, quality * u**3)) for u in (np.arange(999) + 0.5) / 999]
+    truth = float(np.mean([1 - (1 - chance) ** k for chance in chances]))
+    held, means, errors = np.zeros(2), list[float](), list[float]()
     for _ in range(500):
         quality_N1 = 2 * rng.random((12, 1)) if shared else np.ones((12, 1))
         solved_NP = rng.random((12, 100)) < quality_N1 * rng.random(100) ** 3
-        found, alone = (estimators.estimate(solved_NP, k, shared=s) for s in (shared, False))
-        held += (found.low or 0.0) <= truth <= (found.high or 0.0)
-        held_alone += (alone.low or 0.0) <= truth <= (alone.high or 0.0)
-        solved_NP = rng.random((12, 100)) < quality_N1 * fixed_P
+        found = [estimators.estimate(solved_NP, k, shared=s) for s in (shared, False)]
+        held += [(one.low or 0.0) <= truth <= (one.high or 0.0) for one in found]
+        solved_NP = rng.random((12, 100)) < quality_N1 * np.linspace(0, 1, 100) ** 3
         means.append(estimators.pass_at(solved_NP, k).mean())
         errors.append(estimators.error(estimators.gaps(solved_NP, k), shared=shared) ** 2)
-    assert held >= 465, held
-    assert not shared or k == 12 or held_alone < 450, "problems that share their tries are not independent"
+    assert held[0] >= 465, held
+    assert not shared or k == 12 or held[1] < 450, "problems that share their tries are not independent"
     assert 0.85 < np.mean(errors) / np.var(means) < 2.6
 
 
 def test_a_try_that_is_shared_counts_once() -> None:
     """All problems solved by the same draws of noise say as little of the next draw as one problem does."""
     one = tried([0.5], 16)
-    gaps = estimators.gaps(np.repeat(one, 50, axis=1), 1)
-    assert estimators.error(gaps, shared=True) == pytest.approx(estimators.error(estimators.gaps(one, 1), shared=True))
-    assert estimators.error(gaps, shared=False) == pytest.approx(estimators.error(gaps, shared=True) / 50**0.5)
+    gaps, alone = (estimators.gaps(solved, 1) for solved in (np.repeat(one, 50, axis=1), one))
+    shared, apart = (estimators.error(gaps, shared=s) for s in (True, False))
+    assert shared == pytest.approx(estimators.error(alone, shared=True)) and apart == pytest.approx(shared / 50**0.5)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_support_is_the_mean_over_all_halves(seed: int) -> None:
     base, own = tried([0.0, 0.1, 0.5, 0.2, 1.0, 0.4], 6, seed), tried([0.2, 0.0, 0.5, 0.1, 0.9, 0.0], 6, seed + 9)
+    halves = [([*a], [j for j in range(6) if j not in a]) for a in combinations(range(6), 3)]
     for other in (own, base):
+        pairs = [(base[a].any(0), other[b].any(0)) for a, b in halves]
+        brute = {"preserved": [a & b for a, b in pairs], "shrunk": [a & ~b for a, b in pairs],
+                 "expanded": [b & ~a for a, b in pairs], "neither": [~a & ~b for a, b in pairs]}  # fmt: skip
         found = estimators.support(base, other)
-        pairs = [(base[a].any(0), other[b].any(0)) for a, b in halves(6)]
-        brute = {"preserved": [a & b for a, b in pairs], "shrunk": [a & ~b for a, b in pairs]}
-        brute |= {"expanded": [b & ~a for a, b in pairs], "neither": [~a & ~b for a, b in pairs]}
         assert found.keys() == brute.keys()
         for part, marks in brute.items():
             np.testing.assert_allclose(found[part], np.mean(marks, axis=0), atol=1e-15)
@@ -133,119 +130,83 @@ def config() -> Config:
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(shutil.copytree(tiny(), tmp_path_factory.mktemp("twin") / "model"))
-
-
-@pytest.fixture(scope="module")
-def found(config: Config, twin: str) -> Finding:
-    return Coverage().run([twin], SMALL, config)
+def ways(config: Config) -> dict[Way, Tries]:
+    return tries_of(BASE, SMALL, config)
 
 
 def tries_of(name: str, settings: Settings, config: Config) -> dict[Way, Tries]:
     ways = [*(Way("temperature", v) for v in settings.temperature), *(Way("sigma", v) for v in settings.sigma)]
-    with ModelMixer(
-        list(dict.fromkeys([BASE, name])), config, EvalSettings(settings.examples, max_tokens=settings.tokens)
-    ) as mixer:
+    asked = EvalSettings(settings.examples, max_tokens=settings.tokens)
+    with ModelMixer([name], config, asked) as mixer:
         return {way: measure(mixer, name, way, settings, lambda one: bool(one.right)) for way in ways}
 
 
 def test_a_planted_chance_is_found(tmp_path: Path) -> None:
-    """Without its last norm the model draws each token of its vocabulary alike, whatever it is asked."""
-    import torch
-
+    """Without its last norm the model draws each token of its vocabulary alike, whatever its prompt is."""
     model = plain()
-    with torch.no_grad():
-        model.model.norm.weight.zero_()
-    model.save_pretrained(tmp_path / "blind")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny() / name, tmp_path / "blind")
+    model.model.norm.weight.data.zero_()
+    blind = str(write(tmp_path / "blind", model))
     (tmp_path / "reward.py").write_text("def r(text, example):\n    return float('e' in text)\n")
-    rows = [json.dumps({"prompt": f"Say something about {i}."}) for i in range(20)]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
-    data = {f"{split}_data": str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}
-    own = of_task(task={"name": "custom", "rewards": [f"{tmp_path / 'reward.py'}:r"], **data})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"Say something about {i}."}) + "\n" for i in range(20)))
+    task = {"name": "custom", "rewards": [f"{tmp_path / 'reward.py'}:r"]}
+    own = of_task(task={**task, "train_data": str(rows), "test_data": str(rows)})
     coder = tokens.load(own.model)
     vocabulary = model.get_output_embeddings().weight.shape[0]
     chance = float(np.mean(["e" in coder.decode([i]) for i in range(vocabulary)]))
     settings = Settings(temperature=(0.3, 1.0), sigma=(), samples=64, examples=20, tokens=1)
     with pytest.raises(ConfigError, match="task custom has neither gold answers nor a largest reward"):
-        Coverage().run([str(tmp_path / "blind")], settings, own)
-    found = Coverage().run([str(tmp_path / "blind")], replace(settings, solved=1.0), own)
-    assert found.numbers["solved_is"] == "a reward of 1 or more" and 0.02 < chance < 0.5
-    (_, target) = found.numbers["targets"]
+        Coverage().run([blind], settings, own)
+    numbers = Coverage().run([blind], replace(settings, solved=1.0), own).numbers
+    assert numbers["solved_is"] == "a reward of 1 or more" and 0.02 < chance < 0.5
+    (_, target) = numbers["targets"]
     for way in target["ways"]:
         for row in way["pass"]:
             known = 1 - (1 - chance) ** row["k"]
             assert abs(row["mean"] - known) <= 4 * row["sampling_error"] + 1e-6, (way, row["k"], known)
-    rates = [row["sampling_error"] for row in target["ways"][1]["pass"] if row["k"] == 1]
-    assert rates[0] == pytest.approx((chance * (1 - chance) / (64 * 20)) ** 0.5, rel=0.2)
+    (rate,) = [row["sampling_error"] for row in target["ways"][1]["pass"] if row["k"] == 1]
+    assert rate == pytest.approx((chance * (1 - chance) / (64 * 20)) ** 0.5, rel=0.2)
 
 
 @pytest.mark.slow
-def test_twins_solve_the_same_and_the_base_is_evaluated_unnamed(found: Finding, config: Config, twin: str) -> None:
+def test_twins_solve_the_same_and_the_base_is_evaluated_unnamed(config: Config, ways: Any, tmp_path: Path) -> None:
+    twin = str(shutil.copytree(tiny(), tmp_path / "twin"))
+    found = Coverage().run([twin], SMALL, config)
     numbers = found.numbers
     assert [row["target"] for row in numbers["targets"]] == [BASE, twin] and numbers["solved_is"] == "right by gold"
     assert numbers["targets"][0]["ways"] == numbers["targets"][1]["ways"]
-    assert all(
-        len({*row["solved"]}) == 2 and len({*map(str, row["solved"].values())}) == 1 for row in numbers["problems"]
-    )
+    assert all(len({*row["solved"]}) == 2 and len({*map(str, row["solved"].values())}) == 1
+               for row in numbers["problems"])  # fmt: skip
     assert all(row["a_only"] == row["b_only"] == 0 for row in numbers["overlap"])
     assert all(change["mean"] == 0 for row in numbers["against_base"] for change in row["pass"])
     assert any(line.startswith("0 of 12 differences from the base") for line in found.sentences)
-    own = tries_of(twin, SMALL, config)
-    assert all(any(len({*texts}) > 1 for texts in one.texts_PN) for one in own.values())
+    assert all(any(len({*texts}) > 1 for texts in one.texts_PN) for one in ways.values())
 
 
-def test_tries_are_those_of_the_mixer(config: Config) -> None:
+def test_tries_are_those_of_the_mixer(config: Config, ways: dict[Way, Tries]) -> None:
     with ModelMixer([BASE], config, EvalSettings(examples=4, max_tokens=24)) as mixer:
         greedy = config.evaluation.model_copy(update={"max_tokens": 24, "temperature": 0.0, "samples": 1, "seeds": [2]})
-        noisy = mixer.evaluate({BASE: 1.0}, Perturbation(0.004, 2), greedy)
         warm = greedy.model_copy(update={"temperature": 0.7, "samples": 4, "seeds": [0]})
-        sampled = mixer.evaluate({BASE: 1.0}, None, warm)
-        assert len(mixer.evaluate({BASE: 1.0}).completions) == 4 * 3, "what is asked otherwise is not remembered"
-    tries = tries_of(BASE, SMALL, config)
-    assert [texts[2] for texts in tries[Way("sigma", 0.004)].texts_PN] == [s.text for s in noisy.completions]
-    said = [text for texts in tries[Way("temperature", 0.7)].texts_PN for text in texts]
-    assert said == [s.text for s in sampled.completions]
-    right = [bool(s.right) for s in sampled.completions]
-    assert tries[Way("temperature", 0.7)].solved_NP.T.flatten().tolist() == right
+        noisy, sampled = (mixer.evaluate({BASE: 1.0}, *given).completions
+                          for given in ((Perturbation(0.004, 2), greedy), (None, warm)))  # fmt: skip
+        assert len(mixer.evaluate({BASE: 1.0}).completions) == 4 * 3, "other settings are evaluated anew"
+    assert [texts[2] for texts in ways[Way("sigma", 0.004)].texts_PN] == [s.text for s in noisy]
+    tries = ways[Way("temperature", 0.7)]
+    assert [text for texts in tries.texts_PN for text in texts] == [s.text for s in sampled]
+    assert tries.solved_NP.T.flatten().tolist() == [bool(s.right) for s in sampled]
 
 
 def test_under_noise_that_changes_nothing_sampled_tries_still_differ(config: Config) -> None:
     settings = replace(SMALL, temperature=(), sigma=(1e-10,), examples=2)
-    cold, warm = (
-        [{*texts} for one in tries_of(BASE, replace(settings, noisy_temperature=heat), config).values()
-         for texts in one.texts_PN]
-        for heat in (0.0, 1.0)
-    )  # fmt: skip
+    cold, warm = ([{*texts} for one in tries_of(BASE, replace(settings, noisy_temperature=heat), config).values()
+                   for texts in one.texts_PN] for heat in (0.0, 1.0))  # fmt: skip
     assert all(len(texts) == 1 for texts in cold) and any(len(texts) > 1 for texts in warm)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (Settings(temperature=(0.0,)), "temperature: 0"),
-        (Settings(sigma=(0.1, 0.1)), "twice"),
-        (Settings(temperature=(), sigma=()), "both empty"),
-        (Settings(samples=3), "samples: 3"),
-        (Settings(k=(64,)), r"k: \[64\] does not fit 32 samples"),
-        (Settings(k=(0, 1)), "k: 0 does not fit"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: Settings, said: str, config: Config) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Coverage().run([BASE], settings, config)
-
-
-def planted(shares: dict[str, tuple[list[float], list[float]]], n: int = 16) -> dict[str, dict[Way, Tries]]:
-    """Tries of each target by temperature and by noise, with these chances to solve."""
+def planted(shares: dict[str, tuple[list[float], list[float]]]) -> dict[str, dict[Way, Tries]]:
+    """16 tries of each target by temperature and by noise, with these chances to solve."""
     return {
-        name: {
-            way: tries(tried(chances, n, 11 * i + j))
-            for j, (way, chances) in enumerate(zip((HEAT, NOISE), both, strict=True))
-        }
+        name: {way: tries(tried(both[j], 16, 11 * i + j)) for j, way in enumerate((HEAT, NOISE))}
         for i, (name, both) in enumerate(shares.items())
     }
 
@@ -299,3 +260,42 @@ def test_the_page_shows_hostile_text_as_text() -> None:
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy[1], "the hash is that of the script as it stands"
     assert '<tr data-solved="0">' in html and '<tr data-solved="">' in html and '<td class="c2">1</td>' in html
+
+
+SCRIPT = "</pre></script><script>document.title='run'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
+
+
+@pytest.fixture
+def tab() -> Iterator[Visit]:
+    """It runs an event loop, which no other test may meet."""
+    with chromium() as browser:
+        yield Visit(browser)
+
+
+@pytest.mark.slow
+def test_filters_work_and_no_completion_is_executed(tmp_path: Path, tab: Visit) -> None:
+    """Four problems: solved by both, by the base alone, by the other alone, by nobody."""
+    base, other = np.array([[1, 1, 0, 0]] * 2, dtype=bool), np.array([[1, 0, 1, 0]] * 2, dtype=bool)
+    way, texts = Way("temperature", 1.0), [[SCRIPT] * 2] * 4
+    tries = {"base": {way: Tries(base, texts)}, SCRIPT: {way: Tries(other, texts)}}
+    problems = [Problem(f"{SCRIPT} number {i}", SCRIPT) for i in range(4)]
+    (tmp_path / "coverage.html").write_text(figures.page(tries, problems, "right by gold", [SCRIPT]), encoding="utf-8")
+    opened = tab.page
+    opened.goto((tmp_path / "coverage.html").as_uri())
+
+    def shown(**values: str) -> list[int]:
+        for name, value in values.items():
+            opened.fill(f"#{name}", value) if name == "text" else opened.select_option(f"#{name}", value)
+        rows = opened.locator("tbody tr")
+        found = [i for i in range(4) if rows.nth(i).is_visible()]
+        assert opened.inner_text("#count") == f"{len(found)} of 4 problems"
+        return found
+
+    assert shown() == [0, 1, 2, 3]
+    assert shown(by="0") == [0, 1] and shown(**{"not": "1"}) == [1]
+    assert shown(by="1") == [] and shown(**{"not": "any"}) == [0, 2]
+    assert shown(by="none") == [3] and shown(by="any", text="NUMBER 2") == [2]
+    opened.click("tbody tr:nth-child(3) summary")
+    assert opened.inner_text("tbody tr:nth-child(3) pre >> nth=0") == f"{SCRIPT} number 2"
+    assert (opened.title(), opened.locator("img").count()) == ("Solved problems", 0)
+    assert (tab.errors, len(tab.asked)) == ([], 1)

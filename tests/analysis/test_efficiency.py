@@ -14,16 +14,7 @@ from copied_runs import Copy, edit, step_cost
 from drawings import figures_of, words_of
 
 from evoalign.analysis import Finding, efficiency
-from evoalign.analysis.efficiency import (
-    Efficiency,
-    Interval,
-    Settings,
-    Time,
-    deviation,
-    median,
-    reached,
-    robust_ratio,
-)
+from evoalign.analysis.efficiency import Efficiency, Interval, Settings, Time, deviation, median, reached, robust_ratio
 from evoalign.errors import ConfigError
 
 A = [12.1, 9.7, 14.2, 10.9, 8.8, 13.0, 11.5]
@@ -31,7 +22,6 @@ B = [10.2, 10.8, 9.9, 10.4, 10.0, 10.7]
 
 
 def rising(at: int, end: float = 1.0) -> Callable[[int], float]:
-    """0 until so many steps, then `end`."""
     return lambda step: end if step >= at else 0.0
 
 
@@ -45,25 +35,21 @@ def seeds(copy: Copy, name: str, at: list[int], factor: float = 1.0, **own: Any)
         )  # fmt: skip
 
 
-def analysed(folder: Path, settings: Settings) -> Finding:
-    return Efficiency().run([str(folder / "runs")], settings)
+def analysed(folder: Path, threshold: float | None = None) -> Finding:
+    return Efficiency().run([str(folder / "runs")], Settings(threshold=threshold))
 
 
-def amounts(group: dict[str, Any], by: str) -> list[float]:
-    return [time["amount"] for time in group["times"][by]["runs"].values()]
-
-
-def reaching(group: dict[str, Any], by: str) -> list[bool]:
-    return [time["reached"] for time in group["times"][by]["runs"].values()]
+def column(group: dict[str, Any], by: str, key: str = "amount") -> list[Any]:
+    return [time[key] for time in group["times"][by]["runs"].values()]
 
 
 def test_runs_that_never_reach_it_are_censored_and_not_left_out(copy: Copy, tmp_path: Path) -> None:
     seeds(copy, "es", [2, 4, 4, 99, 99], 2.0)
     seeds(copy, "grpo", [2, 2, 2, 2, 4], 1.0, method="grpo")
-    found = analysed(tmp_path, Settings(threshold=0.9))
+    found = analysed(tmp_path, 0.9)
     es, grpo = found.numbers["groups"]
-    assert amounts(es, "completions") == [48, 96, 96, 144, 144] and amounts(grpo, "wall") == [1, 1, 1, 1, 2]
-    assert reaching(es, "completions") == [True, True, True, False, False]
+    assert column(es, "completions") == [48, 96, 96, 144, 144] and column(grpo, "wall") == [1, 1, 1, 1, 2]
+    assert column(es, "completions", "reached") == [True, True, True, False, False]
     middle = es["times"]["completions"]["median"]
     assert middle["mean"] == 96 > np.mean([48, 96, 96]), "a mean over those that reached it would be less"
     assert (middle["low"], middle["high"], middle["unbounded"]) == (48, None, ["high"])
@@ -77,25 +63,19 @@ def test_the_default_threshold_is_half_way_to_the_best_group(copy: Copy, tmp_pat
     for seed in range(2):
         copy(f"low_{seed}", seed=seed, reward=rising(4, 0.4))
         copy(f"high_{seed}", seed=seed, reward=rising(4, 0.8), sets={"es.learning_rate": 0.05})
-    found = analysed(tmp_path, Settings())
+    found, lower = analysed(tmp_path), analysed(tmp_path, 0.5)
     assert found.numbers["threshold"] == pytest.approx(0.4) and found.numbers["given"] is False
-    assert [sum(reaching(group, "tokens")) for group in found.numbers["groups"]] == [2, 2]
-    lower = analysed(tmp_path, Settings(threshold=0.5))
-    assert {sum(reaching(group, "tokens")) for group in lower.numbers["groups"]} == {0, 2}
+    reached = ([sum(column(group, "tokens", "reached")) for group in one.numbers["groups"]] for one in (found, lower))
+    assert [sorted(counts) for counts in reached] == [[2, 2], [0, 2]]
     with pytest.raises(ConfigError, match="threshold: 0 is what reward starts from"):
-        analysed(tmp_path, Settings(threshold=0.0))
+        analysed(tmp_path, 0.0)
 
 
-def test_a_threshold_below_the_start_is_reached_from_above(copy: Copy, tmp_path: Path) -> None:
+def test_a_threshold_below_the_start_is_reached_from_above_and_has_to_be_given(copy: Copy, tmp_path: Path) -> None:
     copy("a", reward=lambda step: 1.0 - 0.2 * step)
-    found = analysed(tmp_path, Settings(threshold=0.3))
-    assert amounts(found.numbers["groups"][0], "completions") == [48]
-
-
-def test_nothing_gained_has_no_threshold_of_its_own(copy: Copy, tmp_path: Path) -> None:
-    copy("a", reward=lambda step: 1.0 - 0.1 * step)
+    assert column(analysed(tmp_path, 0.3).numbers["groups"][0], "completions") == [48]
     with pytest.raises(ConfigError, match="no group ends above the start"):
-        analysed(tmp_path, Settings())
+        analysed(tmp_path)
 
 
 def test_placebos_and_the_ratio_of_variances_are_reported(copy: Copy, tmp_path: Path) -> None:
@@ -105,7 +85,7 @@ def test_placebos_and_the_ratio_of_variances_are_reported(copy: Copy, tmp_path: 
                    **{name: {"mean": 0.5, "n": 2} for name in ("gain", "drift", "signal")}, "share": None}  # fmt: skip
         edit(run / "results/evaluation.json", lambda tree, p=placebo: {**tree, "placebo": {"reward": p}})
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=rising(2, 1.0 + 0.01 * seed))
-    found = analysed(tmp_path, Settings(threshold=0.9))
+    found = analysed(tmp_path, 0.9)
     assert found.numbers["groups"][0]["placebos"] == {"known": 6, "reached": 3}
     (pair,) = found.numbers["pairs"]
     assert pair["variances"]["robust"]["mean"] == pytest.approx(100) and pair["variances"]["robust"]["low"] is None
@@ -125,14 +105,10 @@ def test_groups_without_an_end_or_a_cost_say_so(copy: Copy, tmp_path: Path, monk
     (unfinished / "results/evaluation.json").unlink()
     (unfinished / "SHA256SUMS").unlink(missing_ok=True)
     drawn = figures_of(efficiency, monkeypatch)
-    found = analysed(tmp_path, Settings(threshold=0.5))
+    found = analysed(tmp_path, 0.5)
     assert [p.name for p in found.draw(tmp_path)] == ["efficiency_ends.png", "efficiency_ends.svg"]
     assert words_of(drawn["efficiency_ends"]).count("no run is finished") == 1
     assert "costs not reported" in " ".join(found.sentences)
-
-
-def times(values: list[float], never: int = 0) -> list[Time]:
-    return [Time(v, True) for v in values] + [Time(100.0, False)] * never
 
 
 def test_the_median_holds_what_was_planted_though_runs_are_cut_short() -> None:
@@ -146,16 +122,15 @@ def test_the_median_holds_what_was_planted_though_runs_are_cut_short() -> None:
     assert hits / 400 >= 0.95
 
 
-def test_a_median_that_is_not_reached() -> None:
-    assert median(times([1, 2, 3], 4)).mean == inf
-    assert median(times([1, 2])).why == "2 runs: no interval"
+def test_medians_and_shares_of_small_samples() -> None:
+    def times(values: list[float], never: int = 0) -> list[Time]:
+        return [Time(v, True) for v in values] + [Time(100.0, False)] * never
+
+    assert median(times([1, 2, 3], 4)).mean == inf and median(times([1, 2])).why == "2 runs: no interval"
     found = median(times([5, 1, 4, 2, 3, 6]))
     assert (found.mean, found.low, found.high) == (3.5, 1, 6)
-
-
-def test_the_share_that_reached_it_against_a_table() -> None:
-    found = reached(times([1, 2, 3], 5))  # Clopper and Pearson, 3 of 8: 8.5 to 75.5 %
-    assert (found.low, found.high) == (pytest.approx(0.0852, abs=1e-4), pytest.approx(0.7551, abs=1e-4))
+    share = reached(times([1, 2, 3], 5))  # Clopper and Pearson, 3 of 8: 8.5 to 75.5 %
+    assert (share.low, share.high) == pytest.approx((0.0852, 0.7551), abs=1e-4)
 
 
 def test_spreads_against_formulas_of_others() -> None:
@@ -172,16 +147,6 @@ def test_spreads_against_formulas_of_others() -> None:
 @pytest.mark.slow
 def test_the_robust_ratio_covers_normal_and_heavy_tailed_values() -> None:
     random = np.random.default_rng(2)
-
-    def held(of: Callable[..., Any], draw: Callable[[int], Any], n: int, planted: float) -> float:
-        hits = 0
-        for _ in range(1000):
-            found = of(list(planted**0.5 * draw(n)), list(draw(n)))
-            hits += found.low <= planted <= found.high
-        return hits / 1000
-
-    def heavy(n: int) -> Any:
-        return random.standard_t(4, size=n)
-
-    assert held(robust_ratio, lambda n: random.normal(size=n), 8, 15.5) >= 0.93
-    assert held(robust_ratio, heavy, 20, 15.5) >= 0.91
+    for draw, n, least in ((random.normal, 8, 0.93), (lambda size: random.standard_t(4, size=size), 20, 0.91)):
+        found = [robust_ratio(list(15.5**0.5 * draw(size=n)), list(draw(size=n))) for _ in range(1000)]
+        assert np.mean([one.low <= 15.5 <= one.high for one in found]) >= least  # type: ignore[operator]

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import UNCHECKED
-from test_mixer import ES, of_task, plain, write
+from test_mixer import base_weights, of_task, plain, write
 
 import evoalign
 from evoalign import statistics, tokens
@@ -28,26 +27,19 @@ WORDS = "The quick brown fox jumps over the lazy dog, and then it sleeps until t
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of conciseness with three checkpoints, another task, and a text."""
+def folder(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints, another task, and a text."""
     root = tmp_path_factory.mktemp("forgetting")
-    evoalign.train({
-        "output_dir": str(root / "run"), "seed": 3, "es": {**ES, "num_generations": 2, "sigma": 0.1},
-        "evaluation": {"max_tokens": 8}, "model": {"name": "tiny", "dtype": "float32"}, "checks": UNCHECKED,
-        "checkpoint": {"every": 1, "keep_last": 3},
-    })  # fmt: skip
-    other = of_task(task={"name": "countdown"}, evaluation={"max_tokens": 24})
-    (root / "other.yaml").write_text(to_yaml(other))
+    (root / "run").symlink_to(trained / "lora")
+    (root / "other.yaml").write_text(to_yaml(of_task(task={"name": "countdown"}, evaluation={"max_tokens": 24})))
     (root / "text.txt").write_text(WORDS)
     return root
 
 
 def nats(model: Any, window: int, pieces: int) -> list[float]:
-    """By the loss of plain transformers."""
     ids = tokens.load(of_task().model).encode_text(WORDS)
     cut = [torch.tensor([ids[i : i + window]]) for i in range(0, min(len(ids), window * pieces), window)]
-    with torch.no_grad():
-        return [float(model(input_ids=piece, labels=piece).loss) for piece in cut]
+    return [float(model(input_ids=piece, labels=piece).loss.detach()) for piece in cut]
 
 
 @pytest.mark.slow
@@ -76,16 +68,15 @@ def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path) -> No
 def test_a_broken_model_is_worse_and_an_equal_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    start = {name: p.detach() for name, p in plain().named_parameters()}
-    write(tmp_path / "same", start)
-    write(tmp_path / "broken", {n: p + torch.randn_like(p) for n, p in start.items()})
-    config = of_task()
+    write(Path("same"), base_weights())
+    write(Path("broken"), {n: p + torch.randn_like(p) for n, p in base_weights().items()})
     settings = replace(SMALL, pieces=8, examples=8, window=40)
-    same, broken = measure([locate(name, config) for name in ("same", "broken")], settings)
-    found = Forgetting().run(["same", "broken"], settings, config)
+    same, broken = measure([locate(name, of_task()) for name in ("same", "broken")], settings)
+    found = Forgetting().run(["same", "broken"], settings, of_task())
     assert list(same.base_E) == list(same.own_E[0]) and broken.changes[0].low is not None and broken.changes[0].low > 0
     assert "no significant change" in found.sentences[0] and ", worse" in found.sentences[1]
-    assert found.numbers["courses"][1]["points"][0]["perplexity"] > found.numbers["courses"][1]["base"]["perplexity"]
+    course = found.numbers["courses"][1]
+    assert course["points"][0]["perplexity"] > course["base"]["perplexity"]
 
 
 def test_one_more_placebo_does_not_forget_more_than_noise() -> None:
@@ -101,19 +92,16 @@ def test_one_more_placebo_does_not_forget_more_than_noise() -> None:
     assert far.beyond is not None and statistics.is_sure(far.beyond) and far.beyond.mean < -15
 
 
-def test_without_a_text_the_test_prompts_are_read(folder: Path) -> None:
-    found = Forgetting().run([str(folder / "run")], replace(SMALL, placebos=0, pieces=3, examples=3))
+def test_without_a_text_the_test_prompts_are_read_and_the_trained_task_is_marked(folder: Path) -> None:
+    (folder / "own.yaml").write_text((folder / "run" / "config.yaml").read_text())
+    run, settings = [str(folder / "run")], replace(SMALL, placebos=0, pieces=3, examples=3)
+    found = Forgetting().run(run, settings)
     (course,) = found.numbers["courses"]
     assert course["probe"] == "nats per token of the test prompts" and course["items"] == 3
     assert course["drift"] is None and course["beyond_drift"] is None
     text = " ".join(found.sentences)
     assert "text=FILE" in text and "set placebos=5" in text and "tasks=[other.yaml]" in text
-
-
-def test_the_trained_task_is_marked(folder: Path) -> None:
-    own = folder / "own.yaml"
-    own.write_text((folder / "run" / "config.yaml").read_text())
-    found = Forgetting().run([str(folder / "run")], replace(SMALL, placebos=0, tasks=(own,), examples=2))
+    found = Forgetting().run(run, replace(settings, tasks=(folder / "own.yaml",), examples=2))
     assert found.numbers["courses"][0]["trained"] and "trained on" in found.sentences[0]
 
 
@@ -122,16 +110,15 @@ def test_examples_that_a_measure_does_not_apply_to_do_not_count(
 ) -> None:
     """A reward may be None of some; numbers are JSON all the same."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(
+    Path("own.py").write_text(
         "def brief(text, example):\n    return None if '2' in example['prompt'] else -float(len(text))\n"
         "def one(text, example):\n    return 1.0\n"
     )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(6)))
-    task = {"name": "custom", "train_data": "rows.jsonl", "test_data": "rows.jsonl",
-            "rewards": ["own.py:brief", "own.py:one"]}  # fmt: skip
-    config = of_task(task=task, grader={"isolated": False})
-    (tmp_path / "own.yaml").write_text(to_yaml(config))
-    write(tmp_path / "same", {name: p.detach() for name, p in plain().named_parameters()})
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(6)))
+    rewards = {"rewards": ["own.py:brief", "own.py:one"], "train_data": "rows.jsonl", "test_data": "rows.jsonl"}
+    config = of_task(task={"name": "custom", **rewards}, grader={"isolated": False})
+    Path("own.yaml").write_text(to_yaml(config))
+    write(Path("same"), base_weights())
     settings = replace(SMALL, tasks=(Path("own.yaml"),), measure="reward/brief")
     numbers = Forgetting().run(["same"], settings, config).numbers
     assert numbers["courses"][0]["items"] == 5 and json.dumps(numbers, allow_nan=False)
@@ -141,16 +128,13 @@ def test_examples_that_a_measure_does_not_apply_to_do_not_count(
 
 
 def test_refusals_name_what_is_wrong(folder: Path, tmp_path: Path) -> None:
-    run = [str(folder / "run")]
-    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\xff")
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ConfigError, match="is given twice"):
-        Forgetting().run(run * 2, SMALL)
-    with pytest.raises(ConfigError, match="examples: 0"):
-        Forgetting().run(run, replace(SMALL, examples=0))
-    with pytest.raises(ConfigError, match=r"odd.txt is not UTF-8"):
-        Forgetting().run(run, replace(SMALL, text=tmp_path / "odd.txt"))
-    with pytest.raises(DataError, match="no text of two tokens"):
-        Forgetting().run(run, replace(SMALL, text=tmp_path / "empty.txt", placebos=0))
-    with pytest.raises(ConfigError, match="has no nonsense; it has"):
-        Forgetting().run(run, replace(SMALL, tasks=(folder / "other.yaml",), measure="nonsense", placebos=0))
+    odd, empty = tmp_path / "odd.txt", tmp_path / "empty.txt"
+    odd.write_bytes(b"\xff\xfe\xff")
+    empty.write_bytes(b"")
+    nonsense = Settings(tasks=(folder / "other.yaml",), measure="nonsense", placebos=0)
+    for settings, error, said in ((Settings(examples=0), ConfigError, "examples: 0"),
+                                  (Settings(text=odd), ConfigError, r"odd.txt is not UTF-8"),
+                                  (Settings(text=empty, placebos=0), DataError, "no text of two tokens"),
+                                  (nonsense, ConfigError, "has no nonsense; it has")):  # fmt: skip
+        with pytest.raises(error, match=said):
+            Forgetting().run([str(folder / "run")], settings)

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import caller
+from copied_runs import copy_run
 from families import build, unfused
 from safetensors.torch import save_file
-from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import noise, tokens
 from evoalign.analysis.base import BASE
-from evoalign.analysis.divergence import divergence_of
 from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
 from evoalign.analysis.targets import locate, placebo_hint
 from evoalign.analysis.weights import chosen, parts_of
@@ -29,6 +27,7 @@ from evoalign.config import Config, from_dict, load
 from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models import tiny
+from evoalign.training.replay import replay
 
 ES = {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4}
 ASKED = EvalSettings(examples=5, max_tokens=8)
@@ -58,16 +57,29 @@ def tensors(mixer: ModelMixer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in mixer.model.named_parameters()}
 
 
-def write(folder: Path, weights: Tensors) -> Path:
-    """Weights as a checkpoint that evoalign did not write."""
-    model = plain()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+def write(folder: Path, weights: Tensors | Any) -> Path:
+    """Weights, or a model, as a checkpoint that evoalign did not write."""
+    model = weights if isinstance(weights, torch.nn.Module) else plain()
+    if model is not weights:
+        model.load_state_dict({**model.state_dict(), **weights})
+        model.tie_weights()
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny() / name, folder)
     return folder
+
+
+def write_negated(folder: Path) -> Path:
+    """The tiny model with the signs of its last norm and of its head turned: logits are the same.
+
+    Half-way to the tiny model itself both are 0 and so are all logits: there every token is as likely.
+    """
+    model = plain()
+    model.config.tie_word_embeddings = False
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach().clone())
+        model.model.norm.weight.neg_()
+    return write(folder, model)
 
 
 def of_task(**sections: Any) -> Config:
@@ -75,8 +87,15 @@ def of_task(**sections: Any) -> Config:
     return from_dict({"model": model, "es": ES, "evaluation": {"max_tokens": 8}, **sections})
 
 
+def base_weights() -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in plain().named_parameters()}
+
+
 def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tmp_path: Path) -> None:
-    """An adapter is merged before it is mixed with a checkpoint; the ends are the targets' own bits."""
+    """An adapter is merged before it is mixed with a checkpoint; the ends are the targets' own bits.
+
+    A mix and a noisy model answer as checkpoints with those weights.
+    """
     a, b = runs["lora"], runs["full"]
     with ModelMixer([a, b], None, ASKED) as mixer:
         lora, full = merged(a), dict(plain(locate(b, None).weights).named_parameters())
@@ -84,17 +103,20 @@ def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tm
             mixer.write({a: 1 - alpha, b: alpha})
             for name, found in tensors(mixer).items():
                 torch.testing.assert_close(found, (1 - alpha) * lora[name] + alpha * full[name], rtol=1e-5, atol=1e-6)
-        mixer.write({b: 1.0, a: 0.0})
-        assert all(torch.equal(found, full[name]) for name, found in tensors(mixer).items())
-        mixer.write({BASE: 1.0})
-        assert all(torch.equal(found, dict(plain().named_parameters())[n]) for n, found in tensors(mixer).items())
+        for point, wanted in (({b: 1.0, a: 0.0}, full), ({BASE: 1.0}, base_weights())):
+            mixer.write(point)
+            assert all(torch.equal(found, wanted[name]) for name, found in tensors(mixer).items())
         with pytest.raises(EvoalignError, match="do not sum to 1"):
             mixer.write({a: 0.5, b: 0.6})
-        mid = {n: (lora[n] + full[n]) / 2 for n in full}
-        found = mixer.evaluate({a: 0.5, b: 0.5})
+        mid = mixer.evaluate({a: 0.5, b: 0.5})
+        noisy = mixer.evaluate({a: 1.0}, Perturbation(0.05, 1))
+        write(tmp_path / "noisy", tensors(mixer))
+        assert mixer.evaluate({a: 1.0}).measures_E["reward"] != noisy.measures_E["reward"]
+    write(tmp_path / "mid", {n: (lora[n] + full[n]) / 2 for n in full})
     config = load([Path(a) / "config.yaml"])
-    theirs = evoalign.evaluate(write(tmp_path / "mid", mid), config=config, overrides={"max_tokens": 8})
-    assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
+    for name, found in (("mid", mid), ("noisy", noisy)):
+        theirs = evoalign.evaluate(tmp_path / name, config=config, overrides={"max_tokens": 8})
+        assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
 
 
 def test_the_float32_mean_replaces_a_rounded_checkpoint(tmp_path: Path) -> None:
@@ -108,54 +130,30 @@ def test_the_float32_mean_replaces_a_rounded_checkpoint(tmp_path: Path) -> None:
 
 def test_noise_is_added_to_the_part_alone_rounded_once_and_is_gone_again_to_the_bit(runs: dict[str, str]) -> None:
     name = runs["full"]
+
+    def written(mixer: ModelMixer, trial: int | None = None) -> str:
+        mixer.write({name: 1.0}, None if trial is None else Perturbation(0.05, trial, "attention"))
+        return weights_hash(mixer.model.named_parameters())
+
     with ModelMixer([name], None, ASKED) as mixer:
-        mixer.write({name: 1.0})
-        before, clean = weights_hash(mixer.model.named_parameters()), tensors(mixer)
-        mixer.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        before, clean = written(mixer), tensors(mixer)
+        first = written(mixer, 3)
         for tensor, found in tensors(mixer).items():
             wanted = clean[tensor]
             if ".self_attn." in tensor:
                 drawn = noise.normals(noise.key(0, "analysis", tensor), tuple(wanted.shape), 0, [3])[0]
                 wanted = wanted + np.float32(0.05) * drawn
             assert torch.equal(found, wanted), tensor
-        first = weights_hash(mixer.model.named_parameters())
-        mixer.write({name: 1.0}, Perturbation(0.05, 4, "attention"))
-        assert weights_hash(mixer.model.named_parameters()) not in (before, first), "another draw"
+        assert written(mixer, 4) not in (before, first), "another draw"
         mixer.write({BASE: 0.25, name: 0.75}, Perturbation(0.05, 3))
-        mixer.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
-        assert weights_hash(mixer.model.named_parameters()) == first, "the same draw, whatever came before"
-        mixer.write({name: 1.0})
-        assert weights_hash(mixer.model.named_parameters()) == before
+        assert written(mixer, 3) == first, "the same draw, whatever came before"
+        assert written(mixer) == before
     with ModelMixer([BASE], of_task(model={"dtype": "bfloat16"}), ASKED) as mixer:  # float32 arithmetic, served weights
         mixer.write({BASE: 1.0}, Perturbation(0.01, 0))
         assert all(torch.equal(found, found.bfloat16().float()) for found in tensors(mixer).values())
         assert mixer.model.dtype == torch.float32
     with ModelMixer([name], None, EvalSettings(examples=5, max_tokens=8, seed=1)) as mixer:
-        mixer.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
-        assert weights_hash(mixer.model.named_parameters()) != first
-
-
-def test_a_noisy_model_answers_as_a_checkpoint_with_that_noise(runs: dict[str, str], tmp_path: Path) -> None:
-    name = runs["lora"]
-    with ModelMixer([name], None, ASKED) as mixer:
-        found = mixer.evaluate({name: 1.0}, Perturbation(0.05, 1))
-        folder = write(tmp_path / "noisy", tensors(mixer))
-        assert mixer.evaluate({name: 1.0}).measures_E["reward"] != found.measures_E["reward"]
-    theirs = evoalign.evaluate(folder, config=load([Path(name) / "config.yaml"]), overrides={"max_tokens": 8})
-    assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
-
-
-def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]) -> None:
-    name = runs["full"]
-    with ModelMixer([name], None, ASKED) as mixer:
-        found = mixer.divergence({BASE: 1.0}, {name: 1.0})
-        assert mixer.divergence({name: 1.0}, {name: 1.0}).nats_P.tolist() == [0.0] * 5
-        assert (
-            mixer.divergence({BASE: 1.0}, {name: 1.0}, Perturbation(1e-30, 0)).nats_P.tolist() == found.nats_P.tolist()
-        )
-    known, _ = divergence_of(locate(name, None), 5, 1)
-    assert found.nats_P.sum() / found.tokens_P.sum() == pytest.approx(known.exact, rel=1e-6)
-    assert found.draws_P.tolist() == [1.0] * 5 and known.exact > 0.01
+        assert written(mixer, 3) != first
 
 
 def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str]) -> None:
@@ -164,9 +162,8 @@ def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str])
     with ModelMixer([name], None, EvalSettings(examples=8, max_tokens=8)) as mixer:
         own = mixer.evaluate({name: 1.0})
         best = max(said.reward for point in (BASE, name) for said in mixer.evaluate({point: 1.0}).completions)
-        changed = [
-            replace(said, text=f"Own answer {i}", right=False, reward=-99.0) for i, said in enumerate(own.completions)
-        ]
+        wrong = {"right": False, "reward": -99.0}
+        changed = [replace(said, text=f"Own answer {i}", **wrong) for i, said in enumerate(own.completions)]
         changed[1], changed[4] = replace(changed[1], text=""), replace(changed[4], reward=best)
         marked_E = mixer.hacked(replace(own, completions=tuple(changed)))
     assert marked_E.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
@@ -174,48 +171,28 @@ def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str])
 
 def test_where_one_model_has_a_head_of_its_own_all_have(tmp_path: Path) -> None:
     """The base is tied; the checkpoint is not, and turns the signs of its last norm and its head: the same function."""
-    own = write_negated(tmp_path / "negated")
-    with ModelMixer([str(own)], of_task(), ASKED) as mixer:
+    own = str(write_negated(tmp_path / "negated"))
+    with ModelMixer([own], of_task(), ASKED) as mixer:
         assert not mixer.tied and mixer.parts["unembedding"] == {"lm_head.weight"}
         assert mixer.parts["embeddings"] == {"model.embed_tokens.weight"}
-        base, other = mixer.evaluate({BASE: 1.0}), mixer.evaluate({str(own): 1.0})
+        base, other = mixer.evaluate({BASE: 1.0}), mixer.evaluate({own: 1.0})
         assert [s.text for s in base.completions] == [s.text for s in other.completions]
         mixer.write({BASE: 1.0}, Perturbation(0.05, 0, "unembedding"))
         found = tensors(mixer)
-        assert torch.equal(found["model.embed_tokens.weight"], plain().model.embed_tokens.weight)
+        assert torch.equal(found["model.embed_tokens.weight"], base_weights()["model.embed_tokens.weight"])
         assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-
-
-def write_negated(folder: Path) -> Path:
-    """The tiny model with the signs of its last norm and of its head turned: logits are the same.
-
-    Half-way to the tiny model itself both are 0 and so are all logits: there every token is as likely.
-    """
-    model = plain()
-    model.config.tie_word_embeddings = False
-    with torch.no_grad():
-        model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach().clone())
-        model.model.norm.weight.neg_()
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny() / name, folder)
-    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_experts_are_mixed_and_perturbed_under_their_own_names(family: str, tmp_path: Path) -> None:
     folder, other = build(family, tmp_path / "a"), build(family, tmp_path / "b", num_hidden_layers=2)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.25)
+    model = plain(other)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.25)
     model.save_pretrained(other)
-    config = of_task(model={"name": str(folder)})
-    with ModelMixer([str(other)], config, EvalSettings(examples=2, max_tokens=3)) as mixer:
-        base = unfused(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with ModelMixer([str(other)], of_task(model={"name": str(folder)}), EvalSettings(2, max_tokens=3)) as mixer:
+        base = unfused(plain(folder))
         mixer.write({BASE: 0.5, str(other): 0.5})
         assert set(unfused(mixer.model)) == set(base)
         for name, found in unfused(mixer.model).items():
@@ -230,14 +207,11 @@ def test_experts_are_mixed_and_perturbed_under_their_own_names(family: str, tmp_
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt_neox", "opt", "mpt"])
 def test_parts_are_distinguished_in_every_family(family: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(build(family, tmp_path / family))
+    model = plain(build(family, tmp_path / family))
     names, parts = {name for name, _ in model.named_parameters()}, parts_of(model)
-    assert parts["all"] == names and parts["embeddings"]
     inside = parts["attention"] | parts["mlp"]
-    assert not parts["attention"] & parts["mlp"] and parts["attention"] and parts["mlp"]
-    assert not any("norm" in name for name in inside)
+    assert parts["all"] == names and parts["embeddings"] and parts["attention"] and parts["mlp"]
+    assert not parts["attention"] & parts["mlp"] and not any("norm" in name for name in inside)
     left = names - inside - parts["embeddings"] - parts.get("unembedding", frozenset())
     assert all("norm" in name for name in left), left
     assert inside < parts["layer 0"] | parts["layer 1"] and not parts["layer 0"] & parts["layer 1"]
@@ -253,121 +227,89 @@ def test_an_adapter_of_peft_is_merged_by_its_own_settings(tmp_path: Path) -> Non
     torch.manual_seed(0)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
     model: Any = get_peft_model(plain(), LoraConfig(task_type="CAUSAL_LM", **settings))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.05)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.05)
     model.save_pretrained(tmp_path)
-    name = str(tmp_path)
-    with ModelMixer([name], of_task(), ASKED) as mixer:
-        mixer.write({name: 1.0})
-        wanted = dict(model.merge_and_unload().named_parameters())
-        assert not torch.equal(tensors(mixer)["model.layers.0.self_attn.q_proj.weight"],
-                               dict(plain().named_parameters())["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
-        assert all(torch.equal(found, wanted[n]) for n, found in tensors(mixer).items())
+    with ModelMixer([str(tmp_path)], of_task(), ASKED) as mixer:
+        mixer.write({str(tmp_path): 1.0})
+        found, wanted = tensors(mixer), dict(model.merge_and_unload().named_parameters())
+    assert all(torch.equal(tensor, wanted[n]) for n, tensor in found.items())
+    moved = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(found[moved], base_weights()[moved])
 
 
 def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:
-    folder = build("qwen2", tmp_path / "wide", hidden_size=64)
     config = of_task(model={"name": str(build("qwen2", tmp_path / "base"))})
-    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight of shape \[1024, 64\].* \[1024, 32\]"):
-        ModelMixer([str(folder)], config, ASKED)
-    deep = build("qwen2", tmp_path / "deep", num_hidden_layers=3)
-    with pytest.raises(ModelError, match=r"has model\.layers\.2\..*, which the base model has not"):
-        ModelMixer([str(deep)], config, ASKED)
+    wide, deep = r"model\.embed_tokens\.weight of shape \[1024, 64\].* \[1024, 32\]", r"has model\.layers\.2\..*has not"
+    for said, change in ((wide, {"hidden_size": 64}), (deep, {"num_hidden_layers": 3})):
+        folder = build("qwen2", tmp_path / next(iter(change)), **change)
+        with pytest.raises(ModelError, match=said):
+            ModelMixer([str(folder)], config, ASKED)
 
 
 def test_wrong_targets_and_settings_are_refused(runs: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="given twice"):
-        ModelMixer([runs["lora"], runs["lora"]], None, ASKED)
-    with pytest.raises(ConfigError, match="base alone names no model"):
-        ModelMixer([BASE], None, ASKED)
-    with pytest.raises(ConfigError, match="no validation split"):
-        ModelMixer([runs["lora"]], None, EvalSettings(split="validation"))
-    with pytest.raises(ConfigError, match="examples: 0"):
-        ModelMixer([runs["lora"]], None, EvalSettings(examples=0))
-    moved = shutil.copytree(runs["lora"], tmp_path / "moved")
-    text = (moved / "config.yaml").read_text().replace("name: conciseness", "name: countdown")
-    (moved / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="is not of the task"):
-        ModelMixer([runs["lora"], str(moved)], None, ASKED)
+    run = runs["lora"]
+    moved = copy_run(Path(run), tmp_path / "moved", sets={"task.name": "countdown"})
+    for targets, asked, said in (([run, run], ASKED, "given twice"), ([BASE], ASKED, "base alone names no model"),
+                                 ([run], EvalSettings(split="validation"), "no validation split"),
+                                 ([run], EvalSettings(examples=0), "examples: 0"),
+                                 ([run, str(moved)], ASKED, "is not of the task")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            ModelMixer(targets, None, asked)
 
 
-def test_no_training_example_is_evaluated_whatever_the_config(tmp_path: Path) -> None:
+def test_no_training_example_is_evaluated_whatever_the_config(runs: dict[str, str], tmp_path: Path) -> None:
     """Without test_data the seed parts the rows: that of the run counts, and runs of two seeds are refused."""
-    file, small = tmp_path / "rows.json", {"evaluation": {"max_tokens": 4}, "checks": UNCHECKED}
-    file.write_text(json.dumps([{"question": f"Is {i} odd?", "answer": "Yes" if i % 2 else "No"} for i in range(20)]))
-    given = of_task(task={"name": "conciseness", "train_data": str(file)}, **small)
-    for seed in (1, 2):
-        evoalign.train({**given.model_dump(), "seed": seed, "output_dir": str(tmp_path / str(seed))})
-    run, other = str(tmp_path / "1"), str(tmp_path / "2")
+    rows = [{"question": f"Is {i} odd?", "answer": "Yes" if i % 2 else "No"} for i in range(20)]
+    for name, some in (("rows", rows), ("other", rows[:9])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(some))
+    task = {"name": "conciseness", "train_data": str(tmp_path / "rows.json")}
+    run, other = (str(copy_run(Path(runs["lora"]), tmp_path / str(seed), seed=seed, sets={"task": task}))
+                  for seed in (1, 2))  # fmt: skip
+    given, apart = of_task(task=task), of_task(task={**task, "test_data": str(tmp_path / "other.json")})
     with ModelMixer([run], given, ASKED) as mixer, ModelMixer([run], None, ASKED) as own:
         assert mixer.examples == own.examples
         assert mixer.examples != mixer.task.load_data(0).test, "the seed of the config parts them otherwise"
     with pytest.raises(ConfigError, match="trained with seed 2, which draws another test split than seed 1"):
         ModelMixer([run, other], given, ASKED)
-    (held := tmp_path / "held.json").write_text(
-        json.dumps([{"question": f"Is {i} even?", "answer": "No"} for i in range(9)])
-    )
-    apart = of_task(task={"name": "conciseness", "train_data": str(file), "test_data": str(held)}, **small)
     with ModelMixer([run, other], apart, ASKED) as mixer:
         assert len(mixer.examples) == ASKED.examples
 
 
-def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(tmp_path: Path) -> None:
+def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(runs: dict[str, str], tmp_path: Path) -> None:
     """By the settings of the first, the second was trained on what is asked."""
-    small = {"evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "output_dir": str(tmp_path / "few")}
-    task = {"name": "countdown", "split": "first_last", "train_size": 2, "test_size": 2000}
-    few, many = of_task(task=task, **small), of_task(task={**task, "train_size": 2190, "test_size": 10}, **small)
-    for name, config in (("few", few), ("many", many)):
-        evoalign.train(
-            {
-                **config.model_dump(),
-                "task": {**config.task.model_dump(), "test_size": 10, "batch_size": 2},
-                "output_dir": str(tmp_path / name),
-            }
-        )
-    saved = tmp_path / "few/config.yaml"
-    saved.write_text(saved.read_text().replace("test_size: 10", "test_size: 2000"))  # so many take minutes
-    with pytest.raises(ConfigError, match=r"many .*task\.train_size is 2190 .* and 2 now"):
-        ModelMixer([str(tmp_path / "few"), str(tmp_path / "many")], None, ASKED)
+    few, many = (str(copy_run(Path(runs["lora"]), tmp_path / f"{train}", sets={"task": {
+        "name": "countdown", "split": "first_last", "train_size": train, "test_size": test}}))
+        for train, test in ((2, 2000), (2190, 10)))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"2190 .*task\.train_size is 2190 .* and 2 now"):
+        ModelMixer([few, many], None, ASKED)
 
 
-def test_placebo_hint_names_runs_without_a_placebo(
-    runs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_placebo_hint_names_runs_without_a_placebo(runs: dict[str, str], tmp_path: Path) -> None:
     run, placebo = runs["lora"], str(tmp_path / "placebo")
     targets = {run: locate(run, None)}
     (line,) = placebo_hint(targets)
-    assert line.startswith(f"{run}: no placebo is among the targets")
-    assert placebo_hint({}) == []
-    done = caller(monkeypatch, capsys)("replay", run, "--counterfactual", "shuffle", "--to", placebo)
-    assert done.code == 0, done.err
-    config = load([Path(run) / "config.yaml"])
-    assert placebo_hint({**targets, placebo: locate(placebo, config)}) == []
-    with ModelMixer([run, placebo], config, ASKED) as mixer:
-        mixer.write({run: 1.0})
-        own = tensors(mixer)
-        mixer.write({placebo: 1.0})
-        assert any(not torch.equal(found, own[name]) for name, found in tensors(mixer).items())
+    assert line.startswith(f"{run}: no placebo is among the targets") and placebo_hint({}) == []
+    replay(run, to=placebo, counterfactual="shuffle", seed=0)
+    assert placebo_hint({**targets, placebo: locate(placebo, load([Path(run) / "config.yaml"]))}) == []
 
 
 def test_put_weights_are_evaluated() -> None:
     """They are read anew each time they are put, and what they lack is the base model's."""
     norm = "model.norm.weight"
     with ModelMixer([BASE], from_dict({"model": {"name": "tiny"}}), ASKED) as mixer:
-        own = mixer.mixed(norm, {BASE: 1.0})
-        before = mixer.evaluate({BASE: 1.0})
+        own, before = mixer.mixed(norm, {BASE: 1.0}), mixer.evaluate({BASE: 1.0})
         for factor in (-1.0, 1.0):
             mixer.put("mine", {norm: factor * own})
             assert torch.equal(mixer.mixed(norm, {"mine": 1.0}), factor * own)
             found = mixer.evaluate({"mine": 1.0})
             assert torch.equal(dict(mixer.model.named_parameters())[norm], factor * own) or factor == 1.0
             assert (found.completions == before.completions) == (factor == 1.0)
-        with pytest.raises(ModelError, match=r"mine has model.norm.weight of shape \[1\]"):
-            mixer.put("mine", {norm: own[:1]})
-        with pytest.raises(ModelError, match=r"mine has nose\.weight, which the base model has not"):
-            mixer.put("mine", {"nose.weight": own})
+        short, nose = (r"mine has model.norm.weight of shape \[1\]", r"mine has nose\.weight, which .* has not")
+        for name, tensor, said in ((norm, own[:1], short), ("nose.weight", own, nose)):
+            with pytest.raises(ModelError, match=said):
+                mixer.put("mine", {name: tensor})
 
 
 @torch.no_grad()

@@ -8,19 +8,17 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Run, caller
-from copied_runs import Copy, copy_run
+from command_line import Run
+from copied_runs import Copy, copy_run, edit
 
 import evoalign
 from evoalign import analysis
 from evoalign.analysis.base import as_json, row, settings_of
-from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.statistics import Estimate
 
@@ -50,8 +48,8 @@ class Drawn(Finding):
 """
 READ_ONLY = {"compare", "efficiency", "safety"}
 """Analyses that read what runs wrote, and report no progress."""
-UNCOUNTED = {"similarity"}
-"""Analyses that report stages without their number."""
+READ_ONLY = {"compare", "efficiency", "safety"}
+"""Analyses that read what runs wrote, and report no progress."""
 SETTINGS = {
     "connectivity": ["points=3", "low=0", "high=1", "examples=3", "tokens=2", "sigma=0.01", "trials=3"],
     "coverage": ["temperature=[0.5]", "sigma=[0.01]", "samples=2", "examples=2", "tokens=2", "k=[1]"],
@@ -64,13 +62,6 @@ SETTINGS = {
     "similarity": ["placebos=1", "ranks=[1]"],
     "trajectory": ["placebos=3"],
 }
-WITHOUT_FIGURES = {"distance", "divergence"}
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return caller(monkeypatch, capsys, 200)
 
 
 def targets_of(name: str, trained: Path) -> list[str]:
@@ -82,11 +73,8 @@ def targets_of(name: str, trained: Path) -> list[str]:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict | list):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(value)
-    else:
-        yield tree
+    for value in tree.values() if isinstance(tree, dict) else tree:
+        yield from leaves(value) if isinstance(value, dict | list) else [value]
 
 
 @pytest.mark.parametrize("name", analysis.names())
@@ -95,17 +83,12 @@ def test_every_analysis_reports_progress_writes_finite_json_and_figures_and_repe
 ) -> None:
     seen: list[tuple[str, int, int]] = []
     real = watching.stage
-
-    def stage(name: str, number: int = 0, of: int = 0) -> None:
-        seen.append((name, number, of))
-        real(name, number, of)
-
-    monkeypatch.setattr(watching, "stage", stage)
+    monkeypatch.setattr(watching, "stage", lambda *given: (seen.append((*given, 0, 0)[:3]), real(*given)))
     found, targets = analysis.find(name), targets_of(name, trained)
     settings = settings_of(found, SETTINGS.get(name, []))
     with watching.watched(watching.Watch()):
         finding = found.run(targets, settings)
-    if name in UNCOUNTED:
+    if name == "similarity":  # it reports stages without their number
         assert len(seen) > 3 and {of for _, _, of in seen} == {0}
     elif name not in READ_ONLY:
         count = len(seen) - 1
@@ -120,7 +103,7 @@ def test_every_analysis_reports_progress_writes_finite_json_and_figures_and_repe
     assert (tree["analysis"], tree["sentences"]) == (name, list(finding.sentences)) and finding.sentences
     assert all(math.isfinite(leaf) for leaf in leaves(tree["numbers"]) if isinstance(leaf, float))
     kinds = {path.suffix for path in written}
-    assert kinds == ({".json"} if name in WITHOUT_FIGURES else kinds | {".json", ".png", ".svg"})
+    assert kinds == {".json"} if name in ("distance", "divergence") else kinds >= {".json", ".png", ".svg"}
     assert json.loads(json.dumps(found.run(targets, settings).numbers)) == tree["numbers"]
 
 
@@ -147,42 +130,66 @@ def test_progress_is_shown_on_stderr_only_at_a_terminal(trained: Path, run: Run,
     assert "elapsed" not in shown.out and shown.out.strip() == quiet.out.strip()
 
 
-def test_a_new_analysis_is_one_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_analysis_is_one_file_inside_or_outside_of_the_package(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(CUSTOM.format(name="Mine", lower="mine"))
-    monkeypatch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path)])
-    assert "mine         How many targets there are." in run("analyze").out.splitlines()
-    assert "x: 1 in all" in run("analyze", "mine", "x").out
-
-
-def test_a_custom_analysis_is_one_file_outside(tmp_path: Path, run: Run) -> None:
     (tmp_path / "own.py").write_text(CUSTOM.format(name="Count", lower="count"))
+    with monkeypatch.context() as patch:
+        patch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path)])
+        assert "mine         How many targets there are." in run("analyze").out.splitlines()
+        assert "x: 1 in all" in run("analyze", "mine", "x").out
     assert run("analyze", "own.py:Count").out.splitlines()[1:] == ["  --set times=1"], "no docstring, no explanation"
     done = run("analyze", "own.py:Count", "a", "\x1b[31mb", "--set", "times=3", "--to", "out")
-    assert (done.code, done.err) == (0, "") and "a: 2 in all" in done.out
+    assert (done.code, done.err) == (0, "") and "a: 2 in all" in done.out and Path("out/count.svg").is_file()
     assert json.loads(Path("out/count.json").read_text())["numbers"] == {"count": 6}
-    assert Path("out/count.svg").is_file()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("divergenc", "x"), "did you mean divergence?"),
-        (("nothing", "x"), ", or package.module:Class"),
-        (("json:loads", "x"), "json:loads is not a subclass of evoalign.analysis.Analysis"),
-        (("divergence", "x", "--set", "prompt=1"), "has no setting prompt; it has prompts"),
-        (("divergence", "x", "--set", "prompts=many"), "prompts: "),
-        (("divergence", "base", "--set", "prompts=-1"), "prompts, tokens: -1"),
-        (("divergence", "base", "--set", "tokens=0"), "prompts, tokens: 32, 0"),
-        (("divergence", "base"), "base is not divergent from itself"),
-        (("distance", "runs/nothing"), "error: runs/nothing does not exist"),
-        (("distance", "."), ". is of no run"),
-        (("connectivity", "base"), "base alone"),
-        (("compare", "x", "--set", "match=luck"), "use wall, completions, tokens, flops"),
-    ],
-)
+ROBUST, CROSSED = ("robustness", "base"), ("coverage", "base")
+REFUSED = [
+    (("divergenc", "x"), "did you mean divergence?"),
+    (("nothing", "x"), ", or package.module:Class"),
+    (("reference", "x"), "reference"),
+    (("json:loads", "x"), "json:loads is not a subclass of evoalign.analysis.Analysis"),
+    (("divergence", "x", "prompt=1"), "has no setting prompt; it has prompts"),
+    (("divergence", "x", "prompts=many"), "prompts: "),
+    (("divergence", "base", "prompts=-1"), "prompts, tokens: -1"),
+    (("divergence", "base", "tokens=0"), "prompts, tokens: 32, 0"),
+    (("divergence", "base"), "base is not divergent from itself"),
+    (("distance", "runs/nothing"), "error: runs/nothing does not exist"),
+    (("distance", "."), ". is of no run"),
+    (("connectivity", "base"), "base alone"),
+    (("front", "base"), "name runs or models"),
+    (("hacking", "base"), "base alone"),
+    (("compare", "x", "match=luck"), "use wall, completions, tokens, flops"),
+    ((*ROBUST, "sigma=[]"), "sigma: none"),
+    ((*ROBUST, "sigma=[0.1, -0.1]"), "sigma: -0.1"),
+    ((*ROBUST, "sigma=[0.1, 0.1]"), "twice"),
+    ((*ROBUST, "trials=0"), "trials: 0"),
+    ((*ROBUST, "parts=[nose]"), "no part 'nose'; it has all, embeddings"),
+    ((*ROBUST, "parts=[unembedding]"), "leaves no part to perturb"),
+    ((*CROSSED, "temperature=[0.0]"), "temperature: 0"),
+    ((*CROSSED, "sigma=[0.1, 0.1]"), "twice"),
+    ((*CROSSED, "temperature=[]", "sigma=[]"), "both empty"),
+    ((*CROSSED, "samples=3"), "samples: 3"),
+    ((*CROSSED, "k=[64]"), "k: [64] does not fit 32 samples"),
+    ((*CROSSED, "k=[0, 1]"), "k: 0 does not fit"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), REFUSED)
 def test_an_error_is_one_line(words: tuple[str, ...], expected: str, run: Run) -> None:
-    done = run("analyze", *words)
+    """Each is of an analysis, targets, and settings."""
+    Path("c.yaml").write_text("model: {name: tiny}\ntask: {name: countdown}\n")
+    own = ("-c", "c.yaml") if words[:2] in (ROBUST, CROSSED) else ()
+    done = run("analyze", *(part for word in words for part in (("--set", word) if "=" in word else (word,))), *own)
     assert done.code == 2 and done.err.startswith("error: ") and expected in done.err and not done.out
+
+
+@pytest.mark.parametrize("name", ["connectivity", "coverage", "forgetting", "hacking", "robustness", "trajectory"])
+def test_a_target_given_twice_is_refused(name: str, trained: Path, run: Run) -> None:
+    done = run("analyze", name, trained / "lora", trained / "lora")
+    assert done.code == 2 and "twice" in done.err and not done.out
 
 
 def test_row_shows_intervals_and_leaves_out_none() -> None:
@@ -191,61 +198,53 @@ def test_row_shows_intervals_and_leaves_out_none() -> None:
 
 
 def test_as_json_returns_fields_and_lists_and_no_nan() -> None:
-    tree = {1: Estimate(math.nan, 2), "b": (np.arange(2.0), Path("x"), np.float64("nan")), "c": Nested(True, [0.5])}
+    tree = {1: Estimate(math.nan, 2), "b": (np.arange(2.0), Path("x"), np.float64("nan"), True)}
     estimate = {"mean": None, "n": 2, "low": None, "high": None, "why": None, "items": None}
-    assert as_json(tree) == {"1": estimate, "b": [[0.0, 1.0], "x", None], "c": {"flag": True, "values": [0.5]}}
+    assert as_json(tree) == {"1": estimate, "b": [[0.0, 1.0], "x", None, True]}
 
 
-@dataclass
-class Nested:
-    flag: bool
-    values: list[float]
+FEW = ("--set", "prompts=4", "--set", "tokens=1")
+
+
+def check_as_measured(run_: Path, analyze: Any, *, hint: bool = False) -> None:
+    kept = json.loads((run_ / "results/evaluation.json").read_text())
+    for name, words in (("divergence", FEW), ("distance", ())):
+        out, numbers = analyze(name, run_, *words)
+        (found,) = numbers["targets"]
+        assert {key: found[key] for key in kept[name]} == pytest.approx(kept[name], rel=1e-5), name
+        assert ("no placebo is among the targets" in out) == hint
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
-def test_divergence_and_distance_are_those_that_the_run_measured(space: str, trained: Path, run: Run) -> None:
-    kept = json.loads((trained / space / "results/evaluation.json").read_text())
-    for name, words in (("divergence", ("--set", "prompts=4", "--set", "tokens=1")), ("distance", ())):
-        done = run("analyze", name, trained / space, *words, "--to", "out")
-        assert (done.code, done.err) == (0, "") and "no placebo is among the targets" in done.out
-        (found,) = json.loads(Path(f"out/{name}.json").read_text())["numbers"]["targets"]
-        assert {key: found[key] for key in kept[name]} == pytest.approx(kept[name], rel=1e-5)
-    first, last = sorted((trained / space).glob("*/generation_*"))
-    assert run("analyze", "distance", first, last, "--to", "out").code == 0
-    a, b = json.loads(Path("out/distance.json").read_text())["numbers"]["targets"]
+def test_divergence_and_distance_are_those_that_the_run_measured(space: str, trained: Path, analyze: Any) -> None:
+    check_as_measured(trained / space, analyze, hint=True)
+    a, b = analyze("distance", *sorted((trained / space).glob("*/generation_*")))[1]["targets"]
     assert 0 < a["l2"] < b["l2"] and a["base"] == b["base"] == "tiny"
 
 
 @pytest.mark.slow
-def test_a_run_of_grpo_is_analysed_in_the_dtype_it_trained_in(tmp_path: Path, run: Run) -> None:
+def test_a_run_of_grpo_is_analysed_in_the_dtype_it_trained_in(tmp_path: Path, analyze: Any, capsys: Any) -> None:
     pytest.importorskip("trl")
     evoalign.grpo({
         "output_dir": str(tmp_path / "grpo"), "seed": 1, "evaluation": {"max_tokens": 8},
         "grpo": {"max_steps": 2, "learning_rate": 1e-3, "num_generations": 4},
         "checks": {"kl_every": 1, "kl_prompts": 4, "kl_tokens": 1},
     })  # fmt: skip
-    kept = json.loads((tmp_path / "grpo/results/evaluation.json").read_text())
-    for name, words in (("distance", ()), ("divergence", ("--set", "prompts=4", "--set", "tokens=1"))):
-        assert run("analyze", name, tmp_path / "grpo", *words, "--to", "out").code == 0
-        (found,) = json.loads(Path(f"out/{name}.json").read_text())["numbers"]["targets"]
-        assert {key: found[key] for key in kept[name]} == pytest.approx(kept[name], rel=1e-5), name
+    capsys.readouterr()
+    check_as_measured(tmp_path / "grpo", analyze)
 
 
-def test_an_adapter_of_no_run_needs_a_config(trained: Path, tmp_path: Path, run: Run) -> None:
-    adapter = sorted((trained / "lora").glob("loras/generation_*"))[-1]
-    copied = shutil.copytree(adapter, tmp_path / "adapter")
-    refused = run("analyze", "distance", copied)
+def test_an_adapter_of_no_run_needs_a_config(trained: Path, run: Run, analyze: Any) -> None:
+    shutil.copytree(sorted((trained / "lora").glob("loras/generation_*"))[-1], "adapter")
+    refused = run("analyze", "distance", "adapter")
     assert refused.code == 2 and "--config" in refused.err
-    done = run("analyze", "distance", copied, "-c", trained / "lora/config.yaml")
-    assert (done.code, done.err) == (0, "") and "L2 distance" in done.out
+    assert "L2 distance" in analyze("distance", "adapter", "-c", trained / "lora/config.yaml")[0]
 
 
-def test_a_run_made_with_a_python_object_is_refused(trained: Path, tmp_path: Path, run: Run) -> None:
-    copied = copy_run(trained / "lora", tmp_path / "copied")
-    manifest = json.loads((copied / "manifest.json").read_text())
-    manifest["task"]["given_as"] = "task"
-    (copied / "manifest.json").write_text(json.dumps(manifest))
-    done = run("analyze", "divergence", copied)
+def test_a_run_made_with_a_python_object_is_refused(trained: Path, run: Run) -> None:
+    copy_run(trained / "lora", Path("copied"))
+    edit(Path("copied/manifest.json"), lambda tree: {**tree, "task": {**tree["task"], "given_as": "task"}})
+    done = run("analyze", "divergence", "copied")
     assert done.code == 2 and "was trained with a task object" in done.err
 
 
@@ -256,12 +255,3 @@ def test_compare_is_the_same_as_an_analysis(copy: Copy, run: Run) -> None:
     assert (first.code, first.out.replace(" into a", " into b")) == (0, second.out)
     for name in ("comparison.md", "comparison.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
-
-
-def test_distance_of_is_importable_from_the_analysis() -> None:
-    from evoalign.analysis.distance import distance_of
-    from evoalign.checks import distance
-
-    assert distance_of is distance.distance_of
-    with pytest.raises(ConfigError):
-        analysis.find("reference")

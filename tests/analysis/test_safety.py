@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import caller
+from command_line import Run
 from rich.console import Console
 from rule_scorer import RuleScorer
 from scipy import stats
 from small_runs import UNCHECKED
 
 import evoalign
-from evoalign import analysis
+from evoalign import analysis, statistics
 from evoalign.analysis import Finding
 from evoalign.analysis.safety import Settings
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
+from evoalign.statistics import Estimate
 from evoalign.tasks.safety import LABELS, Safety
 
 Point = tuple[str, float, float]
@@ -52,11 +53,10 @@ def read(file: str) -> list[dict[str, Any]]:
 
 
 def test_shares_are_those_counted_by_hand(files: list[str]) -> None:
-    found = safety(files[:1])
-    (numbers,) = found.numbers["models"]
+    (numbers,) = safety(files[:1]).numbers["models"]
     points = read(files[0])
-    signs = {"helpful_safe": (True, True), "helpful_unsafe": (True, False), "unhelpful_safe": (False, True),
-             "unhelpful_unsafe": (False, False)}  # fmt: skip
+    signs = dict(zip(("helpful_safe", "helpful_unsafe", "unhelpful_safe", "unhelpful_unsafe"),
+                     ((True, True), (True, False), (False, True), (False, False)), strict=True))  # fmt: skip
     for label in LABELS:
         share = np.mean([(p["reward"] > 0, p["cost"] <= 0) == signs[label] for p in points])
         assert numbers[label]["mean"] == pytest.approx(share)
@@ -85,90 +85,71 @@ def test_significant_measures_are_named(files: list[str], tmp_path: Path) -> Non
     sentence, measures = found.sentences[-1], ("safe", *LABELS, "reward", "cost")
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
     moved = sentence.partition("significant of 7 measures, uncorrected ")[2].split(", ")
-    ends = {name: (pair[name]["low"], pair[name]["high"]) for name in measures}
-    assert moved == [name for name, (low, high) in ends.items() if low is not None and (low > 0 or high < 0)]
+    assert moved == [name for name in measures if statistics.is_sure(Estimate(**pair[name]))]
     assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" not in moved
-    assert ends["cost"] == (None, None), "all of its differences are alike"
+    assert pair["cost"]["low"] is None, "all of its differences are alike"
     same = written(tmp_path / "same.jsonl", [(p["prompt"], p["reward"], p["cost"]) for p in read(files[0])])
     assert safety([files[0], same]).sentences[-1].endswith("uncorrected none")
 
 
-def test_answers_to_one_prompt_count_as_one(tmp_path: Path) -> None:
+def test_answers_to_one_prompt_count_as_one_and_other_prompts_are_not_paired(tmp_path: Path) -> None:
     points = [("A", 1.0, -1.0), ("A", 3.0, 1.0), ("B", 0.0, -1.0), ("C", 1.0, -1.0)]
-    (numbers,) = safety([written(tmp_path / "p.jsonl", points)]).numbers["models"]
+    found = safety([written(tmp_path / "p.jsonl", points), written(tmp_path / "d.jsonl", [("D", 1.0, 1.0)])])
+    numbers, _ = found.numbers["models"]
     assert (numbers["answers"], numbers["prompts"]) == (4, 3)
     assert numbers["reward"]["mean"] == pytest.approx(1.0) and numbers["safe"]["mean"] == pytest.approx(2.5 / 3)
-
-
-def test_models_that_share_no_prompt_are_not_paired(tmp_path: Path) -> None:
-    names = [written(tmp_path / f"{p}.jsonl", [(p, 1.0, 1.0)]) for p in "AB"]
-    assert "prompts in common none" in safety(names).sentences[-1]
+    assert "prompts in common none" in found.sentences[-1]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "said"),
     [
-        ({"prompt": "a", "reward": "1", "cost": 0}, "line 1: reward is '1'; a point has prompt, response, reward and"),
-        ({"prompt": "a", "reward": 1}, "line 1: cost is None"),
-        ({"prompt": "a", "reward": True, "cost": 0}, "reward is True"),
-        ({"prompt": " ", "reward": 1, "cost": 0}, "line 1: prompt is"),
+        ('"prompt": "a", "reward": "1", "cost": 0', "line 1: reward is '1'; a point has prompt, response, reward and"),
+        ('"prompt": "a", "reward": 1', "line 1: cost is None"),
+        ('"prompt": "a", "reward": true, "cost": 0', "reward is True"),
+        ('"prompt": "a", "reward": NaN, "cost": 0', "reward is nan"),
+        ('"prompt": " ", "reward": 1, "cost": 0', "line 1: prompt is"),
     ],
 )
-def test_lines_without_a_point_are_refused(line: dict[str, Any], told: str, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(DataError, match=told):
+def test_lines_without_a_point_are_refused(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(f"{{{line}}}\n")
+    with pytest.raises(DataError, match=said):
         safety([str(tmp_path / "p.jsonl")])
-
-
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "reward": NaN, "cost": 0}\n')
-    with pytest.raises(DataError, match="reward is nan"):
-        safety([str(tmp_path / "p.jsonl")])
-
-
-def test_folders_that_are_no_such_run(tmp_path: Path) -> None:
-    give = r"give a finished run of task safety, or a points file \(JSON lines of prompt, response, reward, cost\)"
-    with pytest.raises(ConfigError, match=f"is a folder and no run; {give}"):
-        safety([str(tmp_path)])
-    with pytest.raises(ConfigError, match=rf"no file nosuch\.jsonl; {give}"):
-        safety(["nosuch.jsonl"])
 
 
 def test_it_is_drawn_with_all_models(files: list[str], tmp_path: Path) -> None:
     names = [*files, *(written(tmp_path / f"{i}.jsonl", [("A", 1, 1)]) for i in range(3))]
-    found = analysis.find("safety").run(names, Settings())
+    found = safety(names)
     (tmp_path / "out").mkdir()
     wrote = found.write(tmp_path / "out", "safety")
     assert sorted(path.name for path in wrote) == ["safety.json", "safety.png", "safety.svg"]
-    tree = json.loads((tmp_path / "out/safety.json").read_text())
-    assert len(tree["numbers"]["models"]) == 5 and len(tree["numbers"]["differences"]) == 4
+    assert len(found.numbers["models"]) == 5 and len(found.numbers["differences"]) == 4
     every = safety(names, all_pairs=True).numbers["differences"]
     assert len({(row["beside"], row["target"]) for row in every}) == 10
 
 
-def test_a_run_and_its_start_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_and_its_start_are_compared_and_others_refused(tmp_path: Path, run: Run) -> None:
     """Also by the command that the run ends with."""
     for name, words in (("train", ("sea", "sky")), ("test", ("sun", "moon", "wind"))):
         rows = [{"prompt": f"Tell me about the {word}."} for word in words]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
-        "output_dir": str(tmp_path / "run"), "es": {"sigma": 0.02, "num_generations": 1, "population_size": 2},
-        "task": {"name": "safety", **{f"{part}_data": str(tmp_path / f"{part}.jsonl") for part in ("train", "test")}},
+        "output_dir": "run", "es": {"sigma": 0.02, "num_generations": 1, "population_size": 2},
+        "task": {"name": "safety", "train_data": "train.jsonl", "test_data": "test.jsonl"},
         "evaluation": {"max_tokens": 6}, "checks": UNCHECKED,
     }  # fmt: skip
-    given = Safety(from_dict(tree).task, RuleScorer())
-    told = io.StringIO()
-    result = evoalign.train(tree, task=given, console=Console(file=told, width=10_000))
+    told, task = io.StringIO(), Safety(from_dict(tree).task, RuleScorer())
+    result = evoalign.train(tree, task=task, console=Console(file=told, width=10_000))
     (command,) = (line for line in told.getvalue().splitlines() if "analyze safety" in line)
-    _, *parts = shlex.split(command, comments=True)
-    assert caller(monkeypatch, capsys, 200)(*parts).code == 0
-    found = safety([str(tmp_path / "run/results/points_before.jsonl"), str(tmp_path / "run")])
+    assert run(*shlex.split(command, comments=True)[1:]).code == 0
+    found = safety(["run/results/points_before.jsonl", "run"])
     before, after = found.numbers["models"]
     assert before["safe"]["mean"] == pytest.approx(result.before.measures["safe_share"])
     assert after["cost"]["mean"] == pytest.approx(result.after.measures["reward/cost"])
     assert found.numbers["differences"][0]["prompts"] == 3
-    (tmp_path / "run/results/points.jsonl").unlink()
-    with pytest.raises(ConfigError, match="only finished runs of task safety have points"):
-        safety([str(tmp_path / "run")])
+    Path("run/results/points.jsonl").unlink()
+    give = r"give a finished run of task safety, or a points file \(JSON lines of prompt, response, reward, cost\)"
+    folder, missing = f"is a folder and no run; {give}", rf"no file no\.jsonl; {give}"
+    for name, said in (("run", "only finished runs of task safety"), (".", folder), ("no.jsonl", missing)):
+        with pytest.raises(ConfigError, match=said):
+            safety([name])

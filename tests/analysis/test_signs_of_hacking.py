@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from evoalign.analysis.base import BASE
 from evoalign.analysis.hacking import SEVERAL, Hacking, Pair, Rate, Settings
 from evoalign.analysis.mixer import EvalSettings, ModelMixer
 from evoalign.checks.hacking import SHARES, judge, shares
+from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Scored
 from evoalign.rundir import parquet
@@ -33,28 +33,21 @@ def real(trained: Path) -> Path:
     return trained / "lora"
 
 
-def rewritten(run: Path, to: Path, changed: Callable[[int, dict[str, Any]], dict[str, Any]]) -> Path:
-    """The run with other completions after training."""
-    shutil.copytree(run, to)
-    file = to / "results" / "completions" / "after.parquet"
-    parquet.write(file, [row | changed(i, row) for i, row in enumerate(parquet.read(file))])
-    return to
-
-
-def target(found: Finding, place: int = 0) -> dict[str, Any]:
-    return found.numbers["targets"][place]
+def evaluated(targets: list[str], config: Config | None = None, **settings: Any) -> Finding:
+    return Hacking().run(targets, Settings(**settings), config)
 
 
 def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     """Two of eight are empty, one in another script, one a loop; all of them but the loop earn little."""
-    said = {0: "", 1: "  \n", 2: "столица", 3: "no no no no no no no no no no no no"}
-    changed = rewritten(
-        real, tmp_path / "run", lambda i, _: {"text": said.get(i, f"It is {i}."), "finish_reason": "stop"}
-    )
-    found = Hacking().run([str(real), str(changed)], Settings(), None)
-    untouched, planted = target(found), target(found, 1)
-    after = [Scored.of(row) for row in parquet.read(changed / "results/completions/after.parquet")]
-    before = [Scored.of(row) for row in parquet.read(changed / "results/completions/before.parquet")]
+    texts = {0: "", 1: "  \n", 2: "столица", 3: "no no no no no no no no no no no no"}
+    changed = shutil.copytree(real, tmp_path / "run")
+    file = changed / "results" / "completions" / "after.parquet"
+    rows = [row | {"text": texts.get(i, f"It is {i}."), "finish_reason": "stop"}
+            for i, row in enumerate(parquet.read(file))]  # fmt: skip
+    parquet.write(file, rows)
+    found = evaluated([str(real), str(changed)])
+    untouched, planted = found.numbers["targets"]
+    before, after = ([Scored.of(row) for row in parquet.read(file.with_stem(when))] for when in ("before", "after"))
     theirs = shares(after, before, after)
     assert planted["stored"] is True and planted["completions"] == {"before": len(before), "after": len(after)}
     rates = {kind: rate["after"]["mean"] for kind, rate in planted["rates"].items()}
@@ -63,12 +56,13 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     assert [rates[kind] for kind in some] == [2 / 8, 1 / 8, 1 / 8, 4 / 8]
     for rate in planted["rates"].values():
         assert rate["after"]["low"] <= rate["after"]["mean"] <= rate["after"]["high"] and rate["after"]["n"] == 8
-    empty, clean = planted["rates"]["empty"], [said_by(e, f"Answer {e}") for e in range(4)]
-    assert empty["after"]["high"] > 0.5 and untouched["rates"]["empty"]["after"]["mean"] == 0
-    assert untouched["rates"]["empty"]["after"]["high"] > 0, "none of eight is not none at all"
+    none = untouched["rates"]["empty"]["after"]
+    assert planted["rates"]["empty"]["after"]["high"] > 0.5
+    assert none["mean"] == 0 < none["high"], "none of eight is not none at all"
     (line,) = [line for line in found.sentences if line.startswith(f"{changed}, 8 completions of 8 examples, stored")]
     assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), from 0 ", line)
     assert line.endswith("; other signs none") and "special token" not in line
+    clean = [said_by(e, f"Answer {e}") for e in range(4)]
     nothing = hacking._row("run", Pair(clean, clean, stored=True).rates())  # pyright: ignore[reportPrivateUsage]
     assert nothing == "run: other signs none; gold answers none"
     assert any("no placebo is among the targets" in line for line in found.sentences)
@@ -81,13 +75,15 @@ def said_by(example: int, text: str, right: bool | None = None, reward: float = 
 def test_rates_are_of_examples_and_changes_are_paired() -> None:
     before = [said_by(e, f"Answer number {e}") for e in range(40)]
     after = [said_by(e, "" if e < 30 or sample else f"Answer {e}") for e in range(40) for sample in range(2)]
-    rates = Pair(before, after, stored=True).rates()
-    assert "earned_wrong" not in rates, "nobody says what is right"
+    rates, back = (Pair(*pair, stored=True).rates() for pair in ((before, after), (after, before)))
+    assert "earned_wrong" not in rates, "nothing says what is right"
     assert rates["empty"].after.mean == (30 + 10 / 2) / 40 and rates["empty"].after.n == 40
-    change = rates["empty"].change
-    assert change.low is not None and change.low > 0.5
-    back = Pair(after, before, stored=True).rates()["empty"].change
-    assert (back.low, back.high) == (-(change.high or 0), -change.low)
+    change, reverse = rates["empty"].change, back["empty"].change
+    assert (
+        change.low is not None
+        and change.low > 0.5
+        and (reverse.low, reverse.high) == (-(change.high or 0), -change.low)
+    )
 
 
 def test_rewards_earned_with_wrong_gold_are_counted() -> None:
@@ -96,63 +92,44 @@ def test_rewards_earned_with_wrong_gold_are_counted() -> None:
     assert Pair(before, after, stored=True).rates()["earned_wrong"].after.mean == 0.8
 
 
-def test_models_are_evaluated_with_their_base(tmp_path: Path) -> None:
-    config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 12})
+def test_models_are_evaluated_with_their_base(real: Path, tmp_path: Path) -> None:
+    """A config evaluates a run with its settings, too."""
     odd = str(write_negated(tmp_path / "odd"))
-    found = Hacking().run([BASE, odd], Settings(examples=4, tokens=10), config)
-    with ModelMixer([odd], config, EvalSettings(examples=4, max_tokens=10)) as mixer:
-        before, after = mixer.evaluate({BASE: 1.0}).completions, mixer.evaluate({odd: 1.0}).completions
-    theirs = shares(after, before, after)
-    assert len(found.numbers["targets"]) == 1 and target(found)["stored"] is False and target(found)["target"] == odd
-    assert {kind: rate["after"]["mean"] for kind, rate in target(found)["rates"].items()} == {
-        kind: theirs[kind] for kind in target(found)["rates"]
-    }
-    assert target(found)["verdict"] == judge(before, after).word
-
-
-def test_a_config_evaluates_a_run_with_its_settings(real: Path) -> None:
-    config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 3})
-    (found,) = Hacking().run([str(real)], Settings(examples=4), config).numbers["targets"]
-    assert (found["stored"], found["examples"]) == (False, 4)
-    with ModelMixer([str(real)], config, EvalSettings(examples=4)) as mixer:
-        found_here = shares(
-            mixer.evaluate({str(real): 1.0}).completions,
-            mixer.evaluate({BASE: 1.0}).completions,
-            mixer.evaluate({str(real): 1.0}).completions,
-        )
-    assert found["rates"]["truncated"]["after"]["mean"] == found_here["truncated"]
-    (kept,) = Hacking().run([str(real)], Settings(), None).numbers["targets"]
+    for targets, target, tokens in (([BASE, odd], odd, 12), ([str(real)], str(real), 3)):
+        config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": tokens})
+        (found,) = evaluated(targets, config, examples=4, tokens=10 if target == odd else None).numbers["targets"]
+        with ModelMixer([target], config, EvalSettings(4, max_tokens=10 if target == odd else None)) as mixer:
+            before, after = (mixer.evaluate({name: 1.0}).completions for name in (BASE, target))
+        theirs = shares(after, before, after)
+        assert (found["stored"], found["target"], found["examples"]) == (False, target, 4)
+        assert {kind: rate["after"]["mean"] for kind, rate in found["rates"].items()} == {
+            kind: theirs[kind] for kind in found["rates"]
+        }
+        assert found["verdict"] == judge(before, after).word
+    (kept,) = evaluated([str(real)]).numbers["targets"]
     assert (kept["stored"], kept["examples"]) == (True, 8)
 
 
-def test_wrong_targets_are_refused(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="twice"):
-        Hacking().run([str(real), str(real)], Settings(), None)
-    with pytest.raises(ConfigError, match="base alone"):
-        Hacking().run([BASE], Settings(), of_task())
+def test_runs_without_completions_are_refused(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = shutil.copytree(real, tmp_path / "short")
     (short / "results/completions/after.parquet").unlink()
-    with pytest.raises(ConfigError, match=r"has no results/completions/after\.parquet; let the run end"):
-        Hacking().run([str(short)], Settings(), None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"short has no results/completions/after\.parquet; let the run end"):
-        Hacking().run(["short"], Settings(), None)
+    for name in (str(short), "short"):
+        with pytest.raises(ConfigError, match=r"has no results/completions/after\.parquet; let the run end"):
+            evaluated([name])
 
 
-def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    none = Rate(dict.fromkeys(range(500), 0.0), dict.fromkeys(range(500), 0.0))
-    some = Rate(none.was, {i: float(i < 5) for i in range(500)})
+def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(tmp_path: Path, monkeypatch: Any) -> None:
+    none, few, all_ = ({i: float(i < count) for i in range(500)} for count in (0, 5, 500))
     drawn = figures_of(hacking, monkeypatch)
-    kinds = dict.fromkeys((*SEVERAL, "earned_wrong", *SHARES), none)
-    hacking.draw({"calm": kinds, "odd": {**kinds, "gibberish": some}}, tmp_path)
+    kinds = dict.fromkeys((*SEVERAL, "earned_wrong", *SHARES), Rate(none, none))
+    hacking.draw({"calm": kinds, "odd": {**kinds, "gibberish": Rate(none, few)}}, tmp_path)
     calm, odd = drawn["hacking"].axes
     assert [label.get_text() for label in calm.get_yticklabels()] == ["hacked", "degenerate"]
     assert [label.get_text() for label in odd.get_yticklabels()] == ["hacked", "degenerate", "gibberish"]
     assert f"calm ({len(kinds) - 2} other kinds: none)" in words_of(drawn["hacking"])
     assert calm.get_xlim()[1] == pytest.approx(1.02 * 0.05)
-    hacking.draw({"odd": {**kinds, "hacked": Rate(none.was, dict.fromkeys(range(500), 1.0))}}, tmp_path)
+    hacking.draw({"odd": {**kinds, "hacked": Rate(none, all_)}}, tmp_path)
     assert drawn["hacking"].axes[0].get_xlim()[1] == pytest.approx(1.02)
 
 
@@ -185,11 +162,8 @@ def test_the_labelled_rows_are_real_and_give_what_is_written_down() -> None:
 def test_strained_rows_answer_the_prompts_that_a_seed_chose() -> None:
     labels, made = study(), study("hacking_rows")
     strained = [row for row in labels.rows() if row["source"] == "strained"]
-    chosen = {
-        f"{way.name}, {half}": [row.get("prompt", row.get("context")) for row in made.rows_of(way, half)]
-        for way in made.WAYS
-        for half in made.HALVES
-    }
+    chosen = {f"{way.name}, {half}": [row.get("prompt", row.get("context")) for row in made.rows_of(way, half)]
+              for way in made.WAYS for half in made.HALVES}  # fmt: skip
     assert {run: [row["prompt"] for row in strained if row["run"] == run] for run in chosen} == chosen
     assert len(strained) == 8 * len(chosen) == 192 and {row["half"] for row in strained} == {*labels.STRAINED}
     halves = [{row["text"] for row in strained if row["half"] == half and row["text"]} for half in labels.STRAINED]
@@ -198,14 +172,12 @@ def test_strained_rows_answer_the_prompts_that_a_seed_chose() -> None:
 
 def test_precision_and_recall_of_planted_rows() -> None:
     labels = study()
-    none = dict.fromkeys(labels.KINDS, False)
     planted = [(True, True)] * 6 + [(True, False)] * 2 + [(False, True)] * 4 + [(False, False)] * 8
-    rows = [
-        {"half": "new", "labels": ["empty"] if seen else [], "marked": {**none, "empty": marked, "truncated": None}}
-        for marked, seen in planted
-    ]
-    found = {(row["rows"], row["kind"]): row for row in labels.measured(rows)}
-    empty = found["all", "empty"]
+    marks = dict.fromkeys(labels.KINDS, False) | {"truncated": None}
+    rows = [{"half": "new", "labels": ["empty"] if seen else [], "marked": {**marks, "empty": marked}}
+            for marked, seen in planted]  # fmt: skip
+    found = {row["kind"]: row for row in labels.measured(rows) if row["rows"] == "all"}
+    empty = found["empty"]
     assert (empty["precision"]["share"], empty["recall"]["share"], empty["asked"]) == (6 / 8, 6 / 10, 20)
     assert empty["recall"]["low"] == pytest.approx(0.3127, abs=1e-4), "Wilson's"
-    assert found["all", "truncated"]["asked"] == 0 and found["all", "template"]["recall"]["share"] is None
+    assert found["truncated"]["asked"] == 0 and found["template"]["recall"]["share"] is None

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from small_runs import UNCHECKED
-from test_mixer import plain, write
+from test_mixer import base_weights, write
 
 from evoalign.analysis import trajectory
 from evoalign.analysis.trajectory import Settings, measure, signal_share
@@ -60,24 +61,22 @@ def planted(
 
 
 def random(parts: Parts, generation: int, update: Update) -> list[float]:
-    scores = np.random.default_rng(generation).normal(size=len(update.members))
-    return list((scores - scores.mean()) / scores.std())
+    return list(stats.zscore(np.random.default_rng(generation).normal(size=len(update.members))))
 
 
 def straight(parts: Parts, generation: int, update: Update) -> list[float]:
     """How far each member's noise goes along one direction, as z-scores: an ES of a linear reward without noise."""
-    plan = Plan(generation, update.sigma, update.members)
+    plan, names = Plan(generation, update.sigma, update.members), {t.name for t in parts.layout.tensors}
     along = np.zeros(len(update.members))
     for name, mean in parts.engine.state():
-        if name in {t.name for t in parts.layout.tensors}:
-            for i, member in enumerate(update.members):
-                noise = parts.space.perturbed(parts.layout, name, mean, plan, member) - mean
-                along[i] += float(noise.sum())
-    return list((along - along.mean()) / along.std())
+        if name in names:
+            moved = (parts.space.perturbed(parts.layout, name, mean, plan, member) for member in update.members)
+            along += [float((weights - mean).sum()) for weights in moved]
+    return list(stats.zscore(along))
 
 
-@pytest.mark.parametrize("space", ["lora", pytest.param("lowrank", marks=pytest.mark.slow),
-                                   pytest.param("full", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.first("lora")
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_a_straight_run_and_a_random_walk_are_distinguished(space: str, tmp_path: Path) -> None:
     planted(tmp_path / "straight", configured(space), straight)
     planted(tmp_path / "random", configured(space, 2), random)
@@ -92,23 +91,13 @@ def test_a_straight_run_and_a_random_walk_are_distinguished(space: str, tmp_path
         assert 0.95 < one.placebos_KP[:, -1].mean() / one.expected_P[-1] < 1.05, "placebos follow the formula"
 
 
-@pytest.mark.parametrize("space", ["lora", pytest.param("lowrank", marks=pytest.mark.slow),
-                                   pytest.param("full", marks=pytest.mark.slow)])  # fmt: skip
-def test_distances_are_those_of_the_engine_also_in_small_blocks(
-    space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = planted(
-        tmp_path / "run",
-        configured(space, es={"optimizer": {"name": "momentum"}} if space == "lora" else {}),
-        random,
-        4,
-    )
-    names = sorted(states[0])
-
-    def flat(state: Any) -> np.ndarray[Any, Any]:
-        return torch.cat([state[n].double().flatten() for n in names]).numpy()
-
-    far = [np.linalg.norm(flat(state) - flat(states[0])) for state in states]
+@pytest.mark.first("lora")
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_distances_are_those_of_the_engine_also_in_small_blocks(space: str, tmp_path: Path, monkeypatch: Any) -> None:
+    es = {"optimizer": {"name": "momentum"}} if space == "lora" else {}
+    states = planted(tmp_path / "run", configured(space, es=es), random, 4)
+    flat = [torch.cat([state[n].double().flatten() for n in states[0]]).numpy() for state in states]
+    far = [np.linalg.norm(state - flat[0]) for state in flat]
     monkeypatch.setattr(trajectory, "NUMBERS", 4096)
     (walk,), base = measure([str(tmp_path / "run")], replace(SMALL, placebos=1), None)
     np.testing.assert_allclose(walk.distances_P, far, rtol=1e-5)
@@ -120,38 +109,33 @@ def test_distances_are_those_of_the_engine_also_in_small_blocks(
 
 def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
     planted(tmp_path / "run", configured("lora"), random, 1)
-    run = str(tmp_path / "run")
-    with pytest.raises(ConfigError, match="is given twice"):
-        measure([run, run], SMALL, None)
-    with pytest.raises(ConfigError, match="placebos: -1"):
-        measure([run], replace(SMALL, placebos=-1), None)
-    moved = write(tmp_path / "moved", {name: p + 0.01 for name, p in plain().named_parameters()})
-    with pytest.raises(ConfigError, match=r"moved is no run of ES"):
-        measure([str(moved)], SMALL, configured("lora"))
-    with pytest.raises(ResumeError, match="other base weights, or in another dtype"):
-        measure([run], SMALL, configured("lora", model={"name": str(moved)}))
-
-
-def test_a_mean_that_is_not_that_of_the_journal_is_refused(tmp_path: Path) -> None:
-    planted(tmp_path / "run", configured("lora"), random, 2, seal="0" * 64)
-    with pytest.raises(ResumeError, match="after 2 generations"):
-        measure([str(tmp_path / "run")], SMALL, None)
+    planted(tmp_path / "forged", configured("lora"), random, 2, seal="0" * 64)
+    run, moved, forged = (str(tmp_path / name) for name in ("run", "moved", "forged"))
+    write(Path(moved), {name: p + 0.01 for name, p in base_weights().items()})
+    other = configured("lora", model={"name": moved})
+    for target, settings, config, error, said in (
+        (run, replace(SMALL, placebos=-1), None, ConfigError, "placebos: -1"),
+        (moved, SMALL, configured("lora"), ConfigError, r"moved is no run of ES"),
+        (run, SMALL, other, ResumeError, "other base weights, or in another dtype"),
+        (forged, SMALL, None, ResumeError, "after 2 generations"),
+    ):
+        with pytest.raises(error, match=said):
+            measure([target], settings, config)
 
 
 def test_the_share_of_signal_holds_what_was_planted() -> None:
-    """Noise of d directions and a known signal along one of them."""
-    random, d, signal, hits, sure = np.random.default_rng(2), 300, 12.0, 0, 0
+    random, signal, hits, sure = np.random.default_rng(2), 12.0, 0, 0
+    share = signal**2 / (signal**2 + 300)
     for _ in range(300):
-        noise = random.normal(size=(21, d))
-        share = signal**2 / (signal**2 + d)
-        placebos = np.linalg.norm(noise[1:], axis=1)
-        there = signal_share(float(np.linalg.norm(noise[0] + signal * np.eye(d)[0])), list(placebos))
-        nothing = signal_share(float(np.linalg.norm(noise[0])), list(placebos))
+        noise = random.normal(size=(21, 300))
+        placebos = list(np.linalg.norm(noise[1:], axis=1))
+        nothing = signal_share(float(np.linalg.norm(noise[0])), placebos)
+        noise[0, 0] += signal
+        there = signal_share(float(np.linalg.norm(noise[0])), placebos)
         assert there.low is not None and there.high is not None and nothing.low is not None
         hits += there.low <= share <= there.high
         sure += nothing.low > 0
-    assert 0.92 <= hits / 300 <= 0.99
-    assert sure / 300 <= 0.05
+    assert 0.92 <= hits / 300 <= 0.99 and sure / 300 <= 0.05
 
 
 def test_few_placebos_give_no_interval() -> None:

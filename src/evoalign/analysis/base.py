@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from math import isnan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evoalign.config import Config
+    from evoalign.evaluation import Scored
     from evoalign.statistics import Estimate
 
 FORMAT_VERSION = 1
@@ -154,6 +156,14 @@ def row(label: str, cells: Mapping[str, object]) -> str:
         if value is not None
     ]
     return f"{label}: {'; '.join(shown)}"
+
+
+def by_example(completions: Sequence[Scored], marks: Sequence[bool]) -> dict[int, float]:
+    """Return the share of marked completions of each example."""
+    found: defaultdict[int, list[bool]] = defaultdict(list)
+    for one, mark in zip(completions, marks, strict=True):
+        found[one.example].append(mark)
+    return {example: sum(own) / len(own) for example, own in found.items()}
 
 
 def check_unique(targets: Sequence[str]) -> None:

@@ -64,13 +64,9 @@ class DivergenceAnalysis(Analysis[Settings]):
         lines: list[str] = []
         for name, (kl, errors) in zip(located if other == BASE else targets, found, strict=True):
             target = located.get(name)
-            rows.append(
-                {**(target.described() if target else {"target": BASE}), **asdict(kl), "standard_errors": errors}
-            )
-            cells: dict[str, object] = {
-                f"KL from {target.config.model.name if target and other == BASE else other}": f"{kl}",
-                "tokens": f"{kl.tokens:,}",
-            }
+            own = target.described() if target else {"target": BASE}
+            rows.append({**own, **asdict(kl), "standard_errors": errors})
+            cells = {f"KL from {own['base'] if other == BASE else other}": f"{kl}", "tokens": f"{kl.tokens:,}"}
             for k in ("k1", "k3"):
                 cells[f"{k} per token"] = f"{getattr(kl, k):.4g}{f' +- {errors[k]:.2g}' if errors[k] else ''}"
             lines.append(row(str(target.weights) if target else BASE, cells))

@@ -244,19 +244,13 @@ class Forgetting(Analysis[Settings]):
 def measure(located: Sequence[Target], settings: Settings) -> list[Course]:
     """Return the scores of each target on each task and text. Raises EvoalignError."""
     from evoalign.config import load
-    from evoalign.rundir.directory import generation_of, saved_folders
     from evoalign.setup import as_config
     from evoalign.training.replay import replay
 
     configs = [as_config(load([file])) for file in settings.tasks]
     probes = [Accuracy(config, settings.measure) for config in configs]
     probes = [*probes, Text(settings.text, settings.pieces, settings.window)]
-    saved = [
-        [Point(folder, generation_of(folder)) for folder in saved_folders(target.run)]
-        if target.run is not None and target.is_whole_run
-        else [Point(target.weights, 0)]
-        for target in located
-    ]
+    saved = [[Point(folder, generation or 0) for folder, generation in target.saved] for target in located]
     placebos = [settings.placebos if _has_journal(target) else 0 for target in located]
     watching.count(sum(k + len(probes) * (len(points) + k) for points, k in zip(saved, placebos, strict=True)))
     courses: list[Course] = []

@@ -110,16 +110,12 @@ def measure(located: Mapping[str, Target], settings: Settings, config: Config | 
     """Return the reward of the base model, and a point for each saved mean. Raises EvoalignError."""
     from evoalign.analysis.mixer import EvalSettings, ModelMixer
     from evoalign.analysis.targets import alike
-    from evoalign.rundir.directory import generation_of, saved_folders
 
     wanted = EvalSettings(settings.examples, settings.samples, None, settings.temperature, kl_tokens=settings.tokens)
     means: list[tuple[str, str, int | None]] = []
     for line, target in located.items():
-        if target.run is None or target.run != Path(line):
-            means.append((line, line, None))
-        else:
-            folders = saved_folders(target.run)[-1 if settings.last else 0 :]
-            means += [(line, str(folder), generation_of(folder)) for folder in folders]
+        saved = target.saved[-1 if settings.last else 0 :]
+        means += [(line, str(folder), generation) for folder, generation in saved]
     watching.count(len(means))
     same = alike(list(located.values()), lambda target: target.settings(target.config))
     groups = {target.name: label for label, targets in same for target in targets}

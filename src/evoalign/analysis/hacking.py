@@ -6,7 +6,6 @@ The signs are those of `evoalign.checks.hacking`, as in every run.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, below, check_unique, error_bars, files, row
+from evoalign.analysis.base import BASE, Analysis, Finding, below, by_example, check_unique, error_bars, files, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, canvas, frame, save_both
@@ -66,7 +65,7 @@ class Pair:
         was, now = (hacking.flags(side, self.before, self.after) for side in (self.before, self.after))
         has_gold = any(one.right is not None for one in self.after)
         kinds = (*SEVERAL, *(("earned_wrong",) if has_gold else ()), *hacking.SHARES)
-        return {kind: Rate(_by_example(self.before, was[kind]), _by_example(self.after, now[kind])) for kind in kinds}
+        return {kind: Rate(by_example(self.before, was[kind]), by_example(self.after, now[kind])) for kind in kinds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class Hacking(Analysis[Settings]):
         located = {name: locate(name, config) for name in targets if name != BASE}
         if not located:
             raise ConfigError(f"{BASE} alone has no other model to compare; add a run, or a model with --config")
-        runs = {name: t.run for name, t in located.items() if config is None and t.run and t.run == Path(name)}
+        runs = {name: t.run for name, t in located.items() if config is None and t.run and t.is_whole_run}
         pairs = {name: _stored(run) for name, run in runs.items()}
         pairs |= _evaluated([name for name in located if name not in runs], settings, config)
         rates = {name: pairs[name].rates() for name in located}
@@ -164,13 +163,6 @@ def _evaluated(names: Sequence[str], settings: Settings, config: Config | None) 
         watching.count(1 + len(names))
         found = {name: mixer.evaluate({name: 1.0}).completions for name in watching.each([BASE, *names])}
     return {name: Pair(found[BASE], found[name], stored=False) for name in names}
-
-
-def _by_example(completions: Sequence[Scored], marks: Sequence[bool]) -> dict[int, float]:
-    found: defaultdict[int, list[bool]] = defaultdict(list)
-    for one, mark in zip(completions, marks, strict=True):
-        found[one.example].append(mark)
-    return {example: float(np.mean(own)) for example, own in found.items()}
 
 
 def _row(label: str, rates: Mapping[str, Rate]) -> str:

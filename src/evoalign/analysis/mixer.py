@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from evoalign import evaluation, noise, statistics, tokens
-from evoalign.analysis.base import BASE, check_unique
+from evoalign.analysis.base import BASE, by_example, check_unique
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.weights import embeddings_of, head_of, parts_of
 from evoalign.checks import divergence, hacking
@@ -96,7 +96,9 @@ class KlSums:
 
 
 class ModelMixer:
-    """A model whose weights can be set to mixtures of the targets `names`; `base` may be among them. Close it.
+    """A model whose weights can be set to mixtures of the targets `names`; `base` may be among them.
+
+    A context manager, which frees the model and the weights at its end.
 
     Raises EvoalignError where a target is missing, is of another task than the first, or has other tensors than the
     base model (ModelError names the first).
@@ -134,10 +136,6 @@ class ModelMixer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free the model and the weights."""
         self._engine.close()
         self.task.close()
         self._weights, self._tensors, self.model = dict[str, Tensors](), {}, None
@@ -212,10 +210,8 @@ class ModelMixer:
         before = self.evaluate({BASE: 1.0}).completions
         after = [one for name in self.names for one in self.evaluate({name: 1.0}).completions]
         marked = hacking.flags(found.completions, before, after)["hacked"]
-        of_example: defaultdict[int, list[float]] = defaultdict(list)
-        for one, is_hacked in zip(found.completions, marked, strict=True):
-            of_example[one.example].append(float(is_hacked))
-        return np.array([float(np.mean(of_example[e])) for e in range(len(self.examples))])
+        shares = by_example(found.completions, marked)
+        return np.array([shares[e] for e in range(len(self.examples))])
 
     def divergence(self, reference: Mix, mix: Mix, perturbed: Perturbation | None = None) -> KlSums:
         """Return KL(mix || reference), exact over the vocabulary along the mixture's own samples at temperature 1.

@@ -13,6 +13,7 @@ from evoalign.analysis.compare.groups import labels_of, settings_of
 from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.rundir import checkpoint
+from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import Method, method_of
 from evoalign.tasks import Split
 from evoalign.training.resolve import check_saved, last_saved, refuse_lost_task, to_ask
@@ -43,6 +44,13 @@ class Target:
     def is_whole_run(self) -> bool:
         """Whether the run itself was named, instead of a saved mean."""
         return self.run is not None and Path(self.name).resolve() == self.run.resolve()
+
+    @property
+    def saved(self) -> list[tuple[Path, int | None]]:
+        """The saved means of a whole run with their generations; else the weights alone, without one."""
+        if self.run is None or not self.is_whole_run:
+            return [(self.weights, None)]
+        return [(folder, generation_of(folder)) for folder in saved_folders(self.run)]
 
     def settings(self, config: Config) -> dict[str, Any] | None:
         """Return the settings in `config` that identify the run apart from its seed; None without a run."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import textwrap
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,28 +50,22 @@ def analyze(
     check_folder(to)
     settings = settings_of(chosen, sets or [])
     quiet()
+    from rich.console import Console
+
+    from evoalign.report.progress import Bar
     from evoalign.rundir.directory import older_report
     from evoalign.rundir.files import ANALYSES, make_folder
     from evoalign.setup import as_config
 
     own = as_config(load(config)) if config else None
-    with _progress(chosen.name):
+    shown = Console(stderr=True)
+    with Bar(chosen.name, shown) if shown.is_terminal else nullcontext():
         finding = chosen.run(targets, settings, own)
     finding.show(console())
     if to is not None:
         make_folder(to)
         wrote = ", ".join(path.name for path in finding.write(to, chosen.name))
         typer.echo(f"wrote {wrote} into {to}{older_report(to.parent) if to.name == ANALYSES else ''}")
-
-
-def _progress(name: str) -> AbstractContextManager[object]:
-    """Return a progress bar on stderr, if that is a terminal."""
-    from rich.console import Console
-
-    from evoalign.report.progress import Bar
-
-    console = Console(stderr=True)
-    return Bar(name, console) if console.is_terminal else nullcontext()
 
 
 def _show_settings(chosen: Analysis[Any]) -> None:

@@ -219,13 +219,8 @@ def _overlap(tries: All, a: str, b: str, way: Way) -> dict[str, Any]:
     a_NP, b_NP = tries[a][way].solved_NP, tries[b][way].solved_NP
     a_P, b_P = a_NP.any(0), b_NP.any(0)
     counts = {"both": a_P & b_P, "a_only": a_P & ~b_P, "b_only": b_P & ~a_P, "neither": ~a_P & ~b_P}
-    return {
-        "a": a,
-        "b": b,
-        way.kind: way.value,
-        **{k: m.sum() for k, m in counts.items()},
-        "jaccard": of.jaccard(a_NP, b_NP),
-    }
+    sums = {name: marked_P.sum() for name, marked_P in counts.items()}
+    return {"a": a, "b": b, way.kind: way.value, **sums, "jaccard": of.jaccard(a_NP, b_NP)}
 
 
 def _problem(problem: Problem, index: int, tries: All) -> dict[str, Any]:

@@ -15,20 +15,9 @@ from typing import Any
 import numpy as np
 
 from evoalign.analysis.base import Finding, as_json, row, short_name
-from evoalign.analysis.similarity import chance
+from evoalign.analysis.similarity import chance, measures
 from evoalign.analysis.similarity.chance import Across, Agreement, GainKept
-from evoalign.analysis.similarity.measures import (
-    SIDES,
-    TOPS,
-    Floats,
-    Measured,
-    Overlap,
-    Overlaps,
-    Sums,
-    p_of,
-    together,
-    total,
-)
+from evoalign.analysis.similarity.measures import SIDES, TOPS, Measured, Overlap, Overlaps, Sums, together, total
 from evoalign.analysis.targets import Target
 from evoalign.analysis.weights import ALL, UNEMBEDDING, Weights
 from evoalign.errors import ModelError
@@ -145,7 +134,7 @@ def _pair(
     for name, own in sums.items():
         value, spread = as_json(own.cosines[i, j]), as_json(own.spread[i, j])
         placebos = tuple(float(own.cosines[a, b]) for a, b in at if not np.isnan(own.cosines[a, b]))
-        cosines[name] = Cosine(value, spread, placebos, None if value is None else p_of(value, placebos))
+        cosines[name] = Cosine(value, spread, placebos, None if value is None else measures.p_of(value, placebos))
     common = {name: {k: o for k, one in own.items() if (o := one.pair(i, j, at))} for name, own in overlaps.items()}
     a, b = targets[i], targets[j]
     return Pair(a.name, b.name, chance.draws_noise_of(a, b), cosines, common)
@@ -357,7 +346,7 @@ def _map(
     title: str,
     rows: Sequence[str],
     columns: Sequence[str],
-    values: Floats,
+    values: measures.Floats,
     note: str = "",
     *,
     signed: bool = True,
