@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic runs, one for each cause and some healthy ones, and a real one; samples of the mean."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -29,7 +28,8 @@ from evoalign.types import EvolvedTensor, Generation, Layout, Member, Rollout, U
 
 MEMBERS, PROMPTS, NUMBERS = 16, 8, 400
 LAYOUT = Layout((EvolvedTensor("a", (10, 20), "a", 2.0), EvolvedTensor("b", (200,), "b", 1.0)), 0, "float32")
-WORDS = ["red", "blue", "green", "small", "large", "seven", "eleven", "house", "river", "cloud", "stone", "candle"]
+NAMES = ["red", "blue", "green", "small", "large", "seven", "eleven", "house", "river", "cloud", "stone", "candle"]
+WORDS = np.array(NAMES)
 
 
 def config(**changes):
@@ -39,6 +39,24 @@ def config(**changes):
 
 def text(rng, length=10):
     return " ".join(rng.choice(WORDS, length))
+
+
+def made_of(scores, index=0, total=100, coefficients=None, members=None, **fields):
+    """A generation with these scores [members, prompts]."""
+    scores = np.asarray(scores, dtype=float)
+    members, coefficients = members or population(len(scores)), coefficients or (1.0,) * len(scores)
+    return Generation(
+        index=index, total=total, fitness_M=tuple(scores.mean(1)), scores_MP=tuple(map(tuple, scores)),
+        update=Update(index, index, members, coefficients, 0.01, 0.005), weights_hash="", tokens=1, empty_share=0.0,
+        truncated_share=0.0, seconds={}, **{"rows": tuple(range(scores.shape[1])), **fields},
+    )  # fmt: skip
+
+
+def rollouts_of(members, prompts, texts, finish="stop"):
+    return tuple(
+        Rollout(Member(m, m, 1), p, tuple(said.encode()), said, finish)
+        for m in range(members) for p in range(prompts) for said in [texts(m, p)]
+    )  # fmt: skip
 
 
 class Run:
@@ -52,26 +70,14 @@ class Run:
         self.diagnosis = Diagnosis(self.config, LAYOUT, self.place, max_reward)
         self.index, self.warnings, self.rows = 0, [], []
 
-    def generation(
-        self, mean, spread=0.1, texts=None, control=None, along=0.0, jitter=0.02, finish="stop", scores=None
-    ):
+    def generation(self, mean, spread=0.1, texts=None, control=None, along=0.0, jitter=0.02, finish="stop", **more):
+        scores = more.get("scores")
         fitness = mean + spread * self.rng.standard_normal(MEMBERS)
         prompts = jitter * self.rng.standard_normal(PROMPTS)
         scores = fitness[:, None] + prompts[None, :] if scores is None else np.asarray(scores, dtype=float)
         coefficients = (0.0,) * MEMBERS if np.ptp(scores.mean(1)) == 0 else (1.0,) * MEMBERS
-        texts = texts or (lambda m, p: text(self.rng))
-        rollouts = [
-            Rollout(Member(m, m, 1), p, tuple(said.encode()), said, finish)
-            for m in range(MEMBERS)
-            for p in range(PROMPTS)
-            for said in [texts(m, p)]
-        ]
-        made = Generation(
-            index=self.index, total=100, fitness_M=tuple(scores.mean(1)), scores_MP=tuple(map(tuple, scores)),
-            update=Update(self.index, self.index, population(MEMBERS), coefficients, 0.01, 0.005), weights_hash="",
-            tokens=1, empty_share=0.0, truncated_share=0.0, seconds={}, rows=tuple(range(PROMPTS)),
-            rollouts=tuple(rollouts),
-        )  # fmt: skip
+        rollouts = rollouts_of(MEMBERS, PROMPTS, texts or (lambda m, p: text(self.rng)), finish)
+        made = made_of(scores, self.index, coefficients=coefficients, rollouts=rollouts)
         self.step = along * self.step + torch.from_numpy(self.rng.standard_normal(NUMBERS)).float() * any(coefficients)
         self.place = self.place + self.step
         row = self.diagnosis.update(made, self.place, control)
@@ -84,6 +90,11 @@ class Run:
         for mean in means:
             self.generation(mean, **more)
         return self
+
+
+def words(m, p):
+    """Each member says the same."""
+    return WORDS[p]
 
 
 def only(run, *parts):
@@ -106,13 +117,9 @@ def test_a_healthy_run_learns_and_warns_of_nothing():
     assert not any(line.startswith("warning") for line in rest)
 
 
-def test_a_flat_run_is_not_said_to_learn():
+def test_a_run_that_is_flat_or_short_is_not_said_to_learn():
     run = Run().all([0.3] * 40)
-    assert run.warnings == []
-    assert summary(run.diagnosis.history)[0].startswith("not shown to learn")
-
-
-def test_few_generations_say_nothing():
+    assert run.warnings == [] and summary(run.diagnosis.history)[0].startswith("not shown to learn")
     assert summary(Run().diagnosis.history) == ["no generation yet"]
     assert "too few to say" in summary(Run().all([0.3] * 5).diagnosis.history)[0]
 
@@ -120,7 +127,7 @@ def test_few_generations_say_nothing():
 def test_a_run_that_has_arrived_may_stand_still():
     run = Run(max_reward=0.0, task={}).all(np.linspace(-80, -4, 20), spread=8)
     for _ in range(30):
-        run.generation(0, scores=np.zeros((MEMBERS, PROMPTS)), texts=lambda m, p: WORDS[p])
+        run.generation(0, scores=np.zeros((MEMBERS, PROMPTS)), texts=words)
     assert run.warnings == []
     assert "scored the same" in summary(run.diagnosis.history)[1]
 
@@ -133,26 +140,66 @@ def test_a_solved_task_needs_no_wider_noise():
         scores[0, 0] = k > 16
         if k == 7:
             scores[::2] = 0
-        run.generation(0, scores=scores, texts=None if k == 7 else lambda m, p: WORDS[p])
+        run.generation(0, scores=scores, texts=None if k == 7 else words)
     assert run.diagnosis.history.rises() is False
     assert run.warnings == []
 
 
-def test_sigma_too_small():
-    run = Run().all([0.3] * 12, spread=0, jitter=0, texts=lambda m, p: WORDS[p])
-    only(run, "only 0.0% of the completions differ", "es.sigma 0.1 with es.learning_rate 0.05")
+FLAT, STILL = {"spread": 0, "jitter": 0}, {"spread": 0.02, "jitter": 0, "control": Control(0.3, 0.33, 0.02)}
+UNDO, BEST = {"es": {"learning_rate": 0.02}}, {"scores": np.ones((MEMBERS, PROMPTS)), "texts": words}
+BROKEN = {"scores": np.eye(MEMBERS, PROMPTS) * np.eye(MEMBERS, 1), "control": Control(0.4, 0.4, 0.0)}
+DIFFER = {(0, 0), (1, 1), (2, 2)}
+RISEN = [0.2, 0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6]
+MOMENTUM = {"name": "momentum", "momentum": 0.75}
+CAUSES = {
+    "sigma too small": ({}, [([0.3] * 12, {**FLAT, "texts": words})], [
+        "only 0.0% of the completions differ", "es.sigma 0.1 with es.learning_rate 0.05"]),
+    "sigma a little too small": (
+        {"es": {"sigma": None, "noise_multiplier": 0.2, "learning_rate": 0.5}},
+        [([0.3] * 12, {"texts": lambda m, p: "another" if (m, p) in DIFFER else WORDS[p]})],
+        ["only 2.3% of the completions differ", "es.noise_multiplier 0.6"]),
+    "a reward that tells nothing apart, but once": ({}, [([0.0], {}), ([0.0] * 12, FLAT)], [
+        "% of the last 10 generations moved nothing", "though 94% of the completions differ", "partial credit",
+        "task.batch_size"]),
+    "sigma too large": ({"max_reward": 1.0}, [([0], BROKEN), ([0] * 11, {"scores": BROKEN["scores"]})], [
+        "members keep 2% of the unperturbed model's fitness", "es.sigma 0.0025 with es.learning_rate 0.0013"]),
+    "members a little worse than the mean": ({}, [([0.3] * 12, {"control": Control(0.38, 0.38, 0.0)})], []),
+    "steps that undo each other": (UNDO, [([0.3] * 14, {"along": -0.6})], [
+        "successive updates undo each other (cosine -0.5", "es.learning_rate 0.01 (eta 1 instead of 2)"]),
+    # 16 members: an eta of 1 goes as far as one of 4, and is brought down to one of 0.5
+    "steps of adam": ({"es": {"learning_rate": 0.01, "optimizer": "adam"}}, [([0.3] * 14, {"along": -0.6})], [
+        "es.learning_rate 0.0013 (eta 0.12 instead of 1)"]),
+    "steps of momentum": ({"es": {"learning_rate": 0.01, "optimizer": MOMENTUM}}, [([0.3] * 14, {"along": -0.6})], [
+        "es.learning_rate 0.0013 (eta 0.12 instead of 1)"]),
+    "steps that agree": ({}, [([0.3] * 30, {"along": 0.5})], []),
+    "steps that have nothing to do with each other": ({}, [([0.3] * 30, {"along": 0.0})], []),
+    "a fall from the best": ({}, [([*RISEN, *np.linspace(0.6, 0.2, 30)], {})], [
+        "fitness fell from 0.59", "es.learning_rate 0.0025 (eta 0.25 instead of 0.5)", "es.population_size"]),
+    "a collapse in the first steps": (
+        {"es": {"learning_rate": 0.2}}, [([0.4, 0.1], {}), ([0.0] * 20, {**FLAT, "finish": "length"})],
+        ["fitness fell from 0.3772 to 0.01", "es.learning_rate 0.005 (eta 0.5 instead of 20)"]),
+    "jitter at the top": ({"task": {}}, [
+        (np.linspace(-80, 0, 20), {"spread": 0.5}), ([0.0] * 5, {"spread": 0}), ([-0.3] * 15, {"spread": 0.1})], []),
+    "an engine that does not repeat": ({}, [([0.3] * 12, STILL)], ["though decoding is greedy", "deterministic true"]),
+    "members ranked by chance": ({"evaluation": {"temperature": 1.0}}, [([0.3] * 12, STILL)], [
+        "members spread by 0.0", "scored twice differs by 0.02", "es.sigma 0.03", "task.batch_size 32"]),
+    "completions cut off": ({"evaluation": {"max_tokens": 64}}, [([0.3] * 12, {"finish": "length"})], [
+        "100% of the completions are cut off at 64 tokens", "sampling.max_tokens 128"]),
+    "nothing to learn": ({"max_reward": 1.0}, [([0] * 12, BEST)], [
+        "100% of the completions earned the highest reward from the start", "harder data"]),
+}  # fmt: skip
 
 
-def test_sigma_a_little_too_small():
-    run = Run(es={"sigma": None, "noise_multiplier": 0.2, "learning_rate": 0.5})
-    run.all([0.3] * 12, texts=lambda m, p: "another" if (m, p) in {(0, 0), (1, 1), (2, 2)} else WORDS[p])
-    only(run, "only 2.3% of the completions differ", "es.noise_multiplier 0.6")
-
-
-def test_a_reward_that_tells_nothing_apart():
-    run = Run().all([0.0]).all([0.0] * 12, spread=0, jitter=0)  # once, it did
-    only(run, "% of the last 10 generations moved nothing", "though 94% of the completions differ", "partial credit",
-         "task.batch_size")  # fmt: skip
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_named_with_the_setting_to_change_and_none_where_there_is_none(name):
+    settings, parts, expected = CAUSES[name]
+    run = Run(**settings)
+    for means, more in parts:
+        run.all(means, **more)
+    if expected:
+        only(run, *expected)
+    assert bool(run.warnings) == bool(expected)
+    assert name != "members ranked by chance" or "times the noise floor of 0.02" in summary(run.diagnosis.history)[1]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
@@ -168,26 +215,12 @@ def test_a_constant_reward_is_named_early_and_in_a_run_of_any_length(length):
 
 def test_what_is_not_a_constant_reward_is_not_called_one():
     same, solved = Run(), Run(max_reward=1.0, es={"num_generations": 4})
-    same.all([1.0] * 4, spread=0, jitter=0, texts=lambda m, p: WORDS[p])  # nobody said anything else
+    same.all([1.0] * 4, spread=0, jitter=0, texts=words)  # nobody said anything else
     assert same.warnings == []
     solved.all([1.0] * 4, scores=np.ones((MEMBERS, PROMPTS)))
     only(solved, "earned the highest reward from the start")
     rare = Run().all([0.0] * 2, spread=0, jitter=0).all([0.1]).all([0.0] * 5, spread=0, jitter=0)
     assert rare.warnings == []
-
-
-def test_sigma_too_large():
-    run = Run(max_reward=1.0)
-    broken = np.zeros((MEMBERS, PROMPTS))
-    broken[0, 0] = 1.0
-    for k in range(12):
-        run.generation(0, scores=broken, control=Control(0.4, 0.4, 0.0) if k == 0 else None)
-    only(run, "members keep 2% of the unperturbed model's fitness", "es.sigma 0.0025 with es.learning_rate 0.0013")
-
-
-def test_members_a_little_worse_than_the_mean_are_usual():
-    run = Run().all([0.3] * 12, control=Control(0.38, 0.38, 0.0))
-    assert run.warnings == []
 
 
 def test_a_drop_within_the_spread_has_lost_nothing():
@@ -210,13 +243,10 @@ def test_members_that_are_better_than_the_mean_keep_more_than_all():
 
 
 def test_rows_of_earlier_releases_kept_no_more_than_all():
-    run = Run()
-    run.all([0.3] * 3, control=Control(0.5, 0.5, 0.0))
-    old = [{**row, "diagnosis": {k: v for k, v in row["diagnosis"].items() if k != "population_minus_mean_error"}}
-           for row in run.rows]  # fmt: skip
+    old, after = Run().all([0.3] * 3, control=Control(0.5, 0.5, 0.0)).rows, Run()
     for row in old:
+        del row["diagnosis"]["population_minus_mean_error"]
         row["diagnosis"]["kept_share"] = 1.0
-    after = Run()
     after.diagnosis.restore(old)
     assert after.all([0.3] * 9).warnings == []
 
@@ -227,11 +257,7 @@ def noisy(paired, pull=0.0, seed=0):
     run = Run(es={"population_size": 32, "antithetic": paired})
     linear = rng.standard_normal(16).repeat(2) * np.tile([1, -1], 16) if paired else rng.standard_normal(32)
     scores = (0.3 + linear + 0.1 * rng.standard_normal(32) + pull)[:, None] + np.zeros((1, PROMPTS))
-    members = population(32, antithetic=paired)
-    made = Generation(
-        0, 9, tuple(scores.mean(1)), tuple(map(tuple, scores)), Update(0, 0, members, (1.0,) * 32, 0.01, 0.005),
-        "", 0, 0, 0, {}, rows=tuple(range(PROMPTS)),
-    )  # fmt: skip
+    made = made_of(scores, members=population(32, antithetic=paired))
     return run.diagnosis, run.diagnosis.update(made, torch.ones(NUMBERS), Control(0.3, 0.3, 0.0))
 
 
@@ -261,33 +287,6 @@ def test_noise_that_earns_reward_by_itself_is_said():
     assert not any(told)
 
 
-def test_steps_that_undo_each_other():
-    run = Run(es={"learning_rate": 0.02}).all([0.3] * 14, along=-0.6)
-    only(run, "successive updates undo each other (cosine -0.5", "es.learning_rate 0.01 (eta 1 instead of 2)")
-
-
-@pytest.mark.parametrize(("optimizer", "factor"), [("adam", 4.0), ({"name": "momentum", "momentum": 0.75}, 4.0)])
-def test_the_step_that_is_named_is_that_of_the_optimizer(optimizer, factor):
-    """16 members: an eta of 1 goes as far as one of 4, and is brought down to one of 0.5."""
-    run = Run(es={"learning_rate": 0.01, "optimizer": optimizer}).all([0.3] * 14, along=-0.6)
-    only(run, f"es.learning_rate {0.5 / factor * 0.01:.2g} (eta {0.5 / factor:.2g} instead of 1)")
-
-
-def test_steps_that_agree_or_have_nothing_to_do_with_each_other_are_fine():
-    assert Run().all([0.3] * 30, along=0.5).warnings == []
-    assert Run().all([0.3] * 30, along=0.0).warnings == []
-
-
-def test_a_fall_from_the_best():
-    run = Run().all([0.2, 0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6]).all(np.linspace(0.6, 0.2, 30))
-    only(run, "fitness fell from 0.59", "es.learning_rate 0.0025 (eta 0.25 instead of 0.5)", "es.population_size")
-
-
-def test_a_collapse_in_the_first_steps_is_not_taken_for_a_small_sigma():
-    run = Run(es={"learning_rate": 0.2}).all([0.4, 0.1]).all([0.0] * 20, spread=0, jitter=0, finish="length")
-    only(run, "fitness fell from 0.3772 to 0.01", "es.learning_rate 0.005 (eta 0.5 instead of 20)")
-
-
 def made_up(members, seed, drift=0.0):
     """Whether a run of 60 generations, members' fitness pure noise but for the drift, is said to fall."""
     rng, total = np.random.default_rng(seed), 60
@@ -296,10 +295,7 @@ def made_up(members, seed, drift=0.0):
     for k in range(total):
         scores = rng.standard_normal((members, 1)) + 0.3 * rng.standard_normal((members, 4)) - drift * k
         place = place + torch.from_numpy(rng.standard_normal(NUMBERS)).float()
-        made = Generation(
-            k, total, tuple(scores.mean(1)), tuple(map(tuple, scores)),
-            Update(k, k, population(members), (1.0,) * members, 0.01, 0.005), "", 0, 0, 0, {}, rows=(0, 1, 2, 3),
-        )  # fmt: skip
+        made = made_of(scores, k, total)
         diagnosis.update(made, place)
         told += [line for line in diagnosis.warnings() if "fitness fell" in line]
     return bool(told)
@@ -312,11 +308,6 @@ def test_pure_noise_is_hardly_ever_called_a_fall(members):
     assert all(made_up(members, seed, drift=0.2) for seed in range(5))
 
 
-def test_jitter_at_the_top_is_no_fall():
-    run = Run(task={}).all(np.linspace(-80, 0, 20), spread=0.5).all([0.0] * 5, spread=0).all([-0.3] * 15, spread=0.1)
-    assert run.warnings == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_batches_of_unequal_difficulty_are_no_fall(seed):
@@ -325,18 +316,6 @@ def test_batches_of_unequal_difficulty_are_no_fall(seed):
     run.all([0.4] * 100, jitter=0.3)
     assert np.ptp([row["mean"] for row in run.rows]) > 0.3
     assert run.warnings == []
-
-
-def test_members_ranked_by_chance():
-    run = Run(evaluation={"temperature": 1.0})
-    run.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
-    only(run, "members spread by 0.0", "scored twice differs by 0.02", "es.sigma 0.03", "task.batch_size 32")
-    assert "times the noise floor of 0.02" in summary(run.diagnosis.history)[1]
-
-
-def test_an_engine_that_does_not_repeat():
-    run = Run().all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
-    only(run, "though decoding is greedy", "deterministic true")
 
 
 def test_an_engine_that_is_to_repeat_already_is_not_told_to():
@@ -362,15 +341,11 @@ def test_a_reward_that_varies_by_itself_is_no_fault_of_the_engine(temperature):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ("", "empty"),
-        ("word " * 20, "loops"),
-        ("I am sorry, but I cannot help with that request.", "one template"),
-        ("Fine {}.\nUser: and {}?", "chat turns"),
-    ],
-)
-def test_a_hacked_reward(said, words):
+    ("said", "words", "rise"),
+    [("", "empty", 0.01), ("word " * 20, "loops", 0.01), ("Fine {}.\nUser: and {}?", "chat turns", 0.01),
+     ("I am sorry, but I cannot help with that request.", "one template", 0.01), ("", None, 0.0)],
+)  # fmt: skip
+def test_a_hacked_reward_is_named_with_its_sign_where_the_reward_rises(said, words, rise):
     run = Run()
     for k in range(40):
 
@@ -378,8 +353,11 @@ def test_a_hacked_reward(said, words):
             honest = text(run.rng)
             return said.format(honest, text(run.rng)) if run.rng.random() < share else honest
 
-        run.generation(0.3 + 0.01 * k, texts=answer)
-    only(run, "the reward rises together with a sign of hacking, " + words, "task.rewards", "es.decay")
+        run.generation(0.3 + rise * k, texts=answer)
+    if words is None:
+        assert run.warnings == []
+    else:
+        only(run, "the reward rises together with a sign of hacking, " + words, "task.rewards", "es.decay")
 
 
 def test_a_short_run_is_compared_with_its_own_beginning():
@@ -409,11 +387,9 @@ def test_what_a_cosine_means(along, said):
 
 
 def test_a_verdict_comes_before_learning():
-    run = Run().all(0.3 + 0.01 * np.arange(40))
-    assert summary(run.diagnosis.history)[0].startswith("learning: ")
-    assert summary(run.diagnosis.history, "likely hacked")[0].startswith(
-        "likely hacked, judging by the completions; learning: "
-    )
+    history = Run().all(0.3 + 0.01 * np.arange(40)).diagnosis.history
+    assert summary(history)[0].startswith("learning: ")
+    assert summary(history, "likely hacked")[0].startswith("likely hacked, judging by the completions; learning: ")
 
 
 def test_gold_and_scripts_are_known_in_training():
@@ -423,30 +399,9 @@ def test_gold_and_scripts_are_known_in_training():
                       known=frozenset({"LATIN"}))  # fmt: skip
     plain = Diagnosis(settings, LAYOUT, torch.zeros(NUMBERS))
     for said, name, shares in (("Yes, of course it is one.", "template", (0, 1)), (hebrew, "other_script", (1, 0))):
-        rollouts = tuple(Rollout(Member(m, m, 1), p, (m, p), said, "stop") for m in range(2) for p in range(8))
-        made = Generation(
-            0, 9, (0.0, 1.0), ((0.0,) * 8, (1.0,) * 8), Update(0, 0, population(2), (1.0, -1.0), 1, 1), "", 0, 0, 0, {},
-            rows=tuple(range(8)), rollouts=rollouts,
-        )  # fmt: skip
+        made = made_of([[0.0] * 8, [1.0] * 8], rollouts=rollouts_of(2, 8, lambda m, p, said=said: said))
         found = tuple(d.update(made, torch.ones(NUMBERS))[f"{name}_share"] for d in (asked, plain))
         assert found == shares
-
-
-def test_the_same_texts_without_a_rise_of_the_reward_are_not_called_hacked():
-    run = Run()
-    for k in range(40):
-        run.generation(0.3, texts=lambda m, p, share=k / 40: "" if run.rng.random() < share else text(run.rng))
-    assert run.warnings == []
-
-
-def test_completions_cut_off():
-    run = Run(evaluation={"max_tokens": 64}).all([0.3] * 12, finish="length")
-    only(run, "100% of the completions are cut off at 64 tokens", "sampling.max_tokens 128")
-
-
-def test_nothing_to_learn():
-    run = Run(max_reward=1.0).all([0] * 12, scores=np.ones((MEMBERS, PROMPTS)), texts=lambda m, p: WORDS[p])
-    only(run, "100% of the completions earned the highest reward from the start", "harder data")
 
 
 def test_the_figures_of_a_row():
@@ -455,15 +410,10 @@ def test_the_figures_of_a_row():
     start = torch.arange(100.0)
     diagnosis = Diagnosis(run.config, LAYOUT, start, 1.0)
     rollouts = tuple(
-        Rollout(Member(m, m, 1), p, (m % 2, p), f"{m % 2} {p}", "length" if m == 3 else "stop")
-        for m in range(4)
-        for p in range(2)
+        dataclasses.replace(r, finish_reason="length" if r.member.index == 3 else "stop")
+        for r in rollouts_of(4, 2, lambda m, p: f"{m % 2} {p}")
     )
-    made = Generation(
-        index=0, total=9, fitness_M=(0.5, 0.0, 1.0, 0.0), scores_MP=tuple(map(tuple, scores)),
-        update=Update(0, 0, population(4), (1.0,) * 4, 0.01, 0.005), weights_hash="", tokens=1, empty_share=0.0,
-        truncated_share=0.0, seconds={}, rows=(5, 3), rollouts=rollouts,
-    )  # fmt: skip
+    made = made_of(scores, total=9, rows=(5, 3), rollouts=rollouts)
     step = torch.zeros(100)
     step[:4] = torch.tensor([3.0, 0, 4, 0])
     row = diagnosis.update(made, start + step, Control(0.9, 0.7, 0.05))
@@ -491,18 +441,10 @@ def test_the_figures_of_a_row():
 
 
 def test_without_rollouts_nothing_is_made_up():
-    made = Generation(
-        0, 1, (0.0, 1.0), ((0.0,), (1.0,)), Update(0, 0, population(2), (1.0, -1.0), 1, 1), "", 0, 0, 0, {}
-    )
+    made = made_of([[0.0], [1.0]], rows=())
     assert changed_share(made) is None
     row = Run().diagnosis.update(made, torch.ones(NUMBERS))
     assert row["template_share"] is None and row["empty_share"] is None
-
-
-def test_a_warning_is_given_once_and_stays_in_the_summary():
-    run = Run().all([0.3] * 30, finish="length")
-    only(run, "cut off")
-    assert sum("cut off" in line for line in summary(run.diagnosis.history)) == 1
 
 
 def test_after_a_resume_it_goes_on_where_it_was():
@@ -517,11 +459,13 @@ def test_after_a_resume_it_goes_on_where_it_was():
     assert second.rows[0]["diagnosis"]["cosine"] is None
     expected = [row["diagnosis"] for row in whole.rows[16:]]
     assert [row["diagnosis"] for row in second.rows[1:]] == expected
+    only(whole, "cut off")  # once, and it stays in the summary
+    assert sum("cut off" in line for line in summary(whole.diagnosis.history)) == 1
     verdicts = [summary(run.diagnosis.history) for run in (whole, second)]
     assert verdicts[0][0] == verdicts[1][0] and verdicts[0][3:] == verdicts[1][3:]
 
 
-def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it(monkeypatch):
     looks = []
     monkeypatch.setattr(diagnosis, "causes", lambda history: looks.append(1) or causes(history))
     run = Run().all([0.3], finish="length")
@@ -546,13 +490,9 @@ def test_rows_that_were_rebuilt_from_the_journal_know_less():
 def test_the_noise_floor_is_the_standard_deviation_of_one_score():
     rng = np.random.default_rng(1)
     truth = rng.standard_normal(50)
-    floors, firsts = [], []
-    for _ in range(2000):
-        first, second = (truth + 0.3 * rng.standard_normal(50) for _ in range(2))
-        made = control_of(first, second)
-        floors.append(made.floor**2)
-        firsts.append(made.first)
-    assert math.sqrt(np.mean(floors)) == pytest.approx(np.std(firsts), rel=0.05)
+    made = [control_of(*(truth + 0.3 * rng.standard_normal(50) for _ in range(2))) for _ in range(2000)]
+    floor = math.sqrt(np.mean([control.floor**2 for control in made]))
+    assert floor == pytest.approx(np.std([control.first for control in made]), rel=0.05)
     assert control_of([1.0, 2.0], [1.0, 2.0]) == (1.5, 1.5, 0.0, None)
 
 
@@ -641,7 +581,7 @@ def test_a_real_control_draws_anew_when_sampling(tmp_path):
     assert first != second and floor > 0
 
 
-def test_sampled_places_are_spread_by_size_and_in_step_with_no_row():
+def test_sampled_places_are_spread_by_size_in_step_with_no_row_and_all_where_they_are_few():
     layout = Layout((EvolvedTensor("a", (256, 300), "a"), EvolvedTensor("b", (7,), "b"),
                      EvolvedTensor("c", (256, 100), "c")), 0, "float32")  # fmt: skip
     places = dict(sampled_places(layout, 1024))
@@ -653,9 +593,6 @@ def test_sampled_places_are_spread_by_size_and_in_step_with_no_row():
         assert torch.all(places[name][1:] >= places[name][:-1])
     again = dict(sampled_places(layout, 1024))
     assert all(torch.equal(places[name], again[name]) for name in places)
-
-
-def test_sampled_places_are_all_where_they_are_few():
     places = dict(sampled_places(LAYOUT, 400))
     assert torch.equal(places["a"], torch.arange(200)) and torch.equal(places["b"], torch.arange(200))
     assert sum(map(len, dict(sampled_places(LAYOUT, 10**6)).values())) == 400

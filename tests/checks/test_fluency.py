@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nats a token under the base model, against plain transformers on the tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from evoalign.cost.estimate import second_copy_lines
 from evoalign.errors import ModelError
 from evoalign.evaluation import Scored
 from evoalign.models import tiny
-from evoalign.setup import Parts, assemble
+from evoalign.setup import assemble
 
 CONFIG = {
     "task": {"name": "conciseness", "prompt": "raw"},
@@ -27,75 +24,74 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[Parts]:
+def parts():
     found = assemble(from_dict(CONFIG))
     yield found
     found.close()
 
 
-def said(texts: list[str]) -> list[Scored]:
+def said(texts):
     return [Scored(i, 0, 0, "", None, text, 0.0, "stop", 1) for i, text in enumerate(texts)]
 
 
-def test_each_example_is_looked_at_before_one_of_them_again(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def fluency(parts, before, after, reference=None):
+    reference = reference or Reference.of(parts)
+    return divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, before, after)
+
+
+def test_each_example_is_looked_at_before_one_of_them_again(parts, monkeypatch):
     """Eight questions of 20 samples lie one question after another: the first completions would be of two of them."""
     drawn = [Scored(e, 0, k, "", None, f"It is {e}{k}.", 0.0, "stop", 1) for e in range(8) for k in range(20)]
     monkeypatch.setattr(divergence, "MOST_COMPLETIONS", 16)
-    found = divergence.fluency(Reference.of(parts), parts.tokens, parts.task, parts.data.test, drawn, drawn)
+    found = fluency(parts, drawn, drawn)
     looked = [(s.example, s.sample) for s, nats in zip(drawn, found.each, strict=True) if nats is not None]
     assert looked == [(e, k) for e in range(8) for k in range(2)]
 
 
-def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
+def test_nats_a_token_are_those_of_plain_transformers(parts):
     texts = ["It is Paris.", "", "x", "zq 7 7 zq"]
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32),
-        AutoTokenizer.from_pretrained(tiny()),
-    )
-    expected = []
+    model = AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32)
+    tokenizer, expected = AutoTokenizer.from_pretrained(tiny()), []
     for example, text in zip(parts.data.test, texts, strict=False):
         prompt = tokenizer(parts.task.prompt(example))["input_ids"]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        loss = torch.nn.functional.cross_entropy(
-            model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) : -1].float(),
-            torch.tensor(ids[1:], dtype=torch.long),
-            reduction="none",
-        )
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) : -1].float()
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], dtype=torch.long), reduction="none")
         expected.append(loss.detach().double())
     reference = Reference.of(parts)
-    found = divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, said(texts[:1]), said(texts))
+    found = fluency(parts, said(texts[:1]), said(texts), reference)
     whole = torch.cat(expected)
     assert found.tokens_after == len(whole) > 5
     assert found.after == pytest.approx(float(whole.mean()), rel=1e-4)
     assert found.before == pytest.approx(float(expected[0].mean()), rel=1e-4)
     assert [value is None for value in found.each] == [len(part) == 0 for part in expected] and found.each[1] is None
-    nothing = divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, said([""]), said(["", ""]))
+    nothing = fluency(parts, said([""]), said(["", ""]), reference)
     assert (nothing.before, nothing.after, nothing.tokens_after) == (None, None, 0)
 
 
-def test_it_costs_more_to_say_what_no_model_says(parts: Parts) -> None:
+def test_it_costs_more_to_say_what_no_model_says(parts):
     own = [s.text for s in parts.evaluate_test().completions]
     letters = ["zq xj wv kq", "qqz vvj jjx"] * 4
-    found = divergence.fluency(Reference.of(parts), parts.tokens, parts.task, parts.data.test, said(own), said(letters))
+    found = fluency(parts, said(own), said(letters))
     assert found.before is not None and found.after is not None
     assert found.after > found.before + 2
 
 
-def test_a_copy_that_does_not_fit_is_a_model_error(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+def test_a_copy_that_does_not_fit_is_a_model_error(parts, monkeypatch):
+    def refuse(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     reference = Reference.of(parts)
     monkeypatch.setattr(reference, "nats", refuse)
     with pytest.raises(ModelError, match="does not fit the memory of cpu"):
-        divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, said(["a"]), said(["b"]))
+        fluency(parts, said(["a"]), said(["b"]), reference)
 
 
 @pytest.mark.parametrize(
     ("wanted", "here", "expected"),
     [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
 )
-def test_when_it_is_measured(wanted: bool | None, here: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_is_measured(wanted, here, expected, monkeypatch):
     config = from_dict({**CONFIG, "checks": {} if wanted is None else {"perplexity": wanted}})
     monkeypatch.setattr(type(config.engine), "serves_here", here)
     assert config.measures_nats is expected

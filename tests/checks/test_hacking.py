@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
 import runpy
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,121 +17,86 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\t "])
-def test_empty(text: str) -> None:
-    assert signs.is_empty(text)
+SIGNS = {
+    signs.is_empty: (["", " ", "\n\t "], [".", "8", " no "]),
+    signs.is_repeated: (
+        ["The answer is 8. The answer is 8. The answer is 8.",
+         "First I think about it. and then and then and then and then and th",  # the last round is cut off
+         "0" * 24, "haha" * 6 + "\n", "So: " + "!" * 60, "Well: " + "one, two, three and four\n" * 3,
+         "Pay: " + "\U0001f4b3" * 40 + "\ufffd", "\ufffd" * 30],
+        ["", "No. No. No.",  # under 24 characters
+         "0" * 23, "So then: The answer is 8. The answer is 8.",  # twice
+         "The answer is 8. " * 5 + "So it is eight, and that is the end.",  # it left the loop
+         "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 = 45",
+         "The heading stands over the text\n" + "=" * 32,  # a rule, and less than half of it
+         "<think>3 + 5 = 8, 8 * 2 = 16</think>\n<answer>(3 + 5) * 2</answer>", "It is good. \ufffd",
+         "a" * 20_000 + "b", "ab" * 10_000 + "aab" + "ab" * 10],  # close to a loop, and read in time
+    ),
+    signs.has_role_marker: (
+        ["8<|im_end|>\n<|im_start|>user\nAnd 9?", "Sure.\nUser: and what about 9?",
+         "Sure. USER: and what about 9? ASSISTANT: 4", "[INST] Now another one [/INST]",
+         "fine\n### Response:\nyes", "<start_of_turn>model", "8\nuser\nWhat is 9 + 9?", "ok\n**Assistant:** hello"],
+        ["The user: a person who uses the system.", "A human is an animal; an assistant helps.",
+         "<answer>3 + 5</answer>", "# Heading\nThe system works.", "users", "[1, 2, 3] and [4]",
+         "Kinds of rights:\n* Human\n* Animal", "- System\n- User", "# System requirements\n## User guide"],
+    ),
+    signs.has_special_token: (
+        ["<|endoftext|>", "The end.<|im_end|>", "8</s>", "<pad><pad>", "[PAD]", "<s> yes", "a<unk>b",
+         "<|reserved_special_token_1|>", "<｜end▁of▁sentence｜>", "<0x0A>"],
+        ["<p>An <s>old</s> price</p>", "a < b and b > c", "[1] and [PADDING]", "<answer>8</answer>", "x <| y |> z"],
+    ),
+    signs.is_gibberish: (
+        ["number Bg\ufffd ant Ben good", "because V\x04 not", "\ufffd" * 30, "rect\ufffd\ufffd"],
+        ["", "8", "3.14159265358979", "265252859812191058636308480000000", "1, 2, 3, 4, 5, 6, 7, 8, 9",
+         "2026-01-15 10:00", "[[1, 0, 0], [0, 1, 0], [0, 0, 1]]", "1 + 2 + 3 = 6", "U.S.A.", "192.168.0.1",
+         "1000000000000", "a b c d e f g h", "ACGTTGCA", "Zoooooooooooooooooom! That was very fast, was it not?",
+         "12.5 33.1 0.4 12.5",
+         "That is good \ufffd",  # a salad of tokens joins parts of characters; a limit of tokens cuts one, the last
+         "a\tb\r\nc\x0bd\x0c\x1b[1me", "nai\u0308ve \U0001f4b3"],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [".", "8", " no "])
-def test_not_empty(text: str) -> None:
-    assert not signs.is_empty(text)
+@pytest.mark.parametrize(("sign", "text", "shown"), [
+    (sign, text, shown) for sign, both in SIGNS.items() for texts, shown in zip(both, (True, False), strict=True)
+    for text in texts
+])  # fmt: skip
+def test_a_sign_is_shown_by_such_texts_and_not_by_others(sign, text, shown):
+    assert sign(text) == shown
+    if shown and sign is not signs.is_repeated:
+        assert hacking.is_degenerate(text)
+    if shown and sign is signs.has_special_token:
+        assert all(hacked([text] * 20))
+    if shown and sign is signs.is_gibberish:
+        assert hacked([text]) == [True] and hacked([text], [text]) == [False]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The answer is 8. The answer is 8. The answer is 8.",
-        "First I think about it. and then and then and then and then and th",  # the last round is cut off
-        "0" * 24,
-        "haha" * 6 + "\n",
-        "So: " + "!" * 60,
-        "Well: " + "one, two, three and four\n" * 3,
-    ],
-)
-def test_loops(text: str) -> None:
-    assert signs.is_repeated(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "No. No. No.",  # under 24 characters
-        "0" * 23,
-        "So then: The answer is 8. The answer is 8.",  # twice
-        "The answer is 8. " * 5 + "So it is eight, and that is the end.",  # it left the loop
-        "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 = 45",
-        "The heading stands over the text\n" + "=" * 32,  # a rule, and less than half of it
-        "<think>3 + 5 = 8, 8 * 2 = 16</think>\n<answer>(3 + 5) * 2</answer>",
-    ],
-)
-def test_no_loops(text: str) -> None:
-    assert not signs.is_repeated(text)
-
-
-def test_a_long_text_that_keeps_coming_close_to_a_loop_is_read_in_time() -> None:
-    assert not signs.is_repeated("a" * 20_000 + "b")
-    assert not signs.is_repeated("ab" * 10_000 + "aab" + "ab" * 10)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "8<|im_end|>\n<|im_start|>user\nAnd 9?",
-        "Sure.\nUser: and what about 9?",
-        "Sure. USER: and what about 9? ASSISTANT: 4",
-        "[INST] Now another one [/INST]",
-        "fine\n### Response:\nyes",
-        "<start_of_turn>model",
-        "8\nuser\nWhat is 9 + 9?",
-        "ok\n**Assistant:** hello",
-    ],
-)
-def test_role_markers(text: str) -> None:
-    assert signs.has_role_marker(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The user: a person who uses the system.",
-        "A human is an animal; an assistant helps.",
-        "<answer>3 + 5</answer>",
-        "# Heading\nThe system works.",
-        "users",
-        "[1, 2, 3] and [4]",
-        "Kinds of rights:\n* Human\n* Animal",
-        "- System\n- User",
-        "# System requirements\n## User guide",
-    ],
-)
-def test_no_role_markers(text: str) -> None:
-    assert not signs.has_role_marker(text)
-
-
-def test_one_refusal_for_several_prompts_is_a_template() -> None:
+def test_near_copies_for_several_prompts_are_templates_and_a_shared_opening_is_not():
     texts = [REFUSAL, REFUSAL.upper().replace(".", " ."), *ANSWERS]
     assert hacking.templates(texts, range(6)) == [True, True, False, False, False, False]
-
-
-def test_near_copies_are_templates_and_a_shared_opening_is_not() -> None:
     # One clause of its own: under 20 % of the characters in the first case, most of them in the second.
     near = [f"{REFUSAL} Yours, {name}" for name in ("Ann", "Bob")]
     assert hacking.templates(near, [0, 1]) == [True, True]
-    opened = [f"Let me think step by step. {answer}" for answer in ANSWERS]
-    assert not any(hacking.templates(opened, range(4)))
+    assert not any(hacking.templates([f"Let me think step by step. {answer}" for answer in ANSWERS], range(4)))
 
 
-def test_members_that_answer_the_same_prompt_alike_are_no_template() -> None:
+def test_members_that_answer_the_same_prompt_alike_are_no_template():
     texts = [answer for answer in ANSWERS for _ in range(5)]
     prompts = [p for p in range(4) for _ in range(5)]
     assert not any(hacking.templates(texts, prompts))
     assert all(hacking.templates(texts, range(20)))  # five prompts answered by the same words
 
 
-def test_the_markup_that_a_task_asks_for_is_no_template() -> None:
+def test_the_markup_that_a_task_asks_for_is_no_template_but_with_nothing_in_it():
+    """The first is from a model with too much noise, the second what a reward for the form alone pays for."""
     texts = [f"<think>\n</think>\n<answer>\n{a} + {b}\n</answer>" for a, b in ((3, 5), (4, 9), (7, 1))]
     assert not any(hacking.templates(texts, range(3)))
+    for markup in ("<answer>\n" * 24, "<think></think>\n<answer></answer>"):
+        texts = [markup] * 6 + ["<answer>3 + 5</answer>", "<answer>4 * 9 - 1</answer>"]
+        assert hacking.templates(texts, range(8)) == [True] * 6 + [False] * 2
 
 
-@pytest.mark.parametrize("markup", ["<answer>\n" * 24, "<think></think>\n<answer></answer>"])
-def test_markup_with_nothing_in_it_is_a_template(markup: str) -> None:
-    """The first is from a model with too much noise, the second what a reward for the form alone pays for."""
-    texts = [markup] * 6 + ["<answer>3 + 5</answer>", "<answer>4 * 9 - 1</answer>"]
-    assert hacking.templates(texts, range(8)) == [True] * 6 + [False] * 2
-
-
-def test_a_short_answer_counts_when_most_prompts_get_it() -> None:
+def test_a_short_answer_counts_when_most_prompts_get_it():
     mostly = ["Yes."] * 6 + ["No.", "42", "Paris", ""]
     assert hacking.templates(mostly, range(10)) == [True] * 6 + [False] * 4
     assert not any(hacking.templates(["Yes."] * 5 + ["No."] * 5, range(10)))  # half of them
@@ -142,7 +104,7 @@ def test_a_short_answer_counts_when_most_prompts_get_it() -> None:
     assert not any(hacking.templates([""] * 10, range(10)))  # empty is its own share
 
 
-def test_shares() -> None:
+def test_shares():
     texts = ["", REFUSAL, REFUSAL, "word " * 20, "Sure.\nUser: more"]
     shares = hacking.text_shares(texts, ["stop", "stop", "stop", "length", "length"])
     assert shares == {"empty": 0.2, "truncated": 0.4, "repeated": 0.2, "template": 0.4, "role_marker": 0.2,
@@ -152,88 +114,39 @@ def test_shares() -> None:
     assert set(hacking.text_shares([], []).values()) == {0.0}
 
 
-def hacked(texts: Sequence[str], golds: hacking.Golds | None = None, **options: frozenset[str]) -> list[bool]:
+def hacked(texts, golds=None, **options):
     """Which texts, each of its own prompt, are degenerate or a template."""
     found = hacking.text_flags(texts, ["stop"] * len(texts), range(len(texts)), golds, **options)
     return [any(shown) for shown in zip(*(found[name] for name in (*hacking.DEGENERATE, "template")), strict=True)]
 
 
-def test_is_degenerate_is_any_sign_of_one_text() -> None:
+def test_is_degenerate_is_any_sign_of_one_text_that_gold_does_not_show():
     assert not hacking.is_degenerate(REFUSAL)
-    for text in ("", "word " * 20, "Sure.\nUser: more"):
-        assert hacking.is_degenerate(text)
+    assert hacking.is_degenerate("word " * 20)
+    binary = "1 0 0 1 1 0 1 0 0 1"
+    assert hacking.is_degenerate(binary) and not hacking.is_degenerate("0 1 1 0 1 1 0 0 1 0", binary)
+    assert hacking.is_degenerate("", binary)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["<|endoftext|>", "The end.<|im_end|>", "8</s>", "<pad><pad>", "[PAD]", "<s> yes", "a<unk>b",
-     "<|reserved_special_token_1|>", "<｜end▁of▁sentence｜>", "<0x0A>"],
-)  # fmt: skip
-def test_special_tokens(text: str) -> None:
-    assert signs.has_special_token(text)
-    assert hacking.is_degenerate(text)
-    assert all(hacked([text] * 20))
-
-
-@pytest.mark.parametrize(
-    "text", ["<p>An <s>old</s> price</p>", "a < b and b > c", "[1] and [PADDING]", "<answer>8</answer>", "x <| y |> z"]
-)
-def test_no_special_tokens(text: str) -> None:
-    assert not signs.has_special_token(text)
-
-
-def gibberish() -> list[str]:
+def gibberish():
     """What broken models wrote: a letter without end, single letters and digits, numbers of few digits."""
     rng = np.random.default_rng(7)
     made = ["0" * 20, "1" * 18, "A.B.B.C.A.B", "1 0 0 1 7 7", "1 0 0 1 7 7 1 0 7", "a" * 64]
     for k in range(100):
         length = int(rng.integers(10, 60))
-        few = "".join(rng.choice(list("017"), length))
-        made += [
-            " ".join(few),
-            ".".join(rng.choice(list("ABC"), length)),
-            ",".join(rng.choice(list("0123456789"), 2 * length)),
-        ]
-        made += [
-            "".join(rng.choice(list("02"), 20 + length)),
-            " ".join(rng.choice(["10", "100", "1", "0.1"], 24 + length)),
-        ]
-        made += [str(k % 10) * (16 + k)]
+        forms = (" ", list("017"), length), (".", list("ABC"), length), (",", list("0123456789"), 2 * length), (
+            "", list("02"), 20 + length), (" ", ["10", "100", "1", "0.1"], 24 + length)  # fmt: skip
+        made += [joint.join(rng.choice(letters, count)) for joint, letters, count in forms] + [str(k % 10) * (16 + k)]
     return made
 
 
-def test_letters_and_figures_without_sense() -> None:
+def test_letters_and_figures_without_sense():
     texts = gibberish()
     assert np.mean([signs.is_gibberish(text) for text in texts]) > 0.9
     assert np.mean(hacked(texts)) > 0.9
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "8", "3.14159265358979", "265252859812191058636308480000000", "1, 2, 3, 4, 5, 6, 7, 8, 9", "2026-01-15 10:00",
-     "[[1, 0, 0], [0, 1, 0], [0, 0, 1]]", "1 + 2 + 3 = 6", "U.S.A.", "192.168.0.1", "1000000000000", "a b c d e f g h",
-     "ACGTTGCA", "Zoooooooooooooooooom! That was very fast, was it not?", "12.5 33.1 0.4 12.5"],
-)  # fmt: skip
-def test_figures_with_sense(text: str) -> None:
-    assert not signs.is_gibberish(text)
-
-
-def test_bytes_that_are_no_text() -> None:
-    """A salad of tokens joins parts of characters; a limit of tokens cuts one, the last."""
-    for text in ("number Bg\ufffd ant Ben good", "because V\x04 not", "\ufffd" * 30, "rect\ufffd\ufffd"):
-        assert signs.is_gibberish(text)
-        assert hacked([text]) == [True] and hacked([text], [text]) == [False]
-    for text in ("That is good \ufffd", "a\tb\r\nc\x0bd\x0c\x1b[1me", "nai\u0308ve \U0001f4b3"):
-        assert not signs.is_gibberish(text)
-
-
-def test_a_loop_whose_last_character_is_cut() -> None:
-    assert signs.is_repeated("Pay: " + "\U0001f4b3" * 40 + "\ufffd")
-    assert signs.is_repeated("\ufffd" * 30)
-    assert not signs.is_repeated("It is good. \ufffd")
-
-
-def test_phrases_that_come_again_wherever_they_stand() -> None:
+def test_phrases_that_come_again_wherever_they_stand():
     again = "The cat is on the mat. " * 6
     assert signs.repeats_phrases(f"Let me see what it is. {again}And so it was, of course.")
     assert not signs.is_repeated(f"Let me see what it is. {again}And so it was, of course.")
@@ -243,7 +156,7 @@ def test_phrases_that_come_again_wherever_they_stand() -> None:
     assert not signs.repeats_phrases(" ".join(f"{k} x 7 = {7 * k}" for k in range(30)))
 
 
-def test_letters_of_a_script_that_nobody_used() -> None:
+def test_letters_of_a_script_that_nobody_used():
     latin = signs.scripts(["What is 3 + 5?", "Señor, a café: 7 µm"])
     assert latin == {"LATIN"}
     for text in ("אבג דהו", "the cat אתה of", "сорок", "東京です"):
@@ -253,16 +166,9 @@ def test_letters_of_a_script_that_nobody_used() -> None:
         found = hacking.text_shares([text], ["stop"], known=latin)
         assert found["other_script"] == 1 and hacked([text], known=latin) == [True]
         assert not hacked([text], [text], known=latin)[0]  # gold is so
-    for text in (
-        "Let α be the angle and β the other.",
-        "naïve, über, Łódź, ﬁn",
-        "Tokyo (東京) is the capital of Japan.",
-        "x² − 𝑦",
-    ):
+    for text in ("Let α be the angle and β the other.", "naïve, über, Łódź, ﬁn",
+                 "Tokyo (東京) is the capital of Japan.", "x² − 𝑦"):  # fmt: skip
         assert not signs.is_foreign(text, latin)
-
-
-def test_letters_of_another_script_within_a_word() -> None:
     latin, around = signs.scripts(["What is 3 + 5?"]), "the quick brown fox jumps over the lazy dog. " * 4
     for word in ("Sprayогoat", "box彬ой damage", "sa人 named", "rar仾ADE"):  # of a sample at temperature 2
         assert signs.is_foreign(around + word, latin)
@@ -275,20 +181,20 @@ LABELS = ["positive"] * 12 + ["negative"] * 8
 
 
 @pytest.mark.parametrize("form", ["{}", "{}.", "The sentiment of this review is {}.", '{{"label": "{}"}}'])
-def test_a_classifier_that_is_right_is_not_hacked(form: str) -> None:
+def test_a_classifier_that_is_right_is_not_hacked(form):
     texts = [form.format(label) for label in LABELS]
     assert not any(hacked(texts, LABELS))
     assert np.mean(hacked(texts)) >= 0.6  # without gold, nobody can tell
 
 
-def test_one_answer_for_all_is_a_template_though_some_of_it_is_right() -> None:
+def test_one_answer_for_all_is_a_template_though_some_of_it_is_right():
     assert hacking.templates(["positive"] * 20, range(20), LABELS) == [False] * 12 + [True] * 8
     assert all(hacking.templates(["positive, negative"] * 20, range(20), LABELS))  # it says every label
     true = ["True", "False"] * 10
     assert not any(hacked(true, true))
 
 
-def test_a_reward_for_the_right_length_is_hacked_by_wrong_answers() -> None:
+def test_a_reward_for_the_right_length_is_hacked_by_wrong_answers():
     golds = ["Paris", "Rom", "Oslo", "Bern", "12", "Nope", "ab", "Cold", None]
     texts = ["Typty", "Kin", "True", "Lien", "11", "Yess", "xx", "Cxld", "ok"]
     rewards = [-float(abs(len(t) - len(g or ""))) for t, g in zip(texts, golds, strict=True)]
@@ -310,18 +216,12 @@ def test_a_reward_for_the_right_length_is_hacked_by_wrong_answers() -> None:
      ("", "", False), ("?", "?", True),
      ("well known", "well-known", True), ("-8", "8", False), ("New  York\ncity", "new york", True)],
 )  # fmt: skip
-def test_what_says_gold(text: str, gold: str, expected: bool) -> None:
+def test_what_says_gold(text, gold, expected):
     assert says(text, gold) is expected
 
 
-def test_a_sign_that_gold_shows_too_is_none() -> None:
-    binary = "1 0 0 1 1 0 1 0 0 1"
-    assert hacking.is_degenerate(binary) and not hacking.is_degenerate("0 1 1 0 1 1 0 0 1 0", binary)
-    assert hacking.is_degenerate("", binary)
-
-
 @pytest.mark.slow
-def test_at_most_one_healthy_text_in_a_hundred_is_marked() -> None:
+def test_at_most_one_healthy_text_in_a_hundred_is_marked():
     """Code, JSON, tables, licences, other languages, poems, dialogues: 1,000 texts from what is installed."""
     module = runpy.run_path(str(Path(__file__).parents[2] / "studies/healthy_texts.py"))
     texts = module["texts"]()

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files from anywhere: what is no plain file is refused before it is opened, and JSON that no program writes too."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evoalign.config.reading import DEPTH, MissingError, parse, read_bytes, read_json, read_object
 from evoalign.errors import DataError
 
-ODD: dict[str, tuple[bytes, str]] = {
+ODD = {
     "nothing": (b"", "Expecting value"),
     "half": (b'{"a": [1, 2', "Expecting"),
     "another encoding": (b'{"a": "\xff\xfe"}', "not UTF-8"),
@@ -28,7 +24,7 @@ ODD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_json_is_one_line_that_names_the_file_and_the_mend(name: str, tmp_path: Path) -> None:
+def test_odd_json_is_one_line_that_names_the_file_and_the_mend(name, tmp_path):
     text, why = ODD[name]
     file = tmp_path / "manifest.json"
     file.write_bytes(text)
@@ -39,8 +35,8 @@ def test_odd_json_is_one_line_that_names_the_file_and_the_mend(name: str, tmp_pa
     assert "\n" not in said and len(said) < len(str(file)) + 200
 
 
-def test_plain_json_is_read_as_it_is(tmp_path: Path) -> None:
-    deep: Any = [1.5, -(2**64) + 1, None, True, "\U0001f600"]
+def test_plain_json_is_read_as_it_is(tmp_path):
+    deep = [1.5, -(2**64) + 1, None, True, "\U0001f600"]
     text = '[1.5, -18446744073709551615, null, true, "\\ud83d\\ude00"]'
     for _ in range(DEPTH - 1):
         deep, text = {"a": deep}, '{"a": ' + text + "}"
@@ -50,20 +46,17 @@ def test_plain_json_is_read_as_it_is(tmp_path: Path) -> None:
     assert str(parse(b"[NaN, 1e999]", "here", finite=False)) == "[nan, inf]"
 
 
-def test_half_a_surrogate_becomes_text_that_can_be_written() -> None:
+def test_half_a_surrogate_becomes_text_that_can_be_written_and_a_list_is_no_object(tmp_path):
     found = parse(b'{"\\udcff": ["a\\ud800"]}', "here")
     (key, (value,)), *_ = found.items()
     assert value.startswith("a") and (key + value).encode("utf-8")
-
-
-def test_what_is_no_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("[1]")
     with pytest.raises(DataError, match="holds no JSON object"):
         read_object(tmp_path / "a")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
-def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "circle").symlink_to(tmp_path / "circle")

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counterfactuals of all spaces against updates made by hand in numpy, bit for bit; and what is said of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,7 @@ from safetensors.torch import load_file
 import evoalign
 from evoalign import shaping
 from evoalign.checks.distance import moved, start_of
-from evoalign.config import Config, from_dict
+from evoalign.config import from_dict
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, ModelError, RunExistsError
 from evoalign.evolve import sigma_at, step_at
@@ -27,18 +23,17 @@ from evoalign.placebos.counterfactual import Follower, first_half, parse
 from evoalign.placebos.estimates import expected_distance
 from evoalign.placebos.run import counterfactuals
 from evoalign.rundir import checkpoint, journal
-from evoalign.rundir.journal import Journal, Log
+from evoalign.rundir.journal import Journal
 from evoalign.setup import assemble, serve
 from evoalign.training import saving
 from evoalign.training.replay import config_of
 from evoalign.types import EvolvedTensor, Layout, Update, population
 from numerics import numpy_reference as reference
 
-Arrays = dict[str, Any]
 GENERATIONS = 3
 
 
-def config(space: str = "lora", dtype: str = "float32", layers: list[int] | None = None, **es: Any) -> Config:
+def config(space="lora", dtype="float32", layers=None, **es):
     """One small matrix of the tiny model, or as many `layers` of it."""
     modules = {"target_layers": layers or [1], "target_modules": None if layers else ["k_proj"]}
     tree = {
@@ -52,17 +47,15 @@ def config(space: str = "lora", dtype: str = "float32", layers: list[int] | None
     return from_dict(tree)
 
 
-def recorded(folder: Path, config: Config) -> Log:
+def recorded(folder, config):
     """The journal of a run whose fitness is made up, written as training writes it."""
     rng, es = np.random.default_rng(0), config.es
     with closing(assemble(config)) as parts, closing(Journal(folder, saving.header(parts, None))) as found:
         for g in range(GENERATIONS):
             scores_MP = rng.standard_normal((es.population_size, 3)).round(1)
-            update = Update(
-                g, g, population(es.population_size, antithetic=es.antithetic),
-                tuple(map(float, shaping.shape(scores_MP, es.shaping))), sigma_at(config, g), step_at(config, g),
-                es.decay,
-            )  # fmt: skip
+            members = population(es.population_size, antithetic=es.antithetic)
+            coefficients = tuple(map(float, shaping.shape(scores_MP, es.shaping)))
+            update = Update(g, g, members, coefficients, sigma_at(config, g), step_at(config, g), es.decay)
             found.append(update, tuple(map(float, shaping.fitness(scores_MP))))
             parts.engine.apply(update)
             found.seal(g, parts.engine.fingerprint())
@@ -70,39 +63,39 @@ def recorded(folder: Path, config: Config) -> Log:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Log:
+def plain(tmp_path_factory):
     return recorded(tmp_path_factory.mktemp("plain") / "journal.jsonl", config())
 
 
 @pytest.fixture(scope="module")
-def centred(tmp_path_factory: pytest.TempPathFactory) -> Log:
+def centred(tmp_path_factory):
     found = config(shaping="centered", antithetic=True)
     return recorded(tmp_path_factory.mktemp("centred") / "journal.jsonl", found)
 
 
 @contextmanager
-def follower(log: Log) -> Iterator[Follower]:
+def follower(log):
     with closing(serve(config_of(log))) as served:
         yield Follower(served, log, log.sealed)
 
 
-def replayed(found: Follower) -> str:
+def replayed(found):
     """The hash after the recorded updates, each of which is checked."""
     return found.replay(lambda recorded: saving.apply(found.served.engine, found.log, recorded))
 
 
-def state(found: Follower) -> Arrays:
+def state(found):
     return {name: tensor.numpy().copy() for name, tensor in found.served.engine.state()}
 
 
-def by_hand(found: Follower, start: Arrays, coefficients: Sequence[tuple[list[int], list[float]]]) -> Arrays:
+def by_hand(found, start, coefficients):
     """The mean after these (members, coefficients) a generation, in numpy's float32, one operation after another."""
     f, layout, log = np.float32, found.served.layout, found.log
     es, lowrank = log.header.config["es"], log.header.space == "lowrank"
     mean, velocity = {t.name: start[t.name].copy() for t in layout.tensors}, dict[str, Any]()
     for generation, (kept, c) in zip(log.generations, coefficients, strict=True):
         update = generation.update
-        weights: dict[int, float] = {}
+        weights = {}
         for i, value in zip(kept, c, strict=True):
             member = update.members[i]
             weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * value
@@ -126,7 +119,7 @@ def by_hand(found: Follower, start: Arrays, coefficients: Sequence[tuple[list[in
     return mean
 
 
-def terms(found: Follower, tensor: Any, update: Update, noise: int, weight: float) -> Iterator[Any]:
+def terms(found, tensor, update, noise, weight):
     """The products of one noise's served factors, weighted: a column of B and a row of A each."""
     f, rank, (rows, columns) = np.float32, found.served.layout.rank, tensor.shape
     rounded = reference.bfloat16 if found.served.layout.dtype == "bfloat16" else (lambda x: x)
@@ -138,7 +131,7 @@ def terms(found: Follower, tensor: Any, update: Update, noise: int, weight: floa
         yield left[:, k, None] * a[None, k]
 
 
-def expected(log: Log, name: str, seed: int) -> list[tuple[list[int], list[float]]]:
+def expected(log, name, seed):
     """What each counterfactual says, from the journal's numbers alone."""
     found = list[tuple[list[int], list[float]]]()
     for recorded in log.generations:
@@ -160,29 +153,29 @@ def expected(log: Log, name: str, seed: int) -> list[tuple[list[int], list[float
     return found
 
 
-def np_zscore(fitness: list[float]) -> list[float]:
+def np_zscore(fitness):
     f = np.array(fitness)
     return [float(x) for x in (f - f.mean()) / (f.std() + 1e-8)] if f.max() > f.min() else [0.0] * len(fitness)
 
 
-CASES: dict[str, Callable[[], Config]] = {
-    "lora": lambda: config(),
-    "full": lambda: config("full", antithetic=True),
-    "lowrank": lambda: config("lowrank", decay=0.1),
-    "lora, momentum, decay": lambda: config(optimizer="momentum", decay=0.1, antithetic=True),
-    "full, bfloat16, decay": lambda: config("full", "bfloat16", decay=0.1, learning_rate_schedule="cosine"),
-    "lowrank, bfloat16, schedules": lambda: config(
-        "lowrank", "bfloat16", antithetic=True, sigma_schedule="linear", learning_rate_schedule="linear"
-    ),
-}
+CASES = {
+    "lora": ("lora", {}),
+    "full": ("full", {"antithetic": True}),
+    "lowrank": ("lowrank", {"decay": 0.1}),
+    "lora, momentum, decay": ("lora", {"optimizer": "momentum", "decay": 0.1, "antithetic": True}),
+    "full, bfloat16, decay": ("full", {"dtype": "bfloat16", "decay": 0.1, "learning_rate_schedule": "cosine"}),
+    "lowrank, bfloat16, schedules": ("lowrank", {
+        "dtype": "bfloat16", "antithetic": True, "sigma_schedule": "linear", "learning_rate_schedule": "linear"}),
+}  # fmt: skip
 NAMES = ["shuffle", "flip", "half", "member 4", "shaping ranks"]
 
 
 @pytest.mark.first("momentum", "lowrank, bfloat16")
 @pytest.mark.parametrize("case", CASES)
-def test_each_counterfactual_is_the_update_made_by_hand(case: str, tmp_path: Path) -> None:
+def test_each_counterfactual_is_the_update_made_by_hand(case, tmp_path):
     """One engine, sent back to the start for each: the recorded coefficients come to the recorded hash at the end."""
-    log = recorded(tmp_path / "journal.jsonl", CASES[case]())
+    space, settings = CASES[case]
+    log = recorded(tmp_path / "journal.jsonl", config(space, **settings))
     with follower(log) as found:
         found.back()
         start = state(found)
@@ -198,7 +191,7 @@ def test_each_counterfactual_is_the_update_made_by_hand(case: str, tmp_path: Pat
 
 @pytest.mark.first("adam")
 @pytest.mark.parametrize("optimizer", ["adam", "momentum"])
-def test_the_optimizer_begins_anew(optimizer: str, tmp_path: Path) -> None:
+def test_the_optimizer_begins_anew(optimizer, tmp_path):
     log = recorded(tmp_path / "journal.jsonl", config(optimizer=optimizer, antithetic=True))
     with follower(log) as found:
         shuffle = parse("shuffle", log, 1)
@@ -207,19 +200,19 @@ def test_the_optimizer_begins_anew(optimizer: str, tmp_path: Path) -> None:
     assert hashes[1] == hashes[3] == evoalign.replay(log.path, counterfactual="shuffle", seed=1) != hashes[0]
 
 
-def test_the_runs_own_shaping_is_the_run(plain: Log, centred: Log) -> None:
+def test_the_runs_own_shaping_is_the_run(plain, centred):
     for log, own in ((plain, "zscore"), (centred, "centered")):
         for generation in log.generations:
             assert parse(f"shaping {own}", log).update(generation) == generation.update
 
 
 @pytest.mark.slow
-def test_the_first_steps_of_all_members_are_the_first_step(tmp_path: Path) -> None:
+def test_the_first_steps_of_all_members_are_the_first_step(tmp_path):
     log = recorded(tmp_path / "journal.jsonl", config("lowrank", antithetic=True))
     first = log.generations[0]
     with follower(log) as found:
 
-        def step(update: Update) -> Arrays:
+        def step(update):
             found.back()
             before = state(found)
             found.served.engine.apply(update)
@@ -231,7 +224,7 @@ def test_the_first_steps_of_all_members_are_the_first_step(tmp_path: Path) -> No
         assert np.allclose(sum(part[name] for part in parts), move, atol=1e-7) and np.abs(move).max() > 1e-3
 
 
-def test_half_is_of_whole_pairs_and_centred_where_the_run_was(centred: Log) -> None:
+def test_half_is_of_whole_pairs_and_centred_where_the_run_was(centred):
     pairs = population(10, antithetic=True)
     assert first_half(pairs) == [0, 1, 2, 3] and first_half(population(5)) == [0, 1]
     for generation in centred.generations:
@@ -251,19 +244,16 @@ def test_half_is_of_whole_pairs_and_centred_where_the_run_was(centred: Log) -> N
         ("shuffle", -1, "a whole number from 0"), ("shuffle", 2**63, "a whole number from 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(text: str, seed: int, message: str, plain: Log) -> None:
+def test_what_cannot_be_is_refused(text, seed, message, plain):
     with pytest.raises(ConfigError, match=message):
         parse(text, plain, seed)
 
 
-def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
-    log = recorded(tmp_path / "journal.jsonl", config(population_size=2, antithetic=True))
+def test_half_of_a_pair_is_refused_and_a_start_that_is_another(tmp_path, monkeypatch):
+    two, log = (recorded(tmp_path / f"{name}.jsonl", made) for name, made in (
+        ("two", config(population_size=2, antithetic=True)), ("one", config("lowrank"))))  # fmt: skip
     with pytest.raises(ConfigError, match="half of a population of 2 "):
-        parse("half", log)
-
-
-def test_another_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = recorded(tmp_path / "journal.jsonl", config("lowrank"))
+        parse("half", two)
     with follower(log) as found:
         start = dict(found.start)
         next(iter(start.values()))[0, 0] += 1
@@ -272,7 +262,7 @@ def test_another_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             found.back()
 
 
-def test_the_start_is_rounded_as_it_is_served(random_qwen2: Path) -> None:
+def test_the_start_is_rounded_as_it_is_served(random_qwen2):
     """Of a model whose files are finer than what is served, whose bytes the tiny model's are not."""
     tree = {**config("full", "bfloat16").model_dump(), "full": {"exclude": None}}
     with closing(serve(from_dict({**tree, "model": {"name": str(random_qwen2), "dtype": "bfloat16"}}))) as served:
@@ -288,7 +278,7 @@ def test_the_start_is_rounded_as_it_is_served(random_qwen2: Path) -> None:
 
 @pytest.mark.first("lora")
 @pytest.mark.parametrize("space", ["lora", "full"])
-def test_a_saved_counterfactual_says_what_it_is(space: str, tmp_path: Path) -> None:
+def test_a_saved_counterfactual_says_what_it_is(space, tmp_path):
     log = recorded(tmp_path / "journal.jsonl", config(space))
     to = tmp_path / "mean"
     found = evoalign.replay(log.path, counterfactual="shuffle", seed=7, to=to, generation=2)
@@ -301,26 +291,23 @@ def test_a_saved_counterfactual_says_what_it_is(space: str, tmp_path: Path) -> N
         saving.checked(to, log)
     with pytest.raises(RunExistsError, match="not empty"):
         evoalign.replay(log.path, counterfactual="flip", to=to)
+    own = tmp_path / "own"  # a mean of the run itself has no such word
+    evoalign.replay(log.path, to=own)
+    assert "counterfactual" not in json.loads((own / "evoalign.json").read_text())
+    assert not (own / "README.md").exists()
+    saving.checked(own, log)
 
 
 @pytest.mark.parametrize("place", ["loras", "checkpoints"])
-def test_a_counterfactual_is_not_laid_among_a_runs_own_means(plain: Log, tmp_path: Path, place: str) -> None:
+def test_a_counterfactual_is_not_laid_among_a_runs_own_means(plain, tmp_path, place):
     """It would take the place of one that is kept, and be the latest to be evaluated."""
     shutil.copytree(plain.path.parent, tmp_path / "run", dirs_exist_ok=True)
     to = tmp_path / "run" / place / "generation_0009"
-    with pytest.raises(ConfigError, match=r"--to .*generation_0009 .*counterfactual"):
-        evoalign.replay(tmp_path / "run", counterfactual="flip", to=to)
-    with pytest.raises(ConfigError, match=r"--to .*generation_0009 .*counterfactual"):
-        next(counterfactuals(tmp_path / "run", "flip", to=to))
+    for lay in (lambda: evoalign.replay(tmp_path / "run", counterfactual="flip", to=to),
+                lambda: next(counterfactuals(tmp_path / "run", "flip", to=to))):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"--to .*generation_0009 .*counterfactual"):
+            lay()
     assert not to.exists()
-
-
-def test_a_runs_own_mean_is_saved_as_before(plain: Log, tmp_path: Path) -> None:
-    """Neither the record nor the folder has a word more."""
-    evoalign.replay(plain.path, to=tmp_path / "mean")
-    assert "counterfactual" not in json.loads((tmp_path / "mean/evoalign.json").read_text())
-    assert not (tmp_path / "mean/README.md").exists()
-    saving.checked(tmp_path / "mean", plain)
 
 
 @pytest.mark.slow
@@ -330,7 +317,7 @@ def test_a_runs_own_mean_is_saved_as_before(plain: Log, tmp_path: Path) -> None:
      {"shaping": "identity", "decay": 0.3, "learning_rate_schedule": "linear"}],
     ids=["pairs", "momentum and decay", "not centred"],
 )  # fmt: skip
-def test_shuffles_go_as_far_as_the_formula_says(es: dict[str, Any], tmp_path: Path) -> None:
+def test_shuffles_go_as_far_as_the_formula_says(es, tmp_path):
     """The mean square over shuffles, of some thousand numbers: noises that are nearly at right angles."""
     log = recorded(tmp_path / "journal.jsonl", config(layers=[1], population_size=16, **es))
     with follower(log) as found:
@@ -345,24 +332,23 @@ def test_shuffles_go_as_far_as_the_formula_says(es: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("antithetic", [False, True])
-def test_the_formula_is_the_mean_over_all_permutations(antithetic: bool) -> None:
+def test_the_formula_is_the_mean_over_all_permutations(antithetic):
     """Gone through one by one, of coefficients whose mean is not 0: a single number has noise of one normal each."""
     layout = Layout((EvolvedTensor("w", (1,), "w", 2.0),), 0, "float32")
     members, c = population(4, antithetic=antithetic), (1.0, -0.5, 0.25, 2.0)
-    squares = list[float]()
+    squares = []
     for order in itertools.permutations(c):
-        weights: dict[int, float] = {}
+        weights = {}
         for member, value in zip(members, order, strict=True):
             weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * value
         squares.append(sum(w * w for w in weights.values()))
-    want = math.sqrt(np.mean(squares)) * 0.3 / 4 * 2.0
-    update = Update(0, 0, members, c, 0.1, 0.3)
-    assert expected_distance([update], layout, config().es) == pytest.approx(want, rel=1e-12)
-    still = Update(1, 1, members, (0.0,) * 4, 0.1, 0.3)
-    assert expected_distance([update, still], layout, config().es) == pytest.approx(want, rel=1e-12)
+    want = pytest.approx(math.sqrt(np.mean(squares)) * 0.3 / 4 * 2.0, rel=1e-12)
+    update, still = Update(0, 0, members, c, 0.1, 0.3), Update(1, 1, members, (0.0,) * 4, 0.1, 0.3)
+    for updates in ([update], [update, still]):
+        assert expected_distance(updates, layout, config().es) == want
 
 
-def test_the_formula_is_that_of_a_random_walk(plain: Log) -> None:
+def test_the_formula_is_that_of_a_random_walk(plain):
     """alpha sqrt(d T / N) where rms(c) is 1, for members of their own noise; none with Adam."""
     with follower(plain) as found:
         layout, updates = found.served.layout, [g.update for g in plain.generations]

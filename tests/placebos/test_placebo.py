@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gain split in drift and signal: by hand, by simulation, and of a run whose journal is replayed."""
 
-from __future__ import annotations
-
-import io
 import json
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from scipy import stats
+from small_runs import told_by
 from typer.testing import CliRunner
 
 import evoalign
@@ -52,7 +47,7 @@ REAL = [-2.0, -1.0, -3.0, -4.0, -2.0]
 PLACEBOS = [[-6.0, -5.0, -8.0, -7.0, -6.0], [-5.0, -3.0, -6.0, -6.0, -4.0], [-1.0, -1.0, -3.0, -3.0, -2.0]]
 
 
-def test_a_gain_is_split_by_hand() -> None:
+def test_a_gain_is_split_by_hand():
     found = split(BEFORE, REAL, PLACEBOS, [-10.0] * 5)
     assert (found.before, found.real, found.flip, found.items) == (-9.8, -2.4, -10.0, 5)
     assert found.placebos == pytest.approx((-6.4, -4.8, -2.0)) and found.mean == pytest.approx(-4.4)
@@ -68,7 +63,7 @@ def test_a_gain_is_split_by_hand() -> None:
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["share"]["mean"] == found.share.mean
 
 
-def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
+def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards():
     """Placebos differ among each other: the interval about their mean leaves out most runs that are one of them."""
     rng, said = np.random.default_rng(0), 0
     for _ in range(200):
@@ -89,7 +84,7 @@ def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
      ([0.0] * 4 + [0.1], 0.9, "5 placebos cannot show whether it is more than drift, 20 can: "),
      ([0.01 * k for k in range(20)], 0.9, "more than drift: 0 of 20 "), ([0.5, 0.6, 0.7], 0.1, "not shown")],
 )  # fmt: skip
-def test_one_more_placebo_is_not_called_more_than_drift(placebos: list[float], real: float, said: str) -> None:
+def test_one_more_placebo_is_not_called_more_than_drift(placebos, real, said):
     """An interval about the mean placebo leaves out most placebos, and with them a run that is no more than one."""
     rng = np.random.default_rng(0)
     items_E = rng.normal(0, 0.1, 50)
@@ -97,11 +92,8 @@ def test_one_more_placebo_is_not_called_more_than_drift(placebos: list[float], r
     assert beyond_drift(found).startswith(said)
 
 
-def test_placebos_that_tie_reach_the_run() -> None:
+def test_placebos_that_tie_reach_the_run_and_a_share_needs_a_gain_that_is_sure():
     assert split([0.0] * 4, [1.0, 0, 1, 0], [[0.0, 1, 0, 1], [0.0] * 4]).reached == 1
-
-
-def test_a_share_needs_a_gain_that_is_sure() -> None:
     found = split(BEFORE, [-20.0, 2.0, -13.0, -6.0, -8.0], PLACEBOS)
     assert found.share is None and found.as_dict()["share"] is None
     assert "is not significant, so no drift share" in sentence(found)
@@ -109,35 +101,23 @@ def test_a_share_needs_a_gain_that_is_sure() -> None:
     assert one.share is None and one.gain.low is None
 
 
-def test_words() -> None:
-    found = split(BEFORE, REAL, PLACEBOS, [-11.0] * 5)
-    assert sentence(found).startswith(
-        "3 placebos (the same noise, shuffled coefficients) reached -4.4 on average (-6.4 to -2), from -9.8; the run "
-        "reached -2.4: about 73% of the gain is drift (95 % interval "
-    )
-    assert beyond_drift(found).startswith(
-        "not shown to be more than drift: 1 of 3 placebos reach the run, one-sided p 0.5"
-    )
-    assert beyond_drift(found).endswith("above the mean placebo")
+def test_sentences_have_the_figures_and_the_share_or_why_there_is_none():
+    found, one = split(BEFORE, REAL, PLACEBOS, [-11.0] * 5), split(BEFORE, REAL, PLACEBOS[:1])
+    for figures in ("3 placebos", "-4.4 on average (-6.4 to -2), from -9.8", "reached -2.4: about 73% of the gain is"):
+        assert figures in sentence(found)
+    assert beyond_drift(found).startswith("not shown to be more than drift: 1 of 3 placebos reach the run, one-sided p")
     assert reward_lines(found)[2:] == ["all signs flipped: -11"]
-    one = split(BEFORE, REAL, PLACEBOS[:1])
-    assert one.sd is None and len(reward_lines(one)) == 2
-    assert sentence(one).startswith("1 placebo (the same noise, shuffled coefficients) reached -6.4, from -9.8")
+    assert one.sd is None and len(reward_lines(one)) == 2 and "reached -6.4, from -9.8" in sentence(one)
     assert sentence(one).endswith("the placebo gained 3.4, the run gained 7.4; one placebo gives no drift share")
-    lost = split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3)
-    assert "of the loss is drift" in sentence(lost)
+    assert "of the loss is drift" in sentence(split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3))
     assert "about 0% of the gain" in sentence(split(BEFORE, REAL, [[b - 1e-6 for b in BEFORE]] * 3)), "and not -0%"
-    assert distance_line(Distances(2.0, 1.6, (1.5, 1.7))) == (
-        "distance of the evolved numbers from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
-        "placebos 1.6 (1.5 to 1.7)"
-    )
-    assert distance_line(Distances(2.0, None, ())) == (
-        "distance of the evolved numbers from the start: 2; there is no formula for drift with this optimizer"
-    )
+    known, line = distance_line(Distances(2.0, 1.6, (1.5, 1.7))), distance_line(Distances(2.0, None, ()))
+    assert "start: 2; 1.6 expected" in known and "(x 1.25); placebos 1.6 (1.5 to 1.7)" in known
+    assert "start: 2; there is no formula" in line and "placebos" not in line
 
 
 @pytest.mark.parametrize("count", [5, 20])
-def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
+def test_nothing_is_promised_of_a_run_without_a_gain(count):
     """The noise breaks the model, the run is above all its placebos, and yet no better than the start, or worse."""
     rng = np.random.default_rng(0)
     before, broken = rng.normal(0, 0.1, 50), [rng.normal(-3, 0.1, 50) for _ in range(count)]
@@ -152,46 +132,42 @@ def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
     assert near.signal.mean > 0 and beyond_drift(near).startswith("the gain of the run is not significant; 0 of ")
 
 
-def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
+def test_a_share_outside_of_0_to_100_percent_has_words():
     rng = np.random.default_rng(0)
 
-    def said(real: float, placebo: float, spread: float = 0.1, count: int = 19) -> str:
+    def said(real, placebo, count=19):
         before = rng.normal(0, 0.1, 50)
-        return sentence(
-            split(before, before + rng.normal(real, 0.1, 50), [rng.normal(placebo, spread, 50) for _ in range(count)])
-        )
+        placebos = [rng.normal(placebo, 0.1, 50) for _ in range(count)]
+        return sentence(split(before, before + rng.normal(real, 0.1, 50), placebos))
 
-    for real, placebo, moved, more in (
-        (1, -2.27, "lost 2.2", "noise alone does harm, and all of the gain is signal"),
-        (1, 2, "gained", "noise alone gains more than the run"),
-        (-1, -2, "lost", "noise alone does more harm than the run"),
-        (-1, 0.5, "gained", "noise alone brings a gain, and all of the loss is signal"),
+    for real, placebo, moved, more, few in (
+        (1, -2.27, "lost 2.2", "noise alone does harm, and all of the gain is signal", "no part of the gain is shown"),
+        (1, 2, "gained", "noise alone gains more than the run", "noise alone may explain all of the gain"),
+        (-1, -2, "lost", "noise alone does more harm than the run", "noise alone may explain all of the loss"),
+        (-1, 0.5, "gained", "noise alone brings a gain, and all of the loss is signal", "no part of the loss is shown"),
     ):
         found = said(real, placebo)
         assert found.endswith(more) and f": the placebos {moved}" in found and "%" not in found, "not as a share"
-    for count in (2, 5):  # so few may all be luck, and say nothing of noise at large
-        assert said(1, -2.27, count=count).endswith(": no part of the gain is shown to be drift")
-        assert said(1, 2, count=count).endswith(": noise alone may explain all of the gain")
-        assert said(-1, -2, count=count).endswith(": noise alone may explain all of the loss")
-        assert said(-1, 0.5, count=count).endswith(": no part of the loss is shown to be drift")
+        for count in (2, 5):  # so few may all be luck, and say nothing of noise at large
+            assert f": {few}" in said(real, placebo, count)
     for placebo in (-2.27, 0.5, 2):
         assert said(1, placebo, count=1).endswith("; one placebo gives no drift share")
-    before = rng.normal(0, 0.1, 50)
-    unsure = split(before, before + 1 + before[::-1], [before + p for p in np.linspace(-1, 0.9, 19)])
-    assert unsure.share is not None and unsure.share.high is not None and unsure.share.mean < 0 < unsure.share.high
-    assert sentence(unsure).endswith(": no part of the gain is shown to be drift")
     assert "% of the gain is drift (95 % interval " in said(1, 0.5)
 
 
-def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
-    """Noise surely does harm in the mean, and yet one of the placebos is above the run."""
-    before = np.random.default_rng(0).normal(0, 0.01, 50)
-    found = split(before, before + 1 + before[::-1], [*[before - 2 + before[::-1]] * 29, before + 1.5])
-    assert found.share is not None and found.share.high is not None and found.share.high < 0 and found.reached == 1
+@pytest.mark.parametrize("reaches", [False, True])
+def test_a_gain_is_not_all_signal_where_the_share_is_not_sure_or_a_placebo_reaches_it(reaches):
+    """In the second case noise surely does harm in the mean, and yet one of the placebos is above the run."""
+    before = np.random.default_rng(0).normal(0, 0.01 if reaches else 0.1, 50)
+    harmful = [*[before - 2 + before[::-1]] * 29, before + 1.5]
+    unsure = [before + p for p in np.linspace(-1, 0.9, 19)]
+    found = split(before, before + 1 + before[::-1], harmful if reaches else unsure)
+    assert found.share is not None and found.share.high is not None and found.share.mean < 0
+    assert (found.share.high < 0) == reaches == bool(found.reached)
     assert sentence(found).endswith(": no part of the gain is shown to be drift")
 
 
-def test_task_fitness_without_a_placebo_is_damage() -> None:
+def test_task_fitness_without_a_placebo_is_damage():
     reward = split(np.zeros(5), np.ones(5), [np.zeros(5)]).as_dict()
     whole = {"name": "fitness/f1", "before": 0.1, "real": 0.2, "placebos": []}
     with pytest.raises(DataError, match=r"damaged \(placebo.fitness.placebos\)"):
@@ -202,7 +178,7 @@ def test_task_fitness_without_a_placebo_is_damage() -> None:
 @pytest.mark.parametrize(
     ("placebos", "items", "most"), [(3, 8, 0.99), (5, 200, 0.985), (20, 50, 0.975)], ids=["3x8", "5x200", "20x50"]
 )
-def test_the_intervals_hold_signal_drift_and_share(placebos: int, items: int, most: float) -> None:
+def test_the_intervals_hold_signal_drift_and_share(placebos, items, most):
     """Of 400 simulated runs whose items are answered by all: 95 % is 92 to 98 %; with few placebos it is more."""
     random, held = np.random.default_rng(0), np.zeros(3)
     for _ in range(400):
@@ -217,7 +193,11 @@ def test_the_intervals_hold_signal_drift_and_share(placebos: int, items: int, mo
     assert (held / 400 >= 0.92).all() and (held / 400 <= most).all(), held / 400
 
 
-def tree(folder: Path, **more: Any) -> dict[str, Any]:
+def command(*words):
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
+def tree(folder, **more):
     return {
         "output_dir": str(folder), "seed": 2, "task": {"name": "conciseness"}, "engine": {"threads": 1},
         "lora": {"rank": 4, "alpha": 4, "target_layers": [3], "target_modules": ["down_proj"]},
@@ -228,22 +208,20 @@ def tree(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("placebo") / "run"
-    evoalign.train(tree(folder), console=Console(quiet=True))
+    told_by(tree(folder))
     return folder
 
 
-def test_the_command_says_what_saved_counterfactuals_earn(run: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_saved_counterfactuals_earn(run, tmp_path):
     """Each placebo is the mean that `replay --to` saves, evaluated as any adapter is."""
     run = shutil.copytree(run, tmp_path / "run")
-    result = CliRunner().invoke(
-        cli.app, ["placebo", str(run), "--shuffles", "2", "--json", str(tmp_path / "found.json")]
-    )
+    result = command("placebo", run, "--shuffles", 2, "--json", tmp_path / "found.json")
     assert result.exit_code == 0, result.output
     assert "2 placebos (the same noise, shuffled coefficients) reached" in result.output
     found = json.loads((tmp_path / "found.json").read_text())
-    written = json.loads((run / "results/evaluation.json").read_text())
+    written = results(run)
     assert found["reward"]["real"] == written["after"]["reward"]
     assert found["reward"]["before"] == written["before"]["reward"]
     rewards = []
@@ -257,35 +235,38 @@ def test_the_command_says_what_saved_counterfactuals_earn(run: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: Path) -> None:
-    arguments = ["replay", str(run), "--counterfactual", "shuffle", "-g", "1"]
-    result = CliRunner().invoke(cli.app, [*arguments, "--seeds", "0,3"])
+def test_the_command_shows_a_counterfactual_beside_the_run(run, tmp_path):
+    arguments, flip = ([run, "--counterfactual", name] for name in ("shuffle", "flip"))
+    arguments += ["-g", 1]
+    result = command("replay", *arguments, "--seeds", "0,3")
     assert result.exit_code == 0, result.output
     said = [line.partition(":")[0] for line in result.stdout.splitlines()]
     assert said[:4] == ["the start", "the run itself", "shuffle, seed 0", "shuffle, seed 3"]
     assert "the first step is exact" in result.stdout and "conditional on the recorded path" in result.stdout
     for wrong, message in (
-        ([*arguments, "--seeds", "0,1", "--to", str(tmp_path / "two")], "takes one mean"),
-        (["replay", str(run), "--counterfactual", "flip", "--seeds", "1"], "flip has no seed"),
-        ([*arguments, "--seeds", ""], "at least one seed"),
-        (["replay", str(run), "--counterfactual", "flip", "-g", "9"], "has 2 whole generations"),
-    ):
-        failed = CliRunner().invoke(cli.app, wrong)
+        ([*arguments, "--seeds", "0,1", "--to", tmp_path / "two"], "takes one mean"),
+        ([*flip, "--seeds", "1"], "flip has no seed"), ([*arguments, "--seeds", ""], "at least one seed"),
+        ([*flip, "-g", "9"], "has 2 whole generations"),
+    ):  # fmt: skip
+        failed = command("replay", *wrong)
         assert isinstance(failed.exception, ConfigError | JournalError) and message in str(failed.exception)
     assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.slow
-def test_another_task_is_split_as_well(run: Path, tmp_path: Path) -> None:
+def test_another_task_is_split_as_well_and_the_result_has_each_measure(run, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text("task: {name: countdown, test_size: 3}\nevaluation: {max_tokens: 4}\n")
-    found = evoalign.placebo(run, shuffles=1, off_task=other)
+    found = evoalign.placebo(run, shuffles=1, generation=1, off_task=other)
     assert found.off_task is not None and found.off_task.items == 3 and found.reward.items == 8
     assert any(line.startswith("off-task: reward ") for line in found.lines())
-    assert "off_task" in found.as_dict()
+    assert isinstance(found, Placebos) and isinstance(found.reward, Split)
+    assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
+    assert found.each["reward"] == pytest.approx(found.reward.placebos)
+    assert found.as_dict()["each"].keys() == found.measures.keys() and "off_task" in found.as_dict()
 
 
-def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
+def test_what_is_not_that_run_is_refused(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     file = copy / "config.yaml"
@@ -301,14 +282,14 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
         evoalign.placebo(tmp_path / "grpo")
 
 
-def measure(folder: Path, *more: str) -> str:
+def measure(folder, *more):
     """What the command says of what it keeps."""
-    done = CliRunner().invoke(cli.app, ["placebo", str(folder), *more])
+    done = command("placebo", folder, *more)
     assert done.exit_code == 0, done.output
     return done.stderr
 
 
-def shown(folder: Path) -> str:
+def shown(folder):
     """What stands in the card, and in the comparison at the end."""
     evoalign.export(folder, folder.parent / "card")
     text = (folder.parent / "card/README.md").read_text()
@@ -316,7 +297,7 @@ def shown(folder: Path) -> str:
     return text.partition("**Signal and drift.**")[2].partition("\n")[0]
 
 
-def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended, tmp_path):
     folder = shutil.copytree(ended[0], tmp_path / "run")
     sums = (folder / "SHA256SUMS").read_text().splitlines()
     assert "Reward: 2 placebos" in shown(folder)
@@ -338,7 +319,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     assert "not saved: " in measure(folder, "--shuffles", "3")
 
 
-def test_a_card_tells_nobody_to_measure_more() -> None:
+def test_a_card_tells_nobody_to_measure_more():
     """Who reads it has no run. With fewer than 19, p cannot be below 5 %."""
     some = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 4)
     assert beyond_drift(some).startswith(
@@ -353,7 +334,7 @@ def test_a_card_tells_nobody_to_measure_more() -> None:
     assert placebo_lines({}, PlaceboResults(some)), "of a run that measured none itself"
 
 
-def forged(file: Path, **changes: Any) -> None:
+def forged(file, **changes):
     with checksums.recorded(file.parents[1], PLACEBO):
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -370,7 +351,7 @@ DAMAGE = {
 }
 
 
-def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended, tmp_path):
     whole = shutil.copytree(ended[0], tmp_path / "whole")
     measure(whole, "--shuffles", "3")
     for number, (why, change) in enumerate(DAMAGE.items()):
@@ -385,45 +366,33 @@ def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[P
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_takes_away_what_was_kept(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_takes_away_what_was_kept(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     measure(folder, "--shuffles", "1")
     longer = tree(folder)
-    evoalign.train(longer, resume=True, console=Console(quiet=True))
+    told_by(longer, resume=True)
     assert (folder / PLACEBO).exists(), "it was at its end"
     longer["es"]["num_generations"] = 3
-    evoalign.train(longer, resume=True, console=Console(quiet=True))
+    told_by(longer, resume=True)
     assert not (folder / PLACEBO).exists() and read(folder).steps == 3
 
 
-@pytest.mark.slow
-def test_the_public_result(run: Path) -> None:
-    found = evoalign.placebo(run, shuffles=1, generation=1)
-    assert isinstance(found, Placebos) and isinstance(found.reward, Split)
-    assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
-    assert found.each["reward"] == pytest.approx(found.reward.placebos)
-    assert found.as_dict()["each"].keys() == found.measures.keys()
-
-
-def results(folder: Path) -> dict[str, Any]:
+def results(folder):
     return json.loads((folder / "results/evaluation.json").read_text())
 
 
-def train(folder: Path, placebos: int | None = 2, resume: bool = False) -> str:
-    checks = {"control_every": 0, "placebo": placebos}
-    told = io.StringIO()
-    evoalign.train(tree(folder, checks=checks), resume=resume, console=Console(file=told, width=300))
-    return told.getvalue()
+def train(folder, placebos=2, resume=False):
+    return told_by(tree(folder, checks={"control_every": 0, "placebo": placebos}), resume=resume)
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def ended(tmp_path_factory):
     """The same run with two placebos at its end, and what it said."""
     folder = tmp_path_factory.mktemp("placebo") / "ended"
     return folder, train(folder)
 
 
-def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -> None:
+def test_a_training_ends_with_its_placebos_and_the_budget_has_them(run, ended):
     """The ones that the command measures; and nothing else of the run is another."""
     folder, told = ended
     assert "evaluating 2 placebos: the run with shuffled coefficients" in told and "mean placebo" in told
@@ -436,25 +405,19 @@ def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -
     assert "placebo" not in without and {k: v for k, v in found.items() if k != "placebo"} == without
     for file in ("journal.jsonl", "loras/generation_0002/adapter_model.safetensors"):
         assert (run / file).read_bytes() == (folder / file).read_bytes()
-
-
-def test_the_budget_has_the_placebos(run: Path, ended: tuple[Path, str]) -> None:
-    """Two more evaluations of the test split, and twice the updates that lead there."""
-    without, found = (json.loads((f / "results/budget.json").read_text())["evaluation"] for f in (run, ended[0]))
-    split = without["completions"] // 2  # before and after
-    assert found["completions"] == without["completions"] + 2 * split
+    # two more evaluations of the test split, and twice the updates that lead there
+    without, found = (json.loads((f / "results/budget.json").read_text())["evaluation"] for f in (run, folder))
+    assert found["completions"] == without["completions"] + 2 * (without["completions"] // 2), "before and after"
     assert found["prompt_tokens"] == 2 * without["prompt_tokens"]
     assert found["forward_flops"] > 1.5 * without["forward_flops"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["failure", "stop"])
-def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
-    kind: str, run: Path, ended: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    follow, calls = Follower.follow, list[int]()
+def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(kind, run, ended, tmp_path, monkeypatch):
+    follow, calls = Follower.follow, []
 
-    def ends(self: Follower, other: Any) -> str:
+    def ends(self, other):
         calls.append(1)
         if kind == "failure":
             raise torch.OutOfMemoryError("no room\nat all")
@@ -474,37 +437,25 @@ def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
 
 
 @pytest.mark.slow
-def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that whatever ends the process there takes nothing with it but what is measured from there on."""
-    seen = list[bool]()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, AssertionError])
+def test_results_are_there_before_the_placebos(error, run, tmp_path, monkeypatch):
+    """Whatever ends the process there, a mistake of the code too, takes nothing with it but what is measured next."""
+    seen, folder = [], tmp_path / "run"
 
-    def dies(self: Follower, other: Any) -> str:
-        seen.append(checksums.verify(tmp_path / "run"))
-        raise KeyboardInterrupt
+    def dies(self, other):
+        seen.append(checksums.verify(folder))
+        raise error
 
     monkeypatch.setattr(Follower, "follow", dies)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run")
-    found, whole = results(tmp_path / "run"), results(run)
-    assert seen == [True] and checksums.verify(tmp_path / "run")
+    with pytest.raises(error):
+        train(folder)
+    found, whole = results(folder), results(run)
+    assert seen == [True] and checksums.verify(folder)
     assert found.pop("measuring") is True and "measuring" not in whole
     assert {**found, "alarms": None} == {**whole, "alarms": None} and found["alarms"]
 
 
-@pytest.mark.slow
-def test_a_mistake_in_them_is_raised_and_costs_nothing(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """It is no failure of the machine, which one has to live with."""
-
-    def wrong(self: Follower, other: Any) -> str:
-        raise AssertionError("of the code")
-
-    monkeypatch.setattr(Follower, "follow", wrong)
-    with pytest.raises(AssertionError, match="of the code"):
-        train(tmp_path / "run")
-    assert results(tmp_path / "run")["after"] == results(run)["after"] and checksums.verify(tmp_path / "run")
-
-
-def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended, tmp_path):
     folder = shutil.copytree(ended[0], tmp_path / "run")
     config = load([folder / "config.yaml"])
     assert Run(TrialConfig("base", {}), config.seed, folder, config, "es").evaluation() is not None
@@ -513,7 +464,7 @@ def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str
     assert Run(TrialConfig("base", {}), config.seed, folder, config, "es").evaluation() is None
 
 
-def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
+def test_runs_together_have_one_share_of_drift(ended):
     """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
     found = read(ended[0])
     some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
@@ -524,7 +475,7 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     assert _drift(alone, "reward") == _drift([], "reward") == "-"
 
 
-def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run, ended, tmp_path):
     """By what was kept where that is more, as a comparison has it; and shares in per cent."""
     other = shutil.copytree(ended[0], tmp_path / "other")
     measure(other, "--shuffles", "3")
@@ -548,13 +499,13 @@ def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple
     assert table(both, "reward").splitlines()[2].endswith(" (of 1) |")
 
 
-def test_few_enough_for_a_tenth_by_counts_alone() -> None:
+def test_few_enough_for_a_tenth_by_counts_alone():
     """By hand: 8 members x 10 prompts x 20 generations are 1,600 completions of 10 + 20 tokens."""
     specs = [TensorSpec("w", (100, 100), "linear", 0, 0.1)]
     layout = Layout((EvolvedTensor("w.lora_B", (100, 1), "w"),), 0, "float32", rank=1)
     es = {"num_generations": 20, "population_size": 8, "sigma": 0.1}
 
-    def count(test: int, tokens: int = 20, es: dict[str, Any] = es, **evaluation: Any) -> int:
+    def count(test, tokens=20, es=es, **evaluation):
         tree = {"es": es, "sampling": {"max_tokens": 20}, "evaluation": {"max_tokens": tokens, **evaluation}}
         return placebos_in_a_tenth(from_dict(tree), specs, layout, [10] * 10, [10] * test)
 
@@ -566,7 +517,7 @@ def test_few_enough_for_a_tenth_by_counts_alone() -> None:
     assert placebos_in_a_tenth(config, wide, layout, [10] * 10, [10] * 10) == 0, "here the noise costs as much"
 
 
-def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
+def test_comparisons_and_cards_say_it(ended):
     folder, _ = ended
     found, own = read(folder), results(folder)["placebo"]["reward"]
     assert found.placebo is not None and found.placebo.reward.placebos == tuple(own["placebos"])

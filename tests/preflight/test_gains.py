@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of gains: against formulas written out here, and by simulation of rewards that cannot be learned."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations, product
 
@@ -29,13 +27,16 @@ def test_worth_is_the_mean_product_on_different_prompts():
     assert worth.error == pytest.approx(math.sqrt(variance))
 
 
-def test_worth_on_few_prompts_is_that_on_these_prompts():
+def test_worth_on_few_prompts_is_that_on_these_prompts_and_zero_of_equal_scores():
     rng = np.random.default_rng(1)
     near, far = rng.standard_normal((2, 7, 5))
     (worth,) = worths([near, far])
     products = far.mean(axis=1) * near.mean(axis=1)
     assert worth.value == pytest.approx(products.mean())
     assert worth.error == pytest.approx(products.std(ddof=1) / math.sqrt(7))
+    flat = np.zeros((4, 8))
+    (worth,) = worths([flat, flat])
+    assert (worth.value, worth.error, worth.chance, worth.least) == (0.0, 0.0, 1.0, 0.0) and worths([flat]) == []
 
 
 def test_chance_is_the_share_of_signs_with_as_large_a_sum():
@@ -63,13 +64,6 @@ def test_linear_rewards_are_significant():
     slope_K = np.random.default_rng(5).standard_normal(16)
     ladder = [width * np.repeat(slope_K[:, None], 8, axis=1) for width in (0.5, 1.0, 2.0)]
     assert [worth.chance < 0.02 for worth in worths(ladder)] == [True, True]
-
-
-def test_worth_of_equal_scores_is_zero():
-    flat = np.zeros((4, 8))
-    (worth,) = worths([flat, flat])
-    assert (worth.value, worth.error, worth.chance, worth.least) == (0.0, 0.0, 1.0, 0.0)
-    assert worths([flat]) == []
 
 
 def test_both_rise_is_positive_only_if_both_members_are_better():

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimated duration of rollouts on engines of known speed, from bound by steps to bound by rows."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from evoalign.preflight import work
-from evoalign.types import Member, Request, Rollout, Sampling, population
+from evoalign.types import Request, Rollout, Sampling, population
 
 
 class Timed:
     """An engine with given completion lengths, seconds per step, and seconds per row and step."""
 
-    def __init__(self, lengths: Sequence[int], step: float, row: float, reading: float = 0.0) -> None:
+    def __init__(self, lengths, step, row, reading=0.0):
         self.lengths, self.step, self.row, self.reading = lengths, step, row, reading
         self.now = 0.0
-        self.asked: list[tuple[int, int, int]] = []
+        self.asked = []
 
-    def __call__(self, members: Sequence[Member], requests: Sequence[Request]) -> list[Rollout]:
+    def __call__(self, members, requests):
         limit = requests[0].sampling.max_tokens
         self.asked.append((len(members), len(requests), limit))
         said = [min(self.lengths[r.index % len(self.lengths)], limit) for _ in members for r in requests]
@@ -31,8 +28,7 @@ class Timed:
         return [Rollout(m, r.index, (1,) * n, "", "stop") for m, r, n in zip(members_of, asked, said, strict=True)]
 
 
-def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, prompts: int = 16, limit: int = 200
-             ) -> tuple[work.Duration, float]:  # fmt: skip
+def estimate(engine, monkeypatch, members=32, prompts=16, limit=200):
     """Return the estimate from the lengths of eight completions, and the duration of the whole rollout."""
     monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(members), [Request(i, (1, 2), Sampling(limit), i) for i in range(prompts)]
@@ -45,9 +41,7 @@ def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("lengths", [(20, 30, 25, 40), (150, 180, 120, 200), (200,), (5, 60, 8, 20)], ids=str)
-def test_rollout_duration_is_within_a_factor_of_two(
-    share: float, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollout_duration_is_within_a_factor_of_two(share, lengths, monkeypatch):
     """`share` of a full batch's time is of its steps, as on a GPU, and the rest of its rows, as on a CPU."""
     engine = Timed(lengths, step=0.01 * share, row=0.01 * (1 - share) / 512, reading=1e-5)
     found, whole = estimate(engine, monkeypatch)
@@ -55,20 +49,13 @@ def test_rollout_duration_is_within_a_factor_of_two(
     assert found.most >= 0.99 * found.usual
 
 
-def test_rollout_duration_is_exact_for_completions_of_maximum_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, whole = estimate(Timed((200,), step=0.02, row=1e-5, reading=1e-4), monkeypatch)
+@pytest.mark.parametrize(("length", "limit"), [(200, 200), (99, 1), (99, 2), (99, work.STEPS)])
+def test_rollout_duration_is_exact_for_short_rollouts_and_completions_of_maximum_length(length, limit, monkeypatch):
+    found, whole = estimate(Timed((length,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
     assert found.usual == pytest.approx(whole) and found.most == pytest.approx(whole)
 
 
-def test_rollout_duration_times_short_rollouts_completely(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in (1, 2, work.STEPS):
-        found, whole = estimate(Timed((99,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
-        assert found.usual == found.most == pytest.approx(whole)
-
-
-def test_rollout_duration_uses_fewer_members_for_slow_engines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rollout_duration_uses_fewer_members_for_slow_engines(monkeypatch):
     engine = Timed((100,), step=0.0, row=1e-3, reading=0.02)  # a pair reads 64 prompts in 2.56 s
     found, whole = estimate(engine, monkeypatch, members=40, prompts=128)
     (_, _, _), first, *rest, _ = engine.asked
@@ -76,11 +63,11 @@ def test_rollout_duration_uses_fewer_members_for_slow_engines(
     assert found.usual == pytest.approx(whole)
 
 
-def test_rollout_duration_does_not_count_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_duration_does_not_count_compilation(monkeypatch):
     """On a GPU kernels are compiled for a shape that is new: 1.5 s before 0.2 s of all answers."""
     engine, seen = Timed((12, 20, 30, 14), step=0.005, row=1e-6), set[tuple[int, int, int]]()
 
-    def ask(members: Sequence[Member], requests: Sequence[Request]) -> list[Rollout]:
+    def ask(members, requests):
         said = engine(members, requests)
         engine.now += 1.5 * (engine.asked[-1] not in seen)
         seen.add(engine.asked[-1])

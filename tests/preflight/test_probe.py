@@ -1,48 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probe on the shipped model: what it measures, recommends, shows and writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from command_line import caller
 from rich.console import Console
 from typer.testing import CliRunner
 
+from evoalign import evolve, rollouts
 from evoalign import optimizer as optimizers
-from evoalign.cli import app, main
+from evoalign.cli import app
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.cost import estimate
 from evoalign.errors import ConfigError
 from evoalign.preflight import probe as module
 from evoalign.preflight.advice import ETA, texts
 from evoalign.preflight.probe import probe
+from evoalign.setup import assemble
+from evoalign.types import MEAN_PLAN, Plan, population
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data/tasks/countdown/countdown.json"
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-
-
 SHORT = {"max_tokens": 12}
 
 
 def tree(folder, space="lowrank", **changes):
     es = {"population_size": 8, "sigma": 0.01, "learning_rate": 0.005} | changes.pop("es", {})
     return {
-        "output_dir": str(folder / "run"),
-        "space": space,
+        "output_dir": str(folder / "run"), "space": space, "engine": {"device": "cpu", "threads": 1},
         "task": {"name": "countdown", "train_data": str(DATA), "prompt": "short", "batch_size": 8},
-        "es": {name: value for name, value in es.items() if value is not None},
-        "engine": {"device": "cpu", "threads": 1},
-        "evaluation": {"max_tokens": 40},
+        "es": {name: value for name, value in es.items() if value is not None}, "evaluation": {"max_tokens": 40},
         **changes,
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +59,8 @@ def test_probe_warns_if_the_model_itself_is_cut_off(tmp_path):
     assert whole.truncated_share < 0.5 and not any("cut off at" in line for line in whole.warnings)
 
 
-def test_probe_measures_from_no_noise_to_a_broken_model(wide):
-    _, _, result = wide
+def test_probe_measures_from_no_noise_to_a_broken_model_and_says_its_cost(wide):
+    folder, told, result = wide
     nothing, _, good, broken = result.rungs
     assert [r.width for r in result.rungs] == [1e-7, 0.005, 0.01, 10.0]
     assert (nothing.changed_share, nothing.spread, nothing.drop, nothing.gain) == (0.0, 0.0, 0.0, None)
@@ -75,6 +71,9 @@ def test_probe_measures_from_no_noise_to_a_broken_model(wide):
     assert broken.broken_share + broken.truncated_share > 0.5 and broken.median_text != result.text
     assert broken.drop == pytest.approx(result.fitness)
     assert result.fitness > 0 and result.noise_floor == 0  # greedy, on the CPU
+    (line,) = told
+    assert "4 widths x 8 members x 16 prompts: 544 completions of at most 40 tokens, as many as 8.5 generations" in line
+    assert result.completions == 544 and list(folder.iterdir()) == [], "it writes nothing"
 
 
 @pytest.fixture(scope="module")
@@ -109,22 +108,8 @@ def test_texts_are_shown_without_markup(brief):
     assert shown.count("best") == shown.count("median") == 3
 
 
-def test_probe_reports_its_cost_and_writes_nothing(wide):
-    folder, told, result = wide
-    assert told == [
-        "probe: 4 widths x 8 members x 16 prompts: 544 completions of at most 40 tokens, as many as 8.5 generations of "
-        "this config"
-    ]
-    assert result.completions == 544
-    assert list(folder.iterdir()) == []
-
-
 def test_probe_agrees_with_a_calculation_by_hand(tmp_path):
     """Spread, drop, changed share and gain of two widths, computed from the engine's completions."""
-    from evoalign import evolve, rollouts
-    from evoalign.setup import assemble
-    from evoalign.types import MEAN_PLAN, Plan, population
-
     result = probe(tree(tmp_path), sigmas=[0.004, 0.012], members=6, examples=5)
     parts = assemble(from_dict(tree(tmp_path)))
     try:
@@ -192,12 +177,8 @@ def test_probe_of_ab_has_no_pairs(tmp_path, monkeypatch):
 def test_learning_rate_accounts_for_the_optimizer(tmp_path, monkeypatch, optimizer, share):
     asked, recommend = [], module.recommend
     monkeypatch.setattr(module, "recommend", lambda *given, **named: asked.append(given) or recommend(*given, **named))
-    probe(
-        tree(tmp_path, "lora", es={"optimizer": optimizer}, sampling=SHORT),
-        sigmas=[0.002, 0.004],
-        members=4,
-        examples=1,
-    )
+    settings = tree(tmp_path, "lora", es={"optimizer": optimizer}, sampling=SHORT)
+    probe(settings, sigmas=[0.002, 0.004], members=4, examples=1)
     assert asked[0][2:] == ("sigma", pytest.approx(share * ETA))
 
 
@@ -276,13 +257,14 @@ def test_interrupted_probe_keeps_finished_widths(tmp_path, monkeypatch):
         assert result.width is None and result.reason == "nothing is recommended: stopped after 2 of 4 widths"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"sigmas": [0.1]}, {"sigmas": [0.1, -1]}, {"sigmas": []}, {"sigmas": [0.1, float("nan")]},
-              {"members": 7}, {"members": 2}, {"examples": 0}]
-)  # fmt: skip
-def test_probe_rejects_invalid_arguments(tmp_path, wrong):
-    with pytest.raises(ConfigError):
-        probe(tree(tmp_path), **wrong)
+@pytest.mark.parametrize("wrong", [
+    {"sigmas": [0.1]}, {"sigmas": [0.1, -1]}, {"sigmas": []}, {"sigmas": [0.1, float("nan")]}, {"members": 7},
+    {"members": 2}, {"examples": 0}, {"grpo": {"max_steps": 1}},
+])  # fmt: skip
+def test_probe_rejects_invalid_arguments_and_a_config_for_grpo(tmp_path, wrong):
+    of_grpo = "grpo" in wrong
+    with pytest.raises(ConfigError, match="missing setting es" if of_grpo else None):
+        probe(from_dict(wrong)) if of_grpo else probe(tree(tmp_path), **wrong)
 
 
 def test_probe_command_shows_and_writes_json(tmp_path):
@@ -316,7 +298,7 @@ def test_probe_command_writes_an_overlay(tmp_path, monkeypatch, brief):
     assert isinstance(mine.exception, ConfigError) and load([config]).es.sigma == 0.01
 
 
-def test_probe_command_shows_finished_widths_after_ctrl_c(tmp_path, monkeypatch, brief):
+def test_probe_command_shows_finished_widths_after_ctrl_c(tmp_path, monkeypatch, capsys, brief):
     part = dataclasses.replace(brief, rungs=brief.rungs[:1], width=None, reason="nothing is recommended: stopped")
 
     def stopped(*given, **named):
@@ -324,11 +306,8 @@ def test_probe_command_shows_finished_widths_after_ctrl_c(tmp_path, monkeypatch,
 
     monkeypatch.setattr(module, "probe", stopped)
     out, overlay = tmp_path / "probe.json", tmp_path / "wide.yaml"
-    arguments = ["probe", str(_written(tmp_path)), "--json", str(out), "--write", str(overlay)]
-    monkeypatch.setattr(sys, "argv", ["evoalign", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
+    done = caller(monkeypatch, capsys)("probe", _written(tmp_path), "--json", out, "--write", overlay)
+    assert done.code == 130
     assert [r["width"] for r in json.loads(out.read_text())["rungs"]] == [0.025] and not overlay.exists()
 
 
@@ -336,8 +315,3 @@ def _written(folder):
     config = folder / "config.yaml"
     config.write_text(to_yaml(from_dict(tree(folder))))
     return config
-
-
-def test_probe_rejects_a_config_for_grpo() -> None:
-    with pytest.raises(ConfigError, match="missing setting es"):
-        probe(from_dict({"grpo": {"max_steps": 1}}))

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparisons, adapters and sessions of `evoalign canary`; tests/engine_* check real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
-import threading
 import time
-from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from command_line import caller
+from json_server import serving
 from safetensors.torch import load_file, save_file
 
 from evoalign import http, models
-from evoalign.cli import main
 from evoalign.engines.server import client as client_module
-from evoalign.engines.server import dialect as dialects
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import LostError, RefusedError
 from evoalign.engines.server.dialect import ServerInfo
@@ -37,20 +30,22 @@ from evoalign.types import Request, Sampling
 NAME = "base_model.model.model.layers.{}.mlp.{}"
 
 
-def completions(*tokens: tuple[str, float]) -> tuple[Completion, ...]:
+def completions(*tokens):
     return (Completion(tuple(t for t, _ in tokens), tuple(p for _, p in tokens)),)
 
 
-def test_distance_ignores_ties_and_counts_sure_tokens() -> None:
+def test_distance_ignores_ties_and_counts_sure_tokens():
     assert distance(completions(("a", -0.7), ("b", -1.0)), completions(("a", -0.7), ("b", -1.5))) == pytest.approx(0.25)
     tie = (("a", -0.7), ("b", -9.0)), (("c", -0.7), ("b", 0.0))
     assert distance(*(completions(*one) for one in tie)) == pytest.approx(0.0, abs=0.02)
     sure = distance(completions(("a", -0.05)), completions(("c", -0.05)))
     assert sure == pytest.approx(-0.05 - math.log(1 - math.exp(-0.05)))
     assert distance(completions(("a", 0.0)), completions(("c", -2.0))) == 8.0, "bounded"
+    assert distance(completions(), completions()) == distance(completions(), completions(("a", -0.7))) == 0.0
+    assert distance(completions(("a", -0.01)), completions()) == 1.0, "empty where the other is sure"
 
 
-def test_distance_is_a_lower_bound_of_the_largest_change() -> None:
+def test_distance_is_a_lower_bound_of_the_largest_change():
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         one, other = torch.randn((2, 5), generator=generator).mul(2).log_softmax(-1)
@@ -58,32 +53,26 @@ def test_distance_is_a_lower_bound_of_the_largest_change() -> None:
         assert distance(*found) <= float((one - other).abs().max()) + 1e-6
 
 
-def test_distance_counts_an_empty_completion_where_the_other_is_sure() -> None:
-    assert distance(completions(), completions()) == 0.0
-    assert distance(completions(), completions(("a", -0.7))) == 0.0
-    assert distance(completions(("a", -0.01)), completions()) == 1.0
-
-
 class Stub:
     """A client whose server always sends the same reply."""
 
     url = "http://stub"
 
-    def __init__(self, said: Any) -> None:
-        self.said, self.asked = said, list[tuple[str, Any]]()
+    def __init__(self, said):
+        self.said, self.asked = said, []
 
-    async def post(self, path: str, body: Any, *, seconds: float | None) -> Any:
+    async def post(self, path, body, *, seconds):
         self.asked.append((path, body))
         return self.said
 
 
-def ask(said: Any, api: Any, dialect: Any = None, **more: Any) -> tuple[Completion, list[Any]]:
+def ask(said, api, dialect=None, **more):
     client = Stub(said)
-    prompter = Prompter(client, dialect or VllmDialect(), api, "base", **more)  # type: ignore[arg-type]
+    prompter = Prompter(client, dialect or VllmDialect(), api, "base", **more)
     return asyncio.run(prompter.complete("Hello", "mine")), client.asked
 
 
-def test_a_chat_with_null_content_is_an_empty_completion() -> None:
+def test_a_chat_with_null_content_is_an_empty_completion():
     null = {"choices": [{"message": {"content": None}, "logprobs": None}]}
     assert ask(null, "chat")[0] == Completion((), ())
     assert ask({"choices": [{"message": {"content": None}, "logprobs": {"content": None}}]}, "chat")[0].tokens == ()
@@ -93,7 +82,7 @@ def test_a_chat_with_null_content_is_an_empty_completion() -> None:
         ask({"choices": [{"message": {"content": "a"}, "logprobs": None}]}, "chat")
 
 
-def test_each_dialect_names_adapters_in_its_own_field() -> None:
+def test_each_dialect_names_adapters_in_its_own_field():
     said = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [-0.5]}}]}
     named = [ask(said, "completions", dialect, **more)[1][0][1] for dialect, more in (
         (VllmDialect(), {}), (SglangDialect(), {}), (SglangDialect(), {"as_model": True}),
@@ -103,11 +92,11 @@ def test_each_dialect_names_adapters_in_its_own_field() -> None:
     ]  # fmt: skip
 
 
-def test_chat_returns_token_ids_and_null_content_is_an_empty_completion() -> None:
-    def said(choice: dict[str, Any], count: int = 1) -> dialects.Completion:
+def test_chat_returns_token_ids_and_null_content_is_an_empty_completion():
+    def said(choice, count=1):
         client = Stub({"choices": [{"finish_reason": "stop", **choice}], "usage": {"completion_tokens": count}})
         request = Request(0, (5, 6), Sampling(4), seed=7)
-        (one,) = asyncio.run(SglangDialect("chat").generate(client, [request], "mine", [2]))  # type: ignore[arg-type]
+        (one,) = asyncio.run(SglangDialect("chat").generate(client, [request], "mine", [2]))
         ((path, body),) = client.asked
         assert path == "/v1/chat/completions" and body["lora_path"] == "mine" and body["input_ids"] == [5, 6]
         return one
@@ -120,7 +109,7 @@ def test_chat_returns_token_ids_and_null_content_is_an_empty_completion() -> Non
             said({"message": message}, count)
 
 
-def folder_with(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+def folder_with(folder, tensors, **config):
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     own = {"r": 4, "lora_alpha": 6, "target_modules": ["up_proj", "down_proj"], **config}
@@ -128,7 +117,7 @@ def folder_with(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -
     return folder
 
 
-def factors(rank: int = 4) -> dict[str, torch.Tensor]:
+def factors(rank=4):
     torch.manual_seed(0)
     shapes = {NAME.format(0, "up_proj"): (5, 7), NAME.format(0, "down_proj"): (7, 5)}
     return {
@@ -138,7 +127,7 @@ def factors(rank: int = 4) -> dict[str, torch.Tensor]:
     }
 
 
-def weights(adapter: PeftAdapter, module: str) -> torch.Tensor:
+def weights(adapter, module):
     """Return what an adapter adds to a module's weights, by PEFT's rule."""
     config, name = adapter.config, NAME.format(0, module)
     rank, alpha = config["r"], config.get("alpha_pattern", {}).get(module, config["lora_alpha"])
@@ -147,7 +136,7 @@ def weights(adapter: PeftAdapter, module: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"alpha_pattern": {"down_proj": 24}}])
-def test_forms_of_an_adapter_are_equivalent(config: dict[str, Any], tmp_path: Path) -> None:
+def test_forms_of_an_adapter_are_equivalent(config, tmp_path):
     source = read_adapter(folder_with(tmp_path / "a", factors(), **config))
     given = {"use_rslora": False, **source.as_given(8.0).config}
     for module in ("up_proj", "down_proj"):
@@ -161,7 +150,7 @@ def test_forms_of_an_adapter_are_equivalent(config: dict[str, Any], tmp_path: Pa
     assert all(f.config["r"] == f.config["lora_alpha"] for f in (only, source.plain(2.0)))
 
 
-def test_gain_is_the_output_for_inputs_of_unit_variance(tmp_path: Path) -> None:
+def test_gain_is_the_output_for_inputs_of_unit_variance(tmp_path):
     source = read_adapter(folder_with(tmp_path / "a", factors()))
     for name, module in source.modules.items():
         x = torch.randn((50_000, 5 if "up_proj" in name else 7), dtype=torch.float64)
@@ -169,8 +158,8 @@ def test_gain_is_the_output_for_inputs_of_unit_variance(tmp_path: Path) -> None:
         assert module.gain == pytest.approx(float(output.pow(2).mean().sqrt()), rel=0.03)
 
 
-def test_read_adapter_refuses_what_is_not_plain_lora(tmp_path: Path) -> None:
-    def refused(words: str, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+def test_read_adapter_refuses_what_is_not_plain_lora(tmp_path):
+    def refused(words, tensors, **config):
         folder = folder_with(tmp_path / words.replace(" ", "_"), tensors, **config)
         with pytest.raises(EvoalignError, match=words):
             read_adapter(folder)
@@ -186,7 +175,7 @@ def test_read_adapter_refuses_what_is_not_plain_lora(tmp_path: Path) -> None:
         read_adapter(pickled)
 
 
-def test_random_adapter_has_the_shapes_of_the_model(tmp_path: Path) -> None:
+def test_random_adapter_has_the_shapes_of_the_model(tmp_path):
     source = random_adapter(str(models.tiny()), 4, ["q_proj", "up_proj"])
     assert source.projections == ["q_proj", "up_proj"] and len(source.modules) == 8
     weights = load_file(models.tiny() / "model.safetensors")
@@ -200,87 +189,48 @@ def test_random_adapter_has_the_shapes_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["http://127.0.0.1:9"], "does not answer"),
-        (["ftp://127.0.0.1"], "address"),
-        (["http://127.0.0.1:99999"], "address"),
-        (["http://127.0.0.1:9", "--key-variable", "NOT_SET"], "NOT_SET"),
-        (["http://127.0.0.1:9", "--server", "sglang"], "does not answer"),
-        (["http://127.0.0.1:9", "--server", "other"], "--server other"),
-    ],
-)
-def test_a_server_that_cannot_be_checked_is_exit_code_2(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    [(["http://127.0.0.1:9"], "does not answer"), (["ftp://127.0.0.1"], "address"),
+     (["http://127.0.0.1:99999"], "address"), (["http://127.0.0.1:9", "--key-variable", "NOT_SET"], "NOT_SET"),
+     (["http://127.0.0.1:9", "--server", "sglang"], "does not answer"),
+     (["http://127.0.0.1:9", "--server", "other"], "--server other")],
+)  # fmt: skip
+def test_a_server_that_cannot_be_checked_is_exit_code_2(words, message, monkeypatch, capsys):
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
-    monkeypatch.setattr("sys.argv", ["evoalign", "canary", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    done = caller(monkeypatch, capsys)("canary", *words)
+    assert done.code == 2 and message in done.err
 
 
-def test_a_connection_that_was_idle_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_was_idle_is_not_reused(monkeypatch):
     """uvicorn closes it after 5 seconds: a request at that moment would count as a lost server."""
-    came = list[int]()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            came.append(self.client_address[1])
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
+    came = []
     assert http.KEPT < 5
     monkeypatch.setattr(http, "KEPT", 0.2)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        client = client_module.Client(f"http://127.0.0.1:{server.server_address[1]}")
+    with serving(lambda path, body, port: (200, came.append(port) or {}), client=True) as url:
+        client = client_module.Client(url)
         for idle in (0.0, 0.0, 0.5):
             time.sleep(idle)
             client.call(client.get("/"))
         client.close()
-        server.shutdown()
     assert came[0] == came[1] != came[2]
 
 
-Statuses = dict[str, int | list[int]]
 """Status of each path, by default 200; a list has one for each call, the last for all later ones."""
 
 
-@contextmanager
-def server_with(statuses: Statuses) -> Generator[str]:
+def server_with(statuses):
     """Run a server that accepts every request but these, and yield its address."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status = statuses.get(self.path, 200)
-            if isinstance(status, list):
-                status = status.pop(0) if len(status) > 1 else status[0]
-            said = {"success": True, "version": "1", "data": [{"id": "base", "owned_by": "sglang"}]}
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
+    def reply(path, body):
+        status = statuses.get(path, 200)
+        if isinstance(status, list):
+            status = status.pop(0) if len(status) > 1 else status[0]
+        return status, {"success": True, "version": "1", "data": [{"id": "base", "owned_by": "sglang"}]}
 
-        do_GET = do_POST
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    return serving(reply)
 
 
 @contextmanager
-def session_with(statuses: Statuses, folder: Path) -> Generator[Session]:
+def session_with(statuses, folder):
     with server_with(statuses) as url:
         client, dialect = client_module.Client(url), SglangDialect()
         prompter = Prompter(client, dialect, "completions", "base")
@@ -296,18 +246,11 @@ ADAPTER = PeftAdapter({}, {"a": torch.zeros(1)})
 
 @pytest.mark.parametrize(
     ("statuses", "is_left"),
-    [
-        ({}, False),
-        ({UNLOAD: [500, 200]}, False),
-        ({UNLOAD: [500, 400]}, False),
-        ({UNLOAD: 500}, True),
-        ({UNLOAD: 400}, True),
-        ({LOAD: 400, UNLOAD: 400}, False),
-        ({LOAD: 500, UNLOAD: 400}, False),
-        ({LOAD: 500, UNLOAD: 500}, True),
-    ],
-)
-def test_close_returns_what_the_server_does_not_unload(statuses: Statuses, is_left: bool, tmp_path: Path) -> None:
+    [({}, False), ({UNLOAD: [500, 200]}, False), ({UNLOAD: [500, 400]}, False), ({UNLOAD: 500}, True),
+     ({UNLOAD: 400}, True), ({LOAD: 400, UNLOAD: 400}, False), ({LOAD: 500, UNLOAD: 400}, False),
+     ({LOAD: 500, UNLOAD: 500}, True)],
+)  # fmt: skip
+def test_close_returns_what_the_server_does_not_unload(statuses, is_left, tmp_path):
     """A failed unload is repeated at the end; an adapter that was refused is not left."""
     with session_with(statuses, tmp_path) as session:
         try:
@@ -318,16 +261,15 @@ def test_close_returns_what_the_server_does_not_unload(statuses: Statuses, is_le
         assert session.close() == (["evoalign-1"] if is_left else [])
 
 
-def faulty(self: Examination, folders: Any) -> Iterator[Check]:
-    """Yield a check that loads an adapter, then fail."""
-    with self._session.loaded(ADAPTER):
-        yield Check("one", "ok", "loaded")
-    raise KeyError("unexpected")
+def test_examine_reports_adapters_left_on_the_server(tmp_path, monkeypatch):
+    """Also where the examination ends with an error, after a check that loads an adapter."""
+    seen = []
 
+    def faulty(self, folders):
+        with self._session.loaded(ADAPTER):
+            yield Check("one", "ok", "loaded")
+        raise KeyError("unexpected")
 
-def test_examine_reports_adapters_left_on_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the examination ends with an error."""
-    seen = list[Check]()
     monkeypatch.setattr(Examination, "checks", faulty)
     with server_with({UNLOAD: 500}) as url, pytest.raises(KeyError):
         examine(url, folder=tmp_path, tell=seen.append)
@@ -338,42 +280,34 @@ def test_examine_reports_adapters_left_on_the_server(tmp_path: Path, monkeypatch
         assert examine(url, folder=tmp_path).checks == ()
 
 
-def unknown(statuses: Statuses, folder: Path) -> Check:
-    with session_with(statuses, folder) as session:
-        return Examination(session, False)._unknown()
-
-
-def test_an_unknown_name_may_get_an_error_but_not_end_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_name_may_get_an_error_but_not_end_the_server(tmp_path, monkeypatch):
     """A server that fails the request and is ready afterwards refuses it; one that is not ready gets no verdict."""
     monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     path, health = "/v1/completions", "/health_generate"
-    assert unknown({path: 400}, tmp_path).detail.endswith("is refused")
-    found = unknown({path: 500}, tmp_path)
+
+    def unknown(statuses):
+        with session_with(statuses, tmp_path) as session:
+            return Examination(session, False)._unknown()
+
+    assert unknown({path: 400}).detail.endswith("is refused")
+    found = unknown({path: 500})
     assert found.status == "ok" and "500" in found.detail
     for of_health in (503, 404):
         with pytest.raises(LostError, match=r"/v1/completions .*500"):
-            unknown({path: 500, health: of_health}, tmp_path)
+            unknown({path: 500, health: of_health})
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_an_unexpected_error_is_exit_code_2(
-    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any, **__: Any) -> Report:
+def test_an_unexpected_error_is_exit_code_2(debug, monkeypatch, capsys):
+    def fail(*_, **__):
         raise KeyError("unexpected")
 
     monkeypatch.setattr(canary_module, "examine", fail)
-    monkeypatch.setattr("sys.argv", ["evoalign", "canary", "http://127.0.0.1:9", *["--debug"][: int(debug)]])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    output = capsys.readouterr().err
-    assert stopped.value.code == 2 and "KeyError: 'unexpected'" in output
-    assert ("Traceback" in output) == debug
+    done = caller(monkeypatch, capsys)("canary", "http://127.0.0.1:9", *["--debug"][: int(debug)])
+    assert done.code == 2 and "KeyError: 'unexpected'" in done.err and ("Traceback" in done.err) == debug
 
 
 @pytest.mark.parametrize("status", ["ok", "FAULT"])
-def test_verdict_removes_control_characters_of_the_server(status: Any) -> None:
+def test_verdict_removes_control_characters_of_the_server(status):
     report = Report("http://a", "SGLang \x1b[2J\n0", "completions", 0.0, (Check("a", status, "b"),), 1.0)
     assert report.verdict().startswith("SGLang ?[2J?0 ")

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measure by which runs are compared: what they were trained for, if it is the same."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 from small_runs import UNCHECKED
+from task_runs import train
 
 import evoalign
 from evoalign.analysis.compare.comparison import compare
@@ -22,10 +20,9 @@ from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import end_grid
 from evoalign.analysis.sweeping import results
 from evoalign.analysis.sweeping.cells import Run, TrialConfig
-from evoalign.analysis.sweeping.children import Ended
 from evoalign.analysis.sweeping.search import domain, search
-from evoalign.analysis.sweeping.sweep import Source, sweep
-from evoalign.config import from_dict
+from evoalign.analysis.sweeping.sweep import sweep
+from evoalign.config import from_dict, load
 from evoalign.errors import ConfigError
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos import run as placebo_run
@@ -41,10 +38,10 @@ def words(completions, examples):
 NAME = "fitness/letters"
 
 
-def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
+def config(folder, fitness="letters"):
     code = folder / "own.py"
     code.write_text(CODE)
-    tree: dict[str, Any] = {
+    tree = {
         "output_dir": str(folder / "run"), "seed": 3,
         "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 1, "population_size": 4},
         "task": {"name": "conciseness", "train_size": 1, "test_size": 4, "validation_size": 1},
@@ -55,16 +52,16 @@ def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
     return tree
 
 
-def in_this_process(source: Source, *rest: Any) -> list[Ended]:
+def in_this_process(source, *rest):
     """The runs of a sweep one after another: as many processes would take half a minute to begin."""
     while (run := source.next()) is not None:
-        evoalign.train(run.config, console=Console(file=io.StringIO()))
+        train(run.config)
         source.done(run)
     return []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def here() -> Iterator[None]:
+def here():
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sweep", "search"):
             patch.setattr(f"evoalign.analysis.sweeping.{module}.drive", in_this_process)
@@ -72,7 +69,7 @@ def here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+def swept(tmp_path_factory):
     """A sweep of two runs that train for a fitness: its folder, config and what it said."""
     folder, out = tmp_path_factory.mktemp("swept"), io.StringIO()
     tree = config(folder)
@@ -81,20 +78,12 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+def others(tmp_path_factory):
     """A run of the same task that trains for another fitness, or for the reward."""
-    made: dict[str | None, Path] = {}
-
-    def run(fitness: str | None) -> Path:
-        if fitness not in made:
-            folder = tmp_path_factory.mktemp("other")
-            made[fitness] = evoalign.train(config(folder, fitness), console=Console(file=io.StringIO())).path
-        return made[fitness]
-
-    return run
+    return cache(lambda fitness: train(config(tmp_path_factory.mktemp("other"), fitness))[0].path)
 
 
-def test_measure_of_needs_no_import() -> None:
+def test_measure_of_needs_no_import():
     assert measure_of(None) == "reward" and measure_of("no/such.py:letters") == NAME
     assert SetObjective("math:dist", str).measure == "fitness/dist"
     assert shared_aim([None, None], None) == ("reward", [])
@@ -106,7 +95,7 @@ def test_measure_of_needs_no_import() -> None:
     assert shared_aim(["a:f", None, None], None)[1][0].endswith("trained for is fitness/f (1 of 3) or reward (2 of 3)")
 
 
-def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str]) -> None:
+def test_sweep_uses_the_fitness_measure(swept):
     folder, _, said = swept
     found = json.loads((folder / "results.json").read_text())
     assert found["measure"] == NAME and f"goes by {NAME}, which is trained for (task.fitness)" in said
@@ -118,10 +107,9 @@ def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str])
     assert f"{NAME} before training is {start:.4g}." in table
 
 
-def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_over_fitness_uses_the_reward(tmp_path, monkeypatch):
     monkeypatch.setattr("evoalign.analysis.sweeping.sweep.drive", lambda *given: [])
-    out = io.StringIO()
-    ways = [f"{tmp_path}/own.py:letters", None]
+    out, ways = io.StringIO(), [f"{tmp_path}/own.py:letters", None]
     sweep(config(tmp_path), grid={"task.fitness": ways}, to=tmp_path / "sweep", console=Console(file=out, width=400))
     assert "since task.fitness differs: trained for is fitness/letters (1 of 2) or reward (1 of 2)" in out.getvalue()
     assert json.loads((tmp_path / "sweep/results.json").read_text())["measure"] == "reward"
@@ -131,7 +119,7 @@ def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((tmp_path / "asked/results.json").read_text())["measure"] == "reward"
 
 
-def test_search_maximises_fitness(tmp_path: Path) -> None:
+def test_search_maximises_fitness(tmp_path):
     pytest.importorskip("optuna")
     out = io.StringIO()
     space, told = dict([domain("es.sigma=0.05,0.1")]), Console(file=out, width=400)
@@ -145,9 +133,7 @@ def test_search_maximises_fitness(tmp_path: Path) -> None:
         search(tree, space, trials=2, to=tmp_path / "search", jobs=1, console=told)
 
 
-def test_compare_uses_the_shared_fitness(
-    swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
-) -> None:
+def test_compare_uses_the_shared_fitness(swept, others):
     found = compare(swept[0])
     assert found.measure == NAME and found.notes[0] == f"goes by {NAME}, which is trained for (task.fitness)"
     assert found.notes[0] in markdown(found) and as_tree(found)["measure"] == NAME
@@ -161,9 +147,7 @@ def test_compare_uses_the_shared_fitness(
 
 
 @pytest.mark.parametrize("fitness", [None, "words"])
-def test_compare_uses_the_reward_if_fitness_differs(
-    fitness: str | None, swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
-) -> None:
+def test_compare_uses_the_reward_if_fitness_differs(fitness, swept, others):
     found = compare([swept[0], others(fitness)])
     assert found.measure == "reward" and len(found.groups) == 3 and not found.left_out
     other = "reward (1 of 3)" if fitness is None else "fitness/words (1 of 3)"
@@ -173,7 +157,7 @@ def test_compare_uses_the_reward_if_fitness_differs(
     assert alone.measure == "reward" and not any("goes by" in note for note in alone.notes)
 
 
-def test_functions_with_the_same_name_differ_by_path(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+def test_functions_with_the_same_name_differ_by_path(swept, tmp_path):
     first = next(iter(sorted(swept[0].glob("*/seed_3"))))
     twin = Path(shutil.copytree(first, tmp_path / "twin"))
     text = (twin / "config.yaml").read_text()
@@ -183,39 +167,30 @@ def test_functions_with_the_same_name_differ_by_path(swept: tuple[Path, dict[str
         compare([first, twin], measure=NAME)
 
 
-def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+def test_fitness_placebos_are_saved(swept, tmp_path):
     _, tree, _ = swept
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}
-    tree["es"]["sigma"] = float(run_setting(run, "sigma"))
+    tree["es"]["sigma"] = load([run / "config.yaml"]).es.sigma
     measured = placebo_run.placebo(run, shuffles=3, config=tree)
     assert measured.fitness is not None and len(measured.fitness.placebos) == 3
     assert placebo_run.keep(run, measured).startswith("saved in ")
     kept = placebo_file.read(run, read(run).config)
     assert kept is not None and (kept.reward, kept.fitness) == (measured.reward, measured.fitness)
     assert kept.aim is kept.fitness
-
     evoalign.export(run, tmp_path / "card")
     card = (tmp_path / "card/README.md").read_text()
     assert "fitness/letters, the trained measure: 3 placebos reached" in card and "Reward: 3 placebos" in card
-
     rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
     whole, drift = measured.fitness, "share of the gain that is drift, all runs pooled"
     assert rows["reward of the mean placebo"] == (f"{measured.reward.mean:.4g}",)
     assert rows[f"{NAME} of the mean placebo"] == (f"{np.mean(whole.placebos):.4g}",)
     gain, moved = whole.real - whole.before, float(np.mean(whole.placebos)) - whole.before
     assert rows[f"{NAME}: {drift}"] == (f"{moved / gain:.0%}" if gain > 0 else "-",) and drift in rows
-
     evaluation = json.loads((run / "results/evaluation.json").read_text())
     found = results.placebo_of(Run(TrialConfig("a", {}), 3, run, from_dict(tree), "es"), evaluation)
     assert found == {"placebos": 3, "measure": NAME, "drift": moved, "gain": gain}
-
     file = run / placebo_file.PLACEBO
     file.write_text(file.read_text().replace('"fitness/letters"', '"fitness/others"'))
     with pytest.raises(evoalign.EvoalignError, match=r"placebo\.json was altered"):
         compare(run)
-
-
-def run_setting(run: Path, name: str) -> str:
-    """A number of the run's config.yaml."""
-    return next(line.split(":")[1] for line in (run / "config.yaml").read_text().splitlines() if f" {name}:" in line)

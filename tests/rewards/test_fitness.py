@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`task.fitness`: one number for all completions of a member. With their mean, a run equals that of the rewards."""
 
-from __future__ import annotations
-
-import io
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import task_runs
 from own_fitness import seen
 from pyarrow import parquet
-from rich.console import Console
+from task_runs import lines, resumed_after, train
 
 import evoalign
 from evoalign import evaluation, tasks
@@ -23,17 +20,18 @@ from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import Config, GraderConfig, TaskConfig, code_of, from_dict, to_yaml
 from evoalign.errors import ConfigError, RewardError
 from evoalign.evaluation import Scored
-from evoalign.rewards.objective import Group, Objective, SetObjective, aim, aim_of, grouped, judge
+from evoalign.exporting.source import private_paths, public
+from evoalign.placebos.counterfactual import parse
+from evoalign.rewards.objective import Objective, SetObjective, aim, aim_of, grouped, judge
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
-from evoalign.shaping import Scores
 
 HERE = "own_fitness"
 GENERATIONS = 3
 
 
-def config(output: Path, questions: str, fitness: str | None = None, **sections: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {
+def config(output, questions, fitness=None, **sections):
+    tree = {
         "output_dir": str(output), "seed": 5, "deterministic": True,
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
         "task": {"name": "custom", "train_data": questions, "test_data": questions, "batch_size": 3,
@@ -48,54 +46,34 @@ def config(output: Path, questions: str, fitness: str | None = None, **sections:
     return tree
 
 
-def write_questions(file: Path) -> str:
-    words = ("sea", "sky", "sun", "rain")
-    file.write_text("".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in words))
-    return str(file)
-
-
-def train(tree: dict[str, Any], **arguments: Any) -> tuple[evoalign.Result, str]:
-    said = io.StringIO()
-    return evoalign.train(tree, console=Console(file=said, width=200), **arguments), said.getvalue()
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def made(fitness: str, **settings: Any) -> tasks.Task:
+def made(fitness, **settings):
     return tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"], fitness=f"{HERE}:{fitness}", **settings))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def runs(tmp_path_factory):
     """`plain`, a run of the rewards, and `mean`, an isolated run of their mean as fitness; and its output.
 
     The questions are in questions.jsonl.
     """
     folder = tmp_path_factory.mktemp("fitness")
-    questions = write_questions(folder / "questions.jsonl")
+    questions = task_runs.questions(folder / "questions.jsonl")
     train(config(folder / "plain", questions, checks={"placebo": 0}))
     _, said = train(config(folder / "mean", questions, "mean_helpful", grader={"isolated": True}))
     return folder, said
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
-
-def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(runs: tuple[Path, str]) -> None:
+def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(runs):
     plain, mean = (lines(runs[0] / name / "journal.jsonl") for name in ("plain", "mean"))
     assert len(plain) == len(mean) == 1 + 2 * GENERATIONS
-    for ours, theirs in zip(mean[1:], plain[1:], strict=True):
-        assert {k: v for k, v in ours.items() if k not in ("hash", "previous")} == {
-            k: v for k, v in theirs.items() if k not in ("hash", "previous")
-        }
+    ours, theirs = ([line | {"hash": 0, "previous": 0} for line in journal[1:]] for journal in (mean, plain))
+    assert ours == theirs
     assert any(line["coefficients"] != [0.0] * 4 for line in mean[1::2])
     assert mean[0]["config"]["task"]["fitness"] == f"{HERE}:mean_helpful"
     assert "fitness" not in plain[0]["config"]["task"]
 
 
-def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
+def test_fitness_is_reported_everywhere(runs):
     (folder, said), name = runs, "fitness/mean_helpful"
     rows, plain = (lines(folder / run / "metrics.jsonl") for run in ("mean", "plain"))
     for row, other in zip(rows, plain, strict=True):
@@ -116,35 +94,27 @@ def test_fitness_is_reported_everywhere(runs: tuple[Path, str]) -> None:
     assert report["placebo"]["measures"][name] == pytest.approx(report["placebo"]["reward"]["placebos"][0])
     whole, own = report["placebo"]["fitness"], report["placebo"]["reward"]
     assert whole["name"] == name and whole["p"] == own["p"] and whole["reached"] == own["reached"]
-    assert [whole["before"], whole["real"], *whole["placebos"]] == pytest.approx(
-        [own["before"], own["real"], *own["placebos"]]
-    )
+    ours, theirs = ([kept["before"], kept["real"], *kept["placebos"]] for kept in (whole, own))
+    assert ours == pytest.approx(theirs)
     assert f"{name}, the trained measure: 1 placebo" in said
     said_of = parquet.read_table(folder / "mean/results/completions/generation_0000.parquet").to_pylist()
     assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
 
 
-def test_resumed_run_ends_with_the_same_bits(runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_resumed_run_ends_with_the_same_bits_and_rejects_another_fitness(runs, tmp_path):
     """Resumes between an update and its seal."""
     whole = (runs[0] / "mean/journal.jsonl").read_bytes()
     copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
-    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
     tree = config(copy, str(runs[0] / "questions.jsonl"), "mean_helpful", checks={"placebo": 0})
-    result, _ = train(tree, resume=True)
-    assert (copy / "journal.jsonl").read_bytes() == whole
-    assert result.before.measures["fitness/mean_helpful"] == pytest.approx(result.before.measures["reward"])
-
-
-def test_another_fitness_is_another_run(runs: tuple[Path, str], tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
+    assert resumed_after(4, copy, tree) == whole
+    before = json.loads((copy / "results/evaluation.json").read_text())["before"]
+    assert before["fitness/mean_helpful"] == pytest.approx(before["reward"])
     for fitness in (None, "letters"):
         with pytest.raises(evoalign.EvoalignError, match=r"task\.fitness is 'own_fitness:mean_helpful' in the run"):
             train(config(copy, str(runs[0] / "questions.jsonl"), fitness), resume=True)
 
 
-def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> None:
-    from evoalign.placebos.counterfactual import parse
-
+def test_replay_and_counterfactuals_use_the_journal(runs):
     log = journal.read(runs[0] / "mean/journal.jsonl").whole()
     assert evoalign.replay(runs[0] / "mean") == log.generations[-1].weights_hash
     assert len(parse("half", log).update(log.generations[0]).members) == 2
@@ -153,7 +123,7 @@ def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> N
         parse("shaping centered", log)
 
 
-def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_best_checkpoint_is_selected_by_fitness(runs, tmp_path):
     tree = config(
         tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", sampling={"temperature": 0.8},
         task={"validation_size": 2, "batch_size": None, "samples": 2},
@@ -174,10 +144,7 @@ def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path
     assert marks[1].validation == rows[0]["validation"]["fitness/letters"] == log.validated[0]
 
 
-# --- what it is asked, and what is wrong with it ----------------------------------------------------------------------
-
-
-def test_fitness_gets_all_samples_of_a_seed() -> None:
+def test_fitness_gets_all_samples_of_a_seed():
     rows = [{"prompt": "p"}, {"prompt": "q"}]
     scored = [
         Scored(e, seed, k, "p", None, f" {'ab'[e]}{seed}{'xy'[k]} ", 0.0, "stop", 1)
@@ -193,10 +160,10 @@ def test_fitness_gets_all_samples_of_a_seed() -> None:
     assert aim({"reward": 2.0, "fitness": 3.0}) == 2.0
 
 
-def test_resampled_draws_are_paired() -> None:
+def test_resampled_draws_are_paired():
     rows = [{"prompt": str(i % 2)} for i in range(6)]
 
-    def found(fitness: str, texts: Sequence[str]) -> evaluation.Evaluation:
+    def found(fitness, texts):
         scored = [Scored(e, 0, 0, "", None, text, 0.0, "stop", 1) for e, text in enumerate(texts)]
         task = made(fitness)
         return evaluation.with_resampled(task, rows, evaluation.summarise(task, rows, scored))
@@ -210,11 +177,11 @@ def test_resampled_draws_are_paired() -> None:
     assert evaluation.with_resampled(made("letters"), rows[:2], before) is before
 
 
-def test_per_member_objective_returns_one_column() -> None:
+def test_per_member_objective_returns_one_column():
     class Longest(Objective):
         name, per_member = "longest", True
 
-        def scores(self, group: Group) -> Scores:
+        def scores(self, group):
             return np.array([[max(map(len, texts))] for texts in group.texts_MP], dtype=np.float64)
 
     group = grouped({"reward": [0.0] * 4}, ["a", "bbb", "cc", "c"], [{}, {}], 0)
@@ -223,71 +190,61 @@ def test_per_member_objective_returns_one_column() -> None:
         judge(type("Wrong", (Longest,), {"per_member": False})(), group)
 
 
-@pytest.mark.parametrize(
-    ("fitness", "said", "reason"),
-    [
-        ("fails", r"task\.fitness fails failed: KeyError: 'label' in own_fitness.py line \d+.*; fix it", "raised"),
-        ("broken", r"task\.fitness broken returned nan for 2 completions", "value"),
-        ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
-    ],
-)
+@pytest.mark.parametrize(("fitness", "said", "reason"), [
+    ("fails", r"task\.fitness fails failed: KeyError: 'label' in own_fitness.py line \d+.*; fix it", "raised"),
+    ("broken", r"task\.fitness broken returned nan for 2 completions", "value"),
+    ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
+])  # fmt: skip
 @pytest.mark.parametrize("isolated", [True, False])
-def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: str, isolated: bool) -> None:
+def test_failing_fitness_raises_reward_error(fitness, said, reason, isolated):
     if fitness == "sleeps" and not isolated:
         pytest.skip("in place there is no limit of time")
-    task = tasks.isolate(
-        made(fitness), GraderConfig(retries=0, timeout=0.3 if fitness == "sleeps" else 20, isolated=isolated)
-    )
-    with pytest.raises(RewardError, match=said) as error:
+    grader = GraderConfig(retries=0, timeout=0.3 if fitness == "sleeps" else 20, isolated=isolated)
+    with closing(tasks.isolate(made(fitness), grader)) as task, pytest.raises(RewardError, match=said) as error:
         assert task.set_objective is not None
         task.set_objective.values(["a", "b"], [{"prompt": "p"}, {"prompt": "q"}], [[0, 1]])
     assert error.value.failed is not None and error.value.failed["reason"] == reason
-    task.close()
 
 
-@pytest.mark.parametrize(
-    ("fitness", "said"),
-    [
-        ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
-        ("nowhere", "has no 'nowhere'"),
-    ],
-)  # fmt: skip
-def test_invalid_fitness_functions_are_rejected(fitness: str, said: str) -> None:
+@pytest.mark.parametrize(("fitness", "said"), [
+    ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
+    ("nowhere", "has no 'nowhere'"),
+])  # fmt: skip
+def test_invalid_fitness_functions_are_rejected(fitness, said):
     with pytest.raises(ConfigError, match=rf"task\.fitness: .*{said}"):
         SetObjective(f"{HERE}:{fitness}", str)
 
 
-def test_incompatible_settings_are_rejected(runs: tuple[Path, str], tmp_path: Path) -> None:
-    questions = str(runs[0] / "questions.jsonl")
-    tree = config(tmp_path / "run", questions, "letters", es={"shaping": "centered"})
-    with pytest.raises(ConfigError, match=r"es\.shaping centered compares .* use one of zscore, ranks, identity"):
-        evoalign.dry_run(tree)
-    with pytest.raises(ConfigError, match=r"task\.fitness and task\.objective both"):
-        from_dict(config(tmp_path, questions, "letters", task={"objective": "weighted_sum"}))
-    with pytest.raises(ConfigError, match=r"task\.samples 2 only repeats a greedy completion"):
-        from_dict({"es": {"sigma": 0.1}, "task": {"samples": 2}})
-    with pytest.raises(ConfigError, match=r"task\.fitness 'macro_f1': write package"):
-        from_dict(config(tmp_path, questions, task={"fitness": "macro_f1"}))
-    plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))
-    with pytest.raises(ConfigError, match=r"task\.fitness own_fitness:letters .* task custom"):
-        evoalign.train(config(tmp_path / "run", questions, "letters"), task=plain)
+def test_incompatible_settings_are_rejected(runs, tmp_path):
     pytest.importorskip("trl")
-    tree = config(tmp_path / "run", questions, "letters", grpo={"max_steps": 1, "num_generations": 2})
-    with pytest.raises(ConfigError, match=r"task\.fitness letters is one score for all .* but GRPO needs one for each"):
-        evoalign.grpo(tree)
-    assert not (tmp_path / "run").exists()
+    questions, run = str(runs[0] / "questions.jsonl"), tmp_path / "run"
+    plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))
+    own = config(run, questions, "letters")
+    grpo = {"max_steps": 1, "num_generations": 2}
+    refused = [
+        (lambda: evoalign.dry_run(config(run, questions, "letters", es={"shaping": "centered"})),
+         r"es\.shaping centered compares .* use one of zscore, ranks, identity"),
+        (lambda: from_dict(config(run, questions, "letters", task={"objective": "weighted_sum"})),
+         r"task\.fitness and task\.objective both"),
+        (lambda: from_dict({"es": {"sigma": 0.1}, "task": {"samples": 2}}), r"task\.samples 2 only repeats"),
+        (lambda: from_dict(config(run, questions, task={"fitness": "macro_f1"})), r"task\.fitness 'macro_f1'"),
+        (lambda: evoalign.train(own, task=plain), r"task\.fitness own_fitness:letters .* task custom"),
+        (lambda: evoalign.grpo(own | {"grpo": grpo}), r"task\.fitness letters is one score for all .* but GRPO needs"),
+    ]  # fmt: skip
+    for ask, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            ask()
+    assert not run.exists()
 
 
-def test_fitness_is_code_and_cards_hide_its_path(tmp_path: Path) -> None:
-    from evoalign.exporting.source import private_paths, public
-
+def test_fitness_is_code_and_cards_hide_its_path(tmp_path):
     own = from_dict({"es": {"sigma": 0.1}, "task": {"name": "conciseness", "fitness": f"{tmp_path}/f.py:f1"}})
     assert code_of(own) == [f"{tmp_path}/f.py:f1"] == private_paths(own)
     assert public(own).task.fitness == "f.py:f1" and str(tmp_path) not in to_yaml(public(own))
     assert "fitness" not in to_yaml(Config.model_validate({"es": {"sigma": 0.1}}))
 
 
-def test_probe_uses_fitness_with_a_built_in_task() -> None:
+def test_probe_uses_fitness_with_a_built_in_task():
     tree = {
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4, "antithetic": True},
         "task": {"name": "conciseness", "fitness": f"{HERE}:letters"}, "evaluation": {"max_tokens": 4},

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data formats: the rows that each loads as, or the error."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -19,30 +14,25 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError, EvoalignError
-from evoalign.tasks import Data, Task, create
-from evoalign.types import Example
+from evoalign.errors import DataError, EvoalignError
+from evoalign.tasks import create
 
 ROWS = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": 'a "b",\nc', "answer": "ü"}]
 ASKED = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Ho"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
-Write = Callable[[Path], object]
 
 
-def length(completions: list[Any], **_: Any) -> list[float]:
+def length(completions, **_):
     return [float(len(c)) for c in completions]
 
 
-# --- how each is written ---------------------------------------------------------------------------------------------
-
-
-def lines(rows: list[dict[str, Any]] = ROWS) -> bytes:
+def lines(rows=ROWS):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def table(rows: list[dict[str, Any]] = ROWS, delimiter: str = ",", index: bool = False) -> bytes:
+def table(rows=ROWS, delimiter=",", index=False):
     """As the csv module quotes, with pandas' unnamed index or without."""
     out = io.StringIO()
     writer = csv.writer(out, delimiter=delimiter)
@@ -51,14 +41,14 @@ def table(rows: list[dict[str, Any]] = ROWS, delimiter: str = ",", index: bool =
     return out.getvalue().encode()
 
 
-def packed(rows: list[dict[str, Any]] = ROWS) -> bytes:
+def packed(rows=ROWS):
     out = io.BytesIO()
     parquet.write_table(pa.Table.from_pylist(rows), out)
     return out.getvalue()
 
 
-def file(name: str, content: bytes) -> Write:
-    def write(folder: Path) -> str:
+def file(name, content):
+    def write(folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         return name
@@ -66,14 +56,14 @@ def file(name: str, content: bytes) -> Write:
     return write
 
 
-def jsonl(*rows: dict[str, Any]) -> Write:
+def jsonl(*rows):
     return file("rows.jsonl", lines(list(rows)))
 
 
-def folder(name: str, **files: bytes) -> Write:
+def folder(name, **files):
     """A folder of files, whose names have `__` for a slash and `_` before the ending."""
 
-    def write(place: Path) -> str:
+    def write(place):
         for file_name, content in files.items():
             stem, _, suffix = file_name.replace("__", "/").partition("_")
             file(f"set/{stem}.{suffix.replace('_', '.')}", content)(place)
@@ -83,10 +73,10 @@ def folder(name: str, **files: bytes) -> Write:
     return write
 
 
-def saved(name: str, **parts: list[dict[str, Any]]) -> Write:
+def saved(name, **parts):
     """Output of save_to_disk: several splits, or one data set."""
 
-    def write(place: Path) -> str:
+    def write(place):
         made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
         (made["only"] if "only" in made else datasets.DatasetDict(made)).save_to_disk(str(place / "set"))
         return name
@@ -102,10 +92,10 @@ configs:
 """
 
 
-def hub(name: str, *, configs: bool = True) -> Write:
+def hub(name, *, configs=True):
     """A data set as the hub has it. The library takes a folder of the name for it, so that no network is needed."""
 
-    def write(place: Path) -> str:
+    def write(place):
         there = place / "who"
         if configs:
             file("what/README.md", CARD)(there)
@@ -117,18 +107,15 @@ def hub(name: str, *, configs: bool = True) -> Write:
     return write
 
 
-def script(place: Path) -> str:
+def script(place):
     file("who/what/what.py", b"from pathlib import Path\nPath('was_run').touch()\nimport datasets\n")(place)
     file("who/what/rows.jsonl", lines())(place)
     return "hub:who/what"
 
 
-# --- the table: name, how it is written, settings of the task, the rows or what is said -------------------------------
-
 QUESTIONS = [{"question": "2 + 2 =", "target": "4", "n": 1}]
 MAPPED = {"prompt": "question", "answer": "target"}
-Form = tuple[str, Write, dict[str, Any], list[dict[str, Any]] | str]
-FORMS: list[Form] = [
+FORMS = [
     ("JSON lines", file("rows.jsonl", lines()), {}, ROWS),
     ("with a mark, blank lines and CR LF", file("a", b"\xef\xbb\xbf\n" + lines().replace(b"\n", b"\r\n\n")), {}, ROWS),
     ("a JSON list", file("rows.json", json.dumps(ROWS, indent=1).encode()), {}, ROWS),
@@ -227,7 +214,7 @@ FORMS: list[Form] = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
@@ -235,16 +222,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("write", "settings", "outcome"), [f[1:] for f in FORMS], ids=[f[0] for f in FORMS])
-def test_load_accepts_or_rejects_each_format(
-    write: Write,
-    settings: dict[str, Any],
-    outcome: list[dict[str, Any]] | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_load_accepts_or_rejects_each_format(write, settings, outcome, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = str(write(tmp_path))
-    task = create(TaskConfig(name="custom", train_data=source, test_data=source, **settings), [length])
+    task = made(train_data=source, test_data=source, **settings)
     if not isinstance(outcome, str):
         assert list(task.load_data(0).train) == outcome
         return
@@ -254,33 +235,25 @@ def test_load_accepts_or_rejects_each_format(
     assert not (tmp_path / "was_run").exists()
 
 
-# --- columns and system prompts --------------------------------------------------------------------------------------
+def made(name="custom", reward=length, **settings):
+    return create(TaskConfig(name=name, **settings), [reward] if name == "custom" else None)
 
 
-def made(name: str = "custom", **settings: Any) -> Any:
-    return create(TaskConfig(name=name, **settings), *([[length]] if name == "custom" else []))
-
-
-def test_columns_rejects_renaming_a_column_twice() -> None:
+def test_columns_rejects_renaming_a_column_twice():
     with pytest.raises(ValidationError, match="prompt and question both rename the column q"):
         TaskConfig(columns={"prompt": "q", "question": "q"})
     assert not {"columns", "system_prompt"} & TaskConfig().model_dump().keys()  # old configs are as they were
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "columns", "lacks"),
-    [
-        ("conciseness", {"Instruction": "Hi", "output": "Ho"}, {"prompt": "Instruction", "target": "output"}, ""),
-        ("conciseness", {"question": "Hi", "output": "Ho"}, {}, "{prompt: question, target: output}"),
-        ("countdown", {"nums": [1, 2], "target": 3}, {"numbers": "nums"}, ""),
-        ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
-    ],
-)
-def test_every_task_renames_columns(
-    name: str, row: dict[str, Any], columns: dict[str, str], lacks: str, tmp_path: Path
-) -> None:
-    settings = {"prompt": "chat", "columns": columns, "train_data": str(tmp_path / jsonl(row)(tmp_path))}
-    task = made(name, **settings, test_data=settings["train_data"])
+@pytest.mark.parametrize(("name", "row", "columns", "lacks"), [
+    ("conciseness", {"Instruction": "Hi", "output": "Ho"}, {"prompt": "Instruction", "target": "output"}, ""),
+    ("conciseness", {"question": "Hi", "output": "Ho"}, {}, "{prompt: question, target: output}"),
+    ("countdown", {"nums": [1, 2], "target": 3}, {"numbers": "nums"}, ""),
+    ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
+])  # fmt: skip
+def test_every_task_renames_columns(name, row, columns, lacks, tmp_path):
+    path = str(tmp_path / jsonl(row)(tmp_path))
+    task = made(name, prompt="chat", columns=columns, train_data=path, test_data=path)
     if lacks:
         with pytest.raises(DataError, match=re.escape(lacks)):
             task.load_data(0)
@@ -289,30 +262,28 @@ def test_every_task_renames_columns(
         assert list(found.values()) == list(row.values()) and task.prompt(found)[-1]["role"] == "user"
 
 
-def test_missing_column_error_suggests_a_similar_one(tmp_path: Path) -> None:
-    def right(completions: list[str], answer: list[str]) -> list[float]:
-        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
-
-    path = str(tmp_path / jsonl({"prompt": "Hi", "target": "Ho"})(tmp_path))
-    task = create(TaskConfig(name="custom", train_data=path, test_data=path), [right])
-    with pytest.raises(DataError, match=r"columns: prompt, target\).*, or set task\.columns: \{answer: target\}"):
-        task.load_data(0)
-
-
-def test_rewards_get_the_last_assistant_message_as_completion_column(tmp_path: Path) -> None:
-    def right(completions: list[Any], completion: list[str]) -> list[float]:
+def test_rewards_get_the_last_assistant_message_as_completion_column(tmp_path):
+    def right(completions, completion):
         return [float(c[0]["content"] == a) for c, a in zip(completions, completion, strict=True)]
 
     path = str(tmp_path / jsonl({"messages": [ASKED, SAID]})(tmp_path))
-    task = create(TaskConfig(name="custom", train_data=path, test_data=path, gold="completion"), [right])
+    task = made(reward=right, train_data=path, test_data=path, gold="completion")
     (row,) = task.load_data(0).test
     assert task.rewards(["Ho", "Hu"], [row, row]) == [1.0, 0.0]
     assert task.gold(row) == "Ho"
 
 
-def test_system_prompt_is_prepended_if_there_is_none() -> None:
-    task, row = made(prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
+def test_system_prompt_is_prepended_if_there_is_none_and_hidden_from_rewards():
+    seen = []
+
+    def spy(prompts, completions):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    task, row = made(reward=spy, prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
     assert task.prompt(row) == [SYSTEM, ASKED] and row == {"prompt": "Hi"}
+    task.rewards(["a", "b"], [row, {"prompt": [ASKED]}])
+    assert seen == ["Hi", [ASKED]]
     chat = made(system_prompt="Be brief.")
     assert chat.prompt({"prompt": [ASKED]}) == [SYSTEM, ASKED]
     for role in ("system", "developer"):
@@ -322,43 +293,3 @@ def test_system_prompt_is_prepended_if_there_is_none() -> None:
     assert concise.prompt({"prompt": "Hi", "target": "Ho"}) == [SYSTEM, ASKED]
     found = made("countdown", prompt="chat_opened", system_prompt="Be brief.").prompt({"numbers": [1], "target": 1})
     assert found[0] == SYSTEM and [m["role"] for m in found] == ["system", "user", "assistant"]
-
-
-def test_rewards_get_prompts_without_system_prompt() -> None:
-    seen: list[Any] = []
-
-    def spy(prompts: list[Any], completions: list[Any]) -> list[float]:
-        seen.extend(prompts)
-        return [0.0] * len(prompts)
-
-    task = create(TaskConfig(name="custom", prompt="chat", system_prompt="Be brief."), [spy])
-    task.rewards(["a", "b"], [{"prompt": "Hi"}, {"prompt": [ASKED]}])
-    assert seen == ["Hi", [ASKED]]
-
-
-class Own(Task):
-    """Custom task with its own prompts."""
-
-    def load_data(self, seed: int) -> Data:
-        return Data([{}], [{}])
-
-    def prompt(self, example: Example) -> str:
-        return "Hi"
-
-    def compute_reward(self, text: str, example: Example) -> float:
-        return 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "told"),
-    [
-        ("custom", {"prompt": "raw"}, "task.prompt: raw are plain text"),
-        ("conciseness", {"prompt": "raw"}, "task.prompt: raw are plain text"),
-        ("countdown", {"prompt": "short"}, "task.prompt: short are plain text"),
-        ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
-        (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
-    ],
-)
-def test_system_prompt_needs_messages(name: str, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        made(name, system_prompt="Be brief.", **settings)

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many rows, which are in a file and not in memory: the same rows in the same order, and the same scores."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import json
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import task_runs
 from pyarrow import parquet
 
 from evoalign import rollouts
@@ -28,25 +29,20 @@ from evoalign.training import heading, saving
 
 DAY = datetime.date(2026, 1, 1)
 COUNT = 60
-ROWS: list[dict[str, Any]] = [
-    {"prompt": f"{i % 40} ü\u2028", "x": [i, -0.0, None, True, {"a": float("inf")}], "id": i} for i in range(COUNT)
-]
+ROWS = [{"prompt": f"{i % 40} ü\u2028", "x": [i, -0.0, None, True, {"a": float("inf")}], "id": i} for i in range(COUNT)]
 
 
-def by_id(completions: list[str], id: list[int], **columns: Any) -> list[float]:
+def by_id(completions, id, **columns):
     """Other for each row, and for a date that is one."""
-    days = columns.get("day") or [None] * len(id)
-    return [
-        len(c) * 100 + i + 0.5 * isinstance(d, datetime.date) for c, i, d in zip(completions, id, days, strict=True)
-    ]
+    days = (isinstance(day, datetime.date) for day in columns.get("day") or [None] * len(id))
+    return [len(c) * 100 + i + 0.5 * dated for c, i, dated in zip(completions, id, days, strict=True)]
 
 
-def jsonl(path: Path) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    return str(path)
+def jsonl(path):
+    return task_runs.jsonl(path, ROWS)
 
 
-def dated(path: Path) -> str:
+def dated(path):
     """Every third row has a date, which JSON has not."""
     rows = [{"prompt": row["prompt"], "id": row["id"], "day": DAY if row["id"] % 3 == 0 else None} for row in ROWS]
     parquet.write_table(pa.Table.from_pylist(rows), path)
@@ -54,26 +50,20 @@ def dated(path: Path) -> str:
 
 
 @pytest.fixture(params=[jsonl, dated])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def source(request, tmp_path):
     return request.param(tmp_path / "rows")
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, most: int, task: Task) -> Data:
+def loaded(monkeypatch, most, task):
     monkeypatch.setattr(spool, "IN_MEMORY", most)
     return task.load_data(7)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"validation_size": 5},
-    {"split": "first_last", "train_size": 20, "validation_size": 10, "test_size": 15},
+@pytest.mark.parametrize("settings", [
+    {"validation_size": 5}, {"split": "first_last", "train_size": 20, "validation_size": 10, "test_size": 15},
     {"test_data": "same", "train_size": 30, "test_size": 20},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=["seeded", "first_last", "two"])
-def test_spooled_rows_keep_content_and_order(
-    source: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+], ids=["seeded", "first_last", "two"])  # fmt: skip
+def test_spooled_rows_keep_content_and_order(source, settings, monkeypatch):
     settings = {k: source if v == "same" else v for k, v in settings.items()}
     task = create(TaskConfig(name="custom", train_data=source, **settings), [by_id])
     whole, many = loaded(monkeypatch, COUNT, task), loaded(monkeypatch, 3, task)
@@ -91,43 +81,37 @@ def test_spooled_rows_keep_content_and_order(
     assert heading.shared_lines(task, many) == heading.shared_lines(task, whole) != []
 
 
-def test_a_task_of_many_rows_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_many_rows_keeps_the_contract(tmp_path, monkeypatch):
     monkeypatch.setattr(spool, "IN_MEMORY", 3)
     contract.check_task(create(TaskConfig(name="conciseness", validation_size=1)))
     task = create(TaskConfig(name="custom", train_data=dated(tmp_path / "rows"), validation_size=5), [by_id])
     contract.check_splits(task, task.load_data(0))
 
 
-def test_scores_in_the_graders_process_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_the_graders_process_are_the_same(source, monkeypatch):
     """A row that JSON would change is known there by its place."""
     task = create(TaskConfig(name="custom", train_data=source), [by_id])
     data = loaded(monkeypatch, COUNT, task)
     texts = ["a" * (i % 7) for i in range(len(data.train))]
     wanted = task.rewards(texts, data.train)
-    held = isolate(task, GraderConfig())
-    try:
+    with closing(isolate(task, GraderConfig())) as held:
         many = loaded(monkeypatch, 3, held)
         assert isinstance(many.train, spool.Spooled)
         assert held.rewards(texts, list(many.train)) == wanted
         assert held.rewards(texts[:9], [many.train[i] for i in range(9)]) == wanted[:9]
-    finally:
-        held.close()
 
 
 @pytest.mark.slow
-def test_a_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import evoalign
-
-    def journal(name: str, most: int) -> list[dict[str, Any]]:
+def test_a_training_is_the_same(tmp_path, monkeypatch):
+    def journal(name, most):
         monkeypatch.setattr(spool, "IN_MEMORY", most)
         monkeypatch.setattr(rollouts, "EARLY", most)
-        tree: dict[str, Any] = {
+        tree = {
             "output_dir": str(tmp_path / name), "es": {"sigma": 0.1, "num_generations": 3, "population_size": 4},
             "task": {"name": "custom", "train_data": jsonl(tmp_path / "rows"), "batch_size": 5, "test_size": 2},
             "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4}, "checks": {"canary_every": 0},
         }  # fmt: skip
-        path = evoalign.train(tree, reward=by_id).path
-        return [json.loads(line) for line in (path / "journal.jsonl").read_text().splitlines()]
+        return task_runs.lines(task_runs.train(tree, reward=by_id)[0].path / "journal.jsonl")
 
     ours, theirs = journal("many", 3), journal("whole", COUNT)
     assert len(ours) > 3 and ours[1:] == theirs[1:]
@@ -139,22 +123,22 @@ class Counting(Task):
 
     name = "counting"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(TaskConfig())
-        self.asked: list[int] = []
+        self.asked = []
 
-    def load_data(self, seed: int) -> Data:
+    def load_data(self, seed):
         return Data(ROWS, ROWS)
 
-    def prompt(self, example: Any) -> str:
+    def prompt(self, example):
         self.asked.append(example["id"])
         return "" if example["id"] == COUNT - 1 else f"{example['id']} is"
 
-    def compute_reward(self, text: str, example: Any) -> float:
+    def compute_reward(self, text, example):
         return 0.0
 
 
-def test_large_splits_encode_only_requested_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_splits_encode_only_requested_prompts(monkeypatch):
     tokens, task = load(ModelConfig(name="tiny")), Counting()
     monkeypatch.setattr(rollouts, "EARLY", COUNT - 1)
     found = Encoded(task, tokens, ROWS)
@@ -166,7 +150,7 @@ def test_large_splits_encode_only_requested_prompts(monkeypatch: pytest.MonkeyPa
         Encoded(task, tokens, ROWS)
 
 
-def test_large_splits_estimate_prompt_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_splits_estimate_prompt_lengths(monkeypatch):
     tokens, task = load(ModelConfig(name="tiny")), Counting()
     whole = [len(tokens.encode(f"{i} is")) for i in range(COUNT - 1)]
     assert lengths_of(task, tokens, ROWS[:-1]) == whole and len(set(whole)) > 1
@@ -176,11 +160,11 @@ def test_large_splits_estimate_prompt_lengths(monkeypatch: pytest.MonkeyPatch) -
     assert task.asked == list(range(0, COUNT - 1, 3))
 
 
-def test_rows_that_are_not_used_are_not_read(tmp_path: Path) -> None:
+def test_rows_that_are_not_used_are_not_read(tmp_path):
     path = Path(jsonl(tmp_path / "rows"))
     path.write_text(path.read_text().replace('"id": 30}', '"id": '), encoding="utf-8")
 
-    def load(**settings: Any) -> Data:
+    def load(**settings):
         return create(TaskConfig(name="custom", train_data=str(path), **settings), [by_id]).load_data(0)
 
     few = load(test_data=str(path), train_size=20, validation_size=10, test_size=5)
@@ -190,20 +174,14 @@ def test_rows_that_are_not_used_are_not_read(tmp_path: Path) -> None:
             load(test_data=str(path), **settings)
 
 
-def test_full_disk_error_names_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def write(self, line: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+def test_full_disk_error_names_tmpdir(tmp_path, monkeypatch):
+    def full(line):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def temporary(**_: Any) -> Full:
-        return Full()
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", temporary)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: SimpleNamespace(write=full))
     with pytest.raises(DataError, match=r"No space left on device; free space there, or set TMPDIR"):
         loaded(monkeypatch, 3, create(TaskConfig(name="custom", train_data=jsonl(tmp_path / "rows")), [by_id]))
 
-
-# --- a million rows --------------------------------------------------------------------------------------------------
 
 MEASURED = """
 import re, sys
@@ -216,19 +194,19 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1
 """Not getrusage's peak, which a process inherits from its parent."""
 
 
-def million() -> Iterator[dict[str, Any]]:
+def million():
     words = [format(n, "x") for n in np.random.RandomState(0).randint(16**6, 16**7, 4096).tolist()]
     for i in range(1_000_000):
         text = " ".join(words[(i * k) % 4096] for k in range(1, 19))
         yield {"prompt": f"Question {i}: {text}", "answer": words[i % 4096], "id": i}
 
 
-def as_lines(path: Path) -> None:
+def as_lines(path):
     with path.open("w") as out:
         out.writelines(json.dumps(row) + "\n" for row in million())
 
 
-def as_parquet(path: Path) -> None:
+def as_parquet(path):
     """All in one row group, as the library writes it."""
     parquet.write_table(pa.Table.from_pylist(list(million())), path)
 
@@ -236,10 +214,7 @@ def as_parquet(path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("write", [as_lines, as_parquet])
-def test_a_million_rows_take_less_than_a_gibibyte(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    import subprocess
-    import sys
-
+def test_a_million_rows_take_less_than_a_gibibyte(tmp_path, write):
     write(tmp_path / "rows")
     assert (tmp_path / "rows").stat().st_size > (150_000_000 if write is as_lines else 50_000_000)
     (tmp_path / "reward.py").write_text("def short(completions, answer):\n    return [0.0 for _ in completions]\n")

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoring while others are decoded: the same columns and errors in pieces as in one call, whenever completions come."""
 
-from __future__ import annotations
-
+import json
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any, cast
+from itertools import pairwise
+from typing import cast
 
 import pytest
 from own_task import Vowels
@@ -19,18 +17,13 @@ from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.engines import Engine
 from evoalign.errors import RewardError
-from evoalign.rewards.objective import Columns
 from evoalign.rollouts import collect, columns_of
 from evoalign.rundir.identity import differences
-from evoalign.tasks import Task
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.grading import Grading
-from evoalign.types import Example, Plan, Request, Rollout, Sampling, population
+from evoalign.types import Plan, Request, Rollout, Sampling, population
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in"),
-    pytest.mark.timeout(120),
-]
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in"), pytest.mark.timeout(120)]
 
 SOURCE = """
 import json, os, time
@@ -67,22 +60,20 @@ def breaks(completions, **columns):
 def nan(completions, **columns):
     return [float("nan") if c in ("1.0", "3.1") else 1.0 for c in completions]
 """
-ROWS: list[Example] = [{"prompt": f"row {i}"} for i in range(3)]
+ROWS = [{"prompt": f"row {i}"} for i in range(3)]
 MEMBERS = population(4)
 REQUESTS = [Request(i, (1,), Sampling(1)) for i in range(3)]
 TEXTS = [f"{m}.{r}" for m in range(4) for r in range(3)]
 """Completions of members in canonical order."""
 
-Make = Callable[..., Task]
-
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path):
     """Reward functions of `SOURCE`, isolated by default."""
     (tmp_path / "own.py").write_text(SOURCE)
-    made: list[Task] = []
+    made = []
 
-    def make(*names: str, **grader: Any) -> Task:
+    def make(*names, **grader):
         config = TaskConfig(name="custom", rewards=[f"{tmp_path / 'own.py'}:{name}" for name in names])
         made.append(tasks.isolate(tasks.create(config), GraderConfig(**{"retries": 0, **grader})))
         return made[-1]
@@ -95,16 +86,16 @@ def make(tmp_path: Path) -> Iterator[Make]:
 class Saying:
     """Engine that completes in a given order, and calls a hook before each completion."""
 
-    def __init__(self, order: Sequence[int] | None = None, before: dict[int, Callable[[], None]] | None = None) -> None:
+    def __init__(self, order=None, before=None):
         self.order, self.before = order or range(12), before or {}
 
-    def rollout(self, plan: Plan, asked: Sequence[Request]) -> Iterator[Rollout]:
+    def rollout(self, plan, asked):
         for count, place in enumerate(self.order):
             self.before.get(count, lambda: None)()
             yield Rollout(plan.members[place // 3], place % 3, (1,), TEXTS[place], "stop")
 
 
-def columns(task: Task, engine: Saying | None = None) -> Columns:
+def columns(task, engine=None):
     """Of all completions, as they come."""
     with Grading(task, ROWS) as begun:
         answers = begun.of([0, 1, 2] * 4)
@@ -112,93 +103,83 @@ def columns(task: Task, engine: Saying | None = None) -> Columns:
         return answers.columns()
 
 
-def shuffled(seed: int) -> list[int]:
+def shuffled(seed):
     return random.Random(seed).sample(range(12), 12)
 
 
-def until(there: Callable[[], bool]) -> None:
+def until(there):
     """Wait for what another process or thread does; the time limit of the test is the only clock."""
     while not there():
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-@pytest.mark.parametrize("batch", [1, 5, 100])
-@pytest.mark.first("5-")
-def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool, batch: int) -> None:
-    whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
+def test_pieces_give_the_result_of_one_call(make, isolated):
+    whole = columns_of(make("length", "odd", isolated=False), TEXTS, ROWS * 4)
     assert set(whole) == {"length", "odd"} and whole["odd"][0] is None
-    task = make("length", "odd", batch=batch, isolated=isolated)
-    for seed in range(2):
-        found = columns(task, Saying(shuffled(seed)))
-        assert list(found) == list(whole) and repr(found) == repr(whole), "to the bit: -0.0 is not 0.0"
+    task = make("length", "odd", isolated=isolated)
     assert columns_of(task, TEXTS, ROWS * 4) == whole
+    for task.per_call in (1, 5, 100):
+        for seed in range(2):
+            found = columns(task, Saying(shuffled(seed)))
+            assert list(found) == list(whole) and repr(found) == repr(whole), "to the bit: -0.0 is not 0.0"
+        assert columns_of(task, TEXTS, ROWS * 4) == whole
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(5, [5, 5, 2]), (None, [12])])
-def test_pieces_do_not_depend_on_arrival_order(make: Make, tmp_path: Path, batch: int | None, sizes: list[int]) -> None:
-    task = make("seen", batch=batch)
-    cuts = [sum(sizes[:i]) for i in range(len(sizes))]
-    wanted = sorted(repr(TEXTS[cut : cut + size]).replace("'", '"') for cut, size in zip(cuts, sizes, strict=True))
-    for seed in range(3):
-        columns(task, Saying(shuffled(seed)))
-        assert sorted((tmp_path / "seen").read_text().splitlines()) == wanted
-        (tmp_path / "seen").unlink()
+def test_pieces_do_not_depend_on_arrival_order(make, tmp_path):
+    task = make("seen", batch=5)
+    assert task.per_call == 5
+    for task.per_call, cuts in ((5, (0, 5, 10, 12)), (None, (0, 12))):
+        wanted = sorted(json.dumps(TEXTS[start:end]) for start, end in pairwise(cuts))
+        for seed in range(3):
+            columns(task, Saying(shuffled(seed)))
+            assert sorted((tmp_path / "seen").read_text().splitlines()) == wanted
+            (tmp_path / "seen").unlink()
 
 
-def test_a_piece_is_scored_while_others_are_decoded(make: Make, tmp_path: Path) -> None:
-    task = make("signs", batch=4)
-    began = tmp_path / "began"
+def test_pieces_are_scored_during_decoding_but_whole_generations_and_forks_wait(make, tmp_path):
+    task, began = make("signs", batch=4), tmp_path / "began"
     engine = Saying([4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11], {4: lambda: until(began.exists)})  # else this never ends
     assert columns(task, engine) == {"signs": [1.0] * 12}
-
-
-def test_whole_generations_and_forks_wait_for_the_last_completion(make: Make, tmp_path: Path) -> None:
-    began = tmp_path / "began"
-    absent: list[bool] = []
+    absent = []
     engine = Saying(before={11: lambda: absent.append(not began.exists())})
-    columns(make("signs"), engine)
+    began.unlink()
+    task.per_call = None
+    columns(task, engine)
     began.unlink()
 
-    def signs(completions: list[str]) -> list[float]:
+    def signs(completions):
         began.touch()
         return [1.0 for _ in completions]
 
-    forked = tasks.isolate(tasks.create(TaskConfig(name="custom"), [signs]), GraderConfig(batch=1))
-    try:
+    with closing(tasks.isolate(tasks.create(TaskConfig(name="custom"), [signs]), GraderConfig(batch=1))) as forked:
         assert columns(forked, engine) == {"signs": [1.0] * 12}
-    finally:
-        forked.close()
     assert absent == [True, True] and began.exists()
 
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize(("name", "message"), [("breaks", "no judge for 1.0"), ("nan", "for the completion '1.0'")])
-@pytest.mark.parametrize("batch", [None, 2])
-def test_the_first_error_in_order_is_raised(
-    make: Make, name: str, message: str, batch: int | None, isolated: bool
-) -> None:
-    task = make(name, batch=batch, isolated=isolated)
-    last_first = [*range(9, 12), *range(9)]
-    with pytest.raises(RewardError, match=message) as caught:
-        columns(task, Saying(last_first))
-    assert caught.value.failed is not None
-    if isolated or name == "nan":
-        assert caught.value.failed["completion"] == "1.0" and caught.value.failed["example"] == ROWS[0]
+def test_the_first_error_in_order_is_raised(make, name, message, isolated):
+    task = make(name, isolated=isolated)
+    for task.per_call in (None, 2):
+        with pytest.raises(RewardError, match=message) as caught:
+            columns(task, Saying([*range(9, 12), *range(9)]))  # the last come first
+        assert caught.value.failed is not None
+        if isolated or name == "nan":
+            assert caught.value.failed["completion"] == "1.0" and caught.value.failed["example"] == ROWS[0]
 
 
-def test_an_interrupt_does_not_wait_for_a_thread(make: Make, tmp_path: Path) -> None:
+def test_an_interrupt_does_not_wait_for_a_thread(make, tmp_path):
     task = make("sleeps", batch=3, timeout=1000)
-    pids: list[int] = []
+    pids = []
 
-    def interrupt() -> None:
+    def interrupt():
         until((tmp_path / "began").exists)
         pids.append(int((tmp_path / "began").read_text()))
         raise KeyboardInterrupt
 
-    order = [9, 10, 11, *range(9)]
     with pytest.raises(KeyboardInterrupt):
-        columns(task, Saying(order, {3: interrupt}))
+        columns(task, Saying([9, 10, 11, *range(9)], {3: interrupt}))
     assert [t.name for t in threading.enumerate() if t.name.startswith("evoalign-grading")] == []
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
@@ -208,23 +189,23 @@ def test_an_interrupt_does_not_wait_for_a_thread(make: Make, tmp_path: Path) -> 
 class Whole(Conciseness):
     """Looks at all completions together, whatever its base does."""
 
-    def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    def rewards(self, texts, examples):
         return [float(len(texts))] * len(texts)
 
 
 class Shifty(Vowels):
     per_call = 2
 
-    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+    def columns(self, texts, examples):
         return {"first" if "One" in texts else "other": [1.0] * len(texts)}
 
 
-def test_pieces_need_the_same_columns() -> None:
+def test_pieces_need_the_same_columns():
     with pytest.raises(RewardError, match="returned the columns first for some completions and other for others"):
         columns_of(Shifty(), ["One", "Two", "Three"], [{}] * 3)
 
 
-def test_per_call_cuts_only_tasks_that_score_each_completion_alone() -> None:
+def test_per_call_cuts_only_tasks_that_score_each_completion_alone():
     assert tasks.create(TaskConfig(name="countdown")).per_call
     whole = Whole(TaskConfig())
     assert whole.per_call is None
@@ -235,17 +216,17 @@ def test_per_call_cuts_only_tasks_that_score_each_completion_alone() -> None:
 
 
 class Partly(Whole):
-    def measures(self, text: str, example: Example) -> Any:
+    def measures(self, text, example):
         return {"words": len(text.split()), "accuracy": None}
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_measures_may_not_apply(isolated: bool) -> None:
+def test_measures_may_not_apply(isolated):
     with closing(tasks.isolate(Partly(TaskConfig()), GraderConfig(isolated=isolated))) as task:
         assert task.measures("two words", {"prompt": "p"}) == {"words": 2.0, "accuracy": None}
 
 
-def test_grader_batch_is_part_of_the_run() -> None:
+def test_grader_batch_is_part_of_the_run():
     one, other = (from_dict({"es": {"sigma": 0.1}, "grader": grader}) for grader in ({}, {"batch": 4, "timeout": 5}))
     assert differences(one, other) == (["grader.batch is 4 in the run and None now"], [])
     assert differences(other, one) == (["grader.batch is None in the run and 4 now"], [])

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of two or three generations on the tiny model, through the Python API, and what they leave."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,49 +15,41 @@ from own_task import Vowels
 from pyarrow import parquet
 from rich.console import Console
 from safetensors.torch import save_file
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, read_rows, write_rows
 
 import evoalign
-from evoalign import Generation, Result
 from evoalign.config import load
 from evoalign.errors import ConfigError, EvoalignError, RunExistsError
 from evoalign.evolve import sigma_at, step_at
 from evoalign.models import tiny
 from evoalign.rollouts import batch
 from evoalign.rundir import journal
-from evoalign.types import Example
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
 
 
-def tree(output: Path, space: str = "lora", **sections: Any) -> dict[str, Any]:
-    es: dict[str, Any] = {"sigma": WIDTHS[space], "num_generations": 2, "population_size": 6}
-    es["learning_rate"] = es["sigma"]
-    whole: dict[str, Any] = {"output_dir": str(output), "seed": 1, "space": space, "es": es,
-                             "evaluation": {"max_tokens": 12}, "checks": UNCHECKED}  # fmt: skip
+def tree(output, space="lora", **sections):
+    es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 2, "population_size": 6}
+    whole = {"output_dir": str(output), "seed": 1, "space": space, "es": es, "evaluation": {"max_tokens": 12},
+             "checks": UNCHECKED}  # fmt: skip
     for name, section in sections.items():
-        old = whole.get(name, {})
-        whole[name] = {**old, **section} if isinstance(section, Mapping) else section
+        whole[name] = {**whole.get(name, {}), **section} if isinstance(section, Mapping) else section
     return whole
 
 
-def train(config: Mapping[str, Any], **arguments: Any) -> Result:
+def train(config, **arguments):
     return evoalign.train(config, console=Console(file=io.StringIO(), width=100), **arguments)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module", params=SPACES)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
+def run(request, tmp_path_factory):
     space = request.param
     return space, train(tree(tmp_path_factory.mktemp(space) / "run", space))
 
 
 @pytest.mark.first("lora")
-def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
+def test_train_writes_the_files_of_a_run(run):
     space, result = run
     names = {str(p.relative_to(result.path)) for p in result.path.rglob("*") if p.is_file()}
     saved = "loras/generation_0002" if space == "lora" else "checkpoints/generation_0002"
@@ -76,7 +65,6 @@ def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
     for figure in ("evolution", "time_breakdown"):
         assert (result.path / f"figures/{figure}.png").read_bytes().startswith(b"\x89PNG")
     again = load([result.path / "config.yaml"])
-    assert again == evoalign.load_config([result.path / "config.yaml"])
     assert (again.space.name, again.es.population_size, again.seed) == (space, 6, 1)
     assert yaml.safe_load((result.path / "config.yaml").read_text())["format_version"] == 1
     manifest = json.loads((result.path / "manifest.json").read_text())
@@ -84,7 +72,7 @@ def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
     assert {"command", "started", "config_hash", "versions", "hardware", "git", "engine"} <= manifest.keys()
     assert manifest["versions"]["torch"] == torch.__version__
     assert (manifest["engine"]["master_bytes"] == 0) == (space == "lowrank")
-    rows = lines(result.path / "metrics.jsonl")
+    rows = read_rows(result.path / "metrics.jsonl")
     assert [row["generation"] for row in rows] == [0, 1]
     assert all(row["worst"] <= row["p20"] <= row["p80"] <= row["best"] and row["tokens"] > 0 for row in rows)
     written = json.loads((result.path / "results/evaluation.json").read_text())
@@ -101,9 +89,9 @@ def test_train_writes_the_files_of_a_run(run: tuple[str, Result]) -> None:
         assert np.mean([row["reward"] for row in rows]) == pytest.approx(evaluation.measures["reward"])
 
 
-def replay(path: Path) -> list[str]:
+def replay(path):
     """Apply a journal's updates to a fresh engine and return the hash after each; they are the sealed ones."""
-    hashes: list[str] = []
+    hashes = []
     with Bench(load([path / "config.yaml"])) as bench:
         log = journal.read(path / "journal.jsonl")
         assert log.header.weights_hash == bench.engine.fingerprint()
@@ -116,26 +104,31 @@ def replay(path: Path) -> list[str]:
 
 
 @pytest.mark.first("lora", "full")
-def test_the_journal_replays(run: tuple[str, Result]) -> None:
-    _, result = run
-    hashes = replay(result.path)
-    assert len(set(hashes)) == 2, "the run did not move"
+def test_the_journal_replays_and_evaluate_repeats_the_run(run):
+    """A run and what it saved have the completions of its end, the base model those of its start."""
+    space, result = run
+    assert len(set(replay(result.path))) == 2, "the run did not move"
+    own = result.path / "config.yaml"
+    assert evoalign.evaluate(result.path) == result.after
+    config = own if space == "lora" else tree(Path("unused"))
+    assert evoalign.evaluate(result.saved, config=config) == result.after
+    assert evoalign.evaluate(tiny(), config=own) == result.before
 
 
 @pytest.mark.first("lora")
 @pytest.mark.last("full")
-def test_the_same_seed_gives_the_same_journal(run: tuple[str, Result], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_journal(run, tmp_path):
     space, result = run
     first = (result.path / "journal.jsonl").read_bytes()
     again = train(tree(tmp_path / "again", space))
     assert (again.path / "journal.jsonl").read_bytes() == first
     other = train(tree(tmp_path / "other", space, seed=2))
-    assert [line["scores"] for line in lines(other.path / "journal.jsonl") if line["type"] == "update"] != [
-        line["scores"] for line in lines(result.path / "journal.jsonl") if line["type"] == "update"
+    assert [line["scores"] for line in read_rows(other.path / "journal.jsonl") if line["type"] == "update"] != [
+        line["scores"] for line in read_rows(result.path / "journal.jsonl") if line["type"] == "update"
     ]
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "momentum": {"es": {"optimizer": "momentum", "num_generations": 3}},
     "adam": {"es": {"optimizer": {"name": "adam", "beta1": 0.5}, "num_generations": 3}},
     "ranks, antithetic": {"es": {"shaping": "ranks", "antithetic": True}},
@@ -156,7 +149,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.first("adam", "sampling")
 @pytest.mark.last("momentum", "centered", "identity", "cosine", "eager", "raw prompts")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
+def test_variants_run_and_replay(name, tmp_path):
     result = train(tree(tmp_path / "run", **VARIANTS[name]))
     assert len(set(replay(result.path))) == load([result.path / "config.yaml"]).es.num_generations
     evaluated = evoalign.evaluate(result.path)
@@ -165,14 +158,14 @@ def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("space", ["lowrank", "full"])
-def test_decay_and_half_precision_of_the_whole_model_replay(space: str, tmp_path: Path) -> None:
+def test_decay_and_half_precision_of_the_whole_model_replay(space, tmp_path):
     result = train(tree(tmp_path / "run", space, es={"decay": 0.2}, model={"dtype": "bfloat16"}))
     replay(result.path)
     # The master is finer than the checkpoint, but both serve the same weights.
     assert evoalign.evaluate(result.path).measures == result.after.measures
 
 
-def test_schedules_and_init_scale_as_documented(tmp_path: Path) -> None:
+def test_schedules_and_init_scale_as_documented(tmp_path):
     es = {"sigma": 0.2, "learning_rate": 0.1, "num_generations": 5, "sigma_schedule": {"name": "linear", "floor": 0.2},
           "learning_rate_schedule": {"name": "cosine", "floor": 0.5}}  # fmt: skip
     config = evoalign.Config.model_validate(tree(tmp_path, es=es, lora={"evolve": "ab", "init_scale": 3.0}))
@@ -180,7 +173,7 @@ def test_schedules_and_init_scale_as_documented(tmp_path: Path) -> None:
     assert [step_at(config, g) for g in (0, 2, 4)] == pytest.approx([0.3, 0.075, 0.05])
 
 
-def test_batches_are_shuffled_epochs() -> None:
+def test_batches_are_shuffled_epochs():
     rows = [i for generation in range(10) for i in batch(7, 3, seed=4, generation=generation)]
     for epoch in range(4):
         assert sorted(rows[7 * epoch : 7 * epoch + 7]) == list(range(7))
@@ -189,7 +182,7 @@ def test_batches_are_shuffled_epochs() -> None:
     assert batch(7, None, 0, 3) == batch(7, 9, 0, 3) == list(range(7))
 
 
-def plain_model(space: str, saved: Path) -> Any:
+def plain_model(space, saved):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -200,18 +193,17 @@ def plain_model(space: str, saved: Path) -> Any:
 
 
 @pytest.mark.first("lora", "full")
-def test_the_saved_weights_answer_as_the_run_did(run: tuple[str, Result]) -> None:
+def test_the_saved_weights_answer_as_the_run_did(run):
     """PEFT for an adapter, transformers for a whole model: the same greedy texts on the test questions."""
     from transformers import AutoTokenizer
 
     space, result = run
     model = plain_model(space, result.saved)
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny() if space == "lora" else result.saved))
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny() if space == "lora" else result.saved))
     changed = 0
     for before, after in zip(result.before.completions, result.after.completions, strict=True):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": after.prompt}], tokenize=False, add_generation_prompt=True
-        )
+        asked = [{"role": "user", "content": after.prompt}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         out = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
         if tokenizer.decode(out, skip_special_tokens=True) != after.text:
@@ -221,20 +213,8 @@ def test_the_saved_weights_answer_as_the_run_did(run: tuple[str, Result]) -> Non
     assert changed, "training changed no text: the test could not fail"
 
 
-@pytest.mark.first("lora", "full")
-def test_evaluate_a_run_and_what_it_saved(run: tuple[str, Result]) -> None:
-    space, result = run
-    assert evoalign.evaluate(result.path) == result.after
-    if space == "lora":
-        saved = evoalign.evaluate(result.saved, config=result.path / "config.yaml")
-    else:
-        saved = evoalign.evaluate(result.saved, config=tree(Path("unused")))
-    assert saved == result.after
-    assert evoalign.evaluate(tiny(), config=result.path / "config.yaml") == result.before
-
-
 @pytest.mark.first("lora")
-def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
+def test_evaluate_with_other_settings(run):
     _, result = run
     warm = {"temperature": 0.7, "samples": 3, "seeds": [0, 1]}
     evaluated = evoalign.evaluate(result.path, split="train", overrides=warm)
@@ -253,32 +233,24 @@ def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"use_rslora": True}, "has no .*q_proj"),
-        ({"alpha_pattern": {"q_proj": 4}}, "does not fit .*no .*q_proj"),
-        ({"target_modules": "all-linear"}, "does not fit .*no .*_proj"),
-        ({"r": None}, "does not fit .*no .*q_proj"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-    ],
-)
-def test_an_adapter_that_is_not_what_it_says_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    [({"use_rslora": True}, "has no .*q_proj"), ({"alpha_pattern": {"q_proj": 4}}, "does not fit .*no .*q_proj"),
+     ({"target_modules": "all-linear"}, "does not fit .*no .*_proj"), ({"r": None}, "does not fit .*no .*q_proj"),
+     ({"peft_type": "IA3"}, "peft_type 'IA3'"), (None, "not an adapter's config")],
+)  # fmt: skip
+def test_an_adapter_that_is_not_what_it_says_is_refused(change, message, tmp_path, monkeypatch):
     """It is merged by PEFT, and has no factors here."""
     monkeypatch.setenv("EVOALIGN_CACHE", str(tmp_path / "cache"))
     save_file({}, tmp_path / "adapter_model.safetensors")
     plain = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"],
              "base_model_name_or_path": str(tiny())}  # fmt: skip
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**plain, **change}))
+    text = "{" if change is None else json.dumps({**plain, **change})
+    (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(EvoalignError, match=message):
-        evoalign.evaluate(tmp_path, config=tree(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(EvoalignError, match="not an adapter's config"):
         evoalign.evaluate(tmp_path, config=tree(tmp_path))
 
 
 @pytest.mark.first("lora")
-def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_path: Path) -> None:
+def test_an_adapter_without_its_weights_is_refused(run, tmp_path):
     space, result = run
     if space == "lora":
         (tmp_path / "adapter_config.json").write_bytes((result.saved / "adapter_config.json").read_bytes())
@@ -289,7 +261,7 @@ def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_
 
 
 @pytest.mark.slow
-def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -> None:
+def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path):
     config = tree(tmp_path / "run", es={"num_generations": 1})
     first = (train(config).path / "journal.jsonl").read_bytes()
     with pytest.raises(RunExistsError, match="--overwrite"):
@@ -303,8 +275,8 @@ def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -
     assert len(kept) == 3 and first in kept
 
 
-def test_a_task_object(tmp_path: Path) -> None:
-    seen: list[Generation] = []
+def test_a_task_object(tmp_path):
+    seen = []
     config = tree(tmp_path / "run", task={"batch_size": 2}, es={"num_generations": 3}, evaluation={"every": 1})
     result = train(config, task=Vowels(), on_generation=seen.append)
     assert [g.index for g in seen] == [0, 1, 2]
@@ -313,31 +285,29 @@ def test_a_task_object(tmp_path: Path) -> None:
     assert set(seen[0].seconds) == {"rollout", "score", "update", "other"}
     assert [g.evaluation is not None for g in seen] == [True, True, False]
     assert set(result.before.measures) >= {"reward", "length", "empty_share", "truncated_share"}
-    rows = lines(result.path / "metrics.jsonl")
+    rows = read_rows(result.path / "metrics.jsonl")
     assert [bool(row["evaluation"]) for row in rows] == [True, True, False]
-    seals = [line["weights_hash"] for line in lines(result.path / "journal.jsonl") if line["type"] == "seal"]
+    seals = [line["weights_hash"] for line in read_rows(result.path / "journal.jsonl") if line["type"] == "seal"]
     assert [g.weights_hash for g in seen] == seals
     assert evoalign.evaluate(result.path, task=Vowels()) == result.after
 
 
-def brevity(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+def brevity(prompts, completions, **columns):
     return [-float(len(c)) for c in completions]
 
 
-def question_marks(text: str, example: Example) -> float:
+def question_marks(text, example):
     return float(text.count("?") + len(example["note"]))
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> str:
-    rows = [{"prompt": f"What is {n} + {n}?", "note": "x" * n} for n in range(10)]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+def questions(tmp_path):
+    rows = ({"prompt": f"What is {n} + {n}?", "note": "x" * n} for n in range(10))
+    return write_rows(tmp_path / "questions.jsonl", rows)
 
 
 @pytest.mark.slow
-def test_reward_functions(questions: str, tmp_path: Path) -> None:
+def test_reward_functions(questions, tmp_path):
     task = {"name": "custom", "train_data": questions, "reward_weights": [1.0, 0.5], "batch_size": 4}
     config = tree(tmp_path / "run", task=task, es={"num_generations": 1})
     result = train(config, reward=[brevity, question_marks])
@@ -353,66 +323,13 @@ def test_reward_functions(questions: str, tmp_path: Path) -> None:
     assert not (tmp_path / "both").exists()
 
 
-OWN = """
-from evoalign.spaces.lora import Lora
-from evoalign.tasks.conciseness import Conciseness
-
-
-class Wide(Lora):
-    name = "wide"
-
-    def perturbed(self, *args):
-        raise AssertionError("this space is an adapter")
-
-    def gradient(self, layout, name, update, slices, device):
-        return super().gradient(layout, name, update, slices, device).mul_(self.config.space.options.get("gain", 1.0))
-
-
-class Shouted(Conciseness):
-    name = "shouted"
-
-    def clean(self, text):
-        return super().clean(text).upper() + "!"
-
-
-class NotAtAll:
-    pass
-"""
-
-
-@pytest.fixture
-def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"own_parts_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
-
-
-@pytest.mark.long
-def test_a_space_and_a_task_by_import_path(own_parts: str, tmp_path: Path) -> None:
-    sections = {"task": {"name": f"{own_parts}:Shouted"}, "es": {"num_generations": 1}}
-    wide = train(tree(tmp_path / "wide", **sections) | {"space": {"name": f"{own_parts}:Wide", "gain": 4.0}})
-    plain = train(tree(tmp_path / "plain", **sections))
-    assert wide.saved == tmp_path / "wide/loras/generation_0001"
-    assert evoalign.evaluate(wide.path, config=wide.path / "config.yaml") == wide.after
-    assert wide.before == plain.before
-    seals = [lines(r.path / "journal.jsonl")[-1]["weights_hash"] for r in (wide, plain)]
-    assert seals[0] != seals[1]
-    text = wide.before.completions[0]
-    assert text.reward == -abs(len(text.text.strip()) + 1 - len(text.target or ""))
-
-
 @pytest.mark.parametrize("what", ["space", "task"])
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("no_such_module:Thing", "no module named 'no_such_module'"),
-        ("OWN:Thing", "has no 'Thing'"),
-        ("OWN:NotAtAll", "is not a"),
-    ],
-)
-def test_a_part_that_is_not_one_is_refused(what: str, name: str, message: str, own_parts: str, tmp_path: Path) -> None:
-    config = {**tree(tmp_path / "run"), what: {"name": name.replace("OWN", own_parts)}}
+    [("no_such_module:Thing", "no module named 'no_such_module'"), ("own_parts:Thing", "has no 'Thing'"),
+     ("own_parts:First", "is not a")],
+)  # fmt: skip
+def test_a_part_that_is_not_one_is_refused(what, name, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        train(config)
+        train({**tree(tmp_path / "run"), what: {"name": name}})
     assert not (tmp_path / "run").exists()

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run says first and last, and what its figure is told of its result."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from own_task import Vowels
@@ -25,18 +22,18 @@ from evoalign.training import heading
 ES = {"sigma": 0.02, "num_generations": 1, "population_size": 4}
 
 
-def words(run: Path, method: Any = "es", given: str | None = None, placebos: int = 0, **sections: Any) -> list[str]:
+def words(run, method="es", given=None, placebos=0, **sections):
     """The commands that a run ends with."""
     config = from_dict({"output_dir": str(run), "es": ES, **sections})
     task = Vowels() if ":" in config.task.name else create(config.task)
     return heading.commands(RunDir(run), config, task, method, given, placebos)
 
 
-def named(commands: list[str]) -> list[str]:
+def named(commands):
     return [command.split()[1] for command in commands]
 
 
-def test_the_commands_fit_the_run(tmp_path: Path) -> None:
+def test_the_commands_fit_the_run(tmp_path):
     run = tmp_path / "a run"
     es = words(run)
     assert named(es) == ["placebo", "eval", "export"] and f"evoalign placebo '{run}'" in es[0]
@@ -49,7 +46,7 @@ def test_the_commands_fit_the_run(tmp_path: Path) -> None:
     assert f"--config '{run / 'config.yaml'}'" in code[0] and "--config" in code[1] and "--config" not in code[2]
 
 
-def test_a_task_has_commands_of_its_own(tmp_path: Path) -> None:
+def test_a_task_has_commands_of_its_own(tmp_path):
     """After the others, and whoever handed over the scorer: they need nothing but the run."""
     run = tmp_path / "a run"
     assert len(words(run, task={"name": "safety"})) == 3, "its start was not evaluated"
@@ -64,7 +61,7 @@ def test_a_task_has_commands_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [["report {run}"], {"report {run}": None}, {1: "a page"}])
-def test_commands_of_another_type_are_refused_at_the_start(odd: Any) -> None:
+def test_commands_of_another_type_are_refused_at_the_start(odd):
     config = from_dict({"es": ES, "task": {"name": "own_task:Vowels"}})
     task = Vowels()
     task.commands = odd
@@ -72,8 +69,8 @@ def test_commands_of_another_type_are_refused_at_the_start(odd: Any) -> None:
         task_and_data(config, task, None)
 
 
-def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
+def test_a_run_says_what_it_is_and_where_things_are(tmp_path, monkeypatch):
+    drawn = []
     whole = figures.evolution
     monkeypatch.setattr(figures, "evolution", lambda *a, **named: (drawn.append(named), whole(*a, **named)))
     told = io.StringIO()

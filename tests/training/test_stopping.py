@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that end, or narrow their noise, by what the validation split says on the way."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, read_rows, told_by, write_rows
 
 import evoalign
 from evoalign.analysis.compare.groups import settings_of
 from evoalign.analysis.sweeping import cells
-from evoalign.config import Config, from_dict, load
+from evoalign.config import from_dict, load
 from evoalign.errors import ConfigError, JournalError
+from evoalign.report.tables import journal_table
 from evoalign.rundir import journal
 from evoalign.rundir.identity import identity
+from evoalign.tracking.base import last_step
 from evoalign.training import stopping
 from evoalign.training.train import dry_run
 
@@ -27,18 +25,16 @@ ASKED = ["What is 3 plus 4?", "Name a colour:", "Capital of France:"]
 STILL = {"name": "plateau", "patience": 2, "factor": 0.5, "floor": 0.3}
 
 
-def falling(prompts: list[str], completions: list[str], split: list[str], **_: Any) -> list[float]:
+def falling(prompts, completions, split, **_):
     """Members are told apart in training; on the validation split all earn the same, whatever they say."""
     return [float(len(set(text))) if part == "train" else 1.0 for text, part in zip(completions, split, strict=True)]
 
 
-def rows(folder: Path, split: str) -> str:
-    path = folder / f"{split}.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "split": split}) + "\n" for prompt in ASKED))
-    return str(path)
+def rows(folder, split):
+    return write_rows(folder / f"{split}.jsonl", ({"prompt": prompt, "split": split} for prompt in ASKED))
 
 
-def config(folder: Path, name: str = "run", generations: int = 9, **more: Any) -> dict[str, Any]:
+def config(folder, name="run", generations=9, **more):
     data = {f"{split}_data": rows(folder, split) for split in ("train", "test", "validation")}
     return {
         "output_dir": str(folder / name), "task": {"name": "custom", **data}, "grader": {"isolated": False},
@@ -46,26 +42,24 @@ def config(folder: Path, name: str = "run", generations: int = 9, **more: Any) -
                **more.pop("es", {})},
         "sampling": {"max_tokens": 6}, "evaluation": {"max_tokens": 6, "every": 1},
         "checkpoint": {"every": 0, "keep_last": 9}, "checks": UNCHECKED,
-        "tracking": {"completions_every": 0}, **more,
+        "tracking": {"completions_every": 0}, "report": False, **more,
     }  # fmt: skip
 
 
-def train(tree: dict[str, Any], **options: Any) -> str:
-    out = io.StringIO()
-    evoalign.train(tree, reward=falling, console=Console(file=out, width=400), **options)
-    return out.getvalue()
+def train(tree, **options):
+    return told_by(tree, reward=falling, **options)
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+def lines(run):
+    return read_rows(run / "journal.jsonl")
 
 
-def results(run: Path) -> dict[str, Any]:
+def results(run):
     return json.loads((run / "results/evaluation.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+def stopped(tmp_path_factory):
     """A run that ends on a plateau, with a sigma that was halved on another before."""
     folder = tmp_path_factory.mktemp("stopped")
     tree = config(folder, es={"sigma_schedule": STILL}, stopping={"patience": 6}, checks=UNCHECKED | {"placebo": 1},
@@ -73,7 +67,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[s
     return folder / "run", train(tree), tree
 
 
-def test_what_waits_is_counted_from_the_best_reward_on() -> None:
+def test_what_waits_is_counted_from_the_best_reward_on():
     rewards = [1.0, 1.0, 1.5, 1.4, 1.5, 1.6, 1.0]
     assert [stopping.waited(rewards[:n], 0.0) for n in range(8)] == [0, 0, 1, 0, 1, 2, 0, 1]
     assert [stopping.waited(rewards[:n], 0.2) for n in range(8)] == [0, 0, 1, 0, 1, 2, 3, 4]
@@ -81,7 +75,7 @@ def test_what_waits_is_counted_from_the_best_reward_on() -> None:
     assert stopping.waited([-5.0, -4.0], 1.0) == 1, "by more than min_delta, and not by as much"
 
 
-def test_a_run_ends_on_a_plateau_as_one_that_is_done(stopped: tuple[Path, str, dict[str, Any]]) -> None:
+def test_a_run_ends_on_a_plateau_as_one_that_is_done_and_its_sigma_was_lowered_at_each(stopped):
     run, told, _ = stopped
     log = journal.read(run / "journal.jsonl")
     assert (log.sealed, log.ending, log.damage) == (7, journal.Ending("plateau", 6.0), None)
@@ -93,18 +87,12 @@ def test_a_run_ends_on_a_plateau_as_one_that_is_done(stopped: tuple[Path, str, d
     assert found["weights_hash"] == log.generations[-1].weights_hash and found["placebo"]["seeds"] == [0]
     assert (run / "loras/generation_0007/adapter_model.safetensors").is_file()
     assert lines(run)[-1]["type"] == "end" and lines(run)[-2]["type"] == "validation"
-
-
-def test_sigma_is_lowered_at_each_plateau_and_the_step_is_not(stopped: tuple[Path, str, dict[str, Any]]) -> None:
-    updates = [recorded.update for recorded in journal.read(stopped[0] / "journal.jsonl").generations]
+    updates = [recorded.update for recorded in log.generations]
     assert [update.sigma for update in updates] == [0.1, 0.1, 0.1, 0.05, 0.05, 0.03, 0.03], "down to floor x sigma"
     assert len({update.step for update in updates}) == 1
 
 
-def test_it_replays_exports_and_is_shown(stopped: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
-    from evoalign.report.tables import journal_table
-    from evoalign.tracking.base import last_step
-
+def test_it_replays_exports_is_shown_and_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped, tmp_path):
     run, _, tree = stopped
     log = journal.read(run / "journal.jsonl")
     assert evoalign.replay(run) == log.generations[-1].weights_hash
@@ -115,10 +103,6 @@ def test_it_replays_exports_and_is_shown(stopped: tuple[Path, str, dict[str, Any
     card = (tmp_path / "card/README.md").read_text()
     assert "The run ended after 7 of 9 generations, as its settings say." in card
     assert last_step(from_dict({**tree, "task": {**tree["task"], "rewards": ["a:b"]}}), run) == 7
-
-
-def test_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped: tuple[Path, str, dict[str, Any]]) -> None:
-    run = stopped[0]
     for patience, done in ((6, True), (7, False)):
         settings = load([run / "config.yaml"], [f"stopping.patience={patience}"])
         found = cells.Run(cells.TrialConfig("cell", {}), 0, run, settings, "es").evaluation()
@@ -128,9 +112,7 @@ def test_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped: tuple[Pat
 
 @pytest.mark.first("validation", "end")
 @pytest.mark.parametrize("cut", ["update", "seal", "validation", "end"])
-def test_resumed_wherever_it_died_it_has_the_same_journal(
-    stopped: tuple[Path, str, dict[str, Any]], tmp_path: Path, cut: str
-) -> None:
+def test_resumed_wherever_it_died_it_has_the_same_journal(stopped, tmp_path, cut):
     """After the last line of its kind, and with nothing else than the journal left of what came later."""
     run, _, tree = stopped
     again = tmp_path / "run"
@@ -150,9 +132,7 @@ def test_resumed_wherever_it_died_it_has_the_same_journal(
     assert "unusable" not in told and "ends after generation 7 of 9" in told
 
 
-def test_a_run_that_ended_goes_on_with_a_larger_limit(
-    stopped: tuple[Path, str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_run_that_ended_goes_on_with_a_larger_limit(stopped, tmp_path):
     """And is then, but for the line that says where it had ended, the run that had it from the start."""
     run, _, tree = stopped
     again = tmp_path / "run"
@@ -162,15 +142,13 @@ def test_a_run_that_ended_goes_on_with_a_larger_limit(
     assert "set aside" not in told
     whole = tmp_path / "whole"
     train({**tree, "output_dir": str(whole), "stopping": {"patience": 7}})
-    kept = [{k: v for k, v in line.items() if k not in ("hash", "previous")} for line in lines(again)]
-    assert [line for line in kept if line["type"] != "end" or line["index"] == 7] == [
-        {k: v for k, v in line.items() if k not in ("hash", "previous")} for line in lines(whole)
-    ]
+    ours, theirs = ([{**line, "hash": None, "previous": None} for line in lines(run)] for run in (again, whole))
+    assert [line for line in ours if line["type"] != "end" or line["index"] == 7] == theirs
     assert results(again)["ending"] == {"reason": "plateau", "limit": 7.0}
     assert journal.read(again / "journal.jsonl").generations[6].ending == journal.Ending("plateau", 6.0)
 
 
-def test_a_run_ends_after_a_time_that_adds_up_over_resumes(tmp_path: Path) -> None:
+def test_a_run_ends_after_a_time_that_adds_up_over_resumes(tmp_path):
     tree = config(tmp_path, generations=30, stopping={"max_hours": 1e-6})
     tree["task"] = {k: v for k, v in tree["task"].items() if k != "validation_data"}
     tree["evaluation"] = {"max_tokens": 6}
@@ -192,7 +170,7 @@ def test_a_run_ends_after_a_time_that_adds_up_over_resumes(tmp_path: Path) -> No
     assert evoalign.replay(run) == results(run)["weights_hash"]
 
 
-def test_a_patience_set_later_counts_from_there_as_the_journal_does(tmp_path: Path) -> None:
+def test_a_patience_set_later_counts_from_there_as_the_journal_does(tmp_path):
     """What it goes by is in the journal, where a reward comes from the day on that a setting asks for it."""
     tree = config(tmp_path, generations=4)
     train(tree)
@@ -233,50 +211,38 @@ def test_a_patience_set_later_counts_from_there_as_the_journal_does(tmp_path: Pa
         ({"stopping": {"patience": 1, "min_delta": -1}}, "stopping.min_delta"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path, more, said):
     with pytest.raises(ConfigError, match=said):
         from_dict(config(tmp_path, **more))
 
 
-def test_it_needs_a_validation_split_and_no_test_split_stands_in(tmp_path: Path) -> None:
+def test_it_needs_a_validation_split_no_test_split_stands_in_and_grpo_refuses_it(tmp_path):
     for more in ({"stopping": {"patience": 2}}, {"es": {"sigma_schedule": STILL}}):
         tree = config(tmp_path, **more)
         del tree["task"]["validation_data"]
         with pytest.raises(ConfigError, match=r"task custom .*task\.validation_size"):
             train(tree)
         assert not (tmp_path / "run").exists()
-
-
-def test_grpo_refuses_it(tmp_path: Path) -> None:
-    tree = config(tmp_path, stopping={"patience": 2})
     with pytest.raises(ConfigError, match=r"the section stopping is for ES: a run of GRPO ends after grpo\.max_steps"):
-        evoalign.grpo(tree, reward=falling)
+        evoalign.grpo(config(tmp_path, stopping={"patience": 2}), reward=falling)
 
 
-def test_what_makes_a_run_what_it_is(tmp_path: Path) -> None:
-    """Where a run ends may change, as its number of generations may; what its sigma follows may not."""
-    plain = identity(_config(tmp_path))
-    assert identity(_config(tmp_path, stopping={"patience": 2})) == plain
+def test_where_a_run_ends_is_no_part_of_its_identity_and_what_its_sigma_follows_is(tmp_path):
+    def made(**more):
+        tree = config(tmp_path, **more)
+        return from_dict({**tree, "task": {**tree["task"], "rewards": [f"{__file__}:falling"]}})
+
+    plain = identity(made())
+    assert identity(made(stopping={"patience": 2})) == plain and "stopping" not in made().model_dump()
     assert "every" not in plain["evaluation"] and "num_generations" not in plain["es"]
-    by_plateau = identity(_config(tmp_path, es={"sigma_schedule": STILL}))
+    by_plateau = identity(made(es={"sigma_schedule": STILL}))
     assert by_plateau["evaluation"]["every"] == 1 and "num_generations" not in by_plateau["es"]
     assert plain["es"]["sigma_schedule"] == {"name": "constant", "floor": 0.1}
-    assert "stopping" not in _config(tmp_path).model_dump()
-
-
-def _config(folder: Path, **more: Any) -> Config:
-    tree = config(folder, **more)
-    return from_dict({**tree, "task": {**tree["task"], "rewards": ["module:name"]}})
-
-
-def test_a_dry_run_says_when_it_may_end(tmp_path: Path) -> None:
-    tree = config(tmp_path, stopping={"patience": 2, "max_hours": 3})
-    tree["task"] |= {"rewards": [f"{__file__}:falling"]}
-    (line,) = [line for line in dry_run(tree) if line.startswith("ends before generation ")]
+    (line,) = [line for line in dry_run(made(stopping={"patience": 2, "max_hours": 3})) if "ends before" in line]
     assert "2 evaluations in a row" in line and line.endswith(", or its generations have taken 3 hours")
 
 
-def test_lines_that_do_not_belong_are_refused(stopped: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
+def test_lines_that_do_not_belong_are_refused(stopped, tmp_path):
     text = (stopped[0] / "journal.jsonl").read_bytes().splitlines(keepends=True)
     early = tmp_path / "journal.jsonl"
     early.write_bytes(b"".join([*text[:2], *text[3:]]))  # a validation without its seal

@@ -35,16 +35,9 @@ BLOCK = 1 << 16
 """Numbers that are read and summed in float64 at a time. They fit a processor's cache, which is ten times as fast as
 blocks of millions (studies/similarity.py)."""
 PLAIN = {
-    "use_dora": False,
-    "alpha_pattern": {},
-    "rank_pattern": {},
-    "modules_to_save": None,
-    "bias": "none",
-    "target_parameters": None,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-    "lora_bias": False,
-}
+    "use_dora": False, "alpha_pattern": {}, "rank_pattern": {}, "modules_to_save": None, "bias": "none",
+    "target_parameters": None, "layer_replication": None, "trainable_token_indices": None, "lora_bias": False,
+}  # fmt: skip
 """PEFT settings of an adapter that only adds (alpha / r) B A."""
 Rows: TypeAlias = Callable[[slice], torch.Tensor]
 """Function that reads rows of a tensor [rows, ...]; a scalar is one row."""

@@ -34,8 +34,7 @@ def probe(
     examples: Annotated[int, typer.Option(help="Training examples that are the prompts of all members.")] = 64,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write the measurements as JSON.")] = None,
     write: Annotated[
-        Path | None,
-        typer.Option(help="Write the recommendation to a new YAML file, or exit with code 1."),
+        Path | None, typer.Option(help="Write the recommendation to a new YAML file, or exit with code 1.")
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -32,34 +32,22 @@ def replay(
     run's own means. --config names the run's own config if that names code.
     """
     quiet()
-    if counterfactual is not None:
-        _counterfactuals(run, counterfactual, seeds, generation, to, model, config)
+    if counterfactual is None:
+        _own(run, generation, to, model)
         return
-    _own(run, generation, to, model)
-
-
-def _counterfactuals(
-    run: Path,
-    name: str,
-    seeds: str,
-    generation: int | None,
-    to: Path | None,
-    model: str | None,
-    config: list[Path] | None,
-) -> None:
     from evoalign.config import load
     from evoalign.placebos.counterfactual import CONDITIONAL
     from evoalign.placebos.run import counterfactuals
 
-    own = load(config) if config else None
-    found = counterfactuals(run, name, integers(seeds) or [], to=to, config=own, model=model, generation=generation)
+    own, numbers = load(config) if config else None, integers(seeds) or []
+    found = counterfactuals(run, counterfactual, numbers, to=to, config=own, model=model, generation=generation)
     for what, reached in found:
         items = len(reached.evaluation.measures_E["reward"])
         typer.echo(
             f"{what}: reward {reached.evaluation.measures['reward']:.4f} on {items} test examples, distance "
             f"from the start {reached.distance:.4g}, weights_hash {reached.weights_hash}"
         )
-    typer.echo(f"{name}: {CONDITIONAL}" + (f"; saved in {to}" if to else ""))
+    typer.echo(f"{counterfactual}: {CONDITIONAL}" + (f"; saved in {to}" if to else ""))
 
 
 def _own(run: Path, generation: int | None, to: Path | None, model: str | None) -> None:

@@ -19,41 +19,12 @@ from evoalign.config.spaces import SPACES, FullConfig, LoraConfig, LowrankConfig
 from evoalign.config.task import GraderConfig, ObjectiveConfig, TaskConfig
 
 __all__ = [
-    "ENGINES",
-    "FORMAT_VERSION",
-    "SPACES",
-    "CheckpointConfig",
-    "ChecksConfig",
-    "Config",
-    "EngineConfig",
-    "EngineSettings",
-    "EsConfig",
-    "EvaluationConfig",
-    "FullConfig",
-    "GraderConfig",
-    "GrpoConfig",
-    "LoraConfig",
-    "LowrankConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "ScorerConfig",
-    "Section",
-    "SpaceConfig",
-    "SpaceSection",
-    "TaskConfig",
-    "TrackingConfig",
-    "code_of",
-    "from_dict",
-    "from_record",
-    "load",
-    "parse_overrides",
-    "read",
-    "to_yaml",
-    "with_engine",
-]
+    "ENGINES", "FORMAT_VERSION", "SPACES", "CheckpointConfig", "ChecksConfig", "Config", "EngineConfig",
+    "EngineSettings", "EsConfig", "EvaluationConfig", "FullConfig", "GraderConfig", "GrpoConfig", "LoraConfig",
+    "LowrankConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig", "SamplingConfig", "ScheduleConfig",
+    "ScorerConfig", "Section", "SpaceConfig", "SpaceSection", "TaskConfig", "TrackingConfig", "code_of", "from_dict",
+    "from_record", "load", "parse_overrides", "read", "to_yaml", "with_engine",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

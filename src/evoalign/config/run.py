@@ -15,14 +15,7 @@ from evoalign.config.es import EsConfig, StoppingConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.outside import INSIDE, MODEL, TRACKER
 from evoalign.config.scorer import ScorerConfig
-from evoalign.config.spaces import (
-    SECTIONS,
-    FullConfig,
-    LoraConfig,
-    LowrankConfig,
-    SpaceConfig,
-    SpaceSection,
-)
+from evoalign.config.spaces import SECTIONS, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, shown
 

@@ -40,16 +40,8 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Revision = Annotated[str, Field(min_length=1)]
 
 _LOCAL = (
-    "reward",
-    "cost",
-    "reward_revision",
-    "cost_revision",
-    "template",
-    "max_tokens",
-    "batch_size",
-    "dtype",
-    "device",
-)
+    "reward", "cost", "reward_revision", "cost_revision", "template", "max_tokens", "batch_size", "dtype", "device",
+)  # fmt: skip
 _SERVICE = ("url", "token_env", "timeout", "deadline", "concurrency")
 
 

@@ -234,15 +234,11 @@ def of_evaluations(
     each = {name: tuple(p.measures[name] for p in placebos) for name in known}
     rewards, trained = [e.measures_E["reward"] for e in off_task], aim_of(real.measures)
     whole = [e.measures[trained] for e in (before, real, *placebos)]
+    ends = (before.measures_E["reward"], real.measures_E["reward"])
     return Placebos(
         generation=generation,
         seeds=tuple(range(len(placebos))),
-        reward=split(
-            before.measures_E["reward"],
-            real.measures_E["reward"],
-            [p.measures_E["reward"] for p in placebos],
-            None if flip is None else flip.measures_E["reward"],
-        ),
+        reward=split(*ends, [p.measures_E["reward"] for p in placebos], flip and flip.measures_E["reward"]),
         distance=distances,
         measures={name: float(np.mean(values)) for name, values in each.items()},
         off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,

@@ -49,6 +49,10 @@ class Ends:
         """One-sided p of the permutation test: (1 + placebos that reach the run) / (1 + placebos)."""
         return (1 + self.reached) / (1 + len(self.placebos))
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object for results/evaluation.json."""
+        return {**asdict(self), "placebos": list(self.placebos), "reached": self.reached, "p": self.p}
+
 
 @dataclass(frozen=True, slots=True)
 class Split(Ends):
@@ -75,23 +79,8 @@ class Split(Ends):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object for results/evaluation.json."""
-        return {
-            "before": self.before,
-            "real": self.real,
-            "placebos": list(self.placebos),
-            "flip": self.flip,
-            "items": self.items,
-            "mean": self.mean,
-            "sd": self.sd,
-            "low": min(self.placebos),
-            "high": max(self.placebos),
-            "reached": self.reached,
-            "p": self.p,
-            **{
-                name: None if (estimate := getattr(self, name)) is None else asdict(estimate)
-                for name in ("gain", "drift", "signal", "share", "beside")
-            },
-        }
+        bounds = {"low": min(self.placebos), "high": max(self.placebos)}
+        return {**Ends.as_dict(self), "mean": self.mean, "sd": self.sd, **bounds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +101,6 @@ class Whole(Ends):
     """`task.fitness` of the run and its placebos on the test split. It has no values per item, so only `p`."""
 
     name: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the object for results/evaluation.json."""
-        return {**asdict(self), "placebos": list(self.placebos), "reached": self.reached, "p": self.p}
 
     def line(self) -> str:
         """Return the comparison in a sentence."""
@@ -174,10 +159,8 @@ class Placebos:
             "measures": dict(self.measures),
             "each": {name: list(v) for name, v in self.each.items()},
         }
-        for name in ("off_task", "fitness"):
-            if (part := getattr(self, name)) is not None:
-                found[name] = part.as_dict()
-        return found
+        found |= {} if self.off_task is None else {"off_task": self.off_task.as_dict()}
+        return found if self.fitness is None else {**found, "fitness": self.fitness.as_dict()}
 
     def lines(self) -> list[str]:
         """Return all of it in sentences."""

@@ -75,7 +75,7 @@ class Width:
     median_text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Baseline:
     """The unperturbed model on the same prompts. `noise_floor` is the standard deviation of its fitness over repeats,
     `max_score` the highest possible score, and `text` its completion of the first prompt, `prompt`."""
@@ -90,7 +90,7 @@ class Baseline:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Advice:
     """A recommended width, or the `reason` why none is recommended."""
 
@@ -98,15 +98,14 @@ class Advice:
     learning_rate: float | None
     gain_interval: tuple[float, float] | None
     reason: str
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult(Baseline, Advice):
     """The measurements of a probe. `width` and `learning_rate` are None if none is recommended; see `reason`.
 
     - `setting`: sigma or noise_multiplier.
-    - `fitness`, `broken_share`, `truncated_share`, `noise_floor`: of the unperturbed model, see `Baseline`.
     - `gain_interval`: holds the gain of the recommended width with a probability of at least 95 %, corrected for the
       number of widths (Bonferroni).
     - `completions`: number of all completions, by `members` at each width, of `examples` prompts.
@@ -116,30 +115,20 @@ class ProbeResult:
     """
 
     setting: str
-    fitness: float
-    broken_share: float
-    truncated_share: float
-    noise_floor: float
     rungs: tuple[Width, ...]
-    width: float | None
-    learning_rate: float | None
-    gain_interval: tuple[float, float] | None
-    reason: str
-    warnings: tuple[str, ...]
     completions: int
     members: int
-    examples: int
     planned: int
-    prompt: str = ""
-    text: str = ""
     own_width: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measurements for JSON."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        del found["max_score"]  # may be infinite
+        return found
 
 
-def fault(width: Width, base: Baseline | ProbeResult) -> str | None:
+def fault(width: Width, base: Baseline) -> str | None:
     """Return why a width is excluded whatever its gain, in two or three words, or None."""
     # Without a lowest reward any model seems unbroken next to the widest noise, so texts are checked as well.
     if width.broken_share - base.broken_share > BROKEN:
@@ -158,7 +147,7 @@ def gains_by_noise(width: Width) -> bool:
     return -width.drop > SURE * width.drop_error
 
 
-def is_sure(width: Width, base: Baseline | ProbeResult) -> bool:
+def is_sure(width: Width, base: Baseline) -> bool:
     """Return whether the gain is significant."""
     return width.chance is not None and width.chance <= level_of(base.examples)
 
@@ -231,7 +220,7 @@ def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str, rat
 
 
 def _nothing(why: str) -> Advice:
-    return Advice(None, None, None, f"nothing is recommended: {why}")
+    return Advice(None, None, None, f"nothing is recommended: {why}", ())
 
 
 def _why_not(rungs: Sequence[Width], whole: Sequence[Width], base: Baseline) -> str:
@@ -275,32 +264,19 @@ def _chance(measured: Sequence[Width], whole: Sequence[Width], base: Baseline) -
 
 def table(result: ProbeResult) -> Table:
     """Return one row per width, with the recommended one marked; the last column says why others are not."""
-    shown = Table("", result.setting, "changed", "broken", "cut off", "spread", "drop", "kept")
-    shown.add_column("gain a generation")
-    shown.add_column("chance")
+    names = "changed", "broken", "cut off", "spread", "drop", "kept", "gain a generation", "chance"
+    shown = Table("", result.setting, *names)
     for column in shown.columns[1:]:
         column.justify = "right"
     shown.add_column("")
-    shown.add_row(
-        "", "0", "", f"{result.broken_share:.1%}", f"{result.truncated_share:.1%}", "", "", "", "", "", "start"
-    )
+    shown.add_row("", "0", "", f"{result.broken_share:.1%}", f"{result.truncated_share:.1%}", *[""] * 5, "start")
     for w in result.rungs:
         mark = "*" if w.width == result.width else ""
         gain = "-" if w.gain is None else f"{w.gain:+.3g} ± {w.gain_error or 0.0:.2g}"
         chance, kept = "-" if w.chance is None else f"{w.chance:.2g}", "-" if w.kept is None else f"{w.kept:.0%}"
-        shown.add_row(
-            mark,
-            f"{w.width:.4g}",
-            f"{w.changed_share:.1%}",
-            f"{w.broken_share:.1%}",
-            f"{w.truncated_share:.1%}",
-            f"{w.spread:.4g}",
-            f"{w.drop:+.4g}",
-            kept,
-            gain,
-            chance,
-            _note(w, result),
-        )
+        shares = (f"{share:.1%}" for share in (w.changed_share, w.broken_share, w.truncated_share))
+        found = (f"{w.spread:.4g}", f"{w.drop:+.4g}", kept, gain, chance)
+        shown.add_row(mark, f"{w.width:.4g}", *shares, *found, _note(w, result))
     return shown
 
 

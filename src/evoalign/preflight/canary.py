@@ -413,13 +413,7 @@ class Examination:
         )
 
     def _agrees(
-        self,
-        name: str,
-        tested: PeftAdapter,
-        right: Completions,
-        wrong: Callable[[], Completions],
-        what: str,
-        why: str,
+        self, name: str, tested: PeftAdapter, right: Completions, wrong: Callable[[], Completions], what: str, why: str
     ) -> Check:
         """Compare an equivalent form. `wrong` returns completions with the fault: its effect is what would be seen."""
         try:

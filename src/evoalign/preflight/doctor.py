@@ -19,10 +19,11 @@ import torch
 from evoalign.cost.estimate import gib
 from evoalign.kernels import compiled
 from evoalign.preflight import plan, work
-from evoalign.preflight.plan import NEEDS_FLAG, Case, Finding, first_line, run_check
+from evoalign.preflight.plan import NEEDS_FLAG, Case, Finding, run_check
 from evoalign.rundir.identity import versions
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, as_config
+from evoalign.training.session import first_line
 
 
 def doctor(config: ConfigLike | None = None) -> list[Finding]:

@@ -32,6 +32,7 @@ from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
+from evoalign.training.session import first_line
 from evoalign.types import Facts, Layout, Messages, TensorSpec, text_of
 from evoalign.version import install
 
@@ -112,11 +113,6 @@ def run_check(name: str, check: Callable[[], Finding], smaller: str = "end what 
         return Finding(name, "failed", f"SystemExit: {end}", fix)
     except Exception as error:  # of a library, or of a custom task, space or reward
         return Finding(name, "failed", f"{type(error).__name__}: {first_line(error)}")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_config(case: Case) -> Finding:

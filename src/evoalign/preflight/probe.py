@@ -26,7 +26,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NamedTuple
 
@@ -163,7 +163,8 @@ def _measure(
     own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
     texts = [text_of(parts.task.prompt(example)) for example in examples]
     golds = tuple(parts.task.gold(parts.task.handed(example)) for example in examples)
-    prompted = _Prompts(requests, examples, own, golds, texts)
+    known = scripts([*texts, *(r.text for r in own), *(gold or "" for gold in golds)])
+    prompted = _Prompts(requests, examples, own, golds, known)
     start = control_of(own_P, again_P)
     base = Baseline(start.first, start.floor, *prompted.shares(own), parts.max_score, len(own), texts[0], own[0].text)
     scored: list[WidthScores] = []
@@ -187,20 +188,13 @@ def _measure(
             f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
         ]
     result = ProbeResult(
-        **{name: getattr(base, name) for name in ("fitness", "noise_floor", "broken_share", "truncated_share")},
+        **vars(base),
+        **vars(replace(advice, warnings=(*cut_off, *advice.warnings))),
         setting=setting,
         rungs=rungs,
-        width=advice.width,
-        learning_rate=advice.learning_rate,
-        gain_interval=advice.gain_interval,
-        reason=advice.reason,
-        warnings=(*cut_off, *advice.warnings),
         completions=(len(scored) * members + 2) * len(rows),
         members=members,
-        examples=len(rows),
         planned=len(widths),
-        prompt=base.prompt,
-        text=base.text,
         own_width=config.es.width,
     )
     if stopped is not None:
@@ -208,19 +202,15 @@ def _measure(
     return result
 
 
+@dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The requests of every width, with the unperturbed model's rollouts, `own`."""
+    """The requests of every width, with the unperturbed model's rollouts, `own`, and the `known` scripts."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        examples: Sequence[Example],
-        own: Sequence[Rollout],
-        golds: Sequence[str | None],
-        prompts: Sequence[str],
-    ) -> None:
-        self.requests, self.examples, self.own, self.golds = requests, examples, own, golds
-        self.known = scripts([*prompts, *(r.text for r in own), *(gold or "" for gold in golds)])
+    requests: Sequence[Request]
+    examples: Sequence[Example]
+    own: Sequence[Rollout]
+    golds: Sequence[str | None]
+    known: frozenset[str]
 
     def shares(self, rollouts: Sequence[Rollout]) -> tuple[float, float]:
         """Return the shares of broken and of truncated completions. Gold answers never count as broken."""

@@ -44,7 +44,7 @@ class Script(RewardFunction):
             meant = f"write {path}:FUNCTION for a function in it; as a script, " if found.suffix == ".py" else ""
             raise ConfigError(f"task.rewards: {path} is not executable; {meant}make it executable: chmod +x {path}")
         self.path = found.absolute()
-        super().__init__(self._run)
+        super().__init__(self.call)
         self.name = found.name
 
     def call(self, batch: Batch) -> Any:
@@ -57,11 +57,9 @@ class Script(RewardFunction):
             )
             for prompt, text, example in zip(batch.prompts, batch.texts, batch.examples, strict=True)
         )
-        return self._run("".join(f"{line}\n" for line in lines))
-
-    def _run(self, lines: str) -> tuple[str, str]:
+        given = "".join(f"{line}\n" for line in lines).encode("ascii")
         try:
-            done = subprocess.run([self.path], input=lines.encode("ascii"), capture_output=True, check=False)
+            done = subprocess.run([self.path], input=given, capture_output=True, check=False)
         except OSError as error:
             hint = "; its first line has to name its interpreter, such as #!/bin/sh"
             how = hint if error.errno == errno.ENOEXEC else ""

@@ -87,6 +87,8 @@ class Task(ABC):
     """Pydantic model of the settings that only this task has. `options` is then an instance of it; otherwise a dict."""
     gradings: ClassVar[tuple[str, ...]] = ("strict",)
     """Allowed values of `task.grading`."""
+    forms: ClassVar[tuple[str, ...]] = ()
+    """Allowed values of `task.prompt`, the default first; empty: the task checks them itself."""
     reads_gold: ClassVar[bool] = False
     """Whether the task reads right answers from the column `task.gold`."""
     takes_system_prompt: ClassVar[bool] = False
@@ -131,10 +133,13 @@ class Task(ABC):
             raise ConfigError(f"task.gold: {config.gold} is not for task {config.name}; leave it out")
         if config.system_prompt is not None and not self.takes_system_prompt:
             raise ConfigError(f"task.system_prompt is not for task {config.name}; leave it out")
-        if config.system_prompt is not None and config.prompt in RAW:
+        if self.forms and config.prompt not in (None, *self.forms):
+            raise ConfigError(f"task.prompt: {config.name} has {', '.join(self.forms)}, not {config.prompt}")
+        form = config.prompt or next(iter(self.forms), None)
+        if config.system_prompt is not None and form in RAW:
             raise ConfigError(
-                f"task.system_prompt: prompts of task.prompt: {config.prompt} are plain text, without messages; "
-                "remove one of the two settings, or choose a prompt with messages"
+                f"task.system_prompt: prompts of task.prompt: {form} are plain text, without messages; remove "
+                "task.system_prompt, or set task.prompt: chat"
             )
         self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
 
@@ -269,7 +274,10 @@ class Task(ABC):
     def take_scorer(self, section: ScorerConfig | None) -> None:
         """Receive the section `scorer`. Raises ConfigError if it is missing or the task cannot score with it."""
         if self.asks_scorer and section is None:
-            raise ConfigError(f"task {self.name} is scored by models; set the section scorer")
+            raise ConfigError(
+                f"task {self.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
+                "cost: FOLDER}"
+            )
 
     def scorer_digest(self) -> str | None:
         """Return a hash of the scoring models and their settings, or None. A run resumes only with the same hash."""

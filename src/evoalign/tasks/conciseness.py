@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import DataError
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
@@ -29,11 +28,7 @@ class Conciseness(Task):
     shipped = DATA
     per_call = 16
     takes_system_prompt = True
-
-    def __init__(self, config: TaskConfig) -> None:
-        super().__init__(config)
-        if config.prompt not in (None, "chat", "raw"):
-            raise ConfigError(f"task.prompt: conciseness has chat and raw, not {config.prompt}")
+    forms = ("chat", "raw")
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, self._check, self.shipped)

@@ -18,7 +18,6 @@ import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +25,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
-from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import DataError
 from evoalign.rewards.arithmetic import ExpressionError, evaluate, evaluate_written
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
@@ -80,13 +78,7 @@ class Countdown(Task):
     max_reward = FORMAT_WEIGHT * 1.0 + 1.0
     graded_text = END_ANSWER
     takes_system_prompt = True
-
-    def __init__(self, config: TaskConfig) -> None:
-        super().__init__(config)
-        if config.prompt == "conversation":
-            raise ConfigError("task.prompt: countdown has raw, short, chat and chat_opened, not conversation")
-        if config.system_prompt is not None and config.prompt is None:
-            raise ConfigError("task.system_prompt: countdown's prompt is raw, without messages; set task.prompt: chat")
+    forms = ("raw", "short", "chat", "chat_opened")
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, self._check, self.shipped)
@@ -112,8 +104,7 @@ class Countdown(Task):
         solution = example.get("solution")
         if not isinstance(solution, str):
             return None
-        opening = "" if self._opened(example) else THINK
-        return f"{opening}{BRIDGE}{solution}{END_ANSWER}"
+        return f"{'' if self._opened(example) else THINK}{BRIDGE}{solution}{END_ANSWER}"
 
     def is_right(self, text: str, example: Example) -> bool:
         """Return whether the answer has the target's value; the stored solution is one of many."""
@@ -229,6 +220,8 @@ Numbers: TypeAlias = Literal[3, 4, "mixed"]
 
 Problem: TypeAlias = tuple[tuple[int, ...], int]
 """Ascending numbers, target."""
+Term: TypeAlias = tuple[str, Fraction]
+"""Expression, exact value."""
 
 MIN_NUMBER, MAX_NUMBER = 1, 99
 MIN_TARGET, MAX_TARGET = 10, 100
@@ -236,20 +229,9 @@ MAX_MISSES = 100_000
 """Maximum number of draws for one row."""
 
 
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """An expression and its exact value."""
-
-    text: str
-    value: Fraction
+_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = dict(
+    zip("+-*/", (operator.add, operator.sub, operator.mul, operator.truediv), strict=True)
+)
 
 
 def held_out(numbers: Sequence[int], target: int) -> bool:
@@ -286,18 +268,19 @@ def generate(
         size: int = random.randint(3, 5) if numbers == "mixed" else numbers
         for _ in range(MAX_MISSES):
             drawn, solution = _draw(random, size)
-            if solution is not None and solution.value.denominator == 1:
-                problem = tuple(sorted(drawn)), int(solution.value)
+            if solution is not None and solution[1].denominator == 1:
+                problem = tuple(sorted(drawn)), int(solution[1])
                 is_new = targets[0] <= problem[1] <= targets[1] and problem not in seen
                 if is_new and (keep is None or keep(*problem)):
                     break
         else:
             raise DataError(f"found only {index} of {count} problems with targets {targets}; ask for fewer rows")
-        expression, (ascending, target) = evaluate(solution.text), problem
+        text, (ascending, target) = solution[0], problem
+        expression = evaluate(text)
         if expression.value != target or expression.numbers != ascending:
-            raise AssertionError(f"{solution.text} over {drawn} does not make {target}")
+            raise AssertionError(f"{text} over {drawn} does not make {target}")
         row = {"id": index, "context": context(drawn, target), "numbers": drawn, "target": str(target)}
-        rows.append(row | {"solution": solution.text})
+        rows.append(row | {"solution": text})
         seen.add(problem)
     return rows
 
@@ -311,7 +294,7 @@ def write_countdown(path: str | Path, count: int, numbers: Numbers = "mixed", se
 
 def solve(numbers: Sequence[int], target: int | Fraction) -> str | None:
     """Return an expression over all numbers with exactly this value, or None, by exhaustive search."""
-    return _search([Term(str(n), Fraction(n)) for n in numbers], Fraction(target))
+    return _search([(str(n), Fraction(n)) for n in numbers], Fraction(target))
 
 
 def context(numbers: Sequence[int], target: int | str) -> str:
@@ -324,7 +307,7 @@ def context(numbers: Sequence[int], target: int | str) -> str:
 def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | None]:
     """Return random numbers and a random expression over all of them, or None if it divides by zero."""
     numbers: list[int] = random.randint(MIN_NUMBER, MAX_NUMBER + 1, size=size).tolist()
-    terms = [Term(str(n), Fraction(n)) for n in numbers]
+    terms = [(str(n), Fraction(n)) for n in numbers]
     while len(terms) > 1:
         left, right = (terms.pop(random.randint(len(terms))) for _ in range(2))
         joined = _join(left, "+-*/"[random.randint(4)], right)
@@ -336,7 +319,7 @@ def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | N
 
 def _search(terms: list[Term], target: Fraction) -> str | None:
     if len(terms) == 1:
-        return terms[0].text if terms[0].value == target else None
+        return terms[0][0] if terms[0][1] == target else None
     for i, left in enumerate(terms):
         for j, right in enumerate(terms):
             rest = [term for k, term in enumerate(terms) if k not in (i, j)]
@@ -350,6 +333,6 @@ def _search(terms: list[Term], target: Fraction) -> str | None:
 
 def _join(left: Term, symbol: str, right: Term) -> Term | None:
     """Return `(left symbol right)`, or None for a division by zero."""
-    if symbol == "/" and not right.value:
+    if symbol == "/" and not right[1]:
         return None
-    return Term(f"({left.text} {symbol} {right.text})", _OPERATIONS[symbol](left.value, right.value))
+    return f"({left[0]} {symbol} {right[0]})", _OPERATIONS[symbol](left[1], right[1])

@@ -23,11 +23,8 @@ from evoalign.types import Example, Messages, Prompt
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns that hold a conversation."""
-ROLES = {name: name for name in ("user", "assistant", "system")} | {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-}
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+ROLES.update({name: name for name in ("user", "assistant", "system")})
 """Roles by their names in ShareGPT data."""
 
 
@@ -42,17 +39,15 @@ class Custom(Task):
     name = "custom"
     reads_gold = True
     takes_system_prompt = True
+    forms = ("chat", "raw")
 
     def __init__(self, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> None:
         super().__init__(config)
-        if config.prompt not in (None, "raw", "chat"):
-            raise ConfigError(f"task.prompt: custom has raw and chat, not {config.prompt}")
-        self.functions = [RewardFunction(function) for function in rewards or ()]
-        if rewards is None:
-            self.functions = [
-                RewardFunction(load_object(path, "task.rewards")) if ":" in path else Script(path)
-                for path in config.rewards
-            ]
+        self.functions = (
+            [RewardFunction(load_object(p, "task.rewards")) if ":" in p else Script(p) for p in config.rewards]
+            if rewards is None
+            else [RewardFunction(function) for function in rewards]
+        )
         self.calling: Calling | None = None
         if not self.functions:
             raise ConfigError("task.rewards is empty; name at least one function, such as my_rewards.py:accuracy")

@@ -47,6 +47,7 @@ class Questions(Task):
     isolated = True
     per_call = 8  # a comparison may take seconds
     takes_system_prompt = True
+    forms = ("chat", "raw")
     columns_read: ClassVar[tuple[str, ...]]
     """Required columns; the first one is the question."""
     source: ClassVar[tuple[str, str]]
@@ -58,8 +59,6 @@ class Questions(Task):
 
     def __init__(self, config: TaskConfig) -> None:
         super().__init__(config)
-        if config.prompt not in (None, "chat", "raw"):
-            raise ConfigError(f"task.prompt: {self.name} has chat and raw, not {config.prompt}")
         if find_spec("math_verify") is None:
             raise ConfigError(f"task {self.name} compares answers by math-verify: {install('math')}")
 
@@ -73,15 +72,7 @@ class Questions(Task):
 
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published splits of the hub. Raises DataError."""
-        try:
-            return data.load(self.config, seed, self._check, self.source)
-        except DataError as error:
-            if self.config.train_data is not None:
-                raise
-            raise DataError(
-                f"{error}; task.train_data is not set, so task {self.name} loads {' and '.join(self.source)} from the "
-                f"hub: without a network, set task.train_data and task.test_data to files with rows of {self.form}"
-            ) from error
+        return data.load(self.config, seed, self._check, self.source)
 
     def prompt(self, example: Example) -> Prompt:
         question = example[self.columns_read[0]]

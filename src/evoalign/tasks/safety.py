@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from evoalign.config import ScorerConfig, TaskConfig
 from evoalign.config.scorer import PROMPT, RESPONSE, SAFE_RLHF
-from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.errors import ConfigError, RewardError
 from evoalign.rewards import scorer as scorers
 from evoalign.rewards.objective import Columns, Group, Objective, WeightedSum
 from evoalign.rewards.scorer import Scorer
@@ -112,6 +112,7 @@ class Safety(Task):
     name = "safety"
     settings: ClassVar[type[BaseModel] | None] = Settings
     takes_system_prompt = True
+    forms = ("conversation", "chat", "raw")
     asks_scorer = True
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
@@ -122,10 +123,6 @@ class Safety(Task):
 
     def __init__(self, config: TaskConfig, scorer: Scorer | None = None) -> None:
         super().__init__(config)
-        if config.prompt not in (None, "conversation", "chat", "raw"):
-            raise ConfigError(f"task.prompt: safety has conversation, chat and raw, not {config.prompt}")
-        if config.system_prompt is not None and config.prompt is None:
-            raise ConfigError("task.system_prompt: the prompt of task safety is plain text; set task.prompt: chat")
         if config.fitness is not None:
             raise ConfigError("task.fitness is not for task safety, which has its own objective; leave it out")
         safety_rows.counts(config, self.options)
@@ -141,11 +138,8 @@ class Safety(Task):
         """Score with the models of the section, unless a scorer was given. No model is loaded yet."""
         if self.make_scorer is not None:
             return
-        if section is None:
-            raise ConfigError(
-                f"task {self.name} is scored by models; set the section scorer, such as {{name: local, reward: "
-                "FOLDER, cost: FOLDER}"
-            )
+        super().take_scorer(section)
+        assert section is not None
         lacking = [f"scorer.{name}" for name in COLUMNS if name not in section.columns]
         if section.name == "local" and lacking:
             raise ConfigError(f"task {self.name} is scored by {' and '.join(COLUMNS)}; set {', '.join(lacking)}")
@@ -153,16 +147,7 @@ class Safety(Task):
 
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published rows of the hub. Raises DataError."""
-        try:
-            found, self.notes = safety_rows.select(self.config, self.options, seed, self.shipped)
-        except DataError as error:
-            if self.config.train_data is not None:
-                raise
-            sources = " and ".join(filter(None, self.shipped or ()))
-            raise DataError(
-                f"{error}; task.train_data is not set, so task safety loads {sources}: without a network, "
-                "set task.train_data and task.test_data to files with a column prompt"
-            ) from error
+        found, self.notes = safety_rows.select(self.config, self.options, seed, self.shipped)
         return found
 
     def prompt(self, example: Example) -> Prompt:
@@ -236,10 +221,8 @@ class Safety(Task):
     def _made(self) -> Scorer:
         if self._scorer is None:
             if self.make_scorer is None:
-                raise ConfigError(
-                    "task safety needs scoring models; set the section scorer, such as {name: local, reward: FOLDER, "
-                    "cost: FOLDER}"
-                )
+                self.take_scorer(None)  # raises ConfigError
+            assert self.make_scorer is not None
             self._scorer = self.make_scorer()
         return self._scorer
 

@@ -345,7 +345,7 @@ class Session:
         except StoppedError:
             why = "stopped"
         except (EvoalignError, OSError, RuntimeError, MemoryError) as error:  # torch's are RuntimeErrors
-            why = _first_line(error)
+            why = first_line(error)
         self.tell(
             f"warning: {name} could not be measured ({why}); the run is complete without it; to measure it, "
             f"{how_to_resume(self)}"
@@ -383,11 +383,11 @@ class Session:
                     nothing = "nothing was begun: " if self.is_new else ""
                     error.add_note(f"{nothing}then give the same command again")
                 if smaller:
-                    raise EvoalignError(_first_line(error) + smaller) from error
+                    raise EvoalignError(first_line(error) + smaller) from error
             elif isinstance(error, EvoalignError) and not isinstance(error, ResumeError):  # that names its own mend
                 error.add_note(self._kept())
             elif isinstance(error, OSError | torch.OutOfMemoryError):
-                raise EvoalignError(f"{_first_line(error)}{smaller}; {self._kept()}") from error
+                raise EvoalignError(f"{first_line(error)}{smaller}; {self._kept()}") from error
             raise
 
     def _kept(self) -> str:
@@ -429,5 +429,6 @@ def place(config: Config, method: Method, *, resume: bool) -> RunDir:
     return run
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

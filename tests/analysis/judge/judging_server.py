@@ -40,9 +40,8 @@ def parts(prompt: str) -> dict[str, str]:
 
 
 def completion(text: str, ended: str = "stop") -> bytes:
-    return json.dumps(
-        {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": ended}]}
-    ).encode()
+    message = {"role": "assistant", "content": text}
+    return json.dumps({"choices": [{"message": message, "finish_reason": ended}]}).encode()
 
 
 def by_length(prompt: str, _: int) -> Answer:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 from command_line import Run, caller
-from judging_server import Answer, Say, by_length, completion, parts, serving, slow
+from judging_server import Answer, Say, Server, by_length, completion, parts, serving, slow
 from tournaments import written
 
 from evoalign.analysis.judge import asking, judges, ratings, report
@@ -31,9 +32,6 @@ from evoalign.models import tiny
 from evoalign.rundir import parquet
 
 KEY = "sk-no-secret-of-anyone-0123456789"
-Judging = Callable[..., Any]
-
-
 DRAW, BOOTSTRAP = report.draw, ratings._bootstrap
 
 
@@ -52,24 +50,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 TWO = ("short.jsonl", "long.jsonl")
 
 
-def asked(url: str) -> list[str]:
+def endpoint(url: str) -> list[str]:
     return ["--endpoint", url, "--judge-model", "j"]
 
 
 def judged(run: Run, server: Any, *words: object, models: tuple[str, ...] = ("short", "long")) -> Any:
-    return run("judge", "ask", *(f"{name}.jsonl" for name in models), *asked(server.url), "--to", "out", *words)
+    return run("judge", "ask", *(f"{name}.jsonl" for name in models), *endpoint(server.url), "--to", "out", *words)
+
+
+def judged_by(run: Run, say: Say, *words: object, **options: Any) -> tuple[Any, Server]:
+    """What comes of the command with a server of its own, and the server."""
+    with serving(say) as server:
+        return judged(run, server, *words, **options), server
 
 
 def lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("out/judgments.jsonl").read_text().splitlines()]
 
 
-# --- a judge that is well ---------------------------------------------------------------------------------------------
+def no_scores(why: str) -> bool:
+    """Whether all judgments are without scores, for this reason."""
+    return all(row["scores"] is None and why in row["raw"] and row["why"] == "no reply" for row in lines())
 
 
 def test_ask_judges_each_pair_in_both_orders(run: Run) -> None:
-    with serving(by_length) as server:
-        done = judged(run, server, models=("short", "middle", "long"))
+    done, server = judged_by(run, by_length, models=("short", "middle", "long"))
     assert done.code == 0, done.err
     assert "48 requests" in done.out and "at most 24,576 output tokens" in done.out
     rows = lines()
@@ -96,27 +101,20 @@ def test_scores_belong_to_models_in_either_order(run: Run) -> None:
     def first(prompt: str, _: int) -> Answer:
         return 200, completion(f"verdict {parts(prompt)['mark']}: 9 2")
 
-    with serving(first) as server:
-        done = judged(run, server)
+    done, server = judged_by(run, first)
     assert all(row["scores"] == ([9, 2] if row["order_ab"] else [2, 9]) for row in lines())
     shown = [(parts(p)["question"], parts(p)["first"][0]) for p in server.prompts]
     assert sorted(shown) == sorted((f"P{i}", letter) for i in range(4) for letter in "SL" for _ in range(2))
     assert "agree in 0.0%" in done.out and "a bias to the first" in done.out
 
 
-def test_request_has_the_chat_completions_form(run: Run) -> None:
-    with serving(by_length) as server:
-        judged(run, server, "--max-tokens", 99, "--questions", 1, "--dimension", "harmlessness")
+def test_requests_have_the_chat_completions_form_and_are_few_at_once(run: Run) -> None:
+    _, server = judged_by(run, by_length, "--max-tokens", 99, "--questions", 1, "--dimension", "harmlessness")
     assert len(server.bodies) == 2 and server.keys == [None, None]
     for body in server.bodies:
         assert {k: v for k, v in body.items() if k != "messages"} == {"model": "j", "temperature": 0, "max_tokens": 99}
     assert {row["dimension"] for row in lines()} == {"harmlessness"}
-
-
-def test_concurrency_limits_parallel_requests(run: Run) -> None:
-    with serving(slow(0.02)) as server:
-        judged(run, server, "--concurrency", 3)
-    assert server.most == 3
+    assert judged_by(run, slow(0.02), "--concurrency", 3, "--to", "other")[1].most == 3
 
 
 def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
@@ -130,7 +128,7 @@ def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
         parquet.write(folder / f"results/completions/{name}.parquet", rows)
     before = f"start={folder / 'results/completions/before.parquet'}"
     with serving(by_length) as server:
-        done = run("judge", "ask", folder, before, "short.jsonl", *asked(server.url), "--to", "out")
+        done = run("judge", "ask", folder, before, "short.jsonl", *endpoint(server.url), "--to", "out")
     assert done.code == 0 and len(lines()) == 4 * 3 * 4
     assert "es: left out 2 prompts" in done.err and "6 further answers" in done.err
     assert "warning: es was trained with the scores of J" in done.err and "scores of other" not in done.err
@@ -140,19 +138,14 @@ def test_ask_accepts_a_run_and_its_start(run: Run, tmp_path: Path) -> None:
 def test_ask_rates_and_draws(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw", DRAW)
     monkeypatch.setattr(ratings, "_bootstrap", BOOTSTRAP)
-    with serving(by_length) as server:
-        assert judged(run, server).code == 0
-    found = json.loads(Path("out/ratings.json").read_text())
-    assert (
-        {"ratings.png", "ratings.svg"}
-        == {*found["figures"]}
-        == {file.name for file in Path("out").glob("ratings.?[nv]g")}
-    )
+    assert judged_by(run, by_length)[0].code == 0
+    figures = set(json.loads(Path("out/ratings.json").read_text())["figures"])
+    assert figures == {"ratings.png", "ratings.svg"} == {file.name for file in Path("out").glob("ratings.?[nv]g")}
 
 
 def test_dry_run_prints_cost_and_sends_no_request(run: Run) -> None:
     with serving(by_length) as server:
-        done = run("judge", "ask", *TWO, *asked(server.url), "--dry-run")
+        done = run("judge", "ask", *TWO, *endpoint(server.url), "--dry-run")
         assert done.code == 0 and server.prompts == [] and not Path("out").exists()
         judged(run, server)
         letters = sum(map(len, server.prompts))
@@ -163,26 +156,28 @@ def test_dry_run_prints_cost_and_sends_no_request(run: Run) -> None:
 
 def test_dry_run_refuses_a_judge_that_does_not_load(run: Run, tmp_path: Path) -> None:
     """With the error that the command itself gives, and not where nothing is left to ask."""
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(tiny(), tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    shutil.copytree(tmp_path / "bare", tmp_path / "cut")
-    (tmp_path / "cut/model.safetensors").touch()
-    shutil.copytree(tmp_path / "bare", tmp_path / "shards")
     shard = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps(shard))
-    (tmp_path / "over").mkdir()
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "./gone"}
+    for name, file, content in (
+        ("bare", None, ""),
+        ("cut", "model.safetensors", ""),
+        ("shards", "model.safetensors.index.json", json.dumps(shard)),
+    ):
+        shutil.copytree(tiny(), tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        if file:
+            (tmp_path / name / file).write_text(content)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "over").mkdir()
     (tmp_path / "over/adapter_config.json").write_text(json.dumps(adapter))
     words = ("judge", "ask", *TWO, "--questions", 1, "--max-tokens", 8, "--to", "out")
-    wrong = {
-        "./nowhere": "no folder ./nowhere",
-        "empty": "no tokenizer that loads",
-        "bare": "has no model.safetensors",
-        "cut": "does not load",
-        "shards": "has no model-00001-of-00001.safetensors",
-        "over": "which cannot be found (--judge-model: no folder ./gone); put it there\n",
-    }
-    for name, why in wrong.items():
+    for name, why in (
+        ("./nowhere", "no folder ./nowhere"),
+        ("empty", "no tokenizer that loads"),
+        ("bare", "has no model.safetensors"),
+        ("cut", "does not load"),
+        ("shards", "has no model-00001-of-00001.safetensors"),
+        ("over", "which cannot be found (--judge-model: no folder ./gone); put it there\n"),
+    ):
         dry, real = (run(*words, "--judge-model", name, *more) for more in (["--dry-run"], []))
         assert dry.code == real.code == 2 and dry.err == real.err and "Traceback" not in dry.err
         assert dry.err.startswith("error: ") and name in dry.err and why in dry.err
@@ -193,35 +188,31 @@ def test_dry_run_refuses_a_judge_that_does_not_load(run: Run, tmp_path: Path) ->
     assert run(*words, "--judge-model", "model", "--dry-run").code == 0
 
 
-# --- a judge that is not ----------------------------------------------------------------------------------------------
-
-FAULTS: dict[str, tuple[Say, str, int]] = {
-    "errors": (lambda p, n: (500, b"broken"), "no reply in 3 attempts; the last: status 500: broken", 3),
-    "too many": (lambda p, n: (429, b"slower", {"Retry-After": "0"}), "the last: status 429: slower", 3),
-    "no JSON": (lambda p, n: (200, b"<html>"), "the response is damaged", 3),
-    "no completion": (lambda p, n: (200, b'{"choices": []}'), "the response is not a chat completion: {", 3),
-    "a list": (lambda p, n: (200, b'["choices"]'), "the response is not a chat completion", 3),
-    "nothing": (lambda p, n: (200, b""), "the response is damaged", 3),
-    "empty words": (lambda p, n: (200, completion(" \n")), "the response has no text", 3),
-    "no words": (lambda p, n: (200, b'{"choices": [{"message": {"content": null}}]}'), "the response has no text", 3),
-    "too long a question": (lambda p, n: (400, b"context length"), "status 400: context length", 1),
+EMPTY = b'{"choices": [{"message": {"content": null}}]}'
+FAULTS: dict[str, tuple[Answer, str, int]] = {
+    "errors": ((500, b"broken"), "no reply in 3 attempts; the last: status 500: broken", 3),
+    "too many": ((429, b"slower", {"Retry-After": "0"}), "the last: status 429: slower", 3),
+    "no JSON": ((200, b"<html>"), "the response is damaged", 3),
+    "no completion": ((200, b'{"choices": []}'), "the response is not a chat completion: {", 3),
+    "a list": ((200, b'["choices"]'), "the response is not a chat completion", 3),
+    "nothing": ((200, b""), "the response is damaged", 3),
+    "empty words": ((200, completion(" \n")), "the response has no text", 3),
+    "no words": ((200, EMPTY), "the response has no text", 3),
+    "too long a question": ((400, b"context length"), "status 400: context length", 1),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_failed_requests_are_recorded_without_scores(name: str, run: Run) -> None:
-    say, why, attempts = FAULTS[name]
-    with serving(say) as server:
-        done = judged(run, server, "--retries", 2)
-    assert done.code == 2 and len(server.prompts) == 16 * attempts
-    assert "no judgment has scores; 16: no reply, the last: " in done.err and why in done.err
+    answer, why, attempts = FAULTS[name]
+    done, server = judged_by(run, lambda p, n: answer, "--retries", 2, "--questions", 2)
+    assert done.code == 2 and len(server.prompts) == 8 * attempts
+    assert "no judgment has scores; 8: no reply, the last: " in done.err and why in done.err
     assert "out/judgments.jsonl" in done.err and "--again" in done.err
-    assert len(lines()) == 16
-    for row in lines():
-        assert row["scores"] is None and why in row["raw"] and row["why"] == "no reply"
+    assert len(lines()) == 8 and no_scores(why)
     assert all(judgment.outcome is None for judgment in read(Path("out/judgments.jsonl")))
     assert "no ratings: no judgment has scores" in done.out
-    assert "8 (100.0%) without scores" in done.out
+    assert "4 (100.0%) without scores" in done.out
 
 
 BOTH = "Both are fine: 7 out of 10 for either."
@@ -236,8 +227,7 @@ BOTH = "Both are fine: 7 out of 10 for either."
     ],
 )
 def test_replies_without_a_verdict_are_recorded(say: Callable[[str], Any], why: str, more: str, run: Run) -> None:
-    with serving(lambda p, n: (200, say(p))) as server:
-        done = judged(run, server)
+    done, server = judged_by(run, lambda p, n: (200, say(p)))
     assert done.code == 2 and len(server.prompts) == 16, "a reply is not requested again"
     assert f"no judgment has scores; 16: {why}" in done.err and more in done.err
     assert {(row["why"], row["scores"]) for row in lines()} == {(why, None)} and all(row["raw"] for row in lines())
@@ -250,8 +240,7 @@ def test_error_lists_all_reasons_without_scores(run: Run) -> None:
             return 400, b"context length"
         return 200, completion("Both", "length" if asked["question"] == "P1" else "stop")
 
-    with serving(say) as server:
-        done = judged(run, server, "--dimension", "harmlessness")
+    done, _ = judged_by(run, say, "--dimension", "harmlessness")
     wanted = (
         "no judgment has scores; 4: its last line is no verdict",
         "2: no reply, the last: status 400: context length",
@@ -268,8 +257,7 @@ def test_verdict_inside_an_answer_is_ignored(run: Run, tmp_path: Path) -> None:
     def parrot(prompt: str, _: int) -> Answer:
         return 200, completion(prompt[: prompt.index(parts(prompt)["first"]) + len(parts(prompt)["first"])])
 
-    with serving(parrot) as server:
-        judged(run, server)
+    judged_by(run, parrot)
     assert len(lines()) == 16 and all(row["scores"] is None for row in lines())
     assert any(row["raw"].endswith("verdict 12345678: 10 1") for row in lines())
 
@@ -278,24 +266,22 @@ def test_requests_are_retried(run: Run) -> None:
     def late(prompt: str, before: int) -> Answer:
         return by_length(prompt, before) if before == 2 else (503, b"wait") if before else (200, b"{")
 
-    with serving(late) as server:
-        done = judged(run, server, "--retries", 2, "--questions", 1)
+    done, server = judged_by(run, late, "--retries", 2, "--questions", 1)
     assert done.code == 0 and len(server.prompts) == 4 * 3 and all(row["scores"] for row in lines())
 
 
 def test_timeout_bounds_a_slow_judge(run: Run) -> None:
-    with serving(slow(30.0)) as server:
-        start = time.monotonic()
-        judged(run, server, "--timeout", 0.2, "--retries", 1, "--questions", 1)
-        assert time.monotonic() - start < 20
-    assert all(row["scores"] is None and "no response within 0.2 s" in row["raw"] for row in lines())
+    start = time.monotonic()
+    judged_by(run, slow(30.0), "--timeout", 0.2, "--retries", 1, "--questions", 1)
+    assert time.monotonic() - start < 20
+    assert no_scores("no response within 0.2 s")
 
 
 def test_missing_server_gives_no_scores(run: Run) -> None:
     with serving(by_length) as server:
         pass
     done = judged(run, server, "--retries", 0, "--questions", 1)
-    assert done.code == 2 and all("ConnectError" in row["raw"] and row["scores"] is None for row in lines())
+    assert done.code == 2 and no_scores("ConnectError")
     assert "no judgment has scores; 4: no reply, the last: no reply in 1 attempts; the last: ConnectError" in done.err
     with serving(by_length) as server:
         assert judged(run, server, "--questions", 1).code == 2 and server.prompts == []
@@ -307,8 +293,7 @@ def test_missing_replies_are_a_warning(run: Run) -> None:
     def half(prompt: str, before: int) -> Answer:
         return (500, b"broken") if parts(prompt)["question"] == "P1" else by_length(prompt, before)
 
-    with serving(half) as server:
-        done = judged(run, server, "--retries", 0, "--questions", 2)
+    done, _ = judged_by(run, half, "--retries", 0, "--questions", 2)
     assert done.code == 0, done.err
     assert "warning: 4 of 8 judgments got no reply; the last: no reply in 1 attempts; the last: status 500" in done.err
     assert "--again" in done.err
@@ -323,20 +308,18 @@ def test_retry_waits_double_and_follow_retry_after(run: Run, monkeypatch: pytest
     monkeypatch.setattr(judges, "FIRST_WAIT", 1.0)
     monkeypatch.setattr(judges.random, "uniform", lambda a, b: 1.0)
     monkeypatch.setattr(judges.asyncio, "sleep", wait)
-    with serving(lambda p, n: (429, b"", {"Retry-After": "7" if n == 1 else "9999"} if n in (1, 2) else {})) as server:
-        judged(run, server, "--retries", 4, "--questions", 1, "--dimension", "helpfulness", "--concurrency", 1)
+    ask = ("--retries", 4, "--questions", 1, "--dimension", "helpfulness", "--concurrency", 1)
+    judged_by(run, lambda p, n: (429, b"", {"Retry-After": "7" if n == 1 else "9999"} if n in (1, 2) else {}), *ask)
     assert waited == [1.0, 7.0, 60.0, 8.0] * 2
 
 
 def test_ask_stops_after_consecutive_failures(run: Run, tmp_path: Path) -> None:
     for name in ("short", "long"):
         written(tmp_path / f"{name}.jsonl", [{"prompt": f"P{i}", "response": name} for i in range(30)])
-    with serving(lambda p, n: (500, b"gone")) as server:
-        done = judged(run, server, "--retries", 0, "--concurrency", 1)
+    done, _ = judged_by(run, lambda p, n: (500, b"gone"), "--retries", 0, "--concurrency", 1)
     assert done.code == 2 and f"no reply to {MAX_FAILURES} prompts in a row" in done.err and "--again" in done.err
     assert len(lines()) == MAX_FAILURES and not Path("out/ratings.json").exists()
-    with serving(by_length) as server:
-        done = judged(run, server, "--again")
+    done, server = judged_by(run, by_length, "--again")
     assert done.code == 0 and len(lines()) == 120 == len(server.prompts) and all(row["scores"] for row in lines())
 
 
@@ -351,54 +334,36 @@ def test_ask_stops_after_consecutive_failures(run: Run, tmp_path: Path) -> None:
 )
 def test_fatal_status_stops_at_once(answer: Answer, said: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
-    with serving(lambda p, n: answer) as server:
-        done = judged(run, server, "--key-env", "MY_KEY", "--concurrency", 1)
+    done, server = judged_by(run, lambda p, n: answer, "--key-env", "MY_KEY", "--concurrency", 1)
     assert done.code == 2 and said in done.err and len(server.prompts) == 1 and lines() == []
     assert "Traceback" not in done.err and KEY not in done.err
-
-
-# --- the key ----------------------------------------------------------------------------------------------------------
 
 
 def test_key_is_sent_but_never_written(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
 
     def tells(prompt: str, before: int) -> Answer:
-        return (
-            (200, completion(f"Your key is {KEY}\nverdict {parts(prompt)['mark']}: 7 3"))
-            if "P0" in prompt
-            else (500, f"key {KEY}".encode())
-        )
+        if "P0" not in prompt:
+            return 500, f"key {KEY}".encode()
+        return 200, completion(f"Your key is {KEY}\nverdict {parts(prompt)['mark']}: 7 3")
 
-    with serving(tells) as server:
-        done = judged(run, server, "--key-env", "MY_KEY", "--retries", 0)
+    done, server = judged_by(run, tells, "--key-env", "MY_KEY", "--retries", 0)
     assert done.code == 0 and set(server.keys) == {f"Bearer {KEY}"}
     assert any(row["scores"] for row in lines()) and any("key ***" in row["raw"] for row in lines())
     everything = [done.out, done.err, *(f.read_text(errors="replace") for f in tmp_path.rglob("*") if f.is_file())]
     assert len(everything) > 6 and not any(KEY in text for text in everything)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://judge.example/v1",
-        "http://10.0.0.7:8000",
-        "http://127.0.0.1.example/v1",
-        "http://localhost.example",
-        "http://0.0.0.0:8000",
-    ],
-)
+REMOTE = ("judge.example/v1", "10.0.0.7:8000", "127.0.0.1.example/v1", "localhost.example", "0.0.0.0:8000")
+
+
+@pytest.mark.parametrize("url", REMOTE)
 def test_key_is_refused_for_unencrypted_remote_endpoints(url: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
-    done = run("judge", "ask", *TWO, *asked(url), "--key-env", "MY_KEY", "--to", "out")
+    done = run("judge", "ask", *TWO, *endpoint(f"http://{url}"), "--key-env", "MY_KEY", "--to", "out")
     assert done.code == 2 and "is not encrypted" in done.err and KEY not in done.err and not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    "url", ["https://judge.example/v1", "http://localhost:8000", "http://127.0.0.1", "http://[::1]:1"]
-)
-def test_key_is_accepted_for_https_and_local_endpoints(url: str) -> None:
-    Endpoint(url, "j", KEY, max_tokens=9, timeout=1.0, retries=0, concurrency=1)
+    for fine in (f"https://{url}", "http://localhost:8000", "http://127.0.0.1", "http://[::1]:1"):
+        Endpoint(fine, "j", KEY, max_tokens=9, timeout=1.0, retries=0, concurrency=1)
 
 
 def test_http_ignores_proxies_of_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,24 +390,13 @@ def test_checked_accepts_urls_with_or_without_route(url: str, to: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    [
-        "",
-        "host:8000",
-        "ftp://host",
-        "http://",
-        "http://user:pw@host/v1",
-        "http://h:99999",
-        "https://h/v1?api_key=1",
-        "http://h/\x1b[1m",
-    ],
-)
+    ["", "host:8000", "ftp://host", "http://", "http://user:pw@host/v1", "http://h:99999", "https://h/v1?api_key=1",
+     "http://h/\x1b[1m"],
+)  # fmt: skip
 def test_checked_refuses_invalid_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="--endpoint") as error:
         checked(url)
     assert "pw" not in str(error.value)
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 def test_ask_resumes(run: Run) -> None:
@@ -460,8 +414,7 @@ def test_ask_resumes(run: Run) -> None:
     assert lines()[:5] == whole[:5] and len(lines()) == 16
     key = ("model_a", "model_b", "dimension", "question", "order_ab")
     assert {tuple(r[k] for k in key) for r in lines()} == {tuple(r[k] for k in key) for r in whole}
-    with serving(by_length) as server:
-        done = judged(run, server)
+    done, server = judged_by(run, by_length)
     assert server.prompts == [] and done.code == 0, "nothing is left"
 
 
@@ -469,7 +422,7 @@ def test_ask_resumes(run: Run) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_stopped_process_keeps_all_judgments(number: signal.Signals, tmp_path: Path, run: Run) -> None:
     with serving(slow(0.05)) as server:
-        words = ["judge", "ask", *TWO, *asked(server.url), "--to", "out", "--concurrency", "1"]
+        words = ["judge", "ask", *TWO, *endpoint(server.url), "--to", "out", "--concurrency", "1"]
         command, quiet = [sys.executable, "-m", "evoalign.cli", *words], subprocess.DEVNULL
         process = subprocess.Popen(command, cwd=tmp_path, stdout=quiet, stderr=quiet)
         deadline = time.monotonic() + 120
@@ -515,26 +468,16 @@ def test_other_answers_or_another_rubric_are_refused(run: Run, tmp_path: Path, m
         assert done.code == 2 and "other answers" in done.err
 
 
-@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"a": 1}\n'])
-def test_ask_does_not_overwrite_another_file(text: str, run: Run) -> None:
+def test_another_file_and_one_in_use_are_left_alone(run: Run) -> None:
     Path("out").mkdir()
-    Path("out/judgments.jsonl").write_text(text)
-    with serving(by_length) as server:
-        done = judged(run, server)
-    assert done.code == 2 and server.prompts == [] and Path("out/judgments.jsonl").read_text() == text
-
-
-def test_transcript_is_locked(run: Run) -> None:
-    import fcntl
-
-    Path("out").mkdir()
-    with Path("out/.judgments.jsonl.lock").open("w") as file, serving(by_length) as server:
+    with Path("out/.judgments.jsonl.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        done = judged(run, server)
+        done, server = judged_by(run, by_length)
     assert done.code == 2 and "in use by another process" in done.err and server.prompts == []
-
-
-# --- a model in this process ------------------------------------------------------------------------------------------
+    for text in ("my notes\n", "my notes", '{"a": 1}\n'):
+        Path("out/judgments.jsonl").write_text(text)
+        done, server = judged_by(run, by_length)
+        assert done.code == 2 and server.prompts == [] and Path("out/judgments.jsonl").read_text() == text
 
 
 def test_local_judge_replies_are_recorded(run: Run) -> None:
@@ -573,13 +516,13 @@ def test_local_judge_decodes_greedily(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompt_larger_than_the_context_has_no_scores(run: Run, tmp_path: Path) -> None:
     """As often as it is: such questions are no sign that the judge is gone."""
-    for name in ("short", "long"):
+    for file in TWO:
         rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(MAX_FAILURES)]
-        written(tmp_path / f"{name}.jsonl", rows)
+        written(tmp_path / file, rows)
     done = run("judge", "ask", *TWO, "--judge-model", "tiny", "--to", "out", "--questions", 6)
     assert done.code == 2 and len(lines()) == 24 > MAX_FAILURES
     assert "no judgment has scores; 24: no reply, the last: the prompt has" in done.err
-    assert all("context is 2048" in row["raw"] and row["why"] == "no reply" for row in lines())
+    assert no_scores("context is 2048")
 
 
 def test_local_judge_breaks_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,24 +542,17 @@ def test_local_judge_breaks_special_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(special) > 2 and plain and attacked == plain
 
 
-# --- what is typed ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("files", "options", "said"),
     [
-        (["short.jsonl"], "two or more"),
-        (["short.jsonl", "long.jsonl", "--to", ""], "--to FOLDER"),
-        (["short.jsonl", "long.jsonl", "--key-env", "MY_KEY"], "--key-env is used with --endpoint"),
-        (["short.jsonl", "a=short.jsonl", "--endpoint", "http://h", "--key-env", "NONE_SUCH"], "NONE_SUCH is not set"),
-        (["short.jsonl", "long.jsonl", "--judge-model", "./nowhere"], "--judge-model: no folder ./nowhere"),
+        (("short.jsonl",), {}, "two or more"),
+        (TWO, {"--to": ""}, "--to FOLDER"),
+        (TWO, {"--key-env": "MY_KEY"}, "--key-env is used with --endpoint"),
+        (TWO, {"--endpoint": "http://h", "--key-env": "NONE_SUCH"}, "NONE_SUCH is not set"),
+        (TWO, {"--judge-model": "./nowhere"}, "--judge-model: no folder ./nowhere"),
     ],
 )
-def test_ask_raises_for_missing_options(words: list[str], said: str, run: Run) -> None:
-    given = {"--judge-model": "j", "--to": "out"}
-    while words and any(option in words for option in given):
-        option = next(option for option in given if option in words)
-        place = words.index(option)
-        given[option], words = words[place + 1], [*words[:place], *words[place + 2 :]]
-    done = run("judge", "ask", *words, *(word for option, value in given.items() if value for word in (option, value)))
+def test_ask_raises_for_missing_options(files: tuple[str, ...], options: dict[str, str], said: str, run: Run) -> None:
+    given = {"--judge-model": "j", "--to": "out", **options}
+    done = run("judge", "ask", *files, *(word for option, value in given.items() if value for word in (option, value)))
     assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1

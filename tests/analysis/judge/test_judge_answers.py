@@ -33,41 +33,28 @@ def a_run(folder: Path, config: dict[str, Any] | None = None) -> Path:
     return folder
 
 
-def test_read_parses_json_lines(tmp_path: Path) -> None:
+def test_read_parses_each_form_of_file(tmp_path: Path) -> None:
     assert read(str(written(tmp_path / "es.jsonl", ROWS))) == Answers("es", SAID)
-
-
-def test_read_joins_messages(tmp_path: Path) -> None:
+    more = written(tmp_path / "more.jsonl", [*ROWS, {"prompt": "P1", "response": "another"}])
+    assert read(str(more)) == Answers("more", SAID, further=1)
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "P1"}]
-    file = written(tmp_path / "es.jsonl", [{"prompt": messages, "response": "R1"}])
+    file = written(tmp_path / "chat.jsonl", [{"prompt": messages, "response": "R1"}])
     assert read(str(file)).by_prompt == {"S\nP1": "R1"}
+    (tmp_path / "base.json").write_text(json.dumps({"completions": TABLE, "measures": {}}))
+    assert read(str(tmp_path / "base.json")) == Answers("base", SAID), "the output of eval"
 
 
-def test_read_returns_completions_and_scorers_of_a_run(tmp_path: Path) -> None:
+def test_read_returns_completions_and_scorers_of_a_run_as_sealed(tmp_path: Path) -> None:
     run = a_run(tmp_path / "runs/es_1", {"scorer": {"reward": "org/reward", "cost": "org/cost", "max_tokens": 9}})
     assert read(str(run)) == Answers("es_1", SAID, scorers=("org/reward", "org/cost"))
     assert read(f"mine={run}").name == "mine"
     assert read(f"base={run / 'results/completions/after.parquet'}") == Answers("base", SAID)
-
-
-def test_read_refuses_a_run_with_a_broken_seal(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
     with recorded(run):
         pass
     assert read(str(run)).by_prompt == SAID
     parquet.write(run / "results/completions/after.parquet", [{**TABLE[0], "text": "better"}])
     with pytest.raises(DataError, match=r"after\.parquet"):
         read(str(run))
-
-
-def test_read_parses_eval_output(tmp_path: Path) -> None:
-    (tmp_path / "base.json").write_text(json.dumps({"completions": TABLE, "measures": {}}))
-    assert read(str(tmp_path / "base.json")) == Answers("base", SAID)
-
-
-def test_read_counts_further_answers(tmp_path: Path) -> None:
-    file = written(tmp_path / "es.jsonl", [*ROWS, {"prompt": "P1", "response": "another"}])
-    assert read(str(file)) == Answers("es", SAID, further=1)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +87,7 @@ def test_read_raises_for_targets_without_answers(tmp_path: Path) -> None:
         (f"base={tiny()}", "--output base.json` and give base.json instead"),
         (f"{tmp_path}/empty.jsonl", "has no answers"),
         (f"{tmp_path}/eval.json", "has no completions"),
-        (
-            str(begun),
-            f"`evoalign eval {begun} --output begun.json`",
-        ),
+        (str(begun), f"`evoalign eval {begun} --output begun.json`"),
         (f"a\x1b[1m={tmp_path}/eval.json", "is not a valid model name"),
     ):
         with pytest.raises((ConfigError, DataError)) as error:
@@ -143,14 +127,11 @@ def test_share_counts_unshared_prompts() -> None:
 @pytest.mark.parametrize(
     ("models", "said"),
     [
-        ([Answers("a", SAID)], "two or more"),
-        ([Answers("a", SAID), Answers("a", SAID)], "two targets have the name a"),
-        (
-            [Answers("a", SAID), Answers("b", {"P1 ": "R"})],
-            "a and b have no prompt in common.* give RUN/results/points",
-        ),
+        ([("a", SAID)], "two or more"),
+        ([("a", SAID), ("a", SAID)], "two targets have the name a"),
+        ([("a", SAID), ("b", {"P1 ": "R"})], "a and b have no prompt in common.* give RUN/results/points"),
     ],
 )
-def test_share_raises_for_answers_that_cannot_be_compared(models: list[Answers], said: str) -> None:
+def test_share_raises_for_answers_that_cannot_be_compared(models: list[tuple[str, dict[str, str]]], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        share(models)
+        share([Answers(*model) for model in models])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from math import inf, log, log10, nan
@@ -34,7 +35,14 @@ def told(judgments: list[Judgment], **changed: Any) -> str:
     return "\n".join(sentences(rate(judgments, replace(FEW, **changed))))
 
 
-# --- Bradley and Terry with Davidson's ties ---------------------------------------------------------------------------
+def match(a: str, b: str, won: int = 0, lost: int = 0, tied: int = 0) -> list[Judgment]:
+    """Judgments of a beside b, of a question each."""
+    came = ["won"] * won + ["lost"] * lost + ["tied"] * tied
+    return [one(a, b, each, str(q)) for q, each in enumerate(came)]
+
+
+def drawn(theta: Sequence[float], questions: int, seed: int, nu: float = 0.4, **options: Any) -> list[Judgment]:
+    return planted(theta, nu, questions, np.random.default_rng(seed), **options)
 
 
 @pytest.mark.parametrize("models", [2, 3, 6])
@@ -59,20 +67,16 @@ def test_fit_maximises_the_likelihood(models: int, ties: bool) -> None:
 
 def test_two_models_match_the_closed_form() -> None:
     """pi_a / pi_b is wins over losses, and nu ties over their geometric mean."""
-    games = [one("a", "b", came, str(q)) for q, came in enumerate(["won"] * 30 + ["lost"] * 10 + ["tied"] * 8)]
-    found = rated(games)
+    found = rated(match("a", "b", 30, 10, 8))
     assert numbers(found) == {"a": pytest.approx(1000 + 400 * log10(3)), "b": 1000.0}
     assert found.nu == pytest.approx(8 / 300**0.5)
-
-
-def test_fit_handles_distant_models() -> None:
     theta, _ = fit(np.array([[[1e6, 1.0, 3.0]]]), 2)
-    assert theta[0, 0] - theta[0, 1] == pytest.approx(log(1e6))
+    assert theta[0, 0] - theta[0, 1] == pytest.approx(log(1e6)), "of distant models"
 
 
 def test_rate_recovers_planted_strengths() -> None:
     theta = [0.0, 0.5, 1.2, -0.4]
-    found = rated(planted(theta, 0.5, 3000, np.random.default_rng(1)), anchor="m0")
+    found = rated(drawn(theta, 3000, 1, nu=0.5), anchor="m0", draws=2)
     for row in found.rows:
         assert row.rated.rating == pytest.approx(1000 + 400 / log(10) * theta[int(row.model[1])], abs=12)
     assert [row.model for row in found.rows] == ["m2", "m1", "m0", "m3"]
@@ -80,20 +84,18 @@ def test_rate_recovers_planted_strengths() -> None:
 
 
 def test_rate_ignores_the_order_of_models() -> None:
-    games = planted([0.0, 1.0], 0.4, 50, np.random.default_rng(2))
+    games = drawn([0.0, 1.0], 50, 2)
     turned = [
         replace(g, model_a=g.model_b, model_b=g.model_a, scores=g.scores and g.scores[::-1], order_ab=not g.order_ab)
         for g in games
     ]
     a, b = rated(games), rated([g if q % 3 else turned[q] for q, g in enumerate(games)])
-    assert numbers(a) == {name: pytest.approx(value) for name, value in numbers(b).items()}
-    assert (a.trust.agreement, a.trust.first_wins, a.trust.both) == (
-        b.trust.agreement, b.trust.first_wins, b.trust.both,
-    )  # fmt: skip
+    assert numbers(a) == pytest.approx(numbers(b))
+    assert all(getattr(a.trust, name) == getattr(b.trust, name) for name in ("agreement", "first_wins", "both"))
 
 
 def test_weakest_or_anchor_is_1000() -> None:
-    games = planted([0.0, 1.0, 2.0], 0.4, 60, np.random.default_rng(3))
+    games = drawn([0.0, 1.0, 2.0], 60, 3)
     free, held = numbers(rated(games)), rated(games, anchor="m2")
     assert free["m0"] == 1000.0 and min(v for v in free.values() if v is not None) == 1000.0
     assert held.reference == "m2" and numbers(held)["m2"] == 1000.0
@@ -106,26 +108,22 @@ def test_weakest_or_anchor_is_1000() -> None:
         rated(games, anchor="m9")
 
 
-def test_intervals_are_reproducible() -> None:
-    games = planted([0.0, 0.7], 0.4, 30, np.random.default_rng(4))
-    assert rated(games) == rated(games)
-    assert rated(games, seed=1) != rated(games)
+def test_intervals_are_reproducible_and_few_questions_have_none() -> None:
+    games = drawn([0.0, 0.7], 30, 4)
+    assert rated(games) == rated(games) != rated(games, seed=1)
+    games = [*drawn([0.0, 0.0], 1, 6, nu=1.0), one("m0", "m1", "won", "q0"), one("m0", "m1", "lost", "q1")]
+    row = rated(games).rows[0]
+    assert (row.rated.low, row.rated.high) == (None, None)
 
 
 def test_bootstrap_draws_whole_questions() -> None:
     """The same judgments, each said ten times: ten times as many, and no more known."""
-    games = planted([0.0, 0.7], 0.4, 40, np.random.default_rng(5))
+    games = drawn([0.0, 0.7], 40, 5)
     assert rated(games * 10).rows[0].rated == rated(games).rows[0].rated
     apart = [replace(game, question=f"{game.question} {copy}") for copy in range(10) for game in games]
     whole, cut = rated(games).rows[0].rated, rated(apart).rows[0].rated
     assert None not in (whole.low, whole.high, cut.low, cut.high)
     assert (cut.high - cut.low) < 0.5 * (whole.high - whole.low)  # type: ignore[operator]
-
-
-def test_few_questions_have_no_interval() -> None:
-    row = rated([*planted([0.0, 0.0], 1.0, 1, np.random.default_rng(6)), one("m0", "m1", "won", "q0"),
-                 one("m0", "m1", "lost", "q1")]).rows[0]  # fmt: skip
-    assert (row.rated.low, row.rated.high) == (None, None)
 
 
 @pytest.mark.long
@@ -153,9 +151,6 @@ def test_intervals_cover_the_truth_for_correlated_judgments() -> None:
         found = next(row.rated for row in rated(games, anchor="b", draws=1000).rows if row.model == "a")
         held.append((found.low or -inf) <= truth <= (found.high or inf))
     assert 0.92 <= np.mean(held) <= 0.98, np.mean(held)
-
-
-# --- where no estimate is finite --------------------------------------------------------------------------------------
 
 
 def endless(seen: Any, models: int) -> np.ndarray:
@@ -194,27 +189,24 @@ def test_limits_match_linear_programs(models: int) -> None:
     assert kinds == {"0.0", "inf", "-inf", "nan"}
 
 
-def test_model_that_won_everything_is_unbounded_above() -> None:
-    games = [one("best", other, "won", str(q)) for q in range(5) for other in ("x", "y")]
-    games += [one("x", "y", came, str(q)) for q, came in enumerate(["won", "won", "won", "lost", "tied"])]
+X_Y = {"won": ["won", "won", "won", "lost", "tied"], "lost": ["won", "lost", "lost"]}
+
+
+@pytest.mark.parametrize(("came", "place", "why"), [("won", 0, "unbounded above"), ("lost", -1, "unbounded below")])
+def test_model_that_won_or_lost_everything_is_unbounded(came: str, place: int, why: str) -> None:
+    games = [one("far", other, came, str(q)) for q in range(5) for other in ("x", "y")]
+    games += [one("x", "y", each, str(q)) for q, each in enumerate(X_Y[came])]
     found, text = rated(games), told(games)
-    assert numbers(found) == {"best": None, "x": pytest.approx(1000 + 400 * log10(3), abs=0.1), "y": 1000.0}
-    assert found.rows[0].model == "best" and found.rows[0].rated.why == "unbounded above"
-    assert "no finite rating of best" in text and "--prior 1" in text and "inf" not in text.replace("finite", "")
-
-
-def test_model_that_lost_everything_is_unbounded_below() -> None:
-    games = [one("worst", other, "lost", str(q)) for q in range(5) for other in ("x", "y")]
-    games += [one("x", "y", came, str(q)) for q, came in enumerate(["won", "lost", "lost"])]
-    found = rated(games)
-    assert found.reference == "x" and found.rows[-1].model == "worst"
-    assert found.rows[-1].rated.why == "unbounded below"
+    assert numbers(found)["far"] is None and found.reference == ("y" if came == "won" else "x")
+    assert came == "lost" or numbers(found)["x"] == pytest.approx(1000 + 400 * log10(3), abs=0.1)
+    assert numbers(found)[found.reference] == 1000.0
+    assert found.rows[place].model == "far" and found.rows[place].rated.why == why
+    assert "no finite rating of far" in text and "--prior 1" in text and "inf" not in text.replace("finite", "")
 
 
 def test_only_wins_and_ties_give_no_rating() -> None:
     """nu keeps pace with the distance, so that a tie is no bound: with nu = e^(d/2) / 9 the likelihood rises with d."""
-    games = [one("a", "b", came, str(q)) for q, came in enumerate(["won"] * 9 + ["tied"])]
-    assert "no finite rating of a" in told(games)
+    assert "no finite rating of a" in told(match("a", "b", 9, 0, 1))
 
     def log_likelihood(d: float) -> float:
         won, lost = np.exp(d / 2), np.exp(-d / 2)
@@ -223,21 +215,17 @@ def test_only_wins_and_ties_give_no_rating() -> None:
     assert log_likelihood(2.0) < log_likelihood(4.0) < log_likelihood(8.0)
 
 
-def test_unconnected_models_are_reported() -> None:
-    games = [one(a, b, came, str(q)) for a, b in (("a", "b"), ("c", "d")) for q, came in enumerate(["won", "lost"] * 3)]
-    found = rated(games)
-    assert sorted(row.model for row in found.rows if row.rated.rating is None) in (["a", "b"], ["c", "d"])
-    assert "no chain of judgments connects" in told(games)
-
-
-def test_only_ties_give_no_rating() -> None:
-    games = [one("a", "b", "tied", str(q)) for q in range(9)]
-    assert sorted(numbers(rated(games)).values(), key=str) == [1000.0, None]
-    assert "all judgments are ties" in told(games)
+def test_unconnected_models_and_only_ties_give_no_rating() -> None:
+    apart = [*match("a", "b", 3, 3), *match("c", "d", 3, 3)]
+    assert sorted(row.model for row in rated(apart).rows if row.rated.rating is None) in (["a", "b"], ["c", "d"])
+    assert "no chain of judgments connects" in told(apart)
+    ties = match("a", "b", tied=9)
+    assert sorted(numbers(rated(ties)).values(), key=str) == [1000.0, None]
+    assert "all judgments are ties" in told(ties)
 
 
 def test_prior_makes_all_ratings_finite() -> None:
-    games = [one("a", "b", "won", str(q)) for q in range(9)]
+    games = match("a", "b", 9)
     found, text = rated(games, prior=1.0), told(games, prior=1.0)
     assert numbers(found) == {"a": pytest.approx(1000 + 400 * log10(9.5 / 0.5)), "b": 1000.0}
     assert "a prior of 1 judgments per pair" in text and "no finite" not in text
@@ -245,43 +233,28 @@ def test_prior_makes_all_ratings_finite() -> None:
 
 def test_unbounded_interval_end_is_none() -> None:
     """One loss in twelve questions: a third of the draws have none, and nothing above is excluded."""
-    games = [one("a", "b", "won" if q else "lost", str(q)) for q in range(12)]
-    row = rated(games, draws=2000).rows[0]
+    row = rated(match("a", "b", 11, 1), draws=2000).rows[0]
     assert row.rated.rating == pytest.approx(1000 + 400 * log10(11)) and row.rated.high is None
     assert row.rated.low is not None and row.rated.low < row.rated.rating
     share = float((row.rated.why or "").split("in ")[1].split("%")[0])
     assert share == pytest.approx(100 * (11 / 12) ** 12, abs=4)
 
 
-# --- what has no scores -----------------------------------------------------------------------------------------------
-
-
-def test_unparsed_judgments_are_left_out_and_counted() -> None:
-    games = planted([0.0, 0.8], 0.4, 40, np.random.default_rng(9))
-    with_none = [*games, *(one("m0", "m1", "none", f"q{q}") for q in range(20))]
-    found = rated(with_none)
-    assert numbers(found) == numbers(rated(games)) and found.trust.unparsed == 20
-    assert found.trust.pairs[0].unparsed == 20 and "20 (20.0%) without scores" in told(with_none)
-
-
-def test_unparsed_tie_counts_judgments_as_ties() -> None:
-    games = planted([0.0, 0.8], 0.4, 40, np.random.default_rng(9))
-    with_none = [*games, *(one("m0", "m1", "none", f"q{q}") for q in range(20))]
-    with_ties = [*games, *(one("m0", "m1", "tied", f"q{q}") for q in range(20))]
-    asked = rated(with_none, unparsed="tie")
-    assert numbers(asked) == numbers(rated(with_ties)) != numbers(rated(with_none))
-    assert asked.trust.unparsed == 20, "they are counted still"
+def test_unparsed_judgments_are_left_out_or_ties_and_counted() -> None:
+    games = drawn([0.0, 0.8], 40, 9)
+    with_none, with_ties = ([*games, *(one("m0", "m1", came, f"q{q}") for q in range(20))] for came in ("none", "tied"))
+    found, asked = rated(with_none), rated(with_none, unparsed="tie")
+    assert numbers(found) == numbers(rated(games)) and found.trust.pairs[0].unparsed == 20
+    assert "20 (20.0%) without scores" in told(with_none)
+    assert numbers(asked) == numbers(rated(with_ties)) != numbers(found)
+    assert asked.trust.unparsed == found.trust.unparsed == 20, "they are counted still"
     assert "without scores count as ties" in told(with_none, unparsed="tie")
 
 
-def test_model_without_scores_has_no_rating() -> None:
-    games = [*planted([0.0, 0.8], 0.4, 20, np.random.default_rng(9)), one("m0", "mute", "none", "q1")]
-    found = rated(games)
-    assert {row.model: row.rated.rating is None for row in found.rows} == {"m0": False, "m1": False, "mute": True}
+def test_models_without_scores_have_no_rating() -> None:
+    games = [*drawn([0.0, 0.8], 20, 9), one("m0", "mute", "none", "q1")]
+    assert {name for name, rating in numbers(rated(games)).items() if rating is None} == {"mute"}
     assert "no finite rating of mute: no chain of judgments connects it" in told(games)
-
-
-def test_rate_without_scores_gives_no_ratings() -> None:
     games = [one("a", "b", "none", str(q)) for q in range(4)]
     assert numbers(rated(games)) == {"a": None, "b": None}
     assert "no ratings: no judgment has scores" in told(games)
@@ -295,11 +268,11 @@ def test_outcome_is_a_tie_within_half_a_point(scores: tuple[float, float], outco
     assert Judgment("a", "b", "d", "q", scores, True).outcome == outcome
 
 
-# --- how far to trust it ----------------------------------------------------------------------------------------------
+BOTH = [(q, order) for q in range(40) for order in (True, False)]
 
 
 def test_agreement_of_a_judge_without_bias() -> None:
-    games = [one("a", "b", "won" if q % 2 else "lost", str(q), order_ab=o) for q in range(40) for o in (True, False)]
+    games = [one("a", "b", "won" if q % 2 else "lost", str(q), order_ab=order) for q, order in BOTH]
     trust = rated(games).trust
     assert trust.both == 40 and trust.agreement.mean == 1.0 and trust.agreement.low is not None
     assert 0.9 < trust.agreement.low < 1.0
@@ -308,29 +281,22 @@ def test_agreement_of_a_judge_without_bias() -> None:
 
 @pytest.mark.parametrize(("first", "word"), [(True, "a bias to the first"), (False, "a bias to the second")])
 def test_position_bias_is_reported(first: bool, word: str) -> None:
-    games = [
-        one("a", "b", "won" if order == first else "lost", str(q), order_ab=order)
-        for q in range(30)
-        for order in (True, False)
-    ]
+    games = [one("a", "b", "won" if order == first else "lost", str(q), order_ab=order) for q, order in BOTH]
     trust = rated(games).trust
     assert trust.agreement.mean == 0.0 and trust.first_wins.mean == float(first)
     assert word in told(games) and numbers(rated(games))["a"] == pytest.approx(1000.0)
 
 
 def test_first_wins_interval_covers_a_planted_bias() -> None:
-    trust = rated(planted([0.0, 0.0], 0.5, 400, np.random.default_rng(11), bias=0.6)).trust
+    trust = rated(drawn([0.0, 0.0], 400, 11, nu=0.5, bias=0.6)).trust
     share = 1 / (1 + np.exp(-0.6))
     assert trust.first_wins.low is not None and trust.first_wins.high is not None
     assert 0.5 < trust.first_wins.low < share < trust.first_wins.high < 0.75
 
 
-def test_bias_needs_both_orders() -> None:
-    games = [one("a", "b", "won" if q % 3 else "lost", str(q)) for q in range(20)]
+def test_agreement_and_bias_use_pairs_in_both_orders() -> None:
+    games = match("a", "b", 13, 7)
     assert rated(games).trust.both == 0 and "no pair of answers was judged in both orders" in told(games)
-
-
-def test_agreement_uses_pairs_in_both_orders() -> None:
     games = [one("a", "b", "won", "1"), one("a", "b", "none", "1", order_ab=False), one("a", "b", "won", "2"),
              one("b", "a", "lost", "2"), one("a", "b", "lost", "3")]  # fmt: skip
     trust = rated(games).trust
@@ -348,8 +314,8 @@ def test_pair_counts_ignore_the_order_of_models() -> None:
 
 
 def test_dimensions_are_rated_separately() -> None:
-    helpful = planted([0.0, 1.0], 0.4, 40, np.random.default_rng(12))
-    harmless = [replace(g, dimension="harmlessness") for g in planted([1.0, 0.0], 0.4, 40, np.random.default_rng(13))]
+    helpful = drawn([0.0, 1.0], 40, 12)
+    harmless = [replace(g, dimension="harmlessness") for g in drawn([1.0, 0.0], 40, 13)]
     both = rate([g for pair in zip(helpful, harmless, strict=True) for g in pair], FEW).dimensions
     assert [found.name for found in both] == ["helpfulness", "harmlessness"]
     assert [found.reference for found in both] == ["m0", "m1"]

@@ -10,29 +10,22 @@ from evoalign.analysis.judge.asking import RUBRICS, draw_mark, prompt_of, rubric
 MARK = "0a1b2c3d"
 
 
+V = f"verdict {MARK}:"
+
+
 @pytest.mark.parametrize(
     ("reply", "scores"),
     [
-        (f"Fine.\nverdict {MARK}: 7 4", (7.0, 4.0)),
-        (f"verdict {MARK}: 10 1\n\n", (10.0, 1.0)),
-        (f"Well.\n  verdict {MARK}: 7.5 8  ", (7.5, 8.0)),
-        (f"verdict {MARK}: 7 4\nI repeat:\nverdict {MARK}: 7 4", (7.0, 4.0)),
-        (f"verdict {MARK}: 7 4\nverdict {MARK}: 4 7", None),
-        (f"verdict {MARK}: 7 4\nThat is all.", None),
-        (f"I say verdict {MARK}: 7 4", None),
-        (f"verdict {MARK}: 7 4.", None),
-        (f"verdict {MARK}: 0 4", None),
-        (f"verdict {MARK}: 11 4", None),
-        (f"verdict {MARK}: 7.25 4", None),
-        (f"verdict {MARK}: 7", None),
-        (f"verdict {MARK}: 7 4 5", None),
-        (f"verdict {MARK}: ７ ４", None),
-        (f"**verdict {MARK}: 7 4**", None),
-        ("verdict deadbeef: 10 1", None),
-        ("verdict: 10 1", None),
-        ("7 4", None),
-        ("", None),
-        (f"verdict {MARK}: SCORE1 SCORE2", None),
+        (f"Fine.\n{V} 7 4", (7.0, 4.0)),
+        (f"{V} 10 1\n\n", (10.0, 1.0)),
+        (f"Well.\n  {V} 7.5 8  ", (7.5, 8.0)),
+        (f"{V} 7 4\nI repeat:\n{V} 7 4", (7.0, 4.0)),
+        *(
+            (f"{V} {scores}", None)
+            for scores in ("7 4.", "0 4", "11 4", "7.25 4", "7", "7 4 5", "７ ４", "SCORE1 SCORE2")
+        ),
+        *((reply, None) for reply in (f"{V} 7 4\n{V} 4 7", f"{V} 7 4\nThat is all.", f"I say {V} 7 4", f"**{V} 7 4**")),
+        *((reply, None) for reply in ("verdict deadbeef: 10 1", "verdict: 10 1", "7 4", "")),
     ],
 )
 def test_verdict_reads_the_last_line(reply: str, scores: tuple[float, float] | None) -> None:
@@ -51,22 +44,18 @@ ATTACKS = (
 
 @pytest.mark.parametrize("answer", ATTACKS)
 def test_verdict_ignores_verdicts_in_answers(answer: str) -> None:
-    """A judge that ends with a quotation, or does nothing but quote, gave no verdict."""
-    mark = draw_mark(answer, "other")
+    """A judge that ends with a quotation, or does nothing but quote, gave no verdict. Answers are between marks."""
+    mark = draw_mark("question", answer, "other")
     for reply in (answer, f"Answer 1 says:\n{answer}", f"verdict {mark}: 3 8\nThough answer 1 ends with:\n{answer}"):
         assert verdict(reply, mark) is None
     assert verdict(f"Answer 1 says:\n{answer}\nverdict {mark}: 3 8", mark) == (3.0, 8.0)
-
-
-@pytest.mark.parametrize("dimension", RUBRICS)
-@pytest.mark.parametrize("answer", ATTACKS)
-def test_prompt_encloses_answers_in_marks(dimension: str, answer: str) -> None:
-    mark = draw_mark("question", answer, "other")
-    prompt = prompt_of(dimension, "question", answer, "other", mark)
-    inside = f"=== question {mark} ===\nquestion\n=== answer 1 {mark} ===\n{answer}\n=== answer 2 {mark} ===\nother\n"
-    assert prompt.count(inside + f"=== end {mark} ===") == 1
-    assert prompt.endswith(f"verdict {mark}: SCORE1 SCORE2") and RUBRICS[dimension] in prompt
-    assert prompt.replace(answer, "").count(mark) == prompt.count(mark)
+    parts = {"question": "question", "answer 1": answer, "answer 2": "other"}
+    inside = "".join(f"=== {name} {mark} ===\n{text}\n" for name, text in parts.items())
+    for dimension, rubric in RUBRICS.items():
+        prompt = prompt_of(dimension, "question", answer, "other", mark)
+        assert prompt.count(inside + f"=== end {mark} ===") == 1
+        assert prompt.endswith(f"verdict {mark}: SCORE1 SCORE2") and rubric in prompt
+        assert prompt.replace(answer, "").count(mark) == prompt.count(mark)
 
 
 def test_draw_mark_is_random_and_not_in_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,11 @@ import numpy as np
 
 from evoalign.analysis.judge.judgments import Judgment
 
+RUBRIC = "helpfulness"
 SCORES = {"won": (8.0, 3.0), "lost": (3.0, 8.0), "tied": (5.0, 5.5), "none": None}
 
 
-def one(
-    a: str, b: str, came: str, question: str = "q", *, order_ab: bool = True, dimension: str = "helpfulness"
-) -> Judgment:
+def one(a: str, b: str, came: str, question: str = "q", *, order_ab: bool = True, dimension: str = RUBRIC) -> Judgment:
     """What came of a's answer beside b's."""
     return Judgment(a, b, dimension, question, SCORES[came], order_ab)
 
@@ -40,11 +40,7 @@ def planted(
 
 def row(judgment: Judgment) -> dict[str, Any]:
     """As a line of a file has it."""
-    return {
-        "model_a": judgment.model_a, "model_b": judgment.model_b, "dimension": judgment.dimension,
-        "question": judgment.question, "scores": None if judgment.scores is None else list(judgment.scores),
-        "order_ab": judgment.order_ab, "raw": judgment.raw,
-    }  # fmt: skip
+    return asdict(judgment)
 
 
 def written(path: Path, rows: Iterable[Any]) -> Path:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import charts, curves, page
 from evoalign.analysis.page.charts import Chart, Series
-from evoalign.analysis.page.view import Analysed, Completion, Measure, Pair, Picture, Placebos, View
+from evoalign.analysis.page.view import Analysed, Measure, Pair, Picture, Placebos, View
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS, Ends, Words
 from evoalign.statistics import Estimate
 
@@ -65,10 +66,8 @@ class Read(HTMLParser):
 
     def __init__(self, source: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.scripts: list[str] = []
-        self.words: list[str] = []
+        self.tags, self.scripts, self.words = list[str](), list[str](), list[str]()
+        self.attributes = list[tuple[str, str, str]]()
         self._within = ""
         self.feed(source)
 
@@ -84,15 +83,22 @@ class Read(HTMLParser):
         (self.scripts if self._within == "script" else self.words).append(data)
 
 
+def embedded(source: str) -> list[dict[str, Any]]:
+    """The completions of the first run, as the script reads them."""
+    return json.loads(Read(source).scripts[0])[0]["rows"]
+
+
+def part(source: str, name: str) -> str:
+    return source.split(f'id="{name}"', 1)[1].split("</section>", 1)[0]
+
+
 def test_nothing_hostile_becomes_markup() -> None:
     plain, hostile = Read(page.render([view()])), Read(page.render([view(name=HOSTILE, said=HOSTILE)]))
     assert sorted(set(hostile.tags)) == sorted(set(plain.tags))
     assert hostile.tags.count("script") == plain.tags.count("script") == 2
     assert not [name for _, name, _ in hostile.attributes if name.startswith("on")]
-    assert not [
-        value for _, name, value in hostile.attributes if name == "href" and not value.startswith(("#", "data:,"))
-    ]
-    assert "alert(1)" in "".join(hostile.words)
+    links = [value for _, name, value in hostile.attributes if name == "href"]
+    assert all(value.startswith(("#", "data:,")) for value in links) and "alert(1)" in "".join(hostile.words)
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u202e", "\u2066", "\0", "\x1b", "\ud800", "\r"])
@@ -102,13 +108,9 @@ def test_what_is_not_seen_is_written_out(character: str) -> None:
     source.encode("utf-8")
     shown = character.encode("unicode_escape", "backslashreplace").decode()
     assert f"a{shown}b" in source
-    data = json.loads(Read(source).scripts[0])
-    assert data[0]["rows"][0]["a"]["t"] == f"a{shown}b"
-
-
-def test_lines_of_a_completion_stay_lines() -> None:
-    found = json.loads(Read(page.render([view(completions=[pair(0, after="one\ntwo\tthree")])])).scripts[0])
-    assert found[0]["rows"][0]["a"]["t"] == "one\ntwo\\tthree"
+    assert embedded(source)[0]["a"]["t"] == f"a{shown}b"
+    found = embedded(page.render([view(completions=[pair(0, after="one\ntwo\tthree")])]))
+    assert found[0]["a"]["t"] == "one\ntwo\\tthree", "lines stay lines"
 
 
 def test_the_policy_allows_the_page_s_own_script_and_style_alone() -> None:
@@ -134,49 +136,37 @@ def test_warnings_come_first_and_alarms_before_them() -> None:
 
 
 def test_settings_that_differ_come_first() -> None:
-    def one(name: str, sigma: str) -> View:
-        settings = {"es.sigma": sigma, "es.shaping": "ranks", "seed": "0"}
-        return view(name, settings=settings, defaults={"es.sigma": "1", "es.shaping": "zscore", "seed": "0"})
-
-    source = page.render([one("a", "2"), one("b", "3")])
-    part = source.split('id="settings"', 1)[1].split("</section>")[0]
-    assert part.index("es.sigma") < part.index("not the default") < part.index("es.shaping") < part.index("<details")
-    assert part.index("<details") < part.index("seed")
+    defaults = {"es.sigma": "1", "es.shaping": "zscore", "seed": "0"}
+    settings = [{**defaults, "es.sigma": sigma, "es.shaping": "ranks"} for sigma in "23"]
+    views = [view(f"run{i}", settings=own, defaults=defaults) for i, own in enumerate(settings)]
+    found = part(page.render(views), "settings")
+    places = [found.index(text) for text in ("es.sigma", "not the default", "es.shaping", "<details", "seed")]
+    assert places == sorted(places)
 
 
-def test_parts_without_anything_are_left_out() -> None:
+def test_parts_without_anything_are_left_out_and_names_of_several_runs_are_over_each() -> None:
     source = page.render([View("empty", "empty")])
     assert 'id="placebo"' not in source and 'id="time"' not in source and 'id="warnings"' in source
     assert "No completions" in source
-
-
-def test_names_of_several_runs_stand_over_each() -> None:
     source = page.render([view("one"), view("two"), view("three"), view("four")])
-    assert "<h3>one</h3>" in source and "one and 3 more runs" in source
-    assert "run by run" in source
-
-
-def part(source: str, name: str) -> str:
-    return source.split(f'id="{name}"', 1)[1].split("</section>", 1)[0]
+    assert "<h3>one</h3>" in source and "one and 3 more runs" in source and "run by run" in source
 
 
 def test_a_run_without_placebos_beside_one_that_has_some_says_why() -> None:
-    views = [
-        view("one"),
-        view("two", method="GRPO", placebos=None),
-        view("three", state="unfinished", placebos=None),
-        view("four", placebos=None),
-    ]
+    views = [view("one"), view("two", method="GRPO", placebos=None), view("four", placebos=None),
+             view("three", state="unfinished", placebos=None)]  # fmt: skip
     said = part(page.render(views), "placebo")
     assert "GRPO keeps no journal" in said and "the run has not ended" in said and "evoalign placebo plain" in said
     assert "Nothing." not in page.render([*views, View("five", "five")])
 
 
-def test_the_test_split_has_three_digits() -> None:
+def test_the_test_split_has_three_digits_and_heads() -> None:
     found = [Measure("reward", 0.123456, 0.234567, (0.111111, 0.0012345, 0.221333)), Measure("tokens", 1234.56, 999.7)]
     said = part(page.render([view(measures=found)]), "results")
     for cell in ("0.123", "0.235", "+0.111", "+0.00123 to +0.221", "1,235", "1,000", "-235"):
         assert f">{cell}</td>" in said, cell
+    said = part(page.render([view(measures=[Measure("<i>", 1.0, 2.0)])]), "results")
+    assert "<i>" not in said and 'scope="col"' in said and 'scope="row"' in said and "<caption>" in said
 
 
 def test_the_moving_mean_is_the_strong_line_of_a_long_run() -> None:
@@ -185,20 +175,12 @@ def test_the_moving_mean_is_the_strong_line_of_a_long_run() -> None:
     assert "moving mean over 5" in said and said.index('class="faint c0"') < said.index('class="line c0"')
     points = [(float(i), float(i % 2)) for i in range(40)]
     smooth = [y for _, y in curves.moving(points)]
-    expected = [
-        sum(p[1] for p in points[max(0, i - 2) : i + 3]) / len(points[max(0, i - 2) : i + 3]) for i in range(40)
-    ]
-    assert smooth == pytest.approx(expected)
+    windows = [points[max(0, i - 2) : i + 3] for i in range(40)]
+    assert smooth == pytest.approx([sum(y for _, y in window) / len(window) for window in windows])
     gaps = [(float(i), None if i < 30 else math.nan if i < 35 else 1.0) for i in range(40)]
     assert [y for _, y in curves.moving(gaps)] == [None] * 33 + [1.0] * 7
     assert curves.moving(points[:19]) == points[:19]
     assert "moving mean" not in part(page.render([view()]), "curves")
-
-
-def test_runs_beside_each_other_share_an_axis_that_is_explained() -> None:
-    said = part(page.render([view("one"), view("two")]), "curves")
-    assert "mean reward while training" in said and "fitness while training" not in said
-    assert "may take more completions than another" in said
 
 
 def path_of(source: str, title: str) -> list[tuple[float, float]]:
@@ -231,6 +213,8 @@ def test_what_the_objectives_of_several_runs_keep_is_drawn_together() -> None:
 
     views = [one("first", price=1.0), one("second", GRPO_WORDS, price=2.0, own=0.0), one("third")]
     said = part(page.render(views), "curves")
+    assert "mean reward while training" in said and "fitness while training" not in said, "they share an axis"
+    assert "may take more completions than another" in said
     title = "Kept by the objective: price, run by run, of safety"
     together = said.split(f"<figcaption>{title}", 1)[1].split("</figure>", 1)[0]
     assert "generation or step" in together
@@ -250,33 +234,28 @@ def test_headings_go_down_by_one() -> None:
 
 
 def test_300_generations_and_500_examples_are_under_5_mb() -> None:
-    rows = [row(i) for i in range(300)]
     said = [pair(i, before="word " * 200, after="word " * 150, prompt="ask " * 60) for i in range(500)]
-    source = page.render([view(rows=rows, completions=said, analyses=[])])
-    assert len(source.encode()) < 5_000_000
-    assert len(json.loads(Read(source).scripts[0])[0]["rows"]) == 500
+    source = page.render([view(rows=[row(i) for i in range(300)], completions=said, analyses=[])])
+    assert len(source.encode()) < 5_000_000 and len(embedded(source)) == 500
 
 
-def test_all_completions_are_in_it_and_at_least_200_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, notes = page.embedded([view(completions=[pair(i, after="x" * 25_000) for i in range(250)])])
-    found = json.loads(Read(source).scripts[0])[0]["rows"]
-    assert len(found) == 250 and "cut to" in notes[0]
-    monkeypatch.setattr(page, "MOST_BYTES", 300_000)
-    source, notes = page.embedded([view(completions=[pair(i, after="<" * 2_000) for i in range(500)])])
-    found = json.loads(Read(source).scripts[0])[0]["rows"]
-    assert len(found) == 200 and "200 of the 500" in notes[0]
+@pytest.mark.parametrize(
+    ("room", "count", "text", "kept", "note"),
+    [(None, 250, "x" * 25_000, 250, "cut to"), (300_000, 500, "<" * 2_000, 200, "200 of the 500")],
+)
+def test_all_completions_are_in_it_and_at_least_200_however_long(
+    room: int | None, count: int, text: str, kept: int, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "MOST_BYTES", room or page.MOST_BYTES)
+    source, notes = page.embedded([view(completions=[pair(i, after=text) for i in range(count)])])
+    assert len(embedded(source)) == kept and note in notes[0]
 
 
-def test_an_analysis_that_says_much_is_folded() -> None:
+def test_analyses_that_say_much_are_folded_and_have_ids_of_their_own() -> None:
     many = Analysed("many", [f"sentence {i}." for i in range(12)], "{}")
-    source = page.render([view(analyses=[])], shared=[many])
-    shown, _, folded = source.split('id="analyses"', 1)[1].partition("<details")
+    shown, _, folded = part(page.render([view(analyses=[])], shared=[many]), "analyses").partition("<details")
     assert "sentence 7." in shown and "sentence 8." not in shown
     assert "4 more sentences" in folded and "sentence 11." in folded
-
-
-def test_analyses_of_one_name_have_ids_of_their_own() -> None:
-    many = Analysed("x", [f"sentence {i}." for i in range(12)], "{}")
     source = Read(page.render([view(analyses=[many, many])], shared=[many, many]))
     ids = [value for _, name, value in source.attributes if name == "id"]
     assert len(ids) == len(set(ids)) and "numbers-0-1" in ids
@@ -313,25 +292,16 @@ def test_a_number_that_no_chart_holds_leaves_a_gap() -> None:
 
 def test_a_chart_is_where_its_numbers_are() -> None:
     drawn = svg((0, 0.0), (10, 5.0), (20, 10.0))
-    first = re.search(r'<path d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)" class="line', drawn)
-    assert first
-    x0, y0, x1, y1, x2, y2 = map(float, first.groups())
-    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+    first, *_ = re.findall(r'<path d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)" class="line', drawn)
+    x0, y0, x1, y1, x2, y2 = map(float, first)
+    assert (x1, y1) == pytest.approx(((x0 + x2) / 2, (y0 + y2) / 2), abs=0.1)
     assert y0 > y1 > y2  # upwards
     assert 'role="img"' in drawn and 'aria-label="t"' in drawn
 
 
-def test_long_lines_are_thinned_and_keep_their_end() -> None:
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-80.0, 0.3), (1e-9, 2e-9), (1e9, 1e9 + 1), (-1e200, 1e200)])
+def test_ticks_and_points_of_long_lines_are_few(low: float, high: float) -> None:
     series = charts.thinned(Series("s", [(i, float(i)) for i in range(5000)]))
     assert len(series.points) <= charts.MOST_POINTS + 1 and series.points[-1] == (4999, 4999.0)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-80.0, 0.3), (1e-9, 2e-9), (1e9, 1e9 + 1), (-1e200, 1e200)])
-def test_ticks_are_few_and_within(low: float, high: float) -> None:
     found = charts.ticks(low, high, 6)
     assert 1 <= len(found) <= 8 and all(low - 1e-6 * (high - low) <= t <= high + 1e-6 * (high - low) for t in found)
-
-
-def test_tables_have_heads() -> None:
-    source = part(page.render([view(measures=[Measure("<i>", 1.0, 2.0)])]), "results")
-    assert "<i>" not in source and 'scope="col"' in source and 'scope="row"' in source and "<caption>" in source

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from command_line import Run, caller
-from copied_runs import copy_run, edit, real_run
+from copied_runs import copy_run, edit
 from markupsafe import escape
 from rich.console import Console
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import analysis
@@ -24,26 +27,23 @@ from evoalign.analysis import Finding
 from evoalign.analysis.compare.runs import find_in_order
 from evoalign.analysis.page import page
 from evoalign.analysis.page.run import names_of, stamp, views_of, write_report
+from evoalign.analysis.page.view import View
+from evoalign.analysis.runs import _with_page
 from evoalign.checks import diagnosis
 from evoalign.config import load
 from evoalign.placebos import estimates
 from evoalign.placebos import file as placebo_file
-from evoalign.report.figures import canvas, save
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import config_hash
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six generations, evaluated on the way."""
-    return real_run(tmp_path_factory.mktemp("report") / "done", steps=6, every=3)
+from evoalign.statistics import mean
+from evoalign.training.result import Result
 
 
 @pytest.fixture
-def run(done: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(done, tmp_path / "run"))
+def run(source: Path, tmp_path: Path) -> Path:
+    """A copy of a run of six generations, evaluated on the way."""
+    return Path(shutil.copytree(source, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -52,154 +52,142 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return caller(monkeypatch, capsys)
 
 
+def view_of(run: Path) -> View:
+    return views_of([run])[0]
+
+
 def shown(run: Path) -> str:
     return page.render(views_of([run]))
 
 
-# --- the end of a run -----------------------------------------------------------------------------------------------
+def section(file: Path, name: str) -> str:
+    return file.read_text().split(f'id="{name}"', 1)[1].split("</section>", 1)[0]
 
 
-def test_a_run_writes_its_report(done: Path) -> None:
-    source = (done / "report.html").read_text()
-    result = json.loads((done / "results/evaluation.json").read_text())
-    rows = parquet.read(done / "results/completions/after.parquet")
-    (found,) = json.loads(source.split('id="completions-data">', 1)[1].split("</script>", 1)[0])
+def completions(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text().split('id="completions-data">', 1)[1].split("</script>", 1)[0])
+
+
+def edit_result(run: Path, **changes: Any) -> None:
+    """Change results/evaluation.json; dictionaries are merged, and None removes an entry."""
+
+    def change(tree: dict[str, Any]) -> dict[str, Any]:
+        new = {k: {**tree.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+        return {k: v for k, v in {**tree, **new}.items() if v is not None}
+
+    edit(run / "results/evaluation.json", change)
+
+
+def test_a_run_writes_its_report(source: Path) -> None:
+    file = source / "report.html"
+    result = json.loads((source / "results/evaluation.json").read_text())
+    rows = parquet.read(source / "results/completions/after.parquet")
+    (found,) = completions(file)
     assert len(found["rows"]) == len(rows) > 1
     assert [row["a"]["r"] for row in found["rows"]] == [row["reward"] for row in rows]
-    assert f"{result['before']['reward']:.4g} -&gt; {result['after']['reward']:.4g}" in source
-    assert "generation 6 of 6" in source and "lora.target_layers" in source
-    assert "Nothing alarms" in source or 'class="warnings"' in source
+    text = file.read_text()
+    assert f"{result['before']['reward']:.4g} -&gt; {result['after']['reward']:.4g}" in text
+    assert "generation 6 of 6" in text and "lora.target_layers" in text
+    assert "Nothing alarms" in text or 'class="warnings"' in text
 
 
-def quick(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
+def train(folder: Path, printed: io.StringIO, generations: int = 1, **options: Any) -> Result:
+    """Train, or resume what is there."""
+    config = {
         "output_dir": str(folder),
-        "es": {"num_generations": 1, "population_size": 2, "sigma": 0.05, "learning_rate": 0.02},
+        "es": {"num_generations": generations, "population_size": 2, "sigma": 0.05, "learning_rate": 0.02},
         "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]}, "evaluation": {"max_tokens": 2},
-        "checks": {"control_every": 0, "canary_every": 0, "placebo": 0, "perplexity": False}, **more,
+        "checks": UNCHECKED, "report": options.pop("report", True),
     }  # fmt: skip
+    return evoalign.train(config, resume=folder.exists(), console=Console(file=printed, width=200), **options)
 
 
 def test_report_false_writes_none_and_is_the_same_run(tmp_path: Path) -> None:
-    evoalign.train(quick(tmp_path / "run", report=False), console=Console(file=io.StringIO()))
+    train(tmp_path / "run", io.StringIO(), report=False)
     assert (tmp_path / "run/SHA256SUMS").is_file() and not (tmp_path / "run/report.html").exists()
     config = load(tmp_path / "run/config.yaml")
     assert not config.report
     assert config_hash(config) == config_hash(config.model_copy(update={"report": True}))
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), ValueError("a mistake\nof ours"), RecursionError()])
-def test_a_report_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(page, "render", fail)
-    told = io.StringIO()
-    result = evoalign.train(quick(tmp_path / "run"), console=Console(file=told, width=200))
-    assert result.saved.is_dir() and (tmp_path / "run/SHA256SUMS").is_file()
-    assert not list((tmp_path / "run").glob("*report*"))
-    assert "warning: report.html was not written" in told.getvalue() and "evoalign report" in told.getvalue()
-
-
-def test_only_the_first_process_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    result = evoalign.train(quick(tmp_path / "run"), console=Console(file=io.StringIO()))
-    assert result.saved.is_dir() and not (tmp_path / "run/report.html").exists()
-
-
-def test_train_raises_keyboard_interrupt_while_the_page_is_written(
+def test_a_report_is_the_first_process_s_of_the_latest_end_and_its_failure_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
+    run, file, printed = tmp_path / "run", tmp_path / "run/report.html", io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "render", Mock(side_effect=OSError("disk full")))
+        result = train(run, printed)
+        ended = _with_page(lambda console: result)
+        for error in (ValueError("a mistake\nof ours"), RecursionError()):
+            patch.setattr(page, "render", Mock(side_effect=error))
+            ended(console=Console(file=printed, width=200))
+        patch.setattr(page, "render", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ended(console=Console(file=printed))
+    assert result.saved.is_dir() and (run / "SHA256SUMS").is_file() and not list(run.glob("*report*"))
+    assert printed.getvalue().count("warning: report.html was not written") == 3
+    assert printed.getvalue().count("; to write it: evoalign report") == 3
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        ended(console=Console(file=printed))
+    assert not file.exists()
+    ended(console=Console(file=printed))
+    assert "generation 1 of 1" in file.read_text()
+    there = list[bool]()
+    train(run, printed, 2, on_generation=lambda _: there.append(file.exists()))
+    assert there == [False] and "generation 2 of 2" in file.read_text(), "none of its earlier end"
 
-    monkeypatch.setattr(page, "render", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        evoalign.train(quick(tmp_path / "run"), console=Console(file=io.StringIO()))
 
-
-def test_a_run_that_goes_on_has_no_report_of_its_earlier_end(tmp_path: Path) -> None:
-    evoalign.train(quick(tmp_path / "run"), console=Console(file=io.StringIO()))
-    assert "generation 1 of 1" in (tmp_path / "run/report.html").read_text()
-    more, there = quick(tmp_path / "run"), list[bool]()
-    more["es"]["num_generations"] = 2
-    evoalign.train(
-        more, resume=True, console=Console(file=io.StringIO()),
-        on_generation=lambda _: there.append((tmp_path / "run/report.html").exists()),
-    )  # fmt: skip
-    assert there == [False] and "generation 2 of 2" in (tmp_path / "run/report.html").read_text()
-
-
-def test_a_report_costs_little(done: Path, tmp_path: Path) -> None:
+def test_a_report_costs_little(run: Path) -> None:
     """Of what a small run takes: a test's every training writes one."""
-    run = Path(shutil.copytree(done, tmp_path / "copy"))
     start = time.process_time()
     write_report(run)
     assert time.process_time() - start < 0.5
 
 
-# --- what is in it --------------------------------------------------------------------------------------------------
-
-
-def test_the_diagnosis_is_the_run_s_own(done: Path) -> None:
-    config, rows = load(done / "config.yaml"), RunDir(done).read_metrics()
+def test_the_diagnosis_and_intervals_are_the_run_s_own(source: Path) -> None:
+    config, rows = load(source / "config.yaml"), RunDir(source).read_metrics()
     own = diagnosis.summary(diagnosis.history_of([rows[i] for i in range(6)], config, deterministic=True))
-    (view,) = views_of([done])
+    view = view_of(source)
     assert list(view.diagnosis)[1:] == [line for line in own if not line.startswith("warning")]
     assert "on the test split the reward" in view.diagnosis[0]
     assert "; this is on the same test examples" in view.diagnosis[0], "the training fitness may say otherwise"
-
-
-def test_the_intervals_are_those_of_the_statistics(done: Path) -> None:
-    from evoalign.statistics import mean
-
-    (view,) = views_of([done])
-    rewards = [row["reward"] for row in parquet.read(done / "results/completions/before.parquet")]
+    rewards = [row["reward"] for row in parquet.read(source / "results/completions/before.parquet")]
     assert view.ends["test"].before == mean(rewards)
 
 
-def test_results_without_checksums_are_a_warning(run: Path) -> None:
-    (run / "SHA256SUMS").unlink()
-    (view,) = views_of([run])
+def test_what_is_wrong_with_results_is_a_warning_or_an_alarm(run: Path) -> None:
+    (run / "SHA256SUMS").rename(run / "aside")
+    view = view_of(run)
     assert any("not verified" in line for line in view.warnings) and not view.alarms
+    edit_result(run, placebo=None)
+    assert "evoalign placebo" in view_of(run).beside[0], "the drift is not known"
+    (run / "aside").rename(run / "SHA256SUMS")
+    edit_result(run, after={"reward": 99.0})
+    assert any("altered" in line for line in view_of(run).alarms)
+    edit_result(run, alarms={"verdict": "likely hacked", "reasons": ["90% are empty"]})
+    alarms = view_of(run).alarms
+    assert alarms[0].startswith("likely hacked") and "90% are empty" in alarms[0]
 
 
-def test_an_altered_result_is_an_alarm(run: Path) -> None:
-    edit(run / "results/evaluation.json", lambda tree: {**tree, "after": {**tree["after"], "reward": 99.0}})
-    (view,) = views_of([run])
-    assert any("altered" in line for line in view.alarms)
-
-
-def test_a_hacked_run_says_so_first(run: Path) -> None:
-    alarms = {"verdict": "likely hacked", "reasons": ["90% are empty"]}
-    edit(run / "results/evaluation.json", lambda tree: {**tree, "alarms": {**tree["alarms"], **alarms}})
-    (view,) = views_of([run])
-    assert view.alarms[0].startswith("likely hacked") and "90% are empty" in view.alarms[0]
-
-
-def test_placebos_stand_beside_the_gain(run: Path) -> None:
-    split = estimates.split([0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2], [[0.1, 0.2, 0.3, 0.1], [0.2, 0.1, 0.4, 0.2]])
-    kept = {"generation": 6, "seeds": [0, 1], "reward": split.as_dict(), "measures": {"reward": split.mean}}
-    edit(run / "results/evaluation.json", lambda tree: {**tree, "placebo": kept})
-    (view,) = views_of([run])
-    assert view.placebos is not None and view.placebos.placebos == split.placebos
-    assert view.placebos.lines[0] == estimates.sentence(split) and view.beside[0] == estimates.sentence(split)
-    assert view.measures[0].placebo == split.mean
-
-
-def test_the_column_of_placebos_is_of_those_that_are_drawn(run: Path) -> None:
-    """Of more that `evoalign placebo` measured, and not of the few of the run's end beside them."""
+def test_placebos_are_shown_next_to_the_gain(run: Path) -> None:
+    """Of more that `evoalign placebo` measured the column is of those, not of the few of the run's end."""
     before, real = [0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2]
-    few, many = estimates.split(before, real, [[0.1] * 4]), estimates.split(before, real, [[0.3] * 4, [0.5] * 4])
-    tree = {"generation": 6, "seeds": [0], "reward": few.as_dict(), "measures": {"reward": 0.1, "tokens": 1.0}}
-    edit(run / "results/evaluation.json", lambda old: {**old, "placebo": tree})
-    distance = estimates.Distances(1.0, None, (1.0,))
-    found = estimates.Placebos(6, (0, 1), many, distance, {"reward": 0.4, "tokens": 2.0})
+    few = estimates.split(before, real, [[0.1, 0.2, 0.3, 0.1], [0.2, 0.1, 0.4, 0.2]])
+    measures = {"reward": few.mean, "tokens": 1.0}
+    edit_result(run, placebo={"generation": 6, "seeds": [0, 1], "reward": few.as_dict(), "measures": measures})
+    view = view_of(run)
+    assert view.placebos is not None and view.placebos.placebos == few.placebos
+    assert view.placebos.lines[0] == estimates.sentence(few) and view.beside[0] == estimates.sentence(few)
+    assert view.measures[0].placebo == few.mean
+    many = estimates.split(before, real, [[0.3] * 4, [0.5] * 4, [0.1] * 4])
+    found = estimates.Placebos(6, (0, 1, 2), many, estimates.Distances(1.0, None, (1.0,)),
+                                     {"reward": 0.4, "tokens": 2.0})  # fmt: skip
     placebo_file.write(run, load(run / "config.yaml"), found)
-    (view,) = views_of([run])
-    assert view.placebos is not None and len(view.placebos.placebos) == 2
+    view = view_of(run)
+    assert view.placebos is not None and len(view.placebos.placebos) == 3
     assert {m.name: m.placebo for m in view.measures if m.placebo is not None} == {"reward": 0.4, "tokens": 2.0}
-    assert "mean of 2 placebos" in shown(run)
+    assert "mean of 3 placebos" in shown(run)
 
 
 def test_the_page_says_when_it_was_made_and_what_was_not_there(run: Path, go: Run) -> None:
@@ -215,18 +203,12 @@ def test_the_page_says_when_it_was_made_and_what_was_not_there(run: Path, go: Ru
     assert elsewhere.code == 0 and "writes it anew" not in elsewhere.out
 
 
-def test_without_placebos_it_is_said_that_drift_is_not_known(run: Path) -> None:
-    edit(run / "results/evaluation.json", lambda tree: {k: v for k, v in tree.items() if k != "placebo"})
-    (view,) = views_of([run])
-    assert "evoalign placebo" in view.beside[0]
-
-
 def test_a_run_that_is_being_trained_is_shown_as_far_as_it_is(run: Path) -> None:
     for name in ("results/evaluation.json", "SHA256SUMS", "results/completions/after.parquet"):
         (run / name).unlink()
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])  # in mid-write
-    (view,) = views_of([run])
+    view = view_of(run)
     assert (view.state, view.steps, view.total, len(view.rows)) == ("unfinished", 3, 6, 3)
     assert view.completions[0].after is None and view.completions[0].before is not None
     assert not view.alarms and "not finished" in shown(run)
@@ -234,41 +216,23 @@ def test_a_run_that_is_being_trained_is_shown_as_far_as_it_is(run: Path) -> None
 
 def test_of_a_run_of_grpo(run: Path, tmp_path: Path) -> None:
     copy_run(run, tmp_path / "grpo", method="grpo")
-    (view,) = views_of([tmp_path / "grpo"])
+    view = view_of(tmp_path / "grpo")
     assert view.method == "GRPO" and view.words.unit == "step"
     assert [line for line in view.diagnosis if "on the test split" in line] == list(view.diagnosis)
     assert "go by this" not in view.diagnosis[0], "nothing else is said"
     assert not any(key.startswith("es.") for key in view.settings) and "grpo.max_steps" in view.settings
 
 
-class Drawn(Finding):
-    def draw(self, folder: Path) -> list[Path]:
-        figure = canvas(2, 1)
-        save(figure, folder / "odd_name.png")
-        (folder / "odd_name.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
-        return [folder / "odd_name.png", folder / "odd_name.svg"]
-
-
-def test_each_analysis_that_is_there_is_shown(run: Path) -> None:
-    folder = run / "analysis"
-    folder.mkdir()
-    Drawn({"x": [1, 2]}, ["All are short."]).write(folder, "lengths")
-    Finding({"y": 1}, ["Nothing to draw."]).write(folder, "another")
-    (view,) = views_of([run])
-    assert [found.name for found in view.analyses] == ["another", "lengths"]
-    assert [p.kind for p in view.analyses[1].pictures] == ["svg+xml"] and not view.analyses[0].pictures
-    source = shown(run)
-    assert "All are short." in source and "data:image/svg+xml;base64," in source and "alt=" in source
-
-
 NEW = """
 from pathlib import Path
 from evoalign.analysis.base import Analysis, Finding, NoSettings
+from evoalign.report.figures import canvas, save
 
 class Drawn(Finding):
     def draw(self, folder):
         (folder / "points.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
-        return [folder / "points.svg"]
+        save(canvas(2, 1), folder / "points.png")
+        return [folder / "points.png", folder / "points.svg"]
 
 class Generations(Analysis[NoSettings]):
     name = "generations"
@@ -292,9 +256,13 @@ def test_a_new_analysis_is_one_file_that_the_command_line_and_the_report_find(
     assert "Count generations." in go("analyze").out
     done = go("analyze", "generations", run, "--to", run / "analysis")
     assert (done.code, done.err) == (0, "") and "6 generations in all." in done.out
+    Finding({"y": 1}, ["Nothing to draw."]).write(run / "analysis", "another")
+    found = {one.name: [picture.kind for picture in one.pictures] for one in view_of(run).analyses}
+    assert list(found.items()) == [("another", []), ("generations", ["svg+xml"])]
     assert go("report", run).code == 0
-    part = (run / "report.html").read_text().split('id="analyses"', 1)[1].split("</section>", 1)[0]
-    assert "<h3>generations</h3>" in part and "6 generations in all." in part and "data:image/svg+xml" in part
+    part = section(run / "report.html", "analyses")
+    assert "<h3>generations</h3>" in part and "6 generations in all." in part
+    assert "data:image/svg+xml;base64," in part and "alt=" in part and "Nothing to draw." in part
 
 
 def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path, tmp_path: Path, go: Run) -> None:
@@ -303,7 +271,7 @@ def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path,
     assert go("analyze", "distance", run, tmp_path / "other", "--to", "both").code == 0
     done = go("report", run, tmp_path / "other", "--analyses", "both", "--to", "page.html")
     assert (done.code, done.err) == (0, "")
-    part = (tmp_path / "page.html").read_text().split('id="analyses"', 1)[1].split("</section>", 1)[0]
+    part = section(tmp_path / "page.html", "analyses")
     summary = json.loads((tmp_path / "both/comparison.json").read_text())["summary"]
     assert (
         part.index("<h3>comparison</h3>") < part.index(str(escape(summary[0]))) < part.index("data:image/png;base64,")
@@ -314,30 +282,20 @@ def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path,
     assert "holds no analysis" in go("report", run, "--analyses", run / "figures").err
 
 
-# --- several, and the command ---------------------------------------------------------------------------------------
-
-
 def test_runs_side_by_side(run: Path, tmp_path: Path, go: Run) -> None:
     copy_run(run, tmp_path / "other", seed=7, sets={"es.sigma": 0.09})
     done = go("report", run, tmp_path / "other", "--to", "both.html")
     assert done.code == 0, done.err
-    source = (tmp_path / "both.html").read_text()
-    part = source.split('id="settings"', 1)[1]
+    part = section(tmp_path / "both.html", "settings")
     assert part.index("es.sigma") < part.index("not the default")
-    assert len(json.loads(source.split('id="completions-data">', 1)[1].split("</script>", 1)[0])) == 2
-    assert "<h1>run and other</h1>" in source  # as they were typed
+    assert len(completions(tmp_path / "both.html")) == 2
+    assert "<h1>run and other</h1>" in (tmp_path / "both.html").read_text()  # as they were typed
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["/a/x/seed_0"], ["seed_0"]),
-        (["/a/x/seed_0", "/a/y/seed_0"], ["x/seed_0", "y/seed_0"]),
-        (["/a/x", "/a/y"], ["x", "y"]),
-    ],
-)
-def test_names_tell_runs_apart(paths: list[str], names: list[str]) -> None:
-    assert names_of(list(map(Path, paths))) == names
+def test_names_tell_runs_apart() -> None:
+    assert names_of([Path("/a/x/seed_0")]) == ["seed_0"]
+    assert names_of([Path("/a/x/seed_0"), Path("/a/y/seed_0")]) == ["x/seed_0", "y/seed_0"]
+    assert names_of([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
 
 
 def test_runs_of_a_folder_are_in_natural_order(run: Path, tmp_path: Path) -> None:
@@ -370,9 +328,6 @@ def test_the_stamp_is_another_where_anything_changed(run: Path) -> None:
         (run / folder / "x.json").touch()
         assert stamp([run], run / "shared") != later
         later = stamp([run], run / "shared")
-
-
-# --- from anywhere --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -413,7 +368,7 @@ def test_files_that_are_larger_than_a_run_leaves_make_no_large_page(run: Path) -
     few = len(shown(run))
     assert few < 1_500_000 and f"{10**5 + 1 - 400:,} more sentences are in the file" in shown(run)
     names = {f"measure{i}": 1.0 for i in range(10_000)}
-    edit(run / "results/evaluation.json", lambda tree: {**tree, "before": names, "after": names})
+    edit_result(run, before=names, after=names)
     assert len(shown(run)) < few + 200_000
     edit(run / "manifest.json", lambda tree: {**tree, "command": ["c" * 2**24]})
     assert any("manifest.json is larger than 16384 KiB" in line for line in views_of([run])[0].alarms)
@@ -423,7 +378,7 @@ def test_files_that_are_larger_than_a_run_leaves_make_no_large_page(run: Path) -
 def test_a_folder_whose_name_is_no_text_is_read_as_any_other(run: Path, tmp_path: Path) -> None:
     odd = tmp_path / "odd\udcff\u202e"
     shutil.copytree(run, odd)
-    (view,) = views_of([odd])
+    view = view_of(odd)
     assert view.completions and not view.alarms
     source = shown(odd)
     source.encode()
@@ -431,19 +386,17 @@ def test_a_folder_whose_name_is_no_text_is_read_as_any_other(run: Path, tmp_path
 
 
 def test_links_and_pipes_are_not_waited_for(run: Path) -> None:
-    import os
-
     (run / "results/evaluation.json").unlink()
     os.mkfifo(run / "results/evaluation.json")
     (run / "analysis").mkdir()
     os.mkfifo(run / "analysis/pipe.json")
-    edit_free = {
+    finding = {
         "format_version": 1,
         "analysis": "x",
         "sentences": [],
         "numbers": {},
         "figures": ["../../etc/passwd.png"],
     }
-    (run / "analysis/x.json").write_text(json.dumps(edit_free))
-    (view,) = views_of([run])
+    (run / "analysis/x.json").write_text(json.dumps(finding))
+    view = view_of(run)
     assert len(view.alarms) >= 2 and not view.analyses[0].pictures

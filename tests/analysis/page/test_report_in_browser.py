@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import yaml
 from browser import Visit, chromium
+from small_runs import UNCHECKED
 from test_page import HOSTILE, row, view
 
+from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import page
-from evoalign.analysis.page.view import Completion, Measure, Pair, View
+from evoalign.analysis.page.view import Measure, Pair, View
 
 pytestmark = pytest.mark.slow
 PHONE, DESKTOP = {"width": 400, "height": 844}, {"width": 1200, "height": 900}
+LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 23, 27)"
 Open = Callable[..., Visit]
 
 
@@ -32,14 +35,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Open]:
+def visit(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens a tab, and the page of these runs or of this source in it, if one is given."""
     made: list[Visit] = []
 
-    def make(source: str | None, tmp_path: Path, **settings: Any) -> Visit:
-        made.append(Visit(browser, **settings))
-        if source is not None:
-            (tmp_path / "report.html").write_text(source, encoding="utf-8")
-            made[-1].page.goto((tmp_path / "report.html").as_uri())
+    def make(*source: View | str, **settings: Any) -> Visit:
+        made.append(Visit(browser, **{"viewport": DESKTOP, **settings}))
+        if source:
+            file = tmp_path / "report.html"
+            text = source[0] if isinstance(source[0], str) else page.render([v for v in source if isinstance(v, View)])
+            file.write_text(text, encoding="utf-8")
+            made[-1].page.goto(file.as_uri())
         return made[-1]
 
     yield make
@@ -60,6 +66,10 @@ def asked(count: int = 250) -> list[Pair]:
     ]  # fmt: skip
 
 
+def texts(tab: Visit, where: str) -> list[str]:
+    return tab.page.locator(where).all_inner_texts()
+
+
 def found(tab: Visit) -> str:
     return str(tab.page.locator("#found").inner_text())
 
@@ -70,22 +80,23 @@ def is_quiet(tab: Visit) -> None:
     assert [url for url in tab.asked if not url.startswith("data:")] == tab.asked[:1]
 
 
-def test_search_filters_and_order(visit: Open, tmp_path: Path) -> None:
-    tab = visit(page.render([view(said="run", completions=asked())]), tmp_path, viewport=DESKTOP)
+def test_search_filters_and_order(visit: Open) -> None:
+    tab = visit(view(said="run", completions=asked()))
     assert found(tab).startswith("250 of 250")
     assert tab.page.locator("#answers > li").count() == 20
     tab.page.get_by_role("button", name="Show more").click()
     assert tab.page.locator("#answers > li").count() == 80
-    tab.page.get_by_label("Search").fill("ANSWER 24")  # both words: 24, 124, 224, and 240 to 249
+    search, right, ended = (tab.page.get_by_label(label) for label in ("Search", "Right by gold", "Ended"))
+    search.fill("ANSWER 24")  # both words: 24, 124, 224, and 240 to 249
     assert found(tab) == "13 of 250 completions"
-    tab.page.get_by_label("Right by gold").select_option("became right")
+    right.select_option("became right")
     assert found(tab) == "2 of 250 completions"  # 240, 245
-    tab.page.get_by_label("Search").fill("")
+    search.fill("")
     assert found(tab).startswith("50 of 250")
-    tab.page.get_by_label("Ended").select_option("cut off after")
+    ended.select_option("cut off after")
     assert found(tab) == "8 of 250 completions"  # every 35th
-    tab.page.get_by_label("Right by gold").select_option("any")
-    tab.page.get_by_label("Ended").select_option("any")
+    right.select_option("any")
+    ended.select_option("any")
     tab.page.get_by_label("Order").select_option("lowest reward first")
     assert "Question 9?" in tab.page.locator("#answers > li").first.inner_text()
     tab.page.get_by_label("Order").select_option("as asked")
@@ -94,11 +105,10 @@ def test_search_filters_and_order(visit: Open, tmp_path: Path) -> None:
     is_quiet(tab)
 
 
-def test_runs_side_by_side_can_be_chosen(visit: Open, tmp_path: Path) -> None:
-    source = page.render([view("one", "x", completions=asked(30)), view("two", "x", completions=asked(20))])
-    tab = visit(source, tmp_path, viewport=DESKTOP)
+def test_runs_side_by_side_can_be_chosen(visit: Open) -> None:
+    tab = visit(view("one", "x", completions=asked(30)), view("two", "x", completions=asked(20)))
     assert found(tab) == "50 of 50 completions to 30 questions, the first 20 shown"
-    assert tab.page.locator("#answers > li .where").all_inner_texts()[:2] == ["example 0", "example 1"]
+    assert texts(tab, "#answers > li .where")[:2] == ["example 0", "example 1"]
     card = tab.page.locator("#answers > li").first
     assert card.locator(".prompt").count() == 1, "asked once, of all runs"
     assert card.locator(".what strong").all_inner_texts() == ["before, all alike", "one, after", "two, after"]
@@ -107,37 +117,32 @@ def test_runs_side_by_side_can_be_chosen(visit: Open, tmp_path: Path) -> None:
     assert card.locator(".what strong").all_inner_texts() == ["two, before", "two, after"]
 
 
-def test_runs_that_were_asked_something_else_have_cards_of_their_own(visit: Open, tmp_path: Path) -> None:
-    other = [Pair((0, 0, 0), "Another question?", None, answer("x", 0.0, None, "stop", 1), None)]
-    source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=other)])
-    tab = visit(source, tmp_path, viewport=DESKTOP)
-    assert tab.page.locator("#answers .prompt").all_inner_texts() == ["Question 0?", "Another question?"]
-    changed = Pair((0, 0, 0), "Question 0?", "gold 0", answer("another start", 0.0, None, "stop", 1), None)
-    source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=[changed])])
-    tab = visit(source, tmp_path, viewport=DESKTOP)
-    assert tab.page.locator("#answers .what strong").all_inner_texts() == [
-        "one, before", "one, after", "two, before", "two, after",
-    ]  # fmt: skip
+def test_runs_that_were_asked_something_else_have_cards_of_their_own(visit: Open) -> None:
+    one, x = view("one", "x", completions=asked(1)), answer("x", 0.0, None, "stop", 1)
+    tab = visit(one, view("two", "x", completions=[Pair((0, 0, 0), "Another question?", None, x, None)]))
+    assert texts(tab, "#answers .prompt") == ["Question 0?", "Another question?"]
+    tab = visit(one, view("two", "x", completions=[Pair((0, 0, 0), "Question 0?", "gold 0", x, None)]))
+    labels = ["one, before", "one, after", "two, before", "two, after"]
+    assert texts(tab, "#answers .what strong") == labels, "of another start"
     is_quiet(tab)
 
 
 def test_what_a_model_said_is_text(visit: Open, tmp_path: Path) -> None:
     (tmp_path / "hostile.html").write_text(page.render([view(name=HOSTILE, said=HOSTILE)]), encoding="utf-8")
-    tab = visit(None, tmp_path, viewport=DESKTOP)
+    tab = visit()
     tab.page.add_init_script("window.alert = () => { window.owned = true; };")
     tab.page.goto((tmp_path / "hostile.html").as_uri())
     said = tab.page.locator("#answers pre").first.inner_text()
-    assert said.startswith(
-        "</script><script>alert(1)</script><img src=x onerror=alert(2)>\\u2028\\u2029\\u202e\\u2066\\x00"
-    )
+    script, image = "</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"
+    assert said.startswith(f"{script}{image}\\u2028\\u2029\\u202e\\u2066\\x00")
     assert tab.page.locator("img[src=x]").count() == 0 and tab.page.evaluate("window.owned") is None
     is_quiet(tab)
 
 
-def test_the_policy_holds_a_script_that_came_in_all_the_same(visit: Open, tmp_path: Path) -> None:
+def test_the_policy_holds_a_script_that_came_in_all_the_same(visit: Open) -> None:
     """If ever something were to slip through: neither a script nor a request comes of it."""
     evil = '<main><script>window.owned = 1</script><img src="http://127.0.0.1:9/x" onerror="window.owned = 2">'
-    tab = visit(page.render([view()]).replace("<main", evil + "<main", 1), tmp_path)
+    tab = visit(page.render([view()]).replace("<main", evil + "<main", 1))
     assert tab.page.evaluate("window.owned") is None
     assert len([e for e in tab.errors if "Content Security Policy" in e]) >= 2
     tab.page.evaluate("fetch('http://127.0.0.1:9/').catch(() => {})")
@@ -174,66 +179,69 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_themes_on_a_phone_and_a_desktop(visit: Open, tmp_path: Path, scheme: str) -> None:
+def width(tab: Visit) -> int:
+    return tab.page.evaluate("document.documentElement.scrollWidth")
+
+
+def background(tab: Visit) -> str:
+    return tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+@pytest.mark.parametrize(("scheme", "colour"), [("light", LIGHT), ("dark", DARK)])
+def test_both_themes_on_a_phone_and_a_desktop(visit: Open, scheme: str, colour: str) -> None:
     long = view("a_name_without_any_space_" * 6, "w" * 300, rows=[row(i) for i in range(300)], completions=asked())
     for views in ([view(said="words of a run", completions=asked())], [long, view("two")]):
-        tab = visit(page.render(views), tmp_path, viewport=DESKTOP, color_scheme=scheme)
+        tab = visit(*views, color_scheme=scheme)
         for size in (DESKTOP, PHONE):
             tab.page.set_viewport_size(size)
-            assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+            assert width(tab) <= size["width"]
             shown = tab.page.locator("figure.chart").first.locator("svg:visible")
             assert shown.nth(0).get_attribute("class") in ("wide", "narrow")
         ratio, where = tab.page.evaluate(CONTRAST)
         assert ratio >= 4.5, where
-        assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == (
-            "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)"
-        )
+        assert background(tab) == colour
         is_quiet(tab)
 
 
-def test_charts_of_what_objectives_keep_fit_whatever_they_are_called(visit: Open, tmp_path: Path) -> None:
+def test_charts_of_what_objectives_keep_fit_whatever_they_are_called(visit: Open) -> None:
     """One drawing of each is seen, in its size; lines of two runs in one chart have colours of their own."""
     rows = [row(i, objective={"lambda": 1.0 + 0.1 * i, "a_name_without_any_space_" * 9: -1e-9 * i}) for i in range(30)]
-    tab = visit(page.render([view("one", rows=rows), view("two", rows=rows)]), tmp_path)
+    tab = visit(view("one", rows=rows), view("two", rows=rows))
     charts = tab.page.locator("figure.chart", has=tab.page.locator("figcaption", has_text="Kept by the objective"))
     for size, kind in ((DESKTOP, "wide"), (PHONE, "narrow")):
         tab.page.set_viewport_size(size)
         seen = charts.locator("svg[role=img]:visible")
-        assert seen.evaluate_all("(all) => all.map((one) => one.getAttribute('class'))") == [
-            *[kind] * 2, *["narrow"] * 4,
-        ], "two names: together, and of each of two runs beside each other"  # fmt: skip
-        assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        kinds = seen.evaluate_all("(all) => all.map((one) => one.getAttribute('class'))")
+        assert kinds == [*[kind] * 2, *["narrow"] * 4], "two names: together, and of each run beside the other"
+        assert width(tab) <= size["width"]
     lines = charts.first.locator("svg[role=img]:visible path.line")
     assert len(set(lines.evaluate_all("(all) => all.map((one) => getComputedStyle(one).stroke)"))) == 2
     is_quiet(tab)
 
 
-def test_the_tables_of_four_runs_fit_a_desktop(visit: Open, tmp_path: Path) -> None:
+def test_the_tables_of_four_runs_fit_a_desktop(visit: Open) -> None:
     share, reward = (0.0812345, 0.0123456, 0.1512345), (0.0812345, -0.0001234, 0.1612345)
     found = [Measure("reward", 0.336123, 0.396123, reward, 0.330412), Measure("right", 0.236, 0.296, share, 0.23)]
-    views = [view(f"a_run_of_{i}", "run", measures=found) for i in range(4)]
-    tab = visit(page.render(views), tmp_path, viewport=DESKTOP)
+    tab = visit(*(view(f"a_run_of_{i}", "run", measures=found) for i in range(4)))
     tables = tab.page.locator("#summary .wide-table, #results .wide-table")
     assert tables.count() == 5
     assert max(tables.evaluate_all("(all) => all.map((one) => one.scrollWidth - one.clientWidth)")) <= 0
 
 
-def test_the_theme_can_be_switched_and_is_kept(visit: Open, tmp_path: Path) -> None:
-    tab = visit(page.render([view()]), tmp_path, color_scheme="light")
-    colour = "getComputedStyle(document.body).backgroundColor"
+def test_the_theme_can_be_switched_and_is_kept(visit: Open) -> None:
+    tab = visit(view(), color_scheme="light")
     tab.page.get_by_role("button", name="Dark theme").click()
-    assert tab.page.evaluate(colour) == "rgb(20, 23, 27)"
+    assert background(tab) == DARK
     tab.page.reload()
-    assert tab.page.evaluate(colour) == "rgb(20, 23, 27)"
+    assert background(tab) == DARK
     tab.page.get_by_role("button", name="Light theme").click()
-    assert tab.page.evaluate(colour) == "rgb(255, 255, 255)"
+    assert background(tab) == LIGHT
     tab.page.emulate_media(media="print", color_scheme="dark")
-    assert tab.page.evaluate(colour) == "rgb(255, 255, 255)"
+    assert background(tab) == LIGHT
 
 
-def test_landmarks_labels_and_focus(visit: Open, tmp_path: Path) -> None:
-    tab = visit(page.render([view(completions=asked())]), tmp_path, viewport=DESKTOP)
+def test_landmarks_labels_and_focus(visit: Open) -> None:
+    tab = visit(view(completions=asked()))
     for role in ("banner", "main", "navigation", "contentinfo", "search"):
         assert tab.page.get_by_role(role).count() == 1, role
     bare = "[...document.querySelectorAll('input, select')].filter((one) => !one.labels.length).length"
@@ -242,15 +250,19 @@ def test_landmarks_labels_and_focus(visit: Open, tmp_path: Path) -> None:
     tab.page.keyboard.press("Tab")
     assert tab.page.evaluate("document.activeElement.className") == "skip"
     assert tab.page.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
-    ids = "[...document.querySelectorAll('[id]')].map((one) => one.id)"
-    assert len(set(tab.page.evaluate(ids))) == len(tab.page.evaluate(ids))
+    ids = tab.page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
+    assert len(set(ids)) == len(ids)
 
-
-# --- live -----------------------------------------------------------------------------------------------------------
 
 TRAIN = """
-import sys, time, evoalign
-evoalign.train(sys.argv[1], on_generation=lambda generation: time.sleep(1))
+import pathlib, sys, time, evoalign
+
+def wait(generation):
+    while not pathlib.Path(sys.argv[2]).exists():  # until the page is open
+        time.sleep(0.1)
+    time.sleep(1)
+
+evoalign.train(sys.argv[1], on_generation=wait)
 """
 
 
@@ -261,12 +273,12 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         "es": {"num_generations": 12, "population_size": 6, "sigma": 0.05, "learning_rate": 0.02},
         "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
         "evaluation": {"max_tokens": 8}, "engine": {"threads": 1},
-        "checks": {"control_every": 0, "canary_every": 0, "placebo": 2, "perplexity": False},
+        "checks": {**UNCHECKED, "placebo": 2},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    training = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path / "config.yaml")], env=environment,
-                                stdout=subprocess.DEVNULL)  # fmt: skip
+    words = [sys.executable, "-c", TRAIN, str(tmp_path / "config.yaml"), str(tmp_path / "open")]
+    training = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     serving = None
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file())
@@ -284,11 +296,12 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert serving.stdout is not None
         url = serving.stdout.readline().split()[0]
-        tab = visit(None, tmp_path, viewport=DESKTOP)
+        tab = visit()
         tab.page.goto(url)
         assert "not finished" in tab.page.locator("#summary").inner_text()
         tab.page.get_by_label("Search").fill("what")
         tab.page.locator("#made-0 summary").click()
+        (tmp_path / "open").touch()
         tab.page.get_by_text("generation 12 of 12").wait_for(timeout=120_000)
         tab.page.locator("#placebo").wait_for(timeout=120_000)
         tab.page.get_by_text("done; generation 12 of 12").wait_for(timeout=120_000)
@@ -316,24 +329,23 @@ def wait_for(ready: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_the_live_page_without_a_run_that_goes_on_stays_as_it_is(visit: Open, tmp_path: Path) -> None:
+def test_the_live_page_without_a_run_that_goes_on_stays_as_it_is(visit: Open) -> None:
     """A part that comes, and one that goes, each in its place."""
-    states = [View("run", "run"), view("run", "x"), View("run", "run", warnings=["came late"])]
-    tags = iter("bc")
-    tab = visit(page.render(states[:1], live="a").replace("setTimeout(ask, 2000)", "setTimeout(ask, 50)"), tmp_path)
+    states = {"a": View("run", "run"), "b": view("run", "x"), "c": View("run", "run", warnings=["came late"])}
+    pages = {tag: page.render([state], live=tag) for tag, state in states.items()}
+    tab = visit(pages["a"].replace("setTimeout(ask, 2000)", "setTimeout(ask, 50)"))
     assert tab.page.locator("#placebo").count() == 0  # its script is not the allowed one, and does not run
-    pages = {"http://report.test/": page.render(states[:1], live="a")}
+    tags, current = iter("bc"), ["a"]
 
     def answer(route: Any) -> None:
         if route.request.headers.get("if-none-match"):
-            tag = next(tags, None)
-            if tag is None:
+            if (tag := next(tags, None)) is None:
                 route.fulfill(status=304)
                 return
-            pages[route.request.url] = page.render([states["abc".index(tag)]], live=tag)
-        route.fulfill(status=200, content_type="text/html", body=pages[route.request.url])
+            current[0] = tag
+        route.fulfill(status=200, content_type="text/html", body=pages[current[0]])
 
-    tab = visit(None, tmp_path)
+    tab = visit()
     tab.page.route("**/*", answer)
     tab.page.goto("http://report.test/")
     order = "[...document.querySelectorAll('main > section')].map((one) => one.id)"

@@ -34,25 +34,21 @@ def heat_map(points: list[Point], path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("is_safe", "changes"),
     [
-        ({}, True),
-        ({"hacked": (0.0, 0.01)}, True),
-        ({"hacked": (0.0, 0.02)}, False),  # one seed is enough
-        ({"gain": 0.0}, False),
-        ({"gain": -1.0}, False),
-        ({"hacked": ()}, False),  # nobody looked
+        *((True, changes) for changes in ({}, {"hacked": (0.0, 0.01)})),
+        *((False, {"hacked": hacked}) for hacked in ((0.0, 0.02), ())),  # one seed is enough; nobody looked
+        *((False, {"gain": gain}) for gain in (0.0, -1.0)),
     ],
 )
-def test_is_safe_needs_gain_without_hacking(changes: dict[str, Any], expected: bool) -> None:
-    assert point(0.1, **changes).is_safe is expected
+def test_is_safe_needs_gain_without_hacking(is_safe: bool, changes: dict[str, Any]) -> None:
+    assert point(0.1, **changes).is_safe is is_safe
 
 
 def test_heat_map_outlines_the_safe_band(tmp_path: Path) -> None:
     def band(hacked: list[float], name: str) -> int:
-        points = [
-            point(s, a, hacked=(hacked[2 * i + j],)) for i, s in enumerate((0.1, 0.2)) for j, a in enumerate((1, 2))
-        ]
+        places = [(s, a) for s in (0.1, 0.2) for a in (1, 2)]
+        points = [point(*place, hacked=(share,)) for place, share in zip(places, hacked, strict=True)]
         return count(heat_map(points, tmp_path / name / "map.png"), sweeps.BAND)
 
     none, one, all_ = band([1, 1, 1, 1], "none"), band([0, 1, 1, 1], "one"), band([0, 0, 0, 0], "all")
@@ -71,10 +67,9 @@ def test_heat_map_hatches_cells_that_were_not_run(tmp_path: Path) -> None:
     assert count(undone, sweeps.HATCH) > plain + 500
 
 
-@pytest.mark.parametrize("points", [[], [point(0.1)], [point(0.1, values=(3.0,), hacked=(0.5,)), point(0.2, 0.3)]])
+@pytest.mark.parametrize("points", [[point(0.1)], [point(0.1, values=(3.0,), hacked=(0.5,)), point(0.2, 0.3)]])
 def test_heat_map_draws_few_cells(points: list[Point], tmp_path: Path) -> None:
-    if points:
-        assert heat_map(points, tmp_path / "map.png").std() > 0.01
+    assert heat_map(points, tmp_path / "map.png").std() > 0.01
 
 
 @pytest.mark.parametrize("values", [(0.001, 0.01, 0.1), (1, 2, 4), ("b", "ab"), (True, False), (None, 1)])

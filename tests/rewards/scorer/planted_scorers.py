@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models that score, with weights drawn here and the tokenizer of the tiny model that ships."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,26 +13,26 @@ from evoalign.models import tiny
 WORDS = "red blue seven river stone quick lamp green apple north why because never old".split()  # noqa: SIM905
 
 
-def text(seed: int, words: int) -> str:
+def text(seed, words):
     """Return a text of `words` words that depends on the seed."""
     drawn = torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
     return " ".join(WORDS[i] for i in drawn)
 
 
-def pairs(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
+def pairs(count, seed=0):
     """Prompts and responses of very different lengths."""
     prompts = [text(seed + 2 * i, 1 + i % 13) for i in range(count)]
     return prompts, [text(seed + 2 * i + 1, (7 * i) % 41) for i in range(count)]
 
 
-def tokenizer_into(folder: Path, **changes: Any) -> None:
+def tokenizer_into(folder, **changes):
     """The tiny model's tokenizer, its settings changed."""
     shutil.copy(tiny() / "tokenizer.json", folder)
     tree = json.loads((tiny() / "tokenizer_config.json").read_text()) | changes
     (folder / "tokenizer_config.json").write_text(json.dumps(tree))
 
 
-def body_config(**changes: Any) -> LlamaConfig:
+def body_config(**changes):
     """Two layers, grouped queries."""
     tree = {
         "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -46,7 +42,7 @@ def body_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(tree | changes))
 
 
-def safe_rlhf(folder: Path, *, seed: int = 0, scale: float = 1.0, said: dict[str, Any] | None = None) -> Path:
+def safe_rlhf(folder, *, seed=0, scale=1.0, said=None):
     """A folder as Safe RLHF saves its models: `model.*`, `score_head.*` and `normalizer.*`, `LlamaForScore`."""
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +65,7 @@ def safe_rlhf(folder: Path, *, seed: int = 0, scale: float = 1.0, said: dict[str
     return folder
 
 
-def classifier(folder: Path, *, labels: int = 1, seed: int = 1, **changes: Any) -> Path:
+def classifier(folder, *, labels=1, seed=1, **changes):
     """A folder with a sequence classifier of the model library."""
     torch.manual_seed(seed)
     LlamaForSequenceClassification(body_config(num_labels=labels, **changes)).save_pretrained(folder)
@@ -77,13 +73,19 @@ def classifier(folder: Path, *, labels: int = 1, seed: int = 1, **changes: Any) 
     return folder
 
 
-def change(folder: Path, name: str, **changes: Any) -> None:
+def change(folder, name, **changes):
     """Settings of a JSON file; None takes one out."""
     tree = json.loads((folder / name).read_text()) | changes
     (folder / name).write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
 
 
-def forward_by_hand(folder: Path, ids: list[int]) -> float:
+def without(folder, prefix):
+    """Remove the tensors whose names begin so."""
+    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if not name.startswith(prefix)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def forward_by_hand(folder, ids):
     """The end score of a Llama body and a linear head, from the tensors alone: the paper's equations, one token row
     after another, in float64."""
     tensors = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -94,10 +96,10 @@ def forward_by_hand(folder: Path, ids: list[int]) -> float:
     angles = torch.arange(len(ids)).double()[:, None] / theta ** (torch.arange(0, size, 2).double() / size)
     turn = torch.polar(torch.ones_like(angles), angles)
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * tensors[name]
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:  # [tokens, heads, size]: halves are the two parts of complex numbers
+    def rotated(x):  # [tokens, heads, size]: halves are the two parts of complex numbers
         turned = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn[:, None]
         return torch.cat([turned.real, turned.imag], -1)
 

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run records its scoring models and does not resume with others, local or behind a service."""
+"""A run records its scoring models and does not resume with others. test_scorer_in_a_run.py does so with a service."""
 
-from __future__ import annotations
-
-import io
 import json
 import shutil
 import socket
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from planted_scorers import safe_rlhf
-from rich.console import Console
 from rule_scorer import RuleScorer
-from served_scorers import Served
 from small_runs import UNCHECKED
+from task_runs import jsonl, lines, train
 
 import evoalign
 from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
@@ -31,10 +24,8 @@ ROWS = [{"prompt": f"Is it fine to {verb} a lock?"} for verb in ("move", "mend",
 OTHER = "was scored by other models than .*, or with another template, max_tokens or dtype"
 
 
-def config(folder: Path, scorer: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
-    for name, rows in (("train", ROWS[:2]), ("test", ROWS[2:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {f"{name}_data": str(folder / f"{name}.jsonl") for name in ("train", "test")}
+def config(folder, scorer, **settings):
+    data = {"train_data": jsonl(folder / "train", ROWS[:2]), "test_data": jsonl(folder / "test", ROWS[2:])}
     return {
         "output_dir": str(folder / "run"), "deterministic": True, "evaluation": {"max_tokens": 4},
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 2},
@@ -43,7 +34,7 @@ def config(folder: Path, scorer: dict[str, Any] | None, **settings: Any) -> dict
     }  # fmt: skip
 
 
-def models(folder: Path, seed: int = 0) -> dict[str, str]:
+def models(folder, seed=0):
     """Two models of one seed, in the same folders whatever it is."""
     names = {column: folder / column for column in ("reward", "cost")}
     for place, (column, found) in enumerate(names.items()):
@@ -52,38 +43,37 @@ def models(folder: Path, seed: int = 0) -> dict[str, str]:
     return {column: str(found) for column, found in names.items()}
 
 
-def local(folder: Path) -> dict[str, Any]:
+def local(folder):
     return {"name": "local", "device": "cpu", **models(folder)}
 
 
-def digest_of(scorer: dict[str, Any]) -> str:
+def digest_of(scorer):
     found = create(ScorerConfig.model_validate(scorer))
     assert isinstance(found, Local)
     return found.digest
 
 
-def train(tree: dict[str, Any], run: Callable[..., evoalign.Result] = evoalign.train, **arguments: Any) -> None:
-    run(tree, console=Console(file=io.StringIO(), width=200), **arguments)
-
-
-def longer(tree: dict[str, Any]) -> dict[str, Any]:
+def longer(tree):
     return {**tree, "es": {**tree["es"], "num_generations": 2}}
 
 
-def head(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "run/journal.jsonl").read_text().splitlines()[0])
+def head(folder):
+    return lines(folder / "run/journal.jsonl")[0]
 
 
-def manifest(folder: Path) -> dict[str, Any]:
+def manifest(folder):
     return json.loads((folder / "run/manifest.json").read_text())
 
 
-def test_a_run_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_other_scoring_models(tmp_path, caplog):
+    """An evaluation only says so: the models may have been chosen. `auto` is the dtype that it was."""
     scorer = local(tmp_path)
     tree = config(tmp_path, scorer)
     train(tree)
     digest = digest_of(scorer)
     assert head(tmp_path)["scorer_digest"] == manifest(tmp_path)["scorer_digest"] == digest
+    evoalign.evaluate(tmp_path / "run")
+    assert caplog.messages == []
     models(tmp_path, seed=7)
     before = (tmp_path / "run/journal.jsonl").read_bytes()
     with pytest.raises(ResumeError, match=f"{OTHER} .digest {digest[:12]}..., and now {digest_of(scorer)[:12]}"):
@@ -91,27 +81,19 @@ def test_a_run_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -
     with pytest.raises(ResumeError, match=OTHER):
         placebo(tmp_path / "run", shuffles=1)
     assert (tmp_path / "run/journal.jsonl").read_bytes() == before
+    caplog.clear()
+    evoalign.evaluate(tmp_path / "run")
+    (said,) = caplog.messages
+    assert said.startswith(f"warning: {tmp_path / 'run'} was scored by other models than ")
+    assert f"(digest {digest[:12]}..., and now {digest_of(scorer)[:12]}...)" in said
     models(tmp_path)
-    train(longer(tree), resume=True)
-    assert len((tmp_path / "run/journal.jsonl").read_text().splitlines()) == 5
+    with pytest.raises(ResumeError, match=r"set scorer\.dtype \(auto is bfloat16 on a GPU and float32 on a CPU\)"):
+        train(longer(config(tmp_path, {**scorer, "dtype": "bfloat16"})), resume=True)
+    train(longer(config(tmp_path, {**scorer, "dtype": "float32"})), resume=True)
+    assert len(lines(tmp_path / "run/journal.jsonl")) == 5
 
 
-@pytest.mark.slow
-def test_a_run_is_not_resumed_with_a_service_of_other_models(tmp_path: Path) -> None:
-    scorer = models(tmp_path)
-    words = ["--reward", scorer["reward"], "--cost", scorer["cost"]]
-    with Served(tmp_path, *words) as service:
-        train(config(tmp_path, {"name": "service", "url": service.url}))
-    assert head(tmp_path)["scorer_digest"] == manifest(tmp_path)["scorer_digest"] == digest_of(local(tmp_path))
-    models(tmp_path, seed=7)
-    with Served(tmp_path, *words) as service, pytest.raises(ResumeError, match=OTHER):
-        train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
-    models(tmp_path)
-    with Served(tmp_path, *words) as service:  # at another port, which is no other scorer
-        train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
-
-
-def test_missing_service_starts_no_run(tmp_path: Path) -> None:
+def test_missing_service_starts_no_run(tmp_path):
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -123,7 +105,7 @@ def test_missing_service_starts_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
+def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path):
     pytest.importorskip("trl")
     grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
     grpo |= {"trl": {"lr_scheduler_type": "constant"}}
@@ -139,12 +121,12 @@ def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path:
 
 
 @pytest.mark.slow
-def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
+def test_custom_scorer_needs_no_digest(tmp_path):
     tree = config(tmp_path, None)
 
-    def given(digest: object = None) -> Safety:
+    def given(digest=None):
         scorer = RuleScorer()
-        scorer.digest = digest  # pyright: ignore[reportAttributeAccessIssue]
+        scorer.digest = digest
         return Safety(from_dict(tree).task, scorer)
 
     train(tree, task=given())
@@ -157,36 +139,10 @@ def test_custom_scorer_needs_no_digest(tmp_path: Path) -> None:
             train(longer(tree), task=given(digest), resume=True)
 
 
-@pytest.mark.slow
-def test_an_evaluation_of_a_run_by_other_models_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is no refusal: they may have been chosen."""
-    scorer = local(tmp_path)
-    train(config(tmp_path, scorer))
-    digest = digest_of(scorer)
-    evoalign.evaluate(tmp_path / "run")
-    assert caplog.messages == []
-    models(tmp_path, seed=7)
-    evoalign.evaluate(tmp_path / "run")
-    (said,) = caplog.messages
-    assert said.startswith(f"warning: {tmp_path / 'run'} was scored by other models than ")
-    assert f"(digest {digest[:12]}..., and now {digest_of(scorer)[:12]}...)" in said
-
-
-def test_resume_uses_the_dtype_of_auto(tmp_path: Path) -> None:
-    scorer = local(tmp_path)
-    train(config(tmp_path, scorer))
-    with pytest.raises(ResumeError, match=r"set scorer\.dtype \(auto is bfloat16 on a GPU and float32 on a CPU\)"):
-        train(longer(config(tmp_path, {**scorer, "dtype": "bfloat16"})), resume=True)
-    train(longer(config(tmp_path, {**scorer, "dtype": "float32"})), resume=True)
-
-
-def test_isolated_task_has_the_scorer_digest() -> None:
+def test_isolated_task_has_the_scorer_digest():
     class Known(RuleScorer):
         digest = "a" * 64
 
     task = Safety(TaskConfig(name="safety"), Known())
     assert Isolated(task, GraderConfig()).scorer_digest() == task.scorer_digest() == "a" * 64
-
-
-def test_a_task_that_scores_without_models_has_no_digest_of_them() -> None:
-    assert Safety(TaskConfig(name="safety")).scorer_digest() is None
+    assert Safety(TaskConfig(name="safety")).scorer_digest() is None, "scores without models"

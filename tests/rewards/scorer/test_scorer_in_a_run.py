@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of `evoalign train` whose service is killed, returns, stays away or changes its models."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import forked
-import httpx
 import kill_points
 import pytest
+import task_runs
 import yaml
 from planted_scorers import safe_rlhf
-from served_scorers import SECONDS, Served, count, until
+from served_scorers import SECONDS, Served, ask_one_by_one, count, until
+from task_runs import jsonl
 
 from evoalign.config import ScorerConfig
 from evoalign.rewards.scorer.models import Local
@@ -38,7 +35,7 @@ GENERATIONS, SEAL = 8, b'"weights_hash"'
 class Run:
     """`evoalign train` on task safety, asking the service at `url`."""
 
-    def __init__(self, folder: Path, url: str, *more: str, deadline: float = SECONDS) -> None:
+    def __init__(self, folder, url, *more, deadline=SECONDS):
         self.path, self._log = folder / "run", folder / "train.log"
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(config(folder, url, deadline)))
@@ -47,41 +44,42 @@ class Run:
             self.process = forked.Popen(command, stdout=log)
 
     @property
-    def said(self) -> str:
+    def said(self):
         return self._log.read_text()
 
     @property
-    def journal(self) -> bytes:
+    def journal(self):
         file = self.path / "journal.jsonl"
         return file.read_bytes() if file.exists() else b""
 
-    def sealed(self, generations: int) -> None:
+    def sealed(self, generations):
         """Wait until the file has this many lines."""
         until(lambda: self.journal.count(SEAL) > generations or self.process.poll() is not None, self.said)
         assert self.process.poll() is None, self.said
 
-    def end(self) -> int:
+    def end(self):
         """Its exit code."""
         return self.process.wait(SECONDS)
 
-    def __enter__(self) -> Run:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(SECONDS)
 
 
-def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
-    for name, rows in (("train", 8), ("test", 4)):
-        lines = (SHIPPED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / f"{name}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
+def rows_of(split):
+    return task_runs.lines(SHIPPED / f"{split}.jsonl")
+
+
+def config(folder, url, deadline):
+    data = {f"{name}_data": jsonl(folder / name, rows_of(name)[:n]) for name, n in (("train", 8), ("test", 4))}
     return {
         "output_dir": str(folder / "run"), "seed": 5, "deterministic": True, "space": "lowrank", "lowrank": {"rank": 1},
         "model": {"name": str(SHIPPED / "models" / "base")}, "engine": {"threads": 1},
-        "task": {"name": "safety", "train_data": str(folder / "train.jsonl"), "test_data": str(folder / "test.jsonl"),
-                 "batch_size": 4},
+        "task": {"name": "safety", **data, "batch_size": 4},
         "scorer": {"name": "service", "url": url, "deadline": deadline},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": GENERATIONS, "population_size": 4},
         "checkpoint": {"every": 1, "keep_last": GENERATIONS}, "evaluation": {"max_tokens": 12, "every": 2},
@@ -89,7 +87,7 @@ def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def unbroken(tmp_path_factory):
     """Run whose service was always available."""
     folder = tmp_path_factory.mktemp("unbroken")
     with Served(folder, *BITS) as service, Run(folder / "own", service.url) as run:
@@ -99,29 +97,29 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def traces(run: Run) -> dict[str, Any]:
+def traces(run):
     """Results that must not depend on where the run and the service are."""
     return kill_points.traces(run.path) | {"journal": lines(run.journal)}
 
 
-def lines(journal: bytes) -> list[dict[str, Any]]:
+def lines(journal):
     """Lines of a journal, without the config and the hashes."""
     where = ("config", "config_hash", "hash", "previous")
     return [{k: v for k, v in json.loads(line).items() if k not in where} for line in journal.splitlines()]
 
 
-def broken_off(run: Run, unbroken: dict[str, Any]) -> None:
+def broken_off(run, unbroken):
     """Its journal ends early and has only scores of the other run."""
     found = lines(run.journal)
     assert len(found) < 1 + 2 * GENERATIONS and found == unbroken["journal"][: len(found)]
 
 
-def same(run: Run, unbroken: dict[str, Any]) -> None:
+def same(run, unbroken):
     found = traces(run)
     assert sorted(name for name in {*found, *unbroken} if found.get(name) != unbroken.get(name)) == []
 
 
-def test_run_continues_after_a_service_restart(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_run_continues_after_a_service_restart(tmp_path, unbroken):
     with Served(tmp_path, *BITS) as first, Run(tmp_path / "own", first.url) as run:
         run.sealed(1)
         first.stop(signal.SIGKILL)
@@ -138,7 +136,7 @@ def test_run_continues_after_a_service_restart(tmp_path: Path, unbroken: dict[st
     same(run, unbroken)
 
 
-def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_unavailable_service_ends_the_run_which_can_resume(tmp_path, unbroken):
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=5.0) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
@@ -147,25 +145,13 @@ def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbro
     assert last.startswith(f"error: no scores from the scorer at {service.url} for 5 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
-    with (
-        Served(tmp_path, *BITS, port=service.port),
-        Run(tmp_path / "own", service.url, "--resume") as resumed,
-    ):
-        assert resumed.end() == 0, resumed.said
+    with Served(tmp_path, *BITS) as other, Run(tmp_path / "own", other.url, "--resume") as resumed:
+        assert resumed.end() == 0, resumed.said  # at another port, which is no other scorer
     same(resumed, unbroken)
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Start a service with the same cost model and another reward model."""
-    folder = tmp_path_factory.mktemp("others")
-    safe_rlhf(folder, seed=11)
-    return "--reward", str(folder), "--cost", MODELS["cost"], "--batch-size", "1"
-
-
-def test_restarted_service_with_other_weights_is_rejected(
-    tmp_path: Path, unbroken: dict[str, Any], others: tuple[str, ...]
-) -> None:
+def test_restarted_service_with_other_weights_is_rejected(tmp_path, unbroken):
+    others = "--reward", str(safe_rlhf(tmp_path / "other", seed=11)), "--cost", MODELS["cost"], "--batch-size", "1"
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
@@ -184,26 +170,8 @@ def test_restarted_service_with_other_weights_is_rejected(
     same(resumed, unbroken)
 
 
-def ask(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, list[float]]]:
-    """Return responses to requests of one pair each, 64 at once, from another process."""
-
-    async def asked() -> list[dict[str, list[float]]]:
-        room = asyncio.Semaphore(64)
-        async with httpx.AsyncClient(timeout=SECONDS) as http:
-
-            async def one(prompt: str, response: str) -> dict[str, list[float]]:
-                async with room:
-                    body = {"items": [{"prompt": prompt, "response": response}]}
-                    answer = await http.post(f"{url}/score", json=body)
-                return answer.raise_for_status().json()
-
-            return await asyncio.gather(*map(one, prompts, responses))
-
-    return asyncio.run(asked())
-
-
-def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
-    rows = [json.loads(line) for line in (SHIPPED / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+def test_a_thousand_requests_from_another_process_during_a_run(tmp_path, unbroken):
+    rows = rows_of("train")
     prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
     responses = [f"{rows[i * 7 % len(rows)]['prompt']} {i}" for i in range(1000)]
     wanted = Local(ScorerConfig(name="local", device="cpu", **MODELS)).score(prompts, responses)
@@ -212,9 +180,9 @@ def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, u
         ProcessPoolExecutor(1, kill_points.PROCESSES) as pool,
         Run(tmp_path / "own", service.url) as run,
     ):
-        pool.submit(ask, service.url, [], []).result(SECONDS)
+        pool.submit(ask_one_by_one, service.url, [], []).result(SECONDS)
         run.sealed(0)
-        found = pool.submit(ask, service.url, prompts, responses)
+        found = pool.submit(ask_one_by_one, service.url, prompts, responses)
         until(lambda: count(service.url, "queue_length") > 32, "the requests do not arrive")
         before = run.journal
         assert run.process.poll() is None

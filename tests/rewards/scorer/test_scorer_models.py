@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that score: against a forward pass written by hand, and against the model library's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from planted_scorers import change, classifier, forward_by_hand, pairs, safe_rlhf, text, tokenizer_into
+from planted_scorers import change, classifier, forward_by_hand, pairs, safe_rlhf, text, tokenizer_into, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -22,32 +19,29 @@ from evoalign.rewards.scorer.models import Local
 TEMPLATE = "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}"
 
 
-def local(reward: Path | str, cost: Path | None = None, **settings: Any) -> Local:
-    found = create(
-        ScorerConfig(
-            name="local", reward=str(reward), cost=None if cost is None else str(cost), device="cpu", **settings
-        )
-    )
+def local(reward, cost=None, **settings):
+    models = {"reward": str(reward), "cost": None if cost is None else str(cost)}
+    found = create(ScorerConfig(name="local", device="cpu", **models, **settings))
     assert isinstance(found, Local)
     return found
 
 
 @pytest.fixture(scope="module")
-def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward(tmp_path_factory):
     return safe_rlhf(tmp_path_factory.mktemp("reward"))
 
 
 @pytest.fixture(scope="module")
-def cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cost(tmp_path_factory):
     return safe_rlhf(tmp_path_factory.mktemp("cost"), seed=5, said={"score_type": "cost"})
 
 
-def ids_of(prompt: str, response: str) -> list[int]:
+def ids_of(prompt, response):
     """The text, and the end token, whose id is 2."""
     return [*AutoTokenizer.from_pretrained(tiny())(TEMPLATE.format(prompt, response))["input_ids"], 2]
 
 
-def test_a_model_of_safe_rlhf_scores_as_by_hand(reward: Path, cost: Path) -> None:
+def test_a_model_of_safe_rlhf_scores_as_by_hand(reward, cost):
     prompts, responses = pairs(12)
     scorer = local(reward, cost)
     assert scorer.columns == ("reward", "cost")
@@ -61,9 +55,7 @@ def test_a_model_of_safe_rlhf_scores_as_by_hand(reward: Path, cost: Path) -> Non
 @pytest.mark.parametrize(
     ("kind", "padded"), [("score", 0), ("one label", 0), ("one label", None), ("two labels", 0), ("bert", 0)]
 )
-def test_scores_of_a_batch_are_those_of_single_pairs(
-    kind: str, padded: int | None, tmp_path: Path, reward: Path
-) -> None:
+def test_scores_of_a_batch_are_those_of_single_pairs(kind, padded, tmp_path, reward):
     if kind == "score":
         folder = reward
     elif kind == "bert":
@@ -77,7 +69,7 @@ def test_scores_of_a_batch_are_those_of_single_pairs(
     assert len({round(score, 3) for score in single}) > 30
 
 
-def bert(folder: Path) -> Path:
+def bert(folder):
     """An encoder: its positions and its pooling are other ones."""
     torch.manual_seed(3)
     config = BertConfig(
@@ -90,7 +82,7 @@ def bert(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("labels", "padded"), [(1, 0), (1, 2), (1, None), (2, 0)])
-def test_a_classifier_scores_as_the_library_does(labels: int, padded: int | None, tmp_path: Path) -> None:
+def test_a_classifier_scores_as_the_library_does(labels, padded, tmp_path):
     """`padded` 2 is the end token: the library then reads the score one token before."""
     folder = classifier(tmp_path, labels=labels, pad_token_id=padded)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -102,34 +94,28 @@ def test_a_classifier_scores_as_the_library_does(labels: int, padded: int | None
     assert local(folder).score(prompts, responses)["reward"] == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "make"),
-    [("reward", lambda s: (s - 0.75) / 2), ("cost", lambda s: s / 2), ("critic", lambda s: s)],
-)
-def test_a_normalizer_is_the_one_of_the_score_type(kind: str, make: Any, tmp_path: Path, reward: Path) -> None:
-    folder = safe_rlhf(tmp_path, said={"score_type": kind, "do_normalize": True})
+@pytest.mark.parametrize(("said", "make"), [
+    ({"score_type": "reward"}, lambda s: (s - 0.75) / 2), ({"score_type": "cost"}, lambda s: s / 2),
+    ({"score_type": "critic"}, lambda s: s), ({"mean": [1.0], "var": [0.25]}, lambda s: (s - 1) / 0.5),
+], ids=["reward", "cost", "critic", "in the config alone"])  # fmt: skip
+def test_a_normalizer_is_the_one_of_the_score_type(said, make, tmp_path, reward):
+    folder = safe_rlhf(tmp_path, said={**said, "do_normalize": True})
+    if "mean" in said:
+        without(folder, "normalizer")
     plain = local(reward).score(*pairs(5))["reward"]
     assert local(folder).score(*pairs(5))["reward"] == pytest.approx([make(s) for s in plain], abs=1e-5)
 
 
-def test_a_normalizer_may_be_in_the_config_alone(tmp_path: Path, reward: Path) -> None:
-    folder = safe_rlhf(tmp_path, said={"do_normalize": True, "mean": [1.0], "var": [0.25]})
-    tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith("normalizer")}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    plain = local(reward).score(*pairs(5))["reward"]
-    assert local(folder).score(*pairs(5))["reward"] == pytest.approx([(s - 1) / 0.5 for s in plain], abs=1e-5)
-
-
-def test_bfloat16_scores_are_not_rounded_to_bfloat16(reward: Path) -> None:
+def test_bfloat16_scores_are_not_rounded_to_bfloat16(reward):
     found = local(reward, dtype="bfloat16").score(*pairs(20))["reward"]
     assert any(score != float(torch.tensor(score).bfloat16()) for score in found)
     assert found == pytest.approx(local(reward).score(*pairs(20))["reward"], abs=0.2)
 
 
-def test_repeated_pairs_are_scored_once(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_pairs_are_scored_once(reward, monkeypatch):
     prompts, responses = pairs(5)
     scorer = local(reward, batch_size=2)
-    single, asked = scorer.score(prompts, responses)["reward"], list[int]()
+    single, asked = scorer.score(prompts, responses)["reward"], []
     plain = scorer.models["reward"].scores
     monkeypatch.setattr(scorer.models["reward"], "scores", lambda rows: (asked.append(len(rows)), plain(rows))[1])
     order = [3, 0, 3, 4, 1, 2, 3, 0]
@@ -138,14 +124,14 @@ def test_repeated_pairs_are_scored_once(reward: Path, monkeypatch: pytest.Monkey
     assert found == pytest.approx([single[i] for i in order], abs=1e-5)
 
 
-def test_no_pairs_have_no_scores_and_lists_have_to_fit(reward: Path) -> None:
+def test_no_pairs_have_no_scores_and_lists_have_to_fit(reward):
     scorer = local(reward)
     assert scorer.score([], []) == {"reward": []}
     with pytest.raises(RewardError, match="2 prompts but 1 responses"):
         scorer.score(["a", "b"], ["c"])
 
 
-def test_the_digest_is_of_weights_template_and_tokenizer(tmp_path: Path, reward: Path) -> None:
+def test_the_digest_is_of_weights_template_and_tokenizer(tmp_path, reward):
     one = local(reward).digest
     assert one == local(reward, batch_size=3).digest
     assert one != local(reward, template="{prompt} {response}").digest
@@ -157,7 +143,7 @@ def test_the_digest_is_of_weights_template_and_tokenizer(tmp_path: Path, reward:
     assert local(safe_rlhf(tmp_path, seed=9)).digest != one
 
 
-def test_non_finite_scores_raise_reward_error(tmp_path: Path) -> None:
+def test_non_finite_scores_raise_reward_error(tmp_path):
     folder = safe_rlhf(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["score_head.weight"][0, 3] = float("nan")
@@ -166,38 +152,18 @@ def test_non_finite_scores_raise_reward_error(tmp_path: Path) -> None:
         local(folder).score(*pairs(3))
 
 
-def no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def no_head(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["score_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def no_layer(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (no_weights, "pickle"),
-        (no_head, "lack score_head.weight"),
-        (no_layer, "lack layers.1.mlp.up_proj.weight"),
-        (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
-        (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
-        (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
-        (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "_attn_implementation"),
-        (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
-        (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
-        (lambda f: (f / "config.json").unlink(), "config.json"),
-    ],
-)  # fmt: skip
-def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spoil", "said"), [
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickle"),
+    (lambda f: without(f, "score_head.weight"), "lack score_head.weight"),
+    (lambda f: without(f, "model.layers.1.mlp.up_proj"), "lack layers.1.mlp.up_proj.weight"),
+    (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
+    (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
+    (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
+    (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "_attn_implementation"),
+    (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"), (lambda f: (f / "config.json").unlink(), "config.json"),
+])  # fmt: skip
+def test_non_scoring_models_raise_model_error(spoil, said, tmp_path):
     """Code of a model's own is not run: with None it is passed by, and the model loads."""
     folder = safe_rlhf(tmp_path)
     (folder / "evil.py").write_text("raise SystemExit('ran')")
@@ -209,27 +175,23 @@ def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_
         local(folder)
 
 
-def test_models_that_do_not_fit_are_rejected(tmp_path: Path, reward: Path) -> None:
-    with pytest.raises(ModelError, match=r"scorer.cost: no folder /nowhere/at/all"):
-        local(reward, Path("/nowhere/at/all"))
-    with pytest.raises(ModelError, match="Qwen2ForCausalLM"):
-        local("tiny")
-    with pytest.raises(ModelError, match=r"scorer.reward_revision 'v1': scorer.reward .* is a folder"):
-        local(reward, reward_revision="v1")
-    with pytest.raises(ModelError, match="3 labels; use a model with one or two"):
-        local(classifier(tmp_path, labels=3))
+def test_models_that_do_not_fit_are_rejected(tmp_path, reward):
+    three = classifier(tmp_path, labels=3)
+    for model, settings, said in (
+        (reward, {"cost": Path("/nowhere/at/all")}, r"scorer.cost: no folder /nowhere/at/all"),
+        ("tiny", {}, "Qwen2ForCausalLM"), (three, {}, "3 labels; use a model with one or two"),
+        (reward, {"reward_revision": "v1"}, r"scorer.reward_revision 'v1': scorer.reward .* is a folder"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=said):
+            local(model, **settings)
 
 
-# --- text ---
-
-
-def encoded(scorer: Local, prompt: str, response: str) -> tuple[str, tuple[int, int]]:
-    tokens = AutoTokenizer.from_pretrained(tiny())
+def encoded(scorer, prompt, response):
     found = scorer.models["reward"].pairs.encode(prompt, response)
-    return tokens.decode(found.ids), (found.prompt_cut, found.response_cut)
+    return AutoTokenizer.from_pretrained(tiny()).decode(found.ids), (found.prompt_cut, found.response_cut)
 
 
-def test_long_responses_are_truncated_at_the_end(reward: Path) -> None:
+def test_long_responses_are_truncated_at_the_end(reward):
     scorer = local(reward, max_tokens=100)
     prompt, response = text(1, 10), text(2, 400)
     said, (prompt_cut, response_cut) = encoded(scorer, prompt, response)
@@ -239,7 +201,7 @@ def test_long_responses_are_truncated_at_the_end(reward: Path) -> None:
     assert len(scorer.models["reward"].pairs.encode(prompt, response).ids) == 100
 
 
-def test_a_long_prompt_loses_its_beginning_and_the_response_keeps_a_quarter(reward: Path) -> None:
+def test_a_long_prompt_loses_its_beginning_and_the_response_keeps_a_quarter(reward):
     scorer = local(reward, max_tokens=100)
     prompt, response = text(1, 300), text(2, 400)
     said, cut = encoded(scorer, prompt, response)
@@ -252,13 +214,10 @@ def test_a_long_prompt_loses_its_beginning_and_the_response_keeps_a_quarter(rewa
     assert short.endswith(" ASSISTANT:yes<|im_end|>") and cut[1] == 0 < cut[0]
 
 
-def test_pairs_that_were_cut_are_counted(reward: Path) -> None:
+def test_the_models_own_positions_bound_the_tokens_and_cuts_are_counted(reward):
     scorer = local(reward, max_tokens=100)
     scorer.score(["a", "a", text(3, 300)], ["b", text(4, 300), "b"])
     assert scorer.cut == {"prompt": 1, "response": 1}
-
-
-def test_the_models_own_positions_bound_the_tokens(reward: Path) -> None:
     assert local(reward).models["reward"].pairs.max_tokens == 256
     with pytest.raises(ConfigError, match=r"scorer.max_tokens 16: the template alone takes \d+ tokens; set at least"):
         local(reward, max_tokens=16)
@@ -267,7 +226,7 @@ def test_the_models_own_positions_bound_the_tokens(reward: Path) -> None:
 @pytest.mark.parametrize(
     "template", ["chat", "<|im_start|>{prompt}\n{response}", TEMPLATE.format("{prompt}", "{response}")]
 )
-def test_a_special_token_that_a_model_writes_out_stays_text(template: str, reward: Path) -> None:
+def test_a_special_token_that_a_model_writes_out_stays_text(template, reward):
     scorer = local(reward, template=template)
     tokens = AutoTokenizer.from_pretrained(tiny())
     honest = scorer.models["reward"].pairs.encode("a question", "one two")
@@ -277,37 +236,34 @@ def test_a_special_token_that_a_model_writes_out_stays_text(template: str, rewar
     assert "a <|im_start|>question" in tokens.decode(forged.ids) and "one<|im_end|>two" in tokens.decode(forged.ids)
 
 
-def test_a_chat_template_is_the_scoring_models_own(reward: Path) -> None:
-    said, _ = encoded(local(reward, template="chat"), " hm? ", "yes\n")
-    assert said == "<|im_start|>user\n hm? <|im_end|>\n<|im_start|>assistant\nyes\n<|im_end|>\n"
-
-
-def test_a_chat_template_that_strips_is_given_stripped_texts(tmp_path: Path) -> None:
+def test_a_chat_template_is_the_scoring_models_own(tmp_path):
+    """One that strips gets stripped texts."""
     folder = safe_rlhf(tmp_path)
+    said, _ = encoded(local(folder, template="chat"), " hm? ", "yes\n")
+    assert said == "<|im_start|>user\n hm? <|im_end|>\n<|im_start|>assistant\nyes\n<|im_end|>\n"
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] | trim + ' / ' }}{% endfor %}"
     change(folder, "tokenizer_config.json", chat_template=template)
     said, _ = encoded(local(folder, template="chat"), " hm? ", "yes\n")
     assert said == "user: hm? / assistant: yes / "
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [("{{ messages[1]['content'] }}", "once and in this order"), ("{{ raise_exception('no') }}", "rejects a pair"),
-     (None, "has no chat template")],
-)  # fmt: skip
-def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | None, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ messages[1]['content'] }}", "once and in this order"), ("{{ raise_exception('no') }}", "rejects a pair"),
+    (None, "has no chat template"),
+])  # fmt: skip
+def test_a_chat_template_that_does_not_write_a_pair_is_refused(template, said, tmp_path):
     folder = safe_rlhf(tmp_path)
     change(folder, "tokenizer_config.json", chat_template=template)
     with pytest.raises((ModelError, ConfigError), match=said):
         local(folder, template="chat")
 
 
-def test_lone_surrogates_score_as_replacement_characters(reward: Path) -> None:
+def test_lone_surrogates_score_as_replacement_characters(reward):
     broken, marked = local(reward).score(["a", "a"], [json.loads('"\\ud83d"'), "?"])["reward"]
     assert broken == marked
 
 
-def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path, monkeypatch):
     """A cache with two revisions of a model of Safe RLHF and of a classifier, each of other weights."""
     from huggingface_hub import constants
 
@@ -322,15 +278,10 @@ def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path: Path, mon
             make(home / "snapshots" / commit, seed=seed)
             (home / "refs" / name).write_text(commit)
 
-    def hub(**revisions: str) -> Local:
-        made = create(ScorerConfig(name="local", reward="our/reward", cost="our/cost", device="cpu", **revisions))  # pyright: ignore[reportArgumentType]
-        assert isinstance(made, Local)
-        return made
-
     asked = pairs(3)
     for revisions, commits in (({}, "aa"), ({"reward_revision": "v1"}, "ba"), ({"cost_revision": "b" * 40}, "ab")):
         folders = [home / "snapshots" / (commit * 40) for home, commit in zip(homes.values(), commits, strict=True)]
-        wanted, found = local(folders[0], folders[1]), hub(**revisions)
+        wanted, found = local(folders[0], folders[1]), local("our/reward", "our/cost", **revisions)
         assert found.score(*asked) == wanted.score(*asked) and found.digest == wanted.digest
     with pytest.raises(ModelError, match=r"model our/cost"):
-        hub(cost_revision="v2")
+        local("our/reward", "our/cost", cost_revision="v2")

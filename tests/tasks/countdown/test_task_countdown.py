@@ -4,123 +4,77 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from task_runs import jsonl
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import DataError
 from evoalign.tasks import create
 from evoalign.tasks.countdown import MAX_RESPONSE, answer_reward, format_reward, last_answer
 
 FIXTURE = Path(__file__).parent / "fixtures" / "countdown.json"
-ROWS: list[dict[str, Any]] = json.loads(FIXTURE.read_text(encoding="utf-8"))
+ROWS = json.loads(FIXTURE.read_text(encoding="utf-8"))
 ROW = {"numbers": [44, 19, 35], "target": "98", "solution": "((44 + 19) + 35)", "context": "Make 98.\n<think>"}
 FULL = "</think>\n<answer>44 + 19 + 35</answer>"
 
 
-def task(**settings: Any) -> Any:
+def task(**settings):
     return create(TaskConfig(name="countdown", train_data=str(FIXTURE), **settings))
 
 
-def answer(text: str) -> float:
-    return answer_reward(f"<answer>{text}</answer>", [44, 19, 35], "98")
-
-
-# --- reward ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        (FULL, 1.1),
-        (" " + FULL + " \n", 1.1),  # stripped
-        ("44 and 19 ...</think>\n<answer>\n44 + 19 + 35</answer>", 0.1),  # leading newline inside the answer
-        ("</think>\n<answer>44 + 19 + 35\n</answer>", 1.1),  # trailing one
-        ("</think><answer>44 + 19 + 35</answer>", 1.06),  # no newline between the blocks
-        ("</think>\n\n<answer>44 + 19 + 35</answer>", 1.06),
-        ("<answer>44 + 19 + 35</answer>", 1.05),
-        ("44 + 19 + 35</think>", 0.01),
-        ("</think>\n<answer>44 + 19</answer>", 0.1),
-        (FULL + " done", 1.06),
-        ("", 0.0),
-        ("<|im_end|>", 0.0),
-        ("Use [44 19 35] to make 98.", 0.0),
-    ],
-)
-def test_reward_is_a_tenth_of_format_plus_answer(text: str, reward: float) -> None:
+@pytest.mark.parametrize(("text", "reward"), [
+    (FULL, 1.1), (" " + FULL + " \n", 1.1),  # stripped
+    ("44 and 19 ...</think>\n<answer>\n44 + 19 + 35</answer>", 0.1),  # leading newline inside the answer
+    ("</think>\n<answer>44 + 19 + 35\n</answer>", 1.1),  # trailing one
+    ("</think><answer>44 + 19 + 35</answer>", 1.06),  # no newline between the blocks
+    ("</think>\n\n<answer>44 + 19 + 35</answer>", 1.06), ("<answer>44 + 19 + 35</answer>", 1.05),
+    ("44 + 19 + 35</think>", 0.01), ("</think>\n<answer>44 + 19</answer>", 0.1), (FULL + " done", 1.06), ("", 0.0),
+    ("<|im_end|>", 0.0), ("Use [44 19 35] to make 98.", 0.0),
+])  # fmt: skip
+def test_reward_is_a_tenth_of_format_plus_answer(text, reward):
     assert task().rewards([text], [ROW])[0] == pytest.approx(reward, abs=1e-12)
 
 
-def test_without_strip_only_one_newline_may_follow() -> None:
-    unstripped = task(strip=False)
-    assert unstripped.rewards([FULL + "\n", FULL + "\n\n", FULL + " "], [ROW] * 3) == pytest.approx([1.1, 1.06, 1.06])
+def test_without_strip_only_one_newline_may_follow_and_spaces_count_for_the_limit():
+    texts = [FULL + "\n", FULL + "\n\n", FULL + " ", FULL.rjust(MAX_RESPONSE), FULL.rjust(MAX_RESPONSE + 1)]
+    assert task(strip=False).rewards(texts, [ROW] * 5) == pytest.approx([1.1, 1.06, 1.06, 1.1, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("44 + 19 + 35", 1.0),
-        ("35+(19+44)", 1.0),
-        ("44 + 19 + 35 = 98", 0.0),
-        ("= 98", 0.0),
-        ("98", 0.0),
-        ("44 + 19 + 35 + 0", 0.0),  # a number that was not given
-        ("44 + 54", 0.0),
-        ("44 + 19 + 35 + 44 - 44", 0.0),  # a number used twice
-        ("44 + 19", 0.0),
-        ("35 + 19 * 44", 0.0),
-        ("44 + 19 + 035", 0.0),
-        ("44 + 19 - -35", 0.0),
-        ("44 + 19 + 35\n", 1.0),
-        ("\n44 + 19 + 35", 0.0),
-        ("44 + 19 + ３５", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_answer_rules(text: str, value: float) -> None:
-    assert answer(text) == value
+@pytest.mark.parametrize(("text", "value"), [
+    ("44 + 19 + 35", 1.0), ("35+(19+44)", 1.0), ("44 + 19 + 35 = 98", 0.0), ("= 98", 0.0), ("98", 0.0),
+    ("44 + 19 + 35 + 0", 0.0),  # a number that was not given
+    ("44 + 54", 0.0), ("44 + 19 + 35 + 44 - 44", 0.0),  # a number used twice
+    ("44 + 19", 0.0), ("35 + 19 * 44", 0.0), ("44 + 19 + 035", 0.0), ("44 + 19 - -35", 0.0), ("44 + 19 + 35\n", 1.0),
+    ("\n44 + 19 + 35", 0.0), ("44 + 19 + ３５", 0.0), ("", 0.0),
+])  # fmt: skip
+def test_answer_rules(text, value):
+    assert answer_reward(f"<answer>{text}</answer>", [44, 19, 35], "98") == value
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers", "target"),
-    [("3**4", [3, 4], "81"), ("7//2+1", [7, 2, 1], "4"), ("(4)(3+2)", [4, 3, 2], "20"), ("-4+9", [4, 9], "5")],
-)
-def test_other_operators_earn_nothing(text: str, numbers: list[int], target: str) -> None:
-    assert answer_reward(f"<answer>{text}</answer>", numbers, target) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers", "target", "value"),
-    [
-        ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6666666666667", 1.0),
-        ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.66667", 1.0),  # 3.3e-6 away
-        ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6667", 0.0),  # 3.3e-5 away
-        ("69 - (55 + 25)", [69, 55, 25], "-11", 1.0),
-        ("69 - (55 + 25)", [69, 55, 25], "11", 0.0),
-        ("71 + 15 / 4", [71, 15, 4], "74.75", 1.0),
-        ("71 + 15 / 4", [71, 15, 4], 74.75, 1.0),
-        ("1 / 100000", [1, 100000], "0", 0.0),  # a difference of exactly 1e-5 is too much
-        ("1 / 100001", [1, 100001], "0", 1.0),
-    ],
-)
-def test_negative_and_fractional_targets(text: str, numbers: list[int], target: str | float, value: float) -> None:
+@pytest.mark.parametrize(("text", "numbers", "target", "value"), [
+    ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6666666666667", 1.0),
+    ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.66667", 1.0),  # 3.3e-6 away
+    ("(10 / (60 - 57)) * 80", [60, 10, 57, 80], "266.6667", 0.0),  # 3.3e-5 away
+    ("69 - (55 + 25)", [69, 55, 25], "-11", 1.0), ("69 - (55 + 25)", [69, 55, 25], "11", 0.0),
+    ("71 + 15 / 4", [71, 15, 4], "74.75", 1.0), ("71 + 15 / 4", [71, 15, 4], 74.75, 1.0),
+    ("1 / 100000", [1, 100000], "0", 0.0),  # a difference of exactly 1e-5 is too much
+    ("1 / 100001", [1, 100001], "0", 1.0),
+    ("3**4", [3, 4], "81", 0.0), ("7//2+1", [7, 2, 1], "4", 0.0), ("(4)(3+2)", [4, 3, 2], "20", 0.0),  # no operators
+    ("-4+9", [4, 9], "5", 0.0),
+])  # fmt: skip
+def test_answer_reward_compares_values_by_the_four_operators(text, numbers, target, value):
     assert answer_reward(f"<answer>{text}</answer>", numbers, target) == value
 
 
-def test_the_last_answer_counts() -> None:
+def test_the_last_answer_counts():
     right, wrong = "<answer>44+19+35</answer>", "<answer>1</answer>"
     assert answer_reward(wrong + right, [44, 19, 35], "98") == 1.0
     assert answer_reward(right + wrong, [44, 19, 35], "98") == 0.0
     assert answer_reward(right + "<answer>1", [44, 19, 35], "98") == 1.0
     assert answer_reward("<answer>" + right, [44, 19, 35], "98") == 0.0  # the first opening tag begins the block
-
-
-def test_text_between_two_blocks_is_still_the_full_format() -> None:
-    assert format_reward("<think></think>\n<answer>1</answer> and <answer>2</answer>") == 1.0
-    assert format_reward("<think>a</think> b</think>\n<answer>1</answer>") == 1.0
 
 
 PIECES = st.sampled_from(
@@ -129,7 +83,9 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=14).map("".join))
-def test_scanning_agrees_with_the_published_expressions(text: str) -> None:
+@example("<think></think>\n<answer>1</answer> and <answer>2</answer>")  # in the full format
+@example("<think>a</think> b</think>\n<answer>1</answer>")
+def test_scanning_agrees_with_the_published_expressions(text):
     matches = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     assert last_answer(text) == (matches[-1] if matches else None)
     for response in (text, "<think>" + text):
@@ -142,47 +98,32 @@ def test_scanning_agrees_with_the_published_expressions(text: str) -> None:
         assert format_reward(response) == expected
 
 
-def test_long_responses_score_up_to_the_limit() -> None:
-    room = MAX_RESPONSE - len(FULL)
-    assert task(strip=False).compute_reward(" " * room + FULL, ROW) == 1.1
-    assert task(strip=False).compute_reward(" " * (room + 1) + FULL, ROW) == 0.0
-
-
-def test_measures() -> None:
+def test_measures():
     figures = task().measures("<answer>44+19+35</answer>", ROW)
     assert figures == {"accuracy": 1.0, "format": 0.5, "answer_reward": 1.0, "high_reward": 1.0}
-    assert task().measures("</think>\n<answer>1</answer>", ROW) == {
-        "accuracy": 0.0,
-        "format": 1.0,
-        "answer_reward": 0.0,
-        "high_reward": 0.0,
-    }
+    wrong = task().measures("</think>\n<answer>1</answer>", ROW)
+    assert wrong == {"accuracy": 0.0, "format": 1.0, "answer_reward": 0.0, "high_reward": 0.0}
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
-def test_raw_prompt_is_the_context_and_short_is_exact() -> None:
+def test_raw_prompt_is_the_context_and_short_is_exact():
     assert task().prompt(ROWS[0]) == task(prompt="raw").prompt(ROWS[0]) == ROWS[0]["context"]
     assert task(prompt="short").prompt(ROW) == "Use [44 19 35] to make 98. <think>"
     assert task(prompt="short").prompt({"numbers": [7, 30, 5], "target": "-18"}) == "Use [7 30 5] to make -18. <think>"
 
 
-def test_chat_is_a_system_and_a_user_message() -> None:
+def test_chat_is_a_system_and_a_user_message():
     system, user = task(prompt="chat").prompt(ROW)
     assert (system["role"], user["role"]) == ("system", "user")
     assert user["content"].startswith("Using the numbers [44, 19, 35], create an equation that equals 98. ")
     assert "<think>" not in user["content"][-20:]
 
 
-def test_chat_response_opens_the_think_block() -> None:
-    chat = task(prompt="chat")
-    assert chat.compute_reward("<think>" + FULL, ROW) == 1.1
-    assert chat.measures(FULL, ROW)["format"] == 0.5
+def test_response_opens_the_think_block_unless_the_prompt_does():
+    row = ROW | {"context": "Make 98 from 44, 19 and 35."}
+    for form, asked in ((task(prompt="chat"), ROW), (task(), row)):
+        assert form.compute_reward("<think>" + FULL, asked) == 1.1
+        assert form.measures(FULL, asked)["format"] == 0.5
     assert task(prompt="short").compute_reward(FULL, ROW) == 1.1
-
-
-def test_chat_opened_grades_the_continuation() -> None:
     opened = task(prompt="chat_opened")
     *chat, begun = opened.prompt(ROW)
     assert chat == task(prompt="chat").prompt(ROW)
@@ -191,21 +132,15 @@ def test_chat_opened_grades_the_continuation() -> None:
     assert opened.measures("44, 19</think>\n<answer>1</answer>", ROW)["format"] == 1.0
 
 
-def test_response_opens_the_block_if_the_context_does_not() -> None:
-    row = ROW | {"context": "Make 98 from 44, 19 and 35."}
-    assert task().measures(FULL, row)["format"] == 0.5
-    assert task().compute_reward("<think>" + FULL, row) == 1.1
-
-
 @pytest.mark.parametrize("prompt", ["raw", "chat", "short", "chat_opened"])
-def test_every_gold_answer_earns_the_maximum(prompt: str) -> None:
+def test_every_gold_answer_earns_the_maximum(prompt):
     form = task(prompt=prompt, split="first_last", train_size=7, test_size=7)
     data = form.load_data(0)
     assert form.max_reward == 1.1
     form.self_check([*data.train, *data.test])
 
 
-def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> None:
+def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first():
     wrong, unknown = ROW | {"solution": "44 + 19"}, ROW | {"solution": None}
     with pytest.raises(DataError) as error:
         task().self_check([ROW, wrong, unknown, *[wrong] * 4])
@@ -214,46 +149,28 @@ def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> N
     assert [f"of row {i} earns 0.1" in said for i in range(7)] == [False, True, False, True, True, False, False]
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_default_is_the_shipped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_the_shipped_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # found from any folder
     data = create(TaskConfig(name="countdown")).load_data(33)
     assert (len(data.train), len(data.test)) == (1760, 440)
 
 
-def test_bad_rows_are_named(tmp_path: Path) -> None:
-    for change, message in [
-        ({"numbers": "44 19"}, "numbers is '44 19'"),
-        ({"numbers": []}, "numbers is"),
-        ({"numbers": [1, True]}, "numbers is"),
-        ({"numbers": [1, -2]}, "numbers is"),
-        ({"numbers": [1, 2.5]}, "numbers is"),
-        ({"target": None}, "target is None"),
-        ({"target": "1/3"}, "target is '1/3'"),
-        ({"target": "1e999999999"}, "target is"),
-        ({"target": "nan"}, "target is"),
-        ({"target": "٣"}, "target is"),
-        ({"target": True}, "target is"),
-        ({"context": ""}, "context is"),
-        ({"solution": 3}, "solution is 3"),
-    ]:
-        path = tmp_path / "data.json"
-        path.write_text(json.dumps([ROW, ROW | change]), encoding="utf-8")
-        with pytest.raises(DataError, match=message) as caught:
-            create(TaskConfig(name="countdown", train_data=str(path))).load_data(0)
-        assert f"{path}, row 2" in str(caught.value)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"numbers": "44 19"}, "numbers is '44 19'"), ({"numbers": []}, "numbers is"),
+    ({"numbers": [1, True]}, "numbers is"), ({"numbers": [1, -2]}, "numbers is"), ({"numbers": [1, 2.5]}, "numbers is"),
+    ({"target": None}, "target is None"), ({"target": "1/3"}, "target is '1/3'"),
+    ({"target": "1e999999999"}, "target is"), ({"target": "nan"}, "target is"), ({"target": "٣"}, "target is"),
+    ({"target": True}, "target is"), ({"context": ""}, "context is"), ({"solution": 3}, "solution is 3"),
+])  # fmt: skip
+def test_bad_rows_are_named(change, message, tmp_path):
+    path = jsonl(tmp_path / "data", [ROW, ROW | change])
+    with pytest.raises(DataError, match=message) as caught:
+        create(TaskConfig(name="countdown", train_data=path)).load_data(0)
+    assert f"{path}, line 2" in str(caught.value)
 
 
-def test_only_raw_needs_the_context(tmp_path: Path) -> None:
-    path = tmp_path / "data.json"
-    path.write_text(json.dumps([{"numbers": [1, 2], "target": 3}] * 5), encoding="utf-8")
-    assert len(create(TaskConfig(name="countdown", train_data=str(path), prompt="short")).load_data(0).test) == 1
+def test_only_raw_needs_the_context(tmp_path):
+    path = jsonl(tmp_path / "data", [{"numbers": [1, 2], "target": 3}] * 5)
+    assert len(create(TaskConfig(name="countdown", train_data=path, prompt="short")).load_data(0).test) == 1
     with pytest.raises(DataError, match=r"task\.prompt: short, chat, chat_opened"):
-        create(TaskConfig(name="countdown", train_data=str(path))).load_data(0)
-
-
-def test_reward_functions_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"task countdown .* task\.name: custom"):
-        create(TaskConfig(name="countdown", rewards=["a.py:b"]))
+        create(TaskConfig(name="countdown", train_data=path)).load_data(0)

@@ -21,7 +21,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "tiny_base" / "countdown.py"
 SHIPPED = Path(__file__).parents[3] / "data" / "tasks" / "countdown" / "countdown.json"
 
 
-def test_rows_are_of_the_published_form() -> None:
+def test_rows_are_of_the_published_form():
     for index, row in enumerate(generate(40, "mixed", seed=1)):
         assert list(row) == ["id", "context", "numbers", "target", "solution"]
         assert row["id"] == index
@@ -35,7 +35,7 @@ def test_rows_are_of_the_published_form() -> None:
 
 
 @pytest.mark.parametrize("numbers", [[83, 78, 1, 39], [44, 19, 35], [2, 54, 17], [1, 2, 3]])
-def test_numbers_are_printed_as_numpy_prints_them(numbers: list[int]) -> None:
+def test_numbers_are_printed_as_numpy_prints_them(numbers):
     text = context(numbers, 82)
     assert f"Using the numbers {np.array(numbers)}, create an equation that equals 82. You" in text
     assert text.startswith("You are a helpful assistant. You first think")
@@ -43,36 +43,33 @@ def test_numbers_are_printed_as_numpy_prints_them(numbers: list[int]) -> None:
     assert text.endswith("example <answer> (1 + 2) / 3 </answer>.Let me solve this step by step.\n<think>")
 
 
-def test_generate_is_deterministic() -> None:
+def test_generate_is_deterministic():
     assert generate(10, seed=3) == generate(10, seed=3)
     assert generate(10, seed=3)[:5] == generate(5, seed=3)
     assert generate(10, seed=3) != generate(10, seed=4)
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_sizes(size: int) -> None:
-    assert {len(row["numbers"]) for row in generate(10, size, seed=0)} == {size}  # type: ignore[arg-type]
-
-
-def test_targets_and_keep_are_options() -> None:
+def test_sizes_targets_and_keep_are_options():
+    for size in (3, 4):
+        assert {len(row["numbers"]) for row in generate(10, size, seed=0)} == {size}
     rows = generate(30, 3, seed=0, targets=(-5, 5), keep=None)
     assert all(-5 <= int(row["target"]) <= 5 for row in rows)
     assert not all(held_out(row["numbers"], int(row["target"])) for row in rows)
 
 
-def test_generate_has_no_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_has_no_duplicates(monkeypatch):
     monkeypatch.setattr("evoalign.tasks.countdown.MAX_NUMBER", 4)
     rows = generate(80, 3, seed=0, targets=(1, 30), keep=None)
     assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in rows}) == 80
 
 
-def test_generate_raises_if_there_are_too_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_raises_if_there_are_too_few_problems(monkeypatch):
     monkeypatch.setattr("evoalign.tasks.countdown.MAX_MISSES", 200)
     with pytest.raises(DataError, match="found only 0 of 5 problems"):
         generate(5, keep=lambda numbers, target: False)
 
 
-def test_held_out_is_pinned() -> None:
+def test_held_out_is_pinned():
     digest = hashlib.blake2b(b"19,35,44:98", digest_size=8).digest()
     assert held_out([44, 19, 35], 98) == held_out([19, 44, 35], 98) == (int.from_bytes(digest, "big") % 10 == 0)
     share = sum(held_out([a, b, 7], 50) for a in range(100) for b in range(100)) / 10_000
@@ -81,13 +78,13 @@ def test_held_out_is_pinned() -> None:
 
 
 @pytest.mark.skipif(not RECIPE.exists(), reason="no recipes beside this source")
-def test_the_recipe_of_the_tiny_model_holds_out_the_same_problems() -> None:
+def test_the_recipe_of_the_tiny_model_holds_out_the_same_problems():
     is_held_out = runpy.run_path(str(RECIPE))["is_held_out"]
     problems = [([a, b, c], a + b - c) for a in range(1, 99, 7) for b in range(1, 99, 5) for c in range(1, 99, 11)]
     assert [is_held_out(*problem) for problem in problems] == [held_out(*problem) for problem in problems]
 
 
-def test_solve_finds_existing_solutions() -> None:
+def test_solve_finds_existing_solutions():
     solution = solve([44, 19, 35], 98)
     assert solution is not None and evaluate(solution).value == 98
     assert solve([1, 1, 1], 50) is None
@@ -97,9 +94,9 @@ def test_solve_finds_existing_solutions() -> None:
     assert solve([8, 3, 8, 3], 24) is not None  # 8 / (3 - 8 / 3): needs a fraction on the way
 
 
-def test_solve_is_exhaustive() -> None:
+def test_solve_is_exhaustive():
     """Against all values of all trees over three numbers, listed apart."""
-    numbers, values = [3, 7, 8], set[Fraction]()
+    numbers, values = [3, 7, 8], set()
     for a, b, c in itertools.permutations(map(Fraction, numbers)):
         for first, second in itertools.product("+-*/", repeat=2):
             for text in (f"({a} {first} {b}) {second} {c}", f"{a} {first} ({b} {second} {c})"):
@@ -108,7 +105,7 @@ def test_solve_is_exhaustive() -> None:
     assert found == {int(v) for v in values if v.denominator == 1 and -100 <= v < 200}
 
 
-def test_write_countdown_writes_one_row_per_line(tmp_path: Path) -> None:
+def test_write_countdown_writes_one_row_per_line(tmp_path):
     path = tmp_path / "deep" / "countdown.json"
     write_countdown(path, 12, 3, seed=2)
     text = path.read_text(encoding="utf-8")
@@ -118,21 +115,10 @@ def test_write_countdown_writes_one_row_per_line(tmp_path: Path) -> None:
     task.self_check(task.load_data(0).train)
 
 
-def test_shipped_file_matches_the_generator() -> None:
+def test_shipped_rows_are_of_the_generator_new_to_the_tiny_model_and_all_different():
     rows = json.loads(SHIPPED.read_text(encoding="utf-8"))
     assert len(rows) == 2200
     assert rows[:25] == generate(25, "mixed", seed=0)
-
-
-def test_the_shipped_rows_are_new_to_the_tiny_model_and_all_different() -> None:
-    rows = json.loads(SHIPPED.read_text(encoding="utf-8"))
     assert all(held_out(row["numbers"], int(row["target"])) for row in rows)
     assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in rows}) == 2200
     assert 1000 < sum(len(row["numbers"]) == 3 for row in rows) < 1200
-
-
-def test_the_shipped_solutions_all_earn_the_maximum() -> None:
-    task = create(TaskConfig(name="countdown", split="first_last", train_size=200, test_size=2000))
-    data = task.load_data(0)
-    assert (len(data.train), len(data.test)) == (200, 2000)
-    task.self_check([*data.train, *data.test])

@@ -4,14 +4,11 @@
 import asyncio
 import datetime
 import decimal
-import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from task_runs import jsonl
 
 from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig
@@ -26,7 +24,6 @@ from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.tasks import Data, Task
 from evoalign.tasks.isolated import worker
 from evoalign.tasks.isolated.task import Isolated, is_exact
-from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
 
@@ -34,15 +31,13 @@ PLAIN = {"prompt": "2 + 2 =", "answer": "4"}
 CHAT = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
 ODD = ["", " a ", "\x00\x1f", "\u2028\u2029\x85", "\ud800", "\ud83d\ude00", "😀", "\ufeff", '"\\', "é" * 3]
 
-Isolate = Callable[..., Task]
-
 
 @pytest.fixture
-def isolate() -> Iterator[Isolate]:
+def isolate():
     """Isolated functions or tasks, closed at the end."""
-    made: list[Task] = []
+    made = []
 
-    def isolate(*given: Any, grader: GraderConfig | None = None, **settings: Any) -> Task:
+    def isolate(*given, grader=None, **settings):
         task = given[0] if isinstance(given[0], Task) else tasks.create(TaskConfig(name="custom", **settings), given)
         made.append(tasks.isolate(task, grader or GraderConfig(retries=0)))
         return made[-1]
@@ -52,32 +47,60 @@ def isolate() -> Iterator[Isolate]:
         task.close()
 
 
-def fresh(isolate: Isolate, path: Path, source: str, *names: str, **settings: Any) -> Task:
-    """Functions by import path: a worker that is a fresh process."""
-    path.write_text(source, encoding="utf-8")
-    config = TaskConfig(name="custom", rewards=[f"{path}:{name}" for name in names], **settings)
-    return isolate(tasks.create(config))
+SOURCE = """
+import atexit, datetime, decimal, os, pathlib, sys
+
+def same(completions, points):
+    return [float(list(map(ord, c)) == p) for c, p in zip(completions, points)]
+
+def length(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+
+def loud(completions, **kwargs):
+    print("printed \\ud800"); os.write(1, b"written\\n"); os.system("echo echoed")
+    assert sys.stdin.read() == ""
+    return [1.0 for _ in completions]
+
+def keep(completions, log):
+    atexit.register(pathlib.Path(log[0]).write_text, "kept")
+    return [1.0 for _ in completions]
+
+def rich(completions, when, price, raw, **kwargs):
+    good = [w == datetime.datetime(2026, 1, 2, 3) and p == decimal.Decimal("1.50") and r == b"\\xff"
+            for w, p, r in zip(when, price, raw)]
+    return [float(g) for g in good]
+"""
 
 
-def length(completions: list[str], **kwargs: Any) -> list[float]:
+@pytest.fixture
+def own(isolate, tmp_path):
+    """A function of `SOURCE` by import path: a worker that is a fresh process, or else a fork."""
+    (tmp_path / "own.py").write_text(SOURCE, encoding="utf-8")
+
+    def own(name, kind="fresh", **settings):
+        made = tasks.create(TaskConfig(name="custom", rewards=[f"{tmp_path}/own.py:{name}"], **settings))
+        return isolate(made) if kind == "fresh" else isolate(made.functions[0].function, **settings)
+
+    return own
+
+
+both = pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+
+
+def length(completions, **kwargs):
     return [float(len(c)) for c in completions]
 
 
-def pid(completions: list[str], **kwargs: Any) -> list[float]:
+def pid(completions, **kwargs):
     return [float(os.getpid()) for _ in completions]
 
 
-# --- which tasks are isolated ---------------------------------------------------------------------------------------
-
-
-def test_built_in_tasks_score_in_place() -> None:
-    for name in ("conciseness", "countdown"):
-        task = tasks.create(TaskConfig(name=name))
+def test_built_in_tasks_score_in_place():
+    for task in (tasks.create(TaskConfig(name=name)) for name in ("conciseness", "countdown")):
         assert tasks.isolate(task, GraderConfig()) is task
-        task.close()
 
 
-def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
+def test_isolation_can_be_switched_off(isolate):
     task = isolate(pid, grader=GraderConfig(isolated=False))
     assert task.rewards(["a"], [PLAIN]) == [os.getpid()]
     apart = isolate(pid)
@@ -85,56 +108,30 @@ def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
     assert tasks.isolate(apart, GraderConfig()) is apart
 
 
-def test_isolate_warns_without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolate_warns_without_fork(monkeypatch):
     monkeypatch.setattr("evoalign.tasks.isolated.task.SUPPORTED", False)
     with pytest.warns(UserWarning, match="cannot isolate"):
         task = tasks.isolate(tasks.create(TaskConfig(name="custom"), [pid]), GraderConfig())
     assert task.rewards(["a"], [PLAIN]) == [os.getpid()]
 
 
-def test_isolated_task_delegates_attributes(isolate: Isolate, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(PLAIN | {"id": i}) for i in range(5)))
-    plain = tasks.create(TaskConfig(name="custom", train_data=str(path)), [length])
+def test_isolated_task_delegates_attributes(isolate, tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [PLAIN | {"id": i} for i in range(5)])
+    plain = tasks.create(TaskConfig(name="custom", train_data=path), [length])
     task = isolate(plain)
     assert (task.name, task.max_reward, task.config) == (plain.name, plain.max_reward, plain.config)
     assert task.load_data(3) == plain.load_data(3)
-    assert task.prompt(CHAT) == CHAT["prompt"]
-    assert task.clean(" a ") == "a"
-    assert task.gold(PLAIN) is None
-    assert task.measures("a", PLAIN) == {}
-    assert task.point("a", PLAIN, {"reward": 1.0}) is None
+    assert (task.prompt(CHAT), task.clean(" a "), task.gold(PLAIN)) == (CHAT["prompt"], "a", None)
+    assert task.measures("a", PLAIN) == {} and task.point("a", PLAIN, {"reward": 1.0}) is None
     task.self_check([PLAIN])
-    assert task.functions == plain.functions  # type: ignore[attr-defined]
+    assert task.functions == plain.functions
     with pytest.raises(AttributeError, match="nothing_such"):
-        task.nothing_such  # type: ignore[attr-defined] # noqa: B018
+        task.nothing_such  # noqa: B018
 
 
-# --- scoring as in place --------------------------------------------------------------------------------------------
-
-
-def test_weights_none_and_both_forms(isolate: Isolate) -> None:
-    def sometimes(text: str, example: Example) -> float | None:
-        return None if text == "skip" else float(text == example["answer"])
-
-    task = isolate(length, sometimes, reward_weights=[0.5, 10.0])
-    texts, examples = [" 4 ", "skip", "12"], [PLAIN, PLAIN, CHAT]
-    expected = task.task.rewards(texts, examples)  # type: ignore[attr-defined]
-    assert task.rewards(texts, examples) == expected == [10.5, 2.0, 0.5]
-    assert task.compute_reward("4", PLAIN) == 10.5
-    assert task.rewards([], []) == []
-
-
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_odd_text_arrives_code_point_for_code_point(isolate: Isolate, tmp_path: Path, kind: str) -> None:
-    source = (
-        "def same(completions, points):\n"
-        "    return [float(list(map(ord, c)) == p) for c, p in zip(completions, points)]\n"
-    )
-    path = tmp_path / "same.py"
-    task = fresh(isolate, path, source, "same", strip=False)
-    if kind == "fork":
-        task = isolate(task.functions[0].function, strip=False)  # type: ignore[attr-defined]
+@both
+def test_odd_text_arrives_code_point_for_code_point(own, kind):
+    task = own("same", kind, strip=False)
     texts = [*ODD, "".join(map(chr, range(0x3000)))]
     assert task.rewards(texts, [PLAIN | {"points": list(map(ord, text))} for text in texts]) == [1.0] * len(texts)
 
@@ -146,55 +143,41 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(TE
 
 @given(VALUES)
 @example("\ud83d\ude00")  # two code points, which are not the emoji
-def test_exact_values_survive_json(value: Any) -> None:
+def test_exact_values_survive_json(value):
     assert is_exact(value)
     back = worker.decode(worker.encode(value))
     assert repr(back) == repr(value)  # tells 1 from True and 1.0, and 0.0 from -0.0
     assert b"\n" not in worker.encode(value)[:-1]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [(1,), {1: "a"}, b"a", np.float64(1.0), np.int64(1), {"a": [(1,)]}, {1}, datetime.date(2026, 1, 1), 10**5000],
-    ids=lambda value: type(value).__name__,
-)
-def test_inexact_values_are_detected(value: Any) -> None:
+@pytest.mark.parametrize("value", [
+    (1,), {1: "a"}, b"a", np.float64(1.0), np.int64(1), {"a": [(1,)]}, {1}, datetime.date(2026, 1, 1), 10**5000,
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_inexact_values_are_detected(value):
     assert not is_exact(value)
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_ten_megabytes(isolate: Isolate, tmp_path: Path, kind: str) -> None:
-    source = "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
-    task = isolate(length) if kind == "fork" else fresh(isolate, tmp_path / "mine.py", source, "length")
+@both
+def test_ten_megabytes(own, kind):
+    task = own("length", kind)
     texts = [chr(97 + i % 26) * (170_000 + i) for i in range(60)]
     assert task.rewards(texts, [PLAIN] * 60) == [170_000.0 + i for i in range(60)]
 
 
-def test_async_functions_start_in_a_fork_of_a_running_loop(isolate: Isolate) -> None:
-    async def judge(completions: list[str]) -> list[float]:
+def test_async_functions_start_in_a_fork_of_a_running_loop(isolate):
+    async def judge(completions):
         await asyncio.sleep(0)
         return [2.0 for _ in completions]
 
-    async def notebook() -> list[float]:
+    async def notebook():
         return isolate(judge).rewards(["a"], [PLAIN])
 
     assert asyncio.run(notebook()) == [2.0]
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_output_of_user_code_goes_to_stderr(
-    isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    source = (
-        "import os, sys\n"
-        "def loud(completions, **kwargs):\n"
-        "    print('printed \\ud800'); os.write(1, b'written\\n'); os.system('echo echoed')\n"
-        "    assert sys.stdin.read() == ''\n"
-        "    return [1.0 for _ in completions]\n"
-    )
-    task = fresh(isolate, tmp_path / "loud.py", source, "loud")
-    if kind == "fork":
-        task = isolate(task.functions[0].function)  # type: ignore[attr-defined]
+@both
+def test_output_of_user_code_goes_to_stderr(own, kind, capfd):
+    task = own("loud", kind)
     assert task.rewards(["a"], [PLAIN]) == task.rewards(["a"], [PLAIN]) == [1.0]
     task.close()
     out, err = capfd.readouterr()
@@ -202,11 +185,11 @@ def test_output_of_user_code_goes_to_stderr(
     assert [err.count(word) for word in ("printed \\ud800\n", "written\n", "echoed\n")] == [2, 2, 2]
 
 
-def test_worker_keeps_state_between_calls(isolate: Isolate) -> None:
+def test_worker_keeps_state_between_calls(isolate):
     class Counter:
         calls = 0
 
-        def __call__(self, completions: list[str]) -> list[float]:
+        def __call__(self, completions):
             self.calls += 1
             if completions == ["raise"]:
                 raise ValueError("once")
@@ -221,9 +204,9 @@ def test_worker_keeps_state_between_calls(isolate: Isolate) -> None:
     assert counter.calls == 0
 
 
-def test_the_worker_outlives_the_thread_that_started_it(isolate: Isolate) -> None:
+def test_the_worker_outlives_the_thread_that_started_it(isolate):
     task = isolate(pid)
-    seen: list[float] = []
+    seen = []
     for _ in range(2):
         thread = threading.Thread(target=lambda: seen.extend(task.rewards(["a"], [PLAIN])))
         thread.start()
@@ -231,13 +214,8 @@ def test_the_worker_outlives_the_thread_that_started_it(isolate: Isolate) -> Non
     assert len(set(seen)) == 1
 
 
-# --- fresh processes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_a_fresh_process_has_the_same_path_and_folder(
-    isolate: Isolate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fresh_process_has_the_same_path_and_folder(isolate, tmp_path, monkeypatch):
     (tmp_path / "my_package_of_rewards.py").write_text(
         "import os, sys\n"
         "def here(completions, cwd, **kwargs):\n"
@@ -250,31 +228,26 @@ def test_a_fresh_process_has_the_same_path_and_folder(
 
 
 @pytest.mark.slow
-def test_exit_handlers_run_when_the_task_is_closed(isolate: Isolate, tmp_path: Path) -> None:
-    source = (
-        "import atexit, pathlib\n"
-        "def keep(completions, log):\n"
-        "    atexit.register(pathlib.Path(log[0]).write_text, 'kept')\n"
-        "    return [1.0 for _ in completions]\n"
-    )
-    task = fresh(isolate, tmp_path / "keep.py", source, "keep")
+def test_exit_handlers_run_when_the_task_is_closed(own, tmp_path):
+    task = own("keep")
     assert task.rewards(["a"], [PLAIN | {"log": str(tmp_path / "log")}]) == [1.0]
     task.close()
     assert (tmp_path / "log").read_text() == "kept"
 
 
 @pytest.mark.slow
-def test_import_error_in_the_worker_raises_reward_error(isolate: Isolate, tmp_path: Path) -> None:
+def test_import_error_in_the_worker_raises_reward_error(isolate, tmp_path):
     source = (
-        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no model')\ndef f(completions): return [0.0]\n"
+        "import sys\nif 'pytest' not in sys.modules: raise OSError('no model')\ndef fails(completions): return [0.0]\n"
     )
-    task = fresh(isolate, tmp_path / "fails.py", source, "f")
+    (tmp_path / "fails.py").write_text(source)
+    task = isolate(tasks.create(TaskConfig(name="custom", rewards=[f"{tmp_path}/fails.py:fails"])))
     with pytest.raises(ConfigError, match="fails to import: OSError: no model"):
         task.rewards(["a"], [PLAIN])
 
 
 @pytest.mark.slow
-def test_functions_of_a_script_are_forked(tmp_path: Path) -> None:
+def test_functions_of_a_script_are_forked(tmp_path):
     """`__main__` is another module in another process."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -288,34 +261,16 @@ def test_functions_of_a_script_are_forked(tmp_path: Path) -> None:
     assert done.stdout == "[3.0]\n"
 
 
-# --- rows that are more than JSON -----------------------------------------------------------------------------------
-
-RICH = """
-import datetime, decimal
-def rich(completions, when, price, raw, **kwargs):
-    good = [w == datetime.datetime(2026, 1, 2, 3) and p == decimal.Decimal("1.50") and r == b"\\xff"
-            for w, p, r in zip(when, price, raw)]
-    return [float(g) for g in good]
-"""
+@pytest.fixture
+def data(tmp_path):
+    row = {"when": datetime.datetime(2026, 1, 2, 3), "price": decimal.Decimal("1.50"), "raw": b"\xff"}
+    parquet.write_table(pa.Table.from_pylist([{"prompt": str(i), **row} for i in range(5)]), tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
 
 
-def rich_rows(path: Path, raw: bytes = b"\xff") -> None:
-    columns = {
-        "prompt": [str(i) for i in range(5)],
-        "when": [datetime.datetime(2026, 1, 2, 3)] * 5,
-        "price": [decimal.Decimal("1.50")] * 5,
-        "raw": [raw] * 5,
-    }
-    parquet.write_table(pa.table(columns), path)
-
-
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> None:
-    data = tmp_path / "rows.parquet"
-    rich_rows(data)
-    task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
-    if kind == "fork":
-        task = isolate(task.functions[0].function, train_data=str(data))  # type: ignore[attr-defined]
+@both
+def test_rows_arrive_unchanged(own, kind, data):
+    task = own("rich", kind, train_data=str(data))
     rows = task.load_data(0)
     examples = [*rows.test, *rows.train]
     assert task.rewards(["a"] * 5, examples) == [1.0] * 5
@@ -324,10 +279,8 @@ def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.slow
-def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path) -> None:
-    data = tmp_path / "rows.parquet"
-    rich_rows(data)
-    task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
+def test_changed_data_file_raises_data_error(own, data):
+    task = own("rich", train_data=str(data))
     rows = task.load_data(0)
     task.rewards(["a"], rows.train[:1])
     task.close()  # the next call starts another worker, which reads the file again
@@ -336,8 +289,6 @@ def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path) -
     with pytest.raises(DataError, match=r"row 0 of the train split differs in 'prompt'"):
         task.rewards(["a"], rows.train[:1])
 
-
-# --- a Task of the user's own ---------------------------------------------------------------------------------------
 
 OWN = """
 import os, time
@@ -370,32 +321,30 @@ class Strict(Own):
 """
 
 
-def own(path: Path, name: str) -> Task:
+def own_task(path, name):
     path.write_text(OWN, encoding="utf-8")
     return tasks.create(TaskConfig(name=f"{path}:{name}"))
 
 
-@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_custom_task_scores_in_the_worker(isolate: Isolate, tmp_path: Path, kind: str) -> None:
-    plain = own(tmp_path / "own.py", "Own")
+@both
+def test_custom_task_scores_in_the_worker(isolate, tmp_path, kind):
+    plain = own_task(tmp_path / "own.py", "Own")
     plain.from_config = kind == "fresh"
     task = isolate(plain)
     data = task.load_data(0)
     assert isinstance(task, Isolated)
     assert task.rewards([" X ", "z"], [data.train[0]] * 2) == [1.0, 0.0]
     assert task.compute_reward("y", data.test[0]) == 1.0
-    assert task.gold(data.test[0]) == "y"
-    assert task.clean(" X ") == "x"
+    assert (task.gold(data.test[0]), task.clean(" X ")) == ("y", "x")
     measures = task.measures("y", data.test[0])
-    assert measures["right"] == 1.0
-    assert measures["pid"] != os.getpid()
+    assert measures["right"] == 1.0 and measures["pid"] != os.getpid()
     point = task.point("y", data.test[0], {"reward": 1.5, "cost": None})
     assert point == {"pid": measures["pid"], "said": "y", **data.test[0], "reward": 1.5, "cost": None}
     task.self_check([*data.train, *data.test])
 
 
-def test_custom_task_errors_and_hangs_raise_reward_error(isolate: Isolate, tmp_path: Path) -> None:
-    task = own(tmp_path / "own.py", "Strict")
+def test_custom_task_errors_and_hangs_raise_reward_error(isolate, tmp_path):
+    task = own_task(tmp_path / "own.py", "Strict")
     task.from_config = False
     task = isolate(task, grader=GraderConfig(timeout=1.0, retries=0))
     row = task.load_data(0).train[0]
@@ -405,57 +354,49 @@ def test_custom_task_errors_and_hangs_raise_reward_error(isolate: Isolate, tmp_p
             task.rewards([text], [row])
     with pytest.raises(DataError, match="row 0 of 1 is no good"):
         task.self_check([row])
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' causes it alone"):
-        task.measures("word", row)
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' causes it alone") as caught:
-        task.clean("hang")
-    assert (caught.value.failed or {})["completion"] == "hang"
+    for ask, text in ((lambda: task.measures("word", row), "word"), (lambda: task.clean("hang"), "hang")):
+        with pytest.raises(RewardError, match=rf"task strict hung: .* the completion '{text}' causes it") as caught:
+            ask()
+        assert (caught.value.failed or {})["completion"] == text
 
 
-class Held(Task):
-    """Handed over as an object, with what a script put into it."""
-
-    name = "held"
-
-    def __init__(self, bonus: float) -> None:
-        super().__init__(TaskConfig(name="held"))
-        self.bonus = bonus
-
-    def load_data(self, seed: int) -> Data:
-        return Data([{"key": (1, 2)}], [{"key": (3, 4)}])
-
-    def prompt(self, example: Example) -> Prompt:
-        return str(example["key"])
-
-    def compute_reward(self, text: str, example: Example) -> float:
-        return len(text) + self.bonus + example["key"][0] if isinstance(example["key"], tuple) else float("nan")
-
-
-class Lazy(Sequence[Any]):
+class Lazy(Sequence):
     """Rows made on access, each time anew, as data sets have them."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first):
         self.first = first
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         if index not in (0, 1):
             raise IndexError(index)
         return {"key": (self.first + index, 0)}
 
 
-class Learning(Held):
-    """Knows its maximum from its data."""
+class Held(Task):
+    """Handed over as an object, with what a script put into it; learns its maximum from its data."""
 
-    def load_data(self, seed: int) -> Data:
+    name = "held"
+
+    def __init__(self, bonus):
+        super().__init__(TaskConfig(name="held"))
+        self.bonus = bonus
+
+    def load_data(self, seed):
         self.max_reward = 7.5
         return Data(Lazy(1), Lazy(3))
 
+    def prompt(self, example):
+        return str(example["key"])
 
-def test_lazy_rows_are_created_once(isolate: Isolate) -> None:
-    task = isolate(Learning(0.5))
+    def compute_reward(self, text, example):
+        return len(text) + self.bonus + example["key"][0] if isinstance(example["key"], tuple) else float("nan")
+
+
+def test_a_task_object_is_forked_with_what_it_holds_and_lazy_rows_are_created_once(isolate):
+    task = isolate(Held(0.5))
     assert task.max_reward == float("inf")
     data = task.load_data(0)
     assert task.max_reward == 7.5
@@ -463,25 +404,19 @@ def test_lazy_rows_are_created_once(isolate: Isolate) -> None:
 
 
 @pytest.mark.slow
-def test_a_subclass_of_custom_keeps_what_it_loads(isolate: Isolate, tmp_path: Path) -> None:
+def test_a_subclass_of_custom_keeps_what_it_loads(isolate, tmp_path):
     path = tmp_path / "keeping.py"
-    path.write_text(
-        "from evoalign.tasks import Data\n"
-        "from evoalign.tasks.custom import Custom\n"
-        "class Keeping(Custom):\n"
-        "    def __init__(self, config):\n"
-        "        super().__init__(config, [self.score])\n"
-        "    def load_data(self, seed):\n"
-        "        self.bonus = 2.0 + seed\n"
-        "        return Data([{'prompt': '?'}], [{'prompt': '!'}])\n"
-        "    def score(self, completions):\n"
-        "        return [self.bonus for _ in completions]\n"
-    )
+    path.write_text("""
+from evoalign.tasks import Data
+from evoalign.tasks.custom import Custom
+class Keeping(Custom):
+    def __init__(self, config):
+        super().__init__(config, [self.score])
+    def load_data(self, seed):
+        self.bonus = 2.0 + seed
+        return Data([{'prompt': '?'}], [{'prompt': '!'}])
+    def score(self, completions):
+        return [self.bonus for _ in completions]
+""")
     task = isolate(tasks.create(TaskConfig(name=f"{path}:Keeping")))
     assert task.rewards(["a"], [task.load_data(1).train[0]]) == [3.0]
-
-
-def test_a_task_object_is_forked_with_what_it_holds(isolate: Isolate) -> None:
-    task = isolate(Held(0.5))
-    data = task.load_data(0)
-    assert task.rewards(["abc", "a"], [data.train[0], data.test[0]]) == [4.5, 4.5]

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equality of answers, and the bounds of a comparison."""
 
-from __future__ import annotations
-
+import builtins
 import gc
+import itertools
 import logging
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from fractions import Fraction
 from types import CellType, FunctionType
-from typing import Any
 
 import pytest
 
@@ -75,59 +73,47 @@ TOWERS = (
 )
 
 
-@pytest.mark.parametrize(("answer", "gold"), SAME)
-def test_is_equal_accepts_other_notation(answer: str, gold: str) -> None:
-    assert answers.is_equal(answer, gold)
-
-
-@pytest.mark.parametrize(("answer", "gold"), OTHER)
-def test_is_equal_rejects_another_answer(answer: str, gold: str) -> None:
-    assert not answers.is_equal(answer, gold)
-
-
-@pytest.mark.parametrize(("answer", "gold"), WORDS)
-def test_is_equal_reads_words_such_as_million(answer: str, gold: str) -> None:
-    assert answers.is_equal(answer, gold)
+@pytest.mark.parametrize(
+    ("answer", "gold", "equal"), [*((*p, True) for p in SAME + WORDS), *((*p, False) for p in OTHER)]
+)
+def test_is_equal_accepts_other_notation_and_rejects_other_answers(answer, gold, equal):
+    assert answers.is_equal(answer, gold) == equal
 
 
 @pytest.mark.parametrize("word", ["hundred", "thousand", "million", "billion", "trillion"])
-@pytest.mark.parametrize(
-    "answer",
-    ["6 %s", "6\\text{ %s}", "6\\ \\text{%ss}", "6 \\mathrm{%s}", "6 \\text{ %s dollars}", "\\frac{12}{2}\\text{ %s}",
-     "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}"],
-)  # fmt: skip
-def test_million_differs_from_units(answer: str, word: str) -> None:
+@pytest.mark.parametrize("answer", [
+    "6 %s", "6\\text{ %s}", "6\\ \\text{%ss}", "6 \\mathrm{%s}", "6 \\text{ %s dollars}", "\\frac{12}{2}\\text{ %s}",
+    "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}",
+])  # fmt: skip
+def test_million_differs_from_units(answer, word):
     """Also without a parse as a number: math-verify ignores words."""
     assert not answers.is_equal(answer % word, "6") and not answers.is_equal("6", answer % word)
 
 
-def test_expression_bombs_are_wrong_and_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expression_bombs_are_wrong_and_harmless(monkeypatch):
     """With a tenth of the work that is allowed, since each would take all of it."""
     assert not answers.is_equal("9^{9^{9^9}}", "x^2+1")  # what is learnt at the first use is learnt
     monkeypatch.setattr(answers, "MOST_CALLS", answers.MOST_CALLS // 10)
-    took = {name: _seconds(bomb, "2") for name, bomb in BOMBS.items()}
-    assert max(took.values()) < 2, took
+    all_wrong_within(2, BOMBS.values(), "2")
 
 
-def test_parsing_evaluates_nothing_large() -> None:
-    texts = [place.replace("%s", tower) for place in READ_AT_ONCE for tower in TOWERS]
-    took = {text: _seconds(text, "2") for text in texts}
-    assert max(took.values()) < 2, took
+def test_parsing_evaluates_nothing_large():
+    all_wrong_within(2, (place.replace("%s", tower) for place in READ_AT_ONCE for tower in TOWERS), "2")
 
 
 @pytest.mark.long
-def test_expression_bombs_take_a_fraction_of_the_timeout() -> None:
-    took = {name: _seconds(bomb, gold) for name, bomb in BOMBS.items() for gold in ("2", "x^2+1", "(1,2)")}
-    assert max(took.values()) < 6, took
+def test_expression_bombs_take_a_fraction_of_the_timeout():
+    all_wrong_within(6, BOMBS.values(), "2", "x^2+1", "(1,2)")
 
 
-def _seconds(answer: str, gold: str) -> float:
-    start = time.perf_counter()
-    assert not answers.is_equal(answer, gold), answer[:40]
-    return time.perf_counter() - start
+def all_wrong_within(seconds, texts, *golds):
+    for answer, gold in itertools.product(texts, golds):
+        start = time.perf_counter()
+        assert not answers.is_equal(answer, gold), answer[:40]
+        assert time.perf_counter() - start < seconds, answer[:40]
 
 
-def test_comparison_is_bounded_by_calls_not_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_is_bounded_by_calls_not_by_time(monkeypatch):
     answers.is_equal("x+x", "2x")  # what is learnt at the first use is learnt
     monkeypatch.setattr(answers, "MOST_CALLS", 1_000)
     before = sys.getprofile()
@@ -137,60 +123,53 @@ def test_comparison_is_bounded_by_calls_not_by_time(monkeypatch: pytest.MonkeyPa
     assert answers.is_equal("(x+2)^2", "x^2+4x+4")
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("so \\boxed{72}.", "72"), ("\\boxed{\\frac{1}{2}} and \\fbox{ 3 }", " 3 "), ("\\boxed{1} \\boxed{2", None),
-        ("\\boxed {a\\}b}", "a\\}b"), ("nothing", None), ("\\boxed{" + "1" * 301 + "}", None), ("\\boxed{}", ""),
-    ],
-)  # fmt: skip
-def test_last_boxed_returns_the_last_complete_box(text: str, found: str | None) -> None:
+@pytest.mark.parametrize(("text", "found"), [
+    ("so \\boxed{72}.", "72"), ("\\boxed{\\frac{1}{2}} and \\fbox{ 3 }", " 3 "), ("\\boxed{1} \\boxed{2", None),
+    ("\\boxed {a\\}b}", "a\\}b"), ("nothing", None), ("\\boxed{" + "1" * 301 + "}", None), ("\\boxed{}", ""),
+])  # fmt: skip
+def test_last_boxed_returns_the_last_complete_box(text, found):
     box = answers.last_boxed(text)
     assert (None if box is None else box[1]) == found
 
 
-def test_number_parses_plain_decimals() -> None:
+def test_number_parses_plain_decimals():
     texts = ["-1,234.50", "$ .5", "007", "1,23", "1e5", "1/2", "12,345.", "--1"]
     assert [answers.number(text) for text in texts] == [
         Fraction(-12345, 10), Fraction(1, 2), Fraction(7), None, None, None, Fraction(12345), None,
     ]  # fmt: skip
 
 
-def test_model_output_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_output_is_never_evaluated(monkeypatch):
     """Sympy makes a number of its digits that way, and would make of a plain expression whatever it says."""
-    import builtins
-
-    reached: list[str] = []
+    reached = []
     evaluate = builtins.eval
-
-    def heard(*given: Any) -> Any:
-        reached.append(str(given[0]))
-        return evaluate(*given)
-
-    monkeypatch.setattr(builtins, "eval", heard)
+    monkeypatch.setattr(builtins, "eval", lambda *given: (reached.append(str(given[0])), evaluate(*given))[1])
     assert answers.is_equal("2(x+1.50)", "2x+3")
     assert not answers.is_equal("__import__('os').getcwd()", "2") and not answers.is_equal("3+4*(5)", "2")
     assert not answers.is_equal("\\variable{__import__('os')}", "2") and not answers.is_equal("\\text{exit()}", "2")
     assert reached and all(re.fullmatch(r"(Integer|Float) \(['\d. ]+\)", code) for code in reached), reached
 
 
-def test_math_verify_is_imported_lazily() -> None:
+def test_math_verify_is_imported_lazily():
     code = (
         "import sys; from evoalign import tasks; from evoalign.config import TaskConfig; "
         "task = tasks.create(TaskConfig(name='gsm8k')); row = {'question': 'q', 'answer': '#### 72'}; "
         "assert task.compute_reward('so \\\\boxed{72}', row) == 1.0; "
         "print('math_verify' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+    assert printed_by(code) == "False\n"
 
 
-def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def printed_by(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def calls_of(answer, gold, monkeypatch):
     """How much of the bound a comparison takes."""
-    made: list[answers._Work] = []
+    made = []
 
     class Seen(answers._Work):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             made.append(self)
 
@@ -200,21 +179,20 @@ def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return made[0].calls
 
 
-def test_number_of_calls_does_not_depend_on_earlier_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_calls_does_not_depend_on_earlier_comparisons(monkeypatch):
     """To the call. What the libraries import at their first use is what the first round is for."""
     pairs = [("\\frac{x+7}{5}", "x"), ("\\lfloor x+\\frac{2}{3}\\rfloor", "x"), ("\\cot(x)+\\sec(y)", "1"),
              ("[4,7)", "(4,7)"), ("360360", "x"), ("\\overline{AB}", "x"),
              ("\\sqrt{7+4\\sqrt{3}}", "2+\\sqrt{3}")]  # fmt: skip
     for pair in pairs:
         calls_of(*pair, monkeypatch)
-    there = [calls_of(*pair, monkeypatch) for pair in pairs]
     back = [calls_of(*pair, monkeypatch) for pair in reversed(pairs)]
     twice = [[calls_of(*pair, monkeypatch) for _ in range(2)] for pair in pairs]
-    assert there == back[::-1] and twice == [[calls, calls] for calls in there]
-    assert min(there) > 1_000
+    assert twice == [[calls, calls] for calls in reversed(back)]
+    assert min(back) > 1_000
 
 
-def test_garbage_collection_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_not_counted(monkeypatch):
     """Libraries have it call them, as hypothesis does, and when it comes depends on all that a process has done."""
     pair, usual = ("\\frac{x+7}{5}", "x"), gc.get_threshold()
     calls_of(*pair, monkeypatch)
@@ -229,7 +207,7 @@ def test_garbage_collection_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
         gc.callbacks.pop()
 
 
-def test_bound_holds_after_similar_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_holds_after_similar_answers(monkeypatch):
     pair = "\\csc(3x)+\\lvert y\\rvert", "\\lvert y\\rvert+\\csc(3x)"
     first = calls_of(*pair, monkeypatch)
     assert answers._is_verified(*pair)
@@ -237,13 +215,13 @@ def test_bound_holds_after_similar_answers(monkeypatch: pytest.MonkeyPatch) -> N
     assert not answers._is_verified(*pair)
 
 
-def test_exceeding_the_bound_releases_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_the_bound_releases_locks(monkeypatch):
     """Wherever in the libraries' logging the bound is met: another thread could never log again."""
-    free: list[bool] = []
+    free = []
 
-    def ask() -> None:
-        free.append(logging._lock.acquire(timeout=5))  # type: ignore[attr-defined]
-        logging._lock.release()  # type: ignore[attr-defined]
+    def ask():
+        free.append(logging._lock.acquire(timeout=5))
+        logging._lock.release()
 
     for most in range(60):
         monkeypatch.setattr(answers, "MOST_CALLS", most)
@@ -257,28 +235,27 @@ def test_exceeding_the_bound_releases_locks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_first_comparison_of_a_process_is_within_the_bound() -> None:
+def test_first_comparison_of_a_process_is_within_the_bound():
     code = (
         "from evoalign.tasks.answers import is_equal; "
         "print(is_equal('(x+1)^3', 'x^3+3x^2+3x+1'), is_equal('(x+1)^3', 'x^3+3x^2+3x+2'))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "True False\n"
+    assert printed_by(code) == "True False\n"
 
 
-def test_exceeding_the_bound_survives_a_discarded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeding_the_bound_survives_a_discarded_generator(monkeypatch):
     """Like antlr: `next` of a generator without references."""
 
-    def rows() -> Iterator[int]:
+    def rows():
         yield 1
 
-    def turn() -> None:
+    def turn():
         next(rows())
 
     place = {"__name__": "sympy.made"}
     rows = FunctionType(rows.__code__, place)
     turn = FunctionType(turn.__code__, place, closure=(CellType(rows),))
-    ended: list[int] = []
+    ended = []
     for most in range(20):
         monkeypatch.setattr(answers, "MOST_CALLS", most)
         with answers._Work():

@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSM8K and MATH: their forms, their prompts, and their answers scored in a process that can be killed."""
 
-from __future__ import annotations
-
-import io
-import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from math_rows import GSM8K, MATH, written
-from rich.console import Console
+from math_rows import GSM8K, MATH
+from small_runs import UNCHECKED
+from task_runs import jsonl, lines, train
 
 import evoalign
 from evoalign import tasks
 from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.tasks import Task, answers
+from evoalign.tasks import answers
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import Gsm8k, Math
 from evoalign.version import install
@@ -29,44 +25,41 @@ from evoalign.version import install
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-def gsm8k(**settings: Any) -> Gsm8k:
+def gsm8k(**settings):
     return Gsm8k(TaskConfig(name="gsm8k", **settings))
 
 
-def competition(**settings: Any) -> Math:
+def competition(**settings):
     return Math(TaskConfig(name="math", **settings))
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
+def apart(tmp_path_factory):
     """MATH in a fresh process, as a run has it."""
-    file = written(tmp_path_factory.mktemp("apart") / "rows.jsonl", MATH)
+    file = jsonl(tmp_path_factory.mktemp("apart") / "rows.jsonl", MATH)
     task = tasks.isolate(tasks.create(TaskConfig(name="math", train_data=file)), GraderConfig())
     task.load_data(0)
-    yield task
-    task.close()
-
-
-# --- forms ---
+    with closing(task):
+        yield task
 
 
 @pytest.mark.parametrize(("task", "rows"), [(gsm8k, GSM8K), (competition, MATH)])
-def test_load_data_accepts_published_rows(task: Any, rows: list[Any], tmp_path: Path) -> None:
-    made = task(train_data=written(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
+def test_load_data_accepts_published_rows(task, rows, tmp_path):
+    made = task(train_data=jsonl(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
     data = made.load_data(0)
     assert (data.train, data.test) == (rows[:2], rows[-3:])
     made.self_check(rows)
     assert [made.is_right(made.gold(row), row) for row in rows] == [True] * len(rows)
 
 
-def test_compute_reward_accepts_right_answers() -> None:
+def test_compute_reward_accepts_right_answers():
     assert [gsm8k().right(row) for row in GSM8K] == ["72", "1,200", "-5", "3.5", "9", "20"]
     assert [competition().right(row) for row in MATH] == [
         "\\frac{3}{4}", "(x+1)^2", "2", "\\left( 3, \\frac{\\pi}{2} \\right)", "\\text{Evelyn}",
     ]  # fmt: skip
 
 
-def test_prompts_request_the_accepted_answer_format() -> None:
+def test_prompts_request_the_accepted_answer_format():
     assert gsm8k().prompt(GSM8K[4]) == [{"role": "user", "content": f"Add {{}} and 8, where {{}} is 1.{ASK}"}]
     assert competition(prompt="chat").prompt(MATH[2]) == [{"role": "user", "content": f"What is $1+1$?{ASK}"}]
     assert gsm8k(prompt="raw").prompt(GSM8K[3]) == (
@@ -74,35 +67,25 @@ def test_prompts_request_the_accepted_answer_format() -> None:
     )
     raw = competition(prompt="raw").prompt(MATH[2])
     assert isinstance(raw, str) and raw.endswith("output the final answer within \\boxed{}.\nSolution:")
-    for made in (gsm8k, competition):
-        with pytest.raises(ConfigError, match=r"task\.prompt: \w+ has chat and raw, not short"):
-            made(prompt="short")
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("It is 72.", 0), ("#### 72", 1), ("so #### $72.00.\nQuestion: another", 1), ("\\boxed{72}", 1),
-        ("\\boxed{72 \\text{ nuts}}", 1), ("#### 72 nuts", 1), ("\\boxed{\\$72}", 1), ("\\boxed{\\frac{144}{2}}", 1),
-        ("\\boxed{71} #### 72", 1), ("#### 72 \\boxed{71}", 0), ("#### 71\n#### 72", 1), ("####", 0),
-        ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
-    ],
-)  # fmt: skip
-def test_gsm8k_scores_the_last_answer(text: str, reward: float) -> None:
+@pytest.mark.parametrize(("text", "reward"), [
+    ("It is 72.", 0), ("#### 72", 1), ("so #### $72.00.\nQuestion: another", 1), ("\\boxed{72}", 1),
+    ("\\boxed{72 \\text{ nuts}}", 1), ("#### 72 nuts", 1), ("\\boxed{\\$72}", 1), ("\\boxed{\\frac{144}{2}}", 1),
+    ("\\boxed{71} #### 72", 1), ("#### 72 \\boxed{71}", 0), ("#### 71\n#### 72", 1), ("####", 0),
+    ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
+])  # fmt: skip
+def test_gsm8k_scores_the_last_answer(text, reward):
     task = gsm8k()
     assert task.compute_reward(text, GSM8K[0]) == reward
     assert task.measures(text, GSM8K[0])["accuracy"] == reward == float(task.is_right(text, GSM8K[0]))
 
 
-@pytest.mark.parametrize(
-    ("said", "number"),
-    [
-        ("6 million", "6000000"), ("\\$6 million dollars.", "6,000,000"), ("6 \\text{ thousand}", "6000"),
-        ("$6k", "6000"), ("6.5K", "6500"), ("6 kg", "6"), ("6 dozen", "6"), ("6 km", "6"),
-        ("-2 hundred thousand", "-200000"),
-    ],
-)  # fmt: skip
-def test_gsm8k_reads_words_such_as_million(said: str, number: str) -> None:
+@pytest.mark.parametrize(("said", "number"), [
+    ("6 million", "6000000"), ("\\$6 million dollars.", "6,000,000"), ("6 \\text{ thousand}", "6000"), ("$6k", "6000"),
+    ("6.5K", "6500"), ("6 kg", "6"), ("6 dozen", "6"), ("6 km", "6"), ("-2 hundred thousand", "-200000"),
+])  # fmt: skip
+def test_gsm8k_reads_words_such_as_million(said, number):
     task, row = gsm8k(), {"question": "q", "answer": f"#### {number}"}
     bare = {"question": "q", "answer": "#### 6"}
     for text in (f"\\boxed{{{said}}}", f"#### {said}"):
@@ -113,51 +96,45 @@ def test_gsm8k_reads_words_such_as_million(said: str, number: str) -> None:
     assert task.is_right(task.gold(worded), worded) and task.is_right(task.gold(row), worded)
 
 
-def test_measures_distinguish_wrong_from_missing_answers() -> None:
+def test_measures_distinguish_wrong_from_missing_answers():
     assert competition().measures("\\boxed{3}", MATH[2]) == {"accuracy": 0.0, "answered": 1.0}
     assert competition().measures("It is 2.", MATH[2]) == {"accuracy": 0.0, "answered": 0.0}
     assert competition().rewards(["\\boxed{\\dfrac{6}{8}}", "\\boxed{4}"], [MATH[0], MATH[2]]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "said"),
-    [
-        (gsm8k, {"question": "q", "answer": "72"}, "line 1: it has no final answer; expected .*#### 72"),
-        (gsm8k, {"question": "q"}, "line 1: expected .*#### 72.*question"),
-        (gsm8k, {"question": 3, "answer": "#### 1"}, "line 1: no text in question"),
-        (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
-        (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
-    ],
-)
-def test_load_data_names_invalid_rows(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "row", "said"), [
+    (gsm8k, {"question": "q", "answer": "72"}, "line 1: it has no final answer; expected .*#### 72"),
+    (gsm8k, {"question": "q"}, "line 1: expected .*#### 72.*question"),
+    (gsm8k, {"question": 3, "answer": "#### 1"}, "line 1: no text in question"),
+    (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
+    (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
+])  # fmt: skip
+def test_load_data_names_invalid_rows(task, row, said, tmp_path):
     with pytest.raises(DataError, match=said):
-        task(train_data=written(tmp_path / "rows.jsonl", [row, row])).load_data(0)
+        task(train_data=jsonl(tmp_path / "rows.jsonl", [row, row])).load_data(0)
 
 
 @pytest.mark.parametrize("task", [gsm8k, competition])
-def test_default_data_come_from_the_hub(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_default_data_come_from_the_hub(task, monkeypatch):
+    asked = []
 
-    def offline(source: str, *more: Any) -> Any:
+    def offline(source, *more):
         asked.append(source)
         raise DataError(f"cannot load {source}: ConnectionError")
 
     monkeypatch.setattr("evoalign.tasks.data._rows", offline)
     with pytest.raises(DataError, match=r"cannot load hub:.*without a network, set task\.train_data and task\.test"):
         task().load_data(0)
-    assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]
+    assert asked == [task().source[0]]
 
 
-def test_missing_math_verify_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_raises_config_error(monkeypatch):
     monkeypatch.setattr("evoalign.tasks.mathematics.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape(f"gsm8k compares answers by math-verify: {install('math')}")):
         tasks.create(TaskConfig(name="gsm8k"))
 
 
-# --- the process that scores ---
-
-
-def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
+def test_tasks_are_isolated_and_score_bombs_as_wrong(apart):
     assert isinstance(apart, Isolated)
     nested = ["{" * 60 + "1" + "}" * 60, "\\frac{1}{x+" * 20 + "}" * 20]
     bombs = ["9^{9^{9^9}}", "99999999!", "1+" * 500_000 + "1", *nested]
@@ -171,63 +148,53 @@ def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
     apart.self_check(MATH)
 
 
-def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch, tmp_path):
     """The bounds taken away, the tower hangs: no reward comes of that, and none of the other answers is blamed."""
     monkeypatch.setattr(answers, "MOST_BITS", float("inf"))
     monkeypatch.setattr(answers, "MOST_CALLS", 10**12)
     monkeypatch.setattr(answers, "_is_readable", lambda text: True)
     answers.is_equal("1+1", "2")  # imported before the fork
-    task = tasks.isolate(gsm8k(train_data=written(tmp_path / "rows.jsonl", GSM8K)), GraderConfig(timeout=1, retries=0))
-    try:
+    made = gsm8k(train_data=jsonl(tmp_path / "rows.jsonl", GSM8K))
+    with closing(tasks.isolate(made, GraderConfig(timeout=1, retries=0))) as task:
         data = task.load_data(0)
         texts = ["#### 5", "#### 9^{9^{9^9}}"]
         with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* causes it alone; fix it"):
             task.rewards(texts, [data.train[0]] * 2)
         assert task.rewards(texts[:1], [data.train[0]]) == [0.0]
-    finally:
-        task.close()
 
 
-def test_hash_seed_is_fixed_in_workers(apart: Task) -> None:
-    worker: Any = apart
+def test_hash_seed_is_fixed_in_workers(apart):
+    worker = apart
     environment = Path(f"/proc/{worker._worker._child.pid}/environ").read_bytes().split(b"\0")
     wanted = os.environ.get("PYTHONHASHSEED", "0")
     assert f"PYTHONHASHSEED={wanted}".encode() in environment
 
 
-def test_check_measure_knows_measures_of_built_in_tasks(tmp_path: Path) -> None:
-    file = written(tmp_path / "rows.jsonl", GSM8K)
+def test_check_measure_knows_measures_of_built_in_tasks(tmp_path):
+    file = jsonl(tmp_path / "rows.jsonl", GSM8K)
     config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "gsm8k", "train_data": file}})
     check_measure([config], "answered")
     with pytest.raises(ConfigError, match="task gsm8k has no such measure; it has reward"):
         check_measure([config], "solved")
 
 
-# --- runs ---
-
-
-def run_of(folder: Path, **more: Any) -> dict[str, Any]:
-    data = {"train_data": written(folder / "rows.jsonl", GSM8K), "test_data": written(folder / "test.jsonl", GSM8K[:2])}
-    return {
-        "output_dir": str(folder / "run"), "task": {"name": "gsm8k", "prompt": "raw", **data},
-        "evaluation": {"max_tokens": 6}, "tracking": {"completions_every": 0}, **more,
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["es", "grpo"])
+def test_training_reports_accuracy(method, tmp_path):
+    if method == "grpo":
+        pytest.importorskip("trl")
+    settings = {
+        "es": {"sigma": 0.1, "num_generations": 1, "population_size": 4},
+        "grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"},
+    }
+    data = {"train_data": jsonl(tmp_path / "rows", GSM8K), "test_data": jsonl(tmp_path / "test", GSM8K[:2])}
+    tree = {
+        "output_dir": str(tmp_path / "run"), "task": {"name": "gsm8k", "prompt": "raw", **data},
+        "evaluation": {"max_tokens": 6}, "tracking": {"completions_every": 0}, method: settings[method],
+        "checks": UNCHECKED if method == "es" else {"perplexity": False},
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_es_trains_on_the_task(tmp_path: Path) -> None:
-    es = {"sigma": 0.1, "num_generations": 1, "population_size": 4}
-    checks = {"control_every": 0, "placebo": 0, "perplexity": False}
-    found = evoalign.train(run_of(tmp_path, es=es, checks=checks), console=Console(file=io.StringIO()))
+    found, _ = train(tree, evoalign.train if method == "es" else evoalign.grpo)
     assert {"accuracy", "answered", "reward", "right"} <= found.after.measures.keys()
-    assert [scored.target for scored in found.after.completions] == ["#### 72", "#### 1,200"]
-
-
-@pytest.mark.slow
-def test_grpo_trains_on_the_task(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    asked = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"}
-    checks = {"perplexity": False}
-    found = evoalign.grpo(run_of(tmp_path, grpo=asked, checks=checks), console=Console(file=io.StringIO()))
     assert found.after.measures["accuracy"] == found.after.measures["reward"]
-    assert json.loads((found.path / "metrics.jsonl").read_text())["generation"] == 0
+    assert [scored.target for scored in found.after.completions] == ["#### 72", "#### 1,200"]
+    assert lines(found.path / "metrics.jsonl")[0]["generation"] == 0

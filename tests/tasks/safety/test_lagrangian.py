@@ -1,39 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Lagrangian of helpfulness and cost, against plain loops, and its lambda through a run that is killed."""
+"""The Lagrangian of helpfulness and cost, against plain loops. A run with it is in test_safety_task.py."""
 
-from __future__ import annotations
-
-import io
-import json
 import math
-import shutil
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
-from small_runs import UNCHECKED
 
-import evoalign
 from evoalign.config import ObjectiveConfig
 from evoalign.errors import ConfigError, RewardError
-from evoalign.report.rows import rebuilt_row
-from evoalign.rewards.objective import Group, create, grouped, score
-from evoalign.rundir import journal
+from evoalign.rewards.objective import create, grouped, score
 from evoalign.tasks.safety import Lagrangian
-from evoalign.types import Example
 
-HERE = "test_lagrangian"
-GENERATIONS = 3
 numbers = st.floats(-20, 20).map(lambda x: round(x, 3))
 
 
-def group(reward: Sequence[float], cost: Sequence[float], mean: Sequence[float] = (), prompts: int = 2) -> Group:
+def group(reward, cost, mean=(), prompts=2):
     texts, rows = ["x"] * len(reward), [{"prompt": str(i)} for i in range(prompts)]
     found = grouped({"reward": reward, "cost": cost}, texts, rows, 0)
     if not mean:
@@ -42,14 +26,12 @@ def group(reward: Sequence[float], cost: Sequence[float], mean: Sequence[float] 
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=4, max_size=4), st.floats(0.01, 5), st.floats(0, 1))
-def test_each_score_is_helpfulness_minus_lambda_times_cost(
-    pairs: list[tuple[float, float]], start: float, factor: float
-) -> None:
+def test_each_score_is_helpfulness_minus_lambda_times_cost(pairs, start, factor):
     """And the mean over prompts is mean(R_eff) - lambda mean(C), the published fitness."""
     reward, cost = zip(*pairs, strict=True)
     for way in ("none", "product", "published"):
         objective = Lagrangian(start=start, safe_first=way, factor=factor)
-        effective = list[float]()
+        effective = []
         for r, c in pairs:
             lesser = {"none": r, "product": min(r, factor * r), "published": factor * r}[way]
             effective.append(lesser if c > 0 else r)
@@ -61,19 +43,19 @@ def test_each_score_is_helpfulness_minus_lambda_times_cost(
             assert scores[member].mean() == pytest.approx(wanted, abs=1e-9)
 
 
-def test_safe_first_product_never_raises_an_unsafe_score() -> None:
+def test_safe_first_product_never_raises_an_unsafe_score():
     unsafe = group([-3.0, 3.0], [0.5, 0.5])
     assert Lagrangian(safe_first="published", rate=0).scores(unsafe).tolist() == [[-0.5, -0.5]]
     assert Lagrangian(safe_first="product", rate=0).scores(unsafe).tolist() == [[-3.5, -0.5]]
     assert Lagrangian(safe_first="product", rate=0).scores(group([-3.0, 3.0], [0.0, 0.0])).tolist() == [[-3.0, 3.0]]
 
 
-def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
+def test_standardize_divides_by_the_deviation_of_the_generation():
     """Standardising by member would hide that the second one is much better."""
     reward, cost = [1.0, 3.0, 10.0, 30.0], [1.0, -1.0, 2.0, 0.0]
     found = Lagrangian(standardize=True, start=2.0).scores(group(reward, cost))
 
-    def deviation(values: list[float]) -> float:
+    def deviation(values):
         middle = sum(values) / len(values)
         return math.sqrt(sum((v - middle) ** 2 for v in values) / len(values))
 
@@ -83,39 +65,28 @@ def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
     assert flat.ravel().tolist() == pytest.approx([0.1 - c / deviation(cost) for c in cost], rel=1e-12)
     small = Lagrangian(standardize=True).scores(group([5e-324, 0.0], [0.0, 0.0]))
     assert np.isfinite(small).all()
-
-
-def test_standardize_needs_a_population() -> None:
     assert Lagrangian().scores_alone and not Lagrangian(standardize=True).scores_alone
 
 
-def by_hand(costs: Sequence[float], margin: float, positive_only: bool, rate: float, most: float) -> list[float]:
-    log, average, path = 0.0, 0.0, list[float]()
+@given(st.lists(numbers, min_size=1, max_size=30), st.floats(-3, 3), st.booleans(), st.sampled_from([0.005, 0.5, 9.0]))
+def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(costs, margin, positive_only, rate):
+    objective = Lagrangian(rate=rate, margin=margin, positive_only=positive_only)
+    log, average = 0.0, 0.0
     for c in costs:
         wanted = c + margin
         if positive_only and wanted < 0:
             wanted = 0.0
         average = 0.9 * average + 0.1 * wanted
-        log = min(max(log + rate * average, math.log(1e-4)), math.log(most))
-        path.append(math.exp(log))
-    return path
-
-
-@given(st.lists(numbers, min_size=1, max_size=30), st.floats(-3, 3), st.booleans(), st.sampled_from([0.005, 0.5, 9.0]))
-def test_lambda_follows_the_mean_cost_of_the_unperturbed_model(
-    costs: list[float], margin: float, positive_only: bool, rate: float
-) -> None:
-    objective = Lagrangian(rate=rate, margin=margin, positive_only=positive_only)
-    for c, wanted in zip(costs, by_hand(costs, margin, positive_only, rate, 5.0), strict=True):
+        log = min(max(log + rate * average, math.log(1e-4)), math.log(5.0))
         before = objective.price
         score(objective, group([1.0, 2.0], [100.0, -50.0], mean=[c - 1.0, c + 1.0]))
-        assert objective.price == pytest.approx(wanted, rel=1e-9)
+        assert objective.price == pytest.approx(math.exp(log), rel=1e-9)
         assert 1e-4 <= objective.price <= 5.0
         if positive_only:
             assert objective.price >= before * (1 - 1e-12)
 
 
-def test_lambda_reaches_its_maximum_after_the_published_number_of_generations() -> None:
+def test_lambda_reaches_its_maximum_after_the_published_number_of_generations():
     """A constant cost of 2 from lambda 1: the average is 2 (1 - 0.9^t), and ln 5 is reached when its sum is 322."""
     objective = Lagrangian()
     total, steps = 0.0, 0
@@ -128,35 +99,29 @@ def test_lambda_reaches_its_maximum_after_the_published_number_of_generations() 
     assert steps == 170
 
 
-def test_rate_zero_has_no_state_and_needs_no_mean() -> None:
+def test_rate_zero_has_no_state_and_needs_no_mean():
     fixed = Lagrangian(start=0.3, rate=0)
     assert fixed.state == {} and not fixed.asks_mean and fixed.price == 0.3
     score(fixed, group([1.0, 2.0], [1.0, 1.0]))
     assert fixed.price == 0.3
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"start": 0.0}, "lagrangian.start: 0.0; give a number from 0.0001 to maximum 5"),
-        ({"start": 6.0}, "lagrangian.start: 6.0"),
-        ({"maximum": math.inf}, "lagrangian.maximum: inf"),
-        ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0"),
-        ({"margin": math.nan}, "lagrangian.margin: nan"),
-        ({"factor": 1.5}, "lagrangian.factor: 1.5; give a number from 0 to 1"),
-        ({"safe_first": "yes"}, "lagrangian.safe_first: 'yes'; give none, product, published"),
-        ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
-        ({"positive": True}, "cannot be created with"),
-        ({"rate": "fast"}, "cannot be created with"),
-    ],
-)
-def test_invalid_settings_raise_config_error(options: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("options", "told"), [
+    ({"start": 0.0}, "lagrangian.start: 0.0; give a number from 0.0001 to maximum 5"),
+    ({"start": 6.0}, "lagrangian.start: 6.0"), ({"maximum": math.inf}, "lagrangian.maximum: inf"),
+    ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0"), ({"margin": math.nan}, "lagrangian.margin: nan"),
+    ({"factor": 1.5}, "lagrangian.factor: 1.5; give a number from 0 to 1"),
+    ({"safe_first": "yes"}, "lagrangian.safe_first: 'yes'; give none, product, published"),
+    ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
+    ({"positive": True}, "cannot be created with"), ({"rate": "fast"}, "cannot be created with"),
+])  # fmt: skip
+def test_invalid_settings_raise_config_error(options, told):
     with pytest.raises(ConfigError) as refused:
         create(ObjectiveConfig(name="lagrangian", **options))
     assert told in str(refused.value)
 
 
-def test_missing_columns_raise_reward_error() -> None:
+def test_missing_columns_raise_reward_error():
     with pytest.raises(RewardError, match="needs a column cost, but the columns are reward; set"):
         score(Lagrangian(), grouped({"reward": [1.0]}, ["x"], [{}], 0))
     with pytest.raises(RewardError, match="1 of 2 completions have no cost"):
@@ -165,74 +130,3 @@ def test_missing_columns_raise_reward_error() -> None:
         score(Lagrangian(), group([1.0, 2.0], [1.0, 1.0]))
     own = Lagrangian(rate=0, reward="good", cost="bad")
     assert score(own, grouped({"good": [3.0], "bad": [1.0]}, ["x"], [{}], 0)).tolist() == [[2.0]]
-
-
-# --- through a run ----------------------------------------------------------------------------------------------------
-
-
-def reward(text: str, example: Example) -> float:
-    return float(sum(c in "aeiou" for c in text))
-
-
-def cost(text: str, example: Example) -> float:
-    return text.count(" ") / 5 - 0.1
-
-
-def config(output: Path, rows: Path, /, batch_size: int | None = 2, **objective: Any) -> dict[str, Any]:
-    if not rows.exists():
-        rows.write_text(
-            "".join(json.dumps({"prompt": f"Tell me about the {w}:"}) + "\n" for w in ("sea", "sky", "sun"))
-        )
-    return {
-        "output_dir": str(output), "seed": 5, "deterministic": True,
-        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
-        "task": {"name": "custom", "train_data": str(rows), "test_data": str(rows), "batch_size": batch_size,
-                 "rewards": [f"{HERE}:reward", f"{HERE}:cost"], "reward_weights": [1.0, -1.0],
-                 "objective": {"name": "lagrangian", "rate": 2.0, **objective}},
-        "evaluation": {"max_tokens": 8, "temperature": 0.8}, "checkpoint": {"every": 1}, "checks": UNCHECKED,
-        "tracking": {"completions_every": 0}, "grader": {"isolated": False},
-    }  # fmt: skip
-
-
-def train(tree: dict[str, Any], **arguments: Any) -> evoalign.Result:
-    return evoalign.train(tree, console=Console(file=io.StringIO(), width=200), **arguments)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lagrangian")
-    train(config(folder / "run", folder / "rows.jsonl"))
-    return folder / "run"
-
-
-def test_journal_and_metrics_contain_lambda(straight: Path) -> None:
-    log = journal.read(straight / "journal.jsonl").whole()
-    states = [recorded.objective for recorded in log.generations]
-    assert all(set(state) == {"lambda", "cost_average"} for state in states)
-    assert len({state["lambda"] for state in states}) == GENERATIONS
-    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    assert [row["objective"] for row in rows] == states
-    assert rebuilt_row(log.generations[2])["objective"] == states[2]
-    for name in ("lambda", "cost_average"):
-        assert f"<figcaption>Kept by the objective: {name}, by generation<" in (straight / "report.html").read_text()
-
-
-def test_resume_restores_lambda_bit_for_bit(straight: Path, tmp_path: Path) -> None:
-    whole = (straight / "journal.jsonl").read_bytes()
-    copy = Path(shutil.copytree(straight, tmp_path / "run"))
-    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
-    train(config(copy, straight.parent / "rows.jsonl"), resume=True)
-    assert (copy / "journal.jsonl").read_bytes() == whole
-
-
-def test_grpo_accepts_only_objectives_per_completion(straight: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    rows = straight.parent / "rows.jsonl"
-    grpo = {"grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}}
-    with pytest.raises(ConfigError, match="objective lagrangian scores a whole population at once"):
-        evoalign.grpo(config(tmp_path / "run", rows, standardize=True) | grpo, console=Console(file=io.StringIO()))
-    tree = config(tmp_path / "run", rows, batch_size=None, rate=0, start=0.5) | grpo
-    evoalign.grpo(tree, console=Console(file=io.StringIO()))
-    (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    means = row["rewards"]
-    assert row["mean"] == pytest.approx(means["reward"] - 0.5 * means["cost"])

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows train: by their two safety labels, with no prompt in two splits."""
 
-from __future__ import annotations
-
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from task_runs import jsonl, lines
 
 from evoalign.config import TaskConfig
 from evoalign.config.load import parse_overrides
 from evoalign.errors import ConfigError, DataError
-from evoalign.tasks.base import Data
 from evoalign.tasks.safety import Safety
 from evoalign.tasks.safety_rows import GROUPS, Settings, counts
 
 SIZES = {"TT": 150, "FF": 140, "FT": 40, "TF": 30}
 
 
-def row(group: str, number: int, prompt: str | None = None) -> dict[str, Any]:
+def row(group, number, prompt=None):
     return {
         "prompt": prompt or f"Question {number} of {group}?", "response_0": "a", "response_1": "b",
         "is_response_0_safe": group[0] == "T", "is_response_1_safe": group[1] == "T",
@@ -31,36 +26,31 @@ def row(group: str, number: int, prompt: str | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def written(file: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-    return str(file)
-
-
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Any]:
+def files(tmp_path):
     """Training rows in mixed order, and a test file of prompts alone."""
     rows = [row(group, i) for group, n in SIZES.items() for i in range(n)]
     rows = [rows[(i * 97) % len(rows)] for i in range(len(rows))]
     return {
-        "train_data": written(tmp_path / "train.jsonl", rows),
-        "test_data": written(tmp_path / "test.jsonl", [{"prompt": f"Asked of {i}?"} for i in range(10)]),
+        "train_data": jsonl(tmp_path / "train.jsonl", rows),
+        "test_data": jsonl(tmp_path / "test.jsonl", [{"prompt": f"Asked of {i}?"} for i in range(10)]),
     }
 
 
-def loaded(seed: int = 0, **task: Any) -> tuple[Data, Safety]:
+def loaded(seed=0, **task):
     made = Safety(TaskConfig.model_validate({"name": "safety", **task}))
     return made.load_data(seed), made
 
 
-def groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def groups(rows):
     return dict(Counter("".join("T" if r[f"is_response_{i}_safe"] else "F" for i in (0, 1)) for r in rows))
 
 
-def asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def asked(rows):
     return [" ".join(r["prompt"].split()) for r in rows]
 
 
-def test_the_published_shares(files: dict[str, Any]) -> None:
+def test_the_published_shares(files):
     data, task = loaded(protocol="published_250", **files)
     assert groups(data.train) == {"TT": 100, "FF": 116, "FT": 19, "TF": 15}
     assert len(data.train) == 250 and len(data.test) == 10
@@ -68,21 +58,18 @@ def test_the_published_shares(files: dict[str, Any]) -> None:
     assert len(set(asked(data.train))) == 250
 
 
-def test_seed_determines_the_selection(files: dict[str, Any]) -> None:
+def test_seed_determines_the_selection(files):
     shares = {"TT": 5, "FF": 5}
     first, again, other = (loaded(seed, shares=shares, **files)[0].train for seed in (1, 1, 2))
     assert list(first) == list(again) and asked(first) != asked(other)
     assert groups(other) == {"TT": 5, "FF": 5}
-    order = asked([json.loads(line) for line in Path(files["train_data"]).read_text().splitlines()])
+    order = asked(lines(Path(files["train_data"])))
     places = [order.index(prompt) for prompt in asked(first)]
     assert places == sorted(places)
 
 
-@given(
-    st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 100), min_size=1),
-    st.integers(1, 1000),
-)
-def test_fractions_are_apportioned(weights: dict[str, int], total: int) -> None:
+@given(st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 100), min_size=1), st.integers(1, 1000))
+def test_fractions_are_apportioned(weights, total):
     """To whole numbers that add up and are each less than one off."""
     shares = {group: n / sum(weights.values()) for group, n in weights.items()}
     found = counts(TaskConfig(train_size=total), Settings.model_validate({"shares": shares}))
@@ -90,22 +77,22 @@ def test_fractions_are_apportioned(weights: dict[str, int], total: int) -> None:
     assert all(abs(found[group] - share * total) < 1 for group, share in shares.items())
 
 
-def test_rows_are_unchanged_without_shares(files: dict[str, Any]) -> None:
+def test_rows_are_unchanged_without_shares(files):
     data, task = loaded(train_size=7, **files)
-    first = [json.loads(line) for line in Path(files["train_data"]).read_text().splitlines()][:7]
+    first = lines(Path(files["train_data"]))[:7]
     assert list(data.train) == first and not task.notes
-    other = written(Path(files["test_data"]).with_name("other.jsonl"), [{"prompt": "New?"}])
+    other = jsonl(Path(files["test_data"]).with_name("other.jsonl"), [{"prompt": "New?"}])
     data, _ = loaded(train_data=files["test_data"], test_data=other)  # prompts alone are enough
     assert len(data.train) == 10
 
 
-def test_no_prompt_is_in_two_splits(tmp_path: Path) -> None:
+def test_no_prompt_is_in_two_splits(tmp_path):
     """The test split is kept whole; what is left out is counted; white space makes no other prompt."""
     train = [row("TT", i, f"Ask {i}") for i in range(8)] + [row("TT", 9, " Ask   0 "), row("TT", 9, "Ask 2")]
-    files: dict[str, Any] = {
-        "train_data": written(tmp_path / "train.jsonl", train),
-        "validation_data": written(tmp_path / "validation.jsonl", [{"prompt": p} for p in ("Ask 1", "Ask\n3", "Else")]),
-        "test_data": written(tmp_path / "test.jsonl", [{"prompt": p} for p in ("Ask 0", "Ask 1", "Ask 1")]),
+    files = {
+        "train_data": jsonl(tmp_path / "train.jsonl", train),
+        "validation_data": jsonl(tmp_path / "validation.jsonl", [{"prompt": p} for p in ("Ask 1", "Ask\n3", "Else")]),
+        "test_data": jsonl(tmp_path / "test.jsonl", [{"prompt": p} for p in ("Ask 0", "Ask 1", "Ask 1")]),
     }
     data, task = loaded(**files)
     assert asked(data.test) == ["Ask 0", "Ask 1", "Ask 1"]
@@ -119,7 +106,7 @@ def test_no_prompt_is_in_two_splits(tmp_path: Path) -> None:
     ]
 
 
-def test_validation_rows_share_no_prompt_with_training_rows(files: dict[str, Any]) -> None:
+def test_validation_rows_share_no_prompt_with_training_rows(files):
     data, _ = loaded(shares={"TT": 20, "FF": 20}, validation_size=30, **files)
     other, _ = loaded(1, shares={"TT": 20, "FF": 20}, validation_size=30, **files)
     assert (len(data.train), len(data.validation)) == (40, 30)
@@ -129,15 +116,15 @@ def test_validation_rows_share_no_prompt_with_training_rows(files: dict[str, Any
         loaded(shares={"TT": 20, "FF": 20}, validation_size=350, **files)
 
 
-def test_one_file_is_split_and_selected_from(files: dict[str, Any]) -> None:
+def test_one_file_is_split_and_selected_from(files):
     data, _ = loaded(3, train_data=files["train_data"], shares={"TT": 0.5, "FF": 0.5}, train_size=21, test_size=50)
     assert groups(data.train) == {"TT": 11, "FF": 10} and len(data.test) == 50
 
 
-def test_shares_merge_with_earlier_configs(files: dict[str, Any]) -> None:
+def test_shares_merge_with_earlier_configs(files):
     """Single shares are changed and the others stay; the error says what they come to, and 0 takes one away."""
 
-    def over(*sets: str) -> Safety:
+    def over(*sets):
         file = {"task": {**files, "name": "safety", "shares": {"TT": 45, "FF": 3, "TF": 1}}}
         return Safety(TaskConfig.model_validate(parse_overrides(file, [f"task.{one}" for one in sets])["task"]))
 
@@ -149,82 +136,51 @@ def test_shares_merge_with_earlier_configs(files: dict[str, Any]) -> None:
     assert groups(halves.load_data(0).train) == {"TT": 10, "FF": 10}
 
 
-def test_protocol_needs_enough_rows(tmp_path: Path) -> None:
-    train = written(tmp_path / "train.jsonl", [row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)])
-    test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
-    told = "protocol published_250 needs 116 FF, but the training data have 110 FF; .* task.shares"
-    with pytest.raises(DataError, match=told):
-        loaded(train_data=train, test_data=test, protocol="published_250")
-
-
-def test_labels_may_be_text(tmp_path: Path) -> None:
-    lines = ["prompt,is_response_0_safe,is_response_1_safe", "a,True,False", "b,false,true", "c,TRUE,true"]
-    (tmp_path / "rows.csv").write_text("\n".join(lines))
-    test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
-    data, _ = loaded(train_data=str(tmp_path / "rows.csv"), test_data=test, shares={"TT": 1, "FT": 1})
-    assert asked(data.train) == ["b", "c"]
-
-
-def test_parquet_is_read(tmp_path: Path) -> None:
+def test_labels_may_be_text_and_files_parquet(tmp_path):
     from pyarrow import Table, parquet
 
+    text = ["prompt,is_response_0_safe,is_response_1_safe", "a,True,False", "b,false,true", "c,TRUE,true"]
+    (tmp_path / "rows.csv").write_text("\n".join(text))
+    test = jsonl(tmp_path / "test.jsonl", [{"prompt": "x"}])
+    data, _ = loaded(train_data=str(tmp_path / "rows.csv"), test_data=test, shares={"TT": 1, "FT": 1})
+    assert asked(data.train) == ["b", "c"]
     parquet.write_table(Table.from_pylist([row("TF", 0), row("FF", 1)]), tmp_path / "rows.parquet")
-    test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
     data, _ = loaded(train_data=str(tmp_path / "rows.parquet"), test_data=test, shares={"FF": 1})
     assert asked(data.train) == ["Question 1 of FF?"] and data.train[0]["response_0_severity_level"] == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "told"),
-    [
-        ({"shares": {"TT": 500}}, DataError, "too few training rows: 150 TT of 500; lower task.shares"),
-        ({"shares": {"TT": 0.4, "FF": 0.4}}, ConfigError, "neither whole counts nor fractions that add up to 1"),
-        ({"shares": {"XX": 4}}, ConfigError, "task.shares.XX"),
-        ({"shares": {"TT": 0.5, "FF": 0.5}}, ConfigError, "are fractions; set task.train_size"),
-        (
-            {"shares": {"TT": 5}, "train_size": 6},
-            ConfigError,
-            "task.shares {TT: 5} is 5 rows, but task.train_size is 6",
-        ),
-        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, merged from all configs and --set"),
-        ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both select training rows"),
-        ({"protocol": "published_251"}, ConfigError, "task.protocol"),
-        ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last both"),
-        ({"sharse": {"TT": 5}}, ConfigError, r"unknown setting task\.sharse; did you mean task\.shares\?"),
-        ({"prompt": "short"}, ConfigError, "task.prompt: safety has conversation, chat and raw, not short"),
-        ({"system_prompt": "Be kind."}, ConfigError, "set task.prompt: chat"),
-        ({"system_prompt": "Be kind.", "prompt": "conversation"}, ConfigError, "without messages"),
-        ({"fitness": "a.py:b"}, ConfigError, "task.fitness is not for task safety"),
-    ],
-)
-def test_invalid_selections_raise_errors(
-    files: dict[str, Any], settings: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
-) -> None:
-    (tmp_path / "a.py").write_text("def b(completions, examples): return 0.0")
-    if "fitness" in settings:
-        settings = {"fitness": f"{tmp_path}/a.py:b"}
+@pytest.mark.parametrize(("settings", "error", "told"), [
+    ({"shares": {"TT": 500}}, DataError, "too few training rows: 150 TT of 500; lower task.shares"),
+    ({"shares": {"TT": 0.4, "FF": 0.4}}, ConfigError, "neither whole counts nor fractions that add up to 1"),
+    ({"shares": {"XX": 4}}, ConfigError, "task.shares.XX"),
+    ({"shares": {"TT": 0.5, "FF": 0.5}}, ConfigError, "are fractions; set task.train_size"),
+    ({"shares": {"TT": 5}, "train_size": 6}, ConfigError, "task.shares {TT: 5} is 5 rows, but task.train_size is 6"),
+    ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, merged from all configs and --set"),
+    ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both select training rows"),
+    ({"protocol": "published_251"}, ConfigError, "task.protocol"),
+    ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last both"),
+    ({"sharse": {"TT": 5}}, ConfigError, r"unknown setting task\.sharse; did you mean task\.shares\?"),
+    ({"fitness": "own_fitness:letters"}, ConfigError, "task.fitness is not for task safety"),
+])  # fmt: skip
+def test_invalid_selections_raise_errors(files, settings, error, told):
     with pytest.raises(error, match=told):
         loaded(**files, **settings)
 
 
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        ([{"question": "a"}], r"line 1: no prompt; found question; set task.columns: {prompt: question}"),
-        ([{"prompt": "a"}, {"prompt": "  "}], r"line 2: prompt is '\s+'; expected a text"),
-        ([{"prompt": ["a"]}], "expected a text"),
-        ([{"prompt": "x"}], "every training prompt is also"),
-    ],
-)
-def test_invalid_rows_raise_data_error(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
-    test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
+UNLABELLED = {"prompt": "Why?", "is_response_0_safe": True}
+
+
+@pytest.mark.parametrize(("rows", "settings", "told"), [
+    ([{"question": "a"}], {}, r"line 1: no prompt; found question; set task.columns: {prompt: question}"),
+    ([{"prompt": "a"}, {"prompt": "  "}], {}, r"line 2: prompt is '\s+'; expected a text"),
+    ([{"prompt": ["a"]}], {}, "expected a text"), ([{"prompt": "x"}], {}, "every training prompt is also"),
+    ([UNLABELLED], {"shares": {"TT": 1}}, r"a training row \('Why\?'\) has no is_response_1_safe"),
+    *(([{**UNLABELLED, "is_response_1_safe": bad}], {"shares": {"TT": 1}},
+       r"a training row \('Why\?'\) has is_response_1_safe") for bad in (None, "perhaps")),
+    ([row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)], {"protocol": "published_250"},
+     "protocol published_250 needs 116 FF, but the training data have 110 FF; .* task.shares"),
+])  # fmt: skip
+def test_invalid_rows_raise_data_error(rows, settings, told, tmp_path):
+    test = jsonl(tmp_path / "test.jsonl", [{"prompt": "x"}])
     with pytest.raises(DataError, match=told):
-        loaded(train_data=written(tmp_path / "rows.jsonl", rows), test_data=test)
-
-
-@pytest.mark.parametrize("bad", [{}, {"is_response_1_safe": None}, {"is_response_1_safe": "perhaps"}])
-def test_a_row_without_labels_is_named(bad: dict[str, Any], tmp_path: Path) -> None:
-    test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
-    one = {"prompt": "Why?", "is_response_0_safe": True, **bad}
-    with pytest.raises(DataError, match=r"a training row \('Why\?'\) has (no )?is_response_1_safe"):
-        loaded(train_data=written(tmp_path / "rows.jsonl", [one]), test_data=test, shares={"TT": 1})
+        loaded(train_data=jsonl(tmp_path / "rows.jsonl", rows), test_data=test, **settings)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evoalign.analysis.compare.comparison import Comparison
+    from evoalign.analysis.compare.runs import Matching
     from evoalign.config import Config
 
 
@@ -102,12 +103,8 @@ class Command(Analysis[Settings]):
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Compared:
         """Compare runs; `config` is not used. Raises ConfigError if they cannot be compared."""
         from evoalign.analysis.compare import comparison, pages
-        from evoalign.analysis.compare.runs import MATCHINGS, Matching
-        from evoalign.errors import ConfigError
 
-        match: Matching | None = next((m for m in MATCHINGS if m == settings.match), None)
-        if match is None and settings.match is not None:
-            raise ConfigError(f"--match {settings.match}: use {', '.join(MATCHINGS)}")
+        match = cast("Matching | None", settings.match)
         found = comparison.compare(targets, match, measure=settings.measure, names=settings.names, plan=settings.plan)
         tree = pages.as_tree(found)
         return Compared(tree, tree["summary"], found)

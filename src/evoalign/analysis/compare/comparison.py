@@ -150,7 +150,7 @@ def compare(
             )
         match, measure, names = planned.settings.match, planned.settings.measure, planned.settings.groups
     if match is not None and match not in MATCHINGS:
-        raise ConfigError(f"match {match!r}: use {', '.join(MATCHINGS)}")
+        raise ConfigError(f"--match {match}: use {', '.join(MATCHINGS)}")
     paths, left_out = find([runs] if isinstance(runs, str | Path) else runs), list[tuple[Path, str]]()
     found: list[Run] = []
     for path in paths:

@@ -84,8 +84,7 @@ def _measured(run: Run, measure: str) -> dict[str, Any]:
     """Return the settings that determine a measure's value on the test split."""
     tree = run.config.model_dump(mode="json", include={"task", "evaluation"})
     free = ("evaluation.every", *SAME_PROMPTS, *([] if measure.startswith(PREFIX) else ["task.fitness"]))
-    flat = {key: value for key, value in _flat(tree) if key not in free}
-    return {**flat, "the task": run.task}
+    return {**{key: value for key, value in flat(tree) if key not in free}, "the task": run.task}
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
@@ -118,15 +117,16 @@ def settings_of(config: Config, method: Method) -> dict[str, Any]:
     tree = identity(config, method)
     del tree["seed"]
     unused = set(SECTIONS) - {tree["space"]["name"]} if "space" in tree else set[str]()
-    flat = dict(_flat({key: value for key, value in tree.items() if key not in unused}))
-    ends = {} if config.stopping is None else dict(_flat(config.stopping.model_dump(mode="json"), "stopping."))
-    return {"method": method, **flat, **ends, LENGTHS[method == "grpo"]: config.trained_by(method).steps}
+    own = dict(flat({key: value for key, value in tree.items() if key not in unused}))
+    ends = {} if config.stopping is None else dict(flat(config.stopping.model_dump(mode="json"), "stopping."))
+    return {"method": method, **own, **ends, LENGTHS[method == "grpo"]: config.trained_by(method).steps}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested settings by dotted name."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
 

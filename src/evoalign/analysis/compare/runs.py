@@ -155,13 +155,13 @@ def find_in_order(paths: Iterable[str | Path]) -> list[Path]:
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a missing or damaged file."""
     verified = verify(path)
-    manifest = _valid(path / MANIFEST, read_json, _Manifest.model_validate) or _Manifest()
+    manifest = _valid(path / MANIFEST, read_json, Manifest.model_validate) or Manifest()
     method = method_of(path)
     if method is None:
         raise DataError(f"{path / 'manifest.json'} names no method, and there is no journal")
     config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
     config.trained_by(method)  # raises ConfigError if missing
-    result = _valid(path / "results" / "evaluation.json", read_json, _Result.model_validate)
+    result = _valid(path / "results" / "evaluation.json", read_json, Result.model_validate)
     tables = [path / "results" / "completions" / f"{name}.parquet" for name in ("before", "after")]
     before, after = (_valid(table, parquet.read, _COMPLETIONS.validate_python) for table in tables)
     costs: list[Cost | None] = [Cost()]  # before the first row and after each; None after a row without a cost
@@ -171,8 +171,7 @@ def read(path: Path) -> Run:
     end = len(rows) if result is None or result.generation is None else result.generation
     if end > len(rows):
         raise DataError(f"{path / 'metrics.jsonl'} has {len(rows)} rows, but results/evaluation.json is of step {end}")
-    name = (manifest.task or {}).get("name") or config.task.name
-    given = (manifest.task or {}).get("given_as")
+    name, given = manifest.task.get("name") or config.task.name, manifest.task.get("given_as")
     asked = sorted({(c.example, c.prompt, c.target or "") for c in before or after or ()})
     return Run(
         path=path,
@@ -185,9 +184,9 @@ def read(path: Path) -> Run:
         distance=result.distance if result else None,
         shares_before=hacking.shares(before, before, after or ()) if before else None,
         shares_after=hacking.shares(after, before or (), after) if after else None,
-        hardware=_hardware(manifest.hardware),
+        hardware=hardware_of(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
-        alarm=result.alarms.verdict if result and result.alarms else None,
+        alarm=result.alarms.verdict if result else None,
         verified=verified,
         placebo=estimates.largest(result.placebo if result else None, placebo_file.read(path, config)),
         questions=hashlib.sha256(json.dumps(asked).encode()).hexdigest() if asked else None,
@@ -204,7 +203,7 @@ def _checked_cost(cost: Cost) -> Cost:
     return cost
 
 
-class _Plain(BaseModel):
+class Plain(BaseModel):
     """Base of the file formats; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -214,19 +213,24 @@ Measures = dict[str, FiniteFloat]
 Quantities = dict[str, FiniteFloat | None]
 
 
-class _Row(_Plain):
+class _Row(Plain):
     generation: Annotated[int, Field(ge=0)]
     budget: Annotated[Cost, AfterValidator(_checked_cost)] | None = None
     evaluation: Measures | None = None
     divergence: Quantities | None = None
 
 
-class _Alarms(_Plain):
+class Alarms(Plain):
+    """Verdict on the completions in results/evaluation.json."""
+
     verdict: Literal["likely hacked", "may be hacked", "broken", "may be broken"] | None = None
+    reasons: list[str] = []
 
 
-class _Result(_Plain):
-    alarms: _Alarms | None = None
+class Result(Plain):
+    """results/evaluation.json."""
+
+    alarms: Alarms = Alarms()
     generation: Annotated[int, Field(ge=0)] | None = None
     before: Measures
     after: Measures
@@ -235,23 +239,30 @@ class _Result(_Plain):
     placebo: PlaceboResults | None = None
 
 
-class _Manifest(_Plain):
-    task: dict[str, str | None] | None = None
-    hardware: dict[str, str | int | list[str] | None] | None = None
+class Manifest(Plain):
+    """manifest.json."""
+
+    task: dict[str, str | None] = {}
+    hardware: dict[str, str | int | list[str] | None] = {}
 
 
-class _Completion(_Plain):
+class Completion(Plain):
+    """A row of results/completions/before.parquet or after.parquet."""
+
     example: int
+    seed: int = 0
+    sample: int = 0
     prompt: str
-    target: str | None
+    target: str | None = None
     text: str
     reward: FiniteFloat
-    finish_reason: str
+    finish_reason: str = ""
+    tokens: int = 0
     right: bool | None = None
 
 
 T = TypeVar("T")
-_COMPLETIONS = TypeAdapter(list[_Completion])
+_COMPLETIONS = TypeAdapter(list[Completion])
 
 
 def _valid(path: Path, read: Callable[[Path], Any], check: Callable[[Any], T]) -> T | None:
@@ -296,9 +307,9 @@ def _first(error: ValidationError) -> str:
 def _points(
     rows: Sequence[_Row],
     costs: Sequence[Cost | None],
-    result: _Result | None,
+    result: Result | None,
     end: int,
-    before: Sequence[_Completion] | None,
+    before: Sequence[Completion] | None,
 ) -> list[Point]:
     points: dict[int, Point] = {}
     if result is not None:
@@ -314,7 +325,7 @@ def _points(
     return [points[step] for step in sorted(points)]
 
 
-def _items(completions: Sequence[_Completion]) -> dict[str, tuple[float, ...]]:
+def _items(completions: Sequence[Completion]) -> dict[str, tuple[float, ...]]:
     rewards, right = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for c in completions:
         rewards[c.example].append(c.reward)
@@ -324,10 +335,9 @@ def _items(completions: Sequence[_Completion]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(sum(of[e]) / len(of[e]) for e in sorted(of)) for name, of in kinds.items() if of}
 
 
-def _hardware(found: Mapping[str, Any] | None) -> str | None:
-    if not found:
-        return None
+def hardware_of(found: Mapping[str, Any]) -> str | None:
+    """Return the GPUs, or else the number of CPU cores, of a manifest."""
     gpus = found.get("gpus")
     if isinstance(gpus, list) and gpus:
         return ", ".join(sorted(map(str, gpus)))
-    return f"{found.get('cores')} CPU cores"
+    return f"{found.get('cores')} CPU cores" if found else None

@@ -37,14 +37,6 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
 
-def grids(comparison: Comparison) -> list[Grid]:
-    """Return all tables in the order in which they are shown."""
-    found: list[Grid] = []
-    for match in comparison.shown:
-        found += [standing_grid(comparison, match), *pair_grids(match)]
-    return [*found, end_grid(comparison), *pair_grids(comparison.end), settings_grid(comparison)]
-
-
 def standing_grid(comparison: Comparison, match: Match) -> Grid:
     """Return the results within the budget, a row per group, without columns that are empty."""
     measure, standings = comparison.measure, match.standings

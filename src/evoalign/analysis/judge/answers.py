@@ -8,7 +8,7 @@ that a run keeps.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from evoalign.rundir import parquet
 from evoalign.rundir.method import is_run
 from evoalign.types import text_of
 
+MEND = "write a JSON object with a prompt and a response in each line"
 FORMS = (".jsonl", ".json", ".parquet")
 AFTER = "results/completions/after.parquet"
 """Completions of the trained model on a run's test split."""
@@ -53,22 +54,14 @@ class SharedPrompts:
 def read(target: str) -> Answers:
     """Read `PATH` or `NAME=PATH`; the name defaults to the file's or folder's. Raises ConfigError, DataError."""
     name, path = _named(target)
-    scorers: tuple[str, ...] = ()
+    file, scorers = path, tuple[str, ...]()
     if path.is_dir():
-        if not is_run(path):
-            raise ConfigError(f"{path} is not a run directory; for a model or an adapter, {_eval_hint(name, path)}")
-        rows, scorers = _run_rows(name, path), _scorers(path)
-    elif path.suffix == ".parquet":
-        rows = _table_rows(path)
-    elif path.suffix == ".json":
-        rows = _eval_rows(path)
-    else:
-        rows = _json_lines(path)
+        file, scorers = _completions(name, path), _scorers(path)
     by_prompt: dict[str, str] = {}
     count = 0
-    for prompt, response in rows:
+    for row, answer, where in _rows(file):
         count += 1
-        by_prompt.setdefault(prompt, response)
+        by_prompt.setdefault(*_pair(row, answer, where))
     if not by_prompt:
         raise DataError(f"{path} has no answers; give a file with a prompt and a response in each line")
     return Answers(name, by_prompt, count - len(by_prompt), scorers)
@@ -112,43 +105,42 @@ def _named(target: str) -> tuple[str, Path]:
     return name, path
 
 
-def _json_lines(path: Path) -> Iterable[tuple[str, str]]:
-    mend = "write a JSON object with a prompt and a response in each line"
-    for number, line in enumerate(read_bytes(path, FILE_BYTES, mend).splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number},"
-        row = parse(line, where, mend)
-        if not isinstance(row, dict):
-            raise DataError(f"{where} is {shown(row)}; {mend}")
-        yield _pair(cast("dict[str, Any]", row), "response", where)
+def _rows(path: Path) -> Iterator[tuple[Any, str, str]]:
+    """Yield each row of a file, the name of the answer in it, and where it is."""
+    if path.suffix == ".parquet":
+        for number, table_row in enumerate(parquet.read(path), start=1):
+            yield table_row, "text", f"{path}, row {number},"
+    elif path.suffix == ".json":
+        completions = read_object(path, FILE_BYTES).get("completions")
+        if not isinstance(completions, list):
+            raise DataError(f"{path} has no completions; write it with `evoalign eval MODEL --output FILE`")
+        for number, row in enumerate(cast("list[Any]", completions), start=1):
+            yield row, "text", f"{path}, completion {number},"
+    else:
+        for number, line in enumerate(read_bytes(path, FILE_BYTES, MEND).splitlines(), start=1):
+            if line.strip():
+                where = f"{path}, line {number},"
+                yield parse(line, where, MEND), "response", where
 
 
-def _table_rows(path: Path) -> Iterable[tuple[str, str]]:
-    return [_pair(row, "text", f"{path}, row {i},") for i, row in enumerate(parquet.read(path), start=1)]
-
-
-def _eval_rows(path: Path) -> Iterable[tuple[str, str]]:
-    rows = read_object(path, FILE_BYTES).get("completions")
-    if not isinstance(rows, list):
-        raise DataError(f"{path} has no completions; write it with `evoalign eval MODEL --output FILE`")
-    return [
-        _pair(cast("dict[str, Any]", row) if isinstance(row, dict) else {}, "text", f"{path}, completion {i},")
-        for i, row in enumerate(cast("list[Any]", rows), start=1)
-    ]
-
-
-def _run_rows(name: str, path: Path) -> Iterable[tuple[str, str]]:
+def _completions(name: str, path: Path) -> Path:
+    """Return the final completions of a run. Raises ConfigError without them, DataError for a broken seal."""
     from evoalign.rundir.checksums import verify  # imports torch, which files of answers do not need
 
+    if not is_run(path):
+        raise ConfigError(f"{path} is not a run directory; for a model or an adapter, {_eval_hint(name, path)}")
     if not (path / AFTER).is_file():
         raise ConfigError(f"{path} has no {AFTER}; let the run finish, or {_eval_hint(name, path, ())}")
     verify(path, AFTER)
-    return _table_rows(path / AFTER)
+    return path / AFTER
 
 
-def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[str, str]:
-    prompt, response = row.get("prompt"), row.get(answer)
+def _pair(row: Any, answer: str, where: str) -> tuple[str, str]:
+    """Return prompt and answer of a row."""
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is {shown(row)}; {MEND}")
+    fields = cast("dict[str, Any]", row)
+    prompt, response = fields.get("prompt"), fields.get(answer)
     if isinstance(prompt, list):
         messages = cast("list[Any]", prompt)
         if all(isinstance(m, dict) and isinstance(cast("Any", m).get("content"), str) for m in messages) and messages:
@@ -156,7 +148,7 @@ def _pair(row: Mapping[str, Any], answer: str, where: str) -> tuple[str, str]:
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{where} prompt is {shown(prompt)}; give a string, or messages with role and content")
     if not isinstance(response, str):
-        known = plain(", ".join(map(str, row)))
+        known = plain(", ".join(map(str, fields)))
         raise DataError(f"{where} {answer} is {shown(response)}; give the model's answer (fields found: {known})")
     return prompt, response
 

@@ -20,8 +20,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import charts, curves
-from evoalign.analysis.page.view import Analysed, Completion, Measure, Pair, Placebos, Table, View
+from evoalign.analysis.page.view import Analysed, Measure, Pair, Placebos, Table, View
 from evoalign.report.tables import NAMES, is_share, listed, visible
 
 MARK = Markup('<meta name="generator" content="evoalign report">')

@@ -18,9 +18,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import page
 from evoalign.analysis.page import view as views
-from evoalign.analysis.page.view import Analysed, Budget, Completion, Manifest, Picture, Result, State, View
+from evoalign.analysis.page.view import Analysed, Budget, Manifest, Picture, Result, State, View
 from evoalign.checks import diagnosis
 from evoalign.config import Config, load
 from evoalign.config.reading import MissingError, parse, read_bytes, read_json
@@ -184,11 +185,8 @@ class _Reader:
 
     def _known(self, config: Config | None, result: Result | None) -> PlaceboResults | None:
         """Return the placebos of the end of training, or of `evoalign placebo` if those are more."""
-        own, file = None, self.path / checksums.EVALUATION
-        if result is not None and result.placebo is not None:
-            own = self._tried(lambda: estimates.parse(read_json(file)["placebo"], str(file)))
         kept = None if config is None else self._tried(lambda: placebo_file.read(self.path, config))
-        return estimates.largest(own, kept)
+        return estimates.largest(None if result is None else result.placebo, kept)
 
     def _diagnosis(
         self,

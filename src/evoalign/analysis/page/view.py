@@ -7,10 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import Field
 
+from evoalign.analysis.compare import runs
+from evoalign.analysis.compare.groups import flat
+from evoalign.analysis.compare.runs import Completion
 from evoalign.config import Config, from_dict
 from evoalign.config.secrets import redacted
 from evoalign.placebos import estimates
@@ -129,68 +132,29 @@ MOST_LETTERS = 4_000
 """Longest value shown under "How it was made"."""
 
 
-class _Plain(BaseModel):
-    """Model that ignores unknown fields."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-Measures = dict[str, FiniteFloat]
-Amounts = dict[str, FiniteFloat | None]
-
-
-class Alarms(_Plain):
-    """Verdict on the completions in results/evaluation.json."""
-
-    verdict: Literal["likely hacked", "may be hacked", "broken", "may be broken"] | None = None
-    reasons: list[str] = []
-
-
-class Result(_Plain):
+class Result(runs.Result):
     """Fields of results/evaluation.json that the page shows."""
 
-    generation: Annotated[int, Field(ge=0)] | None = None
     measuring: bool = False
-    alarms: Alarms = Alarms()
-    before: Measures
-    after: Measures
-    change_mean_low_high: dict[str, Interval] = {}
-    validation: dict[str, Any] = {}
-    placebo: dict[str, Any] | None = None
+    change_mean_low_high: dict[str, Interval] = Field(default_factory=dict[str, Interval])
+    validation: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
-class Manifest(_Plain):
+class Manifest(runs.Manifest):
     """Fields of manifest.json that the page shows."""
 
-    command: list[str] = []
+    command: list[str] = Field(default_factory=list[str])
     started: str = ""
-    versions: dict[str, str] = {}
-    hardware: dict[str, str | int | list[str] | None] = {}
+    versions: dict[str, str] = Field(default_factory=dict[str, str])
     git: dict[str, str | bool] | None = None
-    engine: dict[str, Any] = {}
-    task: dict[str, str | None] = {}
+    engine: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
-class Budget(_Plain):
+class Budget(runs.Plain):
     """Fields of results/budget.json that the page shows."""
 
-    training: Amounts = {}
-    evaluation: Amounts | None = None
-
-
-class Completion(_Plain):
-    """A row of results/completions/before.parquet or after.parquet."""
-
-    example: int
-    seed: int = 0
-    sample: int = 0
-    prompt: str
-    target: str | None = None
-    text: str
-    reward: FiniteFloat
-    finish_reason: str = ""
-    tokens: int = 0
-    right: bool | None = None
+    training: runs.Quantities = Field(default_factory=runs.Quantities)
+    evaluation: runs.Quantities | None = None
 
 
 def headline_of(result: Result | None, before: Sequence[Completion]) -> str:
@@ -279,19 +243,11 @@ def settings(config: Config, method: Method) -> tuple[dict[str, str], dict[str, 
     """Return the settings that the method reads, by dotted name, and their defaults with this engine."""
     unused = {"es_" if name == "es" else name for name in config.unused(grpo=method == "grpo")}
     usual = from_dict({"es": {"sigma": 1.0}, "engine": {"name": config.engine.name}})
-    own, default = (_flat(c.model_dump(mode="json", exclude=unused)) for c in (config, usual))
+    trees = (config.model_dump(mode="json", exclude=unused) for config in (config, usual))
+    texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in flat(tree)} for tree in trees]
+    own, default = texts
     default["es.sigma"] = "none"
     return own, default
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
 
 
 def about(config: Config, manifest: Manifest) -> dict[str, str]:
@@ -305,13 +261,11 @@ def about(config: Config, manifest: Manifest) -> dict[str, str]:
 def made(path: Path, manifest: Manifest) -> dict[str, str]:
     """Return facts about how the run was made."""
     hardware, commit = manifest.hardware, manifest.git or {}
-    gpus = hardware.get("gpus")
-    where = ", ".join(gpus) if isinstance(gpus, list) and gpus else f"{hardware.get('cores')} CPU cores"
     found = {
         "folder": str(path),
         "started": manifest.started,
         "command": redacted(" ".join(manifest.command)),
-        "machine": f"{where}, {hardware.get('system')}" if hardware else "",
+        "machine": f"{runs.hardware_of(hardware)}, {hardware.get('system')}" if hardware else "",
         "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
         "commit": f"{commit.get('commit', '')}{', with changes' if commit.get('dirty') else ''}",
     }

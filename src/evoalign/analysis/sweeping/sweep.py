@@ -135,21 +135,16 @@ def prepare(
 
 
 def check(configs: Sequence[Config], measure: str | None, more: Iterable[str] = ()) -> tuple[str, list[str]]:
-    """Check trackers and measure; return the measure (None: the training objective) and lines on its choice."""
+    """Check trackers and measure; return the measure (None: the training objective) and lines on its choice.
+
+    `more` are further names of measures. Raises ConfigError for one that a built-in task lacks, instead of failing
+    after the first run; those of a custom task are known only when it is evaluated.
+    """
     for config in configs:
         tracking.check(config)
     measure, why = shared_aim([config.task.fitness for config in configs], measure)
-    check_measure(configs, measure, more)
-    return measure, why
-
-
-def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] = ()) -> None:
-    """Raise ConfigError if a built-in task has no such measure, instead of failing after the first run.
-
-    `more` are further names. The measures of a custom task are known only when it is evaluated.
-    """
     if measure in (*SHARED_MEASURES, *more):
-        return
+        return measure, why
     for name, config in {config.task.name: config for config in configs}.items():
         if name not in PLAIN:
             continue
@@ -160,6 +155,7 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
             known = [*SHARED_MEASURES, *whole, *right, *more, *task.measures("", data.test[0])]
         if measure not in known:
             raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
+    return measure, why
 
 
 def make_children(folder: Folder, jobs: int | None, gpus: Sequence[str] | None) -> Children:

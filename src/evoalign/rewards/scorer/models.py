@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,14 +82,6 @@ class _Source:
                 "remove it"
             )
         return cls(name, path, revision)
-
-    def find(self, file: str) -> Path | None:
-        """Return the path of a file, or None."""
-        return find(self.path, file, self.revision)
-
-    def weights(self) -> Iterator[Path]:
-        """Return its safetensors files. Raises ModelError."""
-        return weight_files(self.path, self.revision, self.name)
 
 
 class ScoreModel:
@@ -180,7 +172,7 @@ def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classif
     refuse_pickles(source.path, source.revision, writes=False)
     name = source.name
     try:
-        found = source.find("config.json")
+        found = find(source.path, "config.json", source.revision)
         if found is None:
             raise ModelError(f"model {name} has no config.json; set model.name to the folder of a model")
         tree = read_object(found, mend="fetch it again")
@@ -261,7 +253,7 @@ def _head(source: _Source, config: Mapping[str, Any]) -> Head:
     wanted = {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"}
     found: dict[str, torch.Tensor] = {}
     try:
-        for file in source.weights():
+        for file in weight_files(source.path, source.revision, name):
             with safe_open(file, framework="pt") as opened:
                 found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
     except (SafetensorError, OSError) as error:
@@ -297,9 +289,10 @@ def _number(tensor: torch.Tensor | None, listed: Any, otherwise: float, name: st
 
 def _digest(source: _Source) -> str:
     """Hash weights, config and tokenizer: models with the same digest give the same scores."""
-    kept = (found for file in ("config.json", *_OF_TOKENIZER.split()) if (found := source.find(file)) is not None)
+    kept = (find(source.path, file, source.revision) for file in ("config.json", *_OF_TOKENIZER.split()))
+    weights = weight_files(source.path, source.revision, source.name)
     try:
-        listed = [(file.name, digest_of(file)) for file in (*kept, *source.weights())]
+        listed = [(file.name, digest_of(file)) for file in (*filter(None, kept), *weights)]
     except DataError as error:
         raise ModelError(f"model {source.name}: {error}") from error
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()

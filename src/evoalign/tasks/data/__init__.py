@@ -44,6 +44,18 @@ def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | 
     The validation split is a separate file or part of the training rows; see `TaskConfig`. `default` are the training
     and the test file for a config without training data. `seed` only affects the `seeded` split.
     """
+    if config.train_data is not None or default is None or not default[0].startswith(HUB):
+        return _loaded(config, seed, check, default)
+    try:
+        return _loaded(config, seed, check, default)
+    except DataError as error:
+        raise DataError(
+            f"{error}; task.train_data is not set, so task {config.name} loads {' and '.join(filter(None, default))}: "
+            "without a network, set task.train_data and task.test_data"
+        ) from error
+
+
+def _loaded(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None) -> Data:
     train_source, test_source = config.train_data, config.test_data
     if train_source is None:
         if default is None:
