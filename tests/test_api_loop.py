@@ -89,61 +89,50 @@ def loaded() -> tokens.Tokens:
 
 
 def test_every_score_belongs_to_its_member_and_prompt(loaded: tokens.Tokens, tmp_path: Path) -> None:
-    engine = Echo(loaded)
-    generations = go(settings(), engine, tmp_path / "j")
     columns = []
-    for generation in generations:
+    for generation in go(settings(), Echo(loaded), tmp_path / "j"):
         scores = np.array(generation.scores_MP)
         rows = scores[0] / 10
         columns += rows.tolist()
         assert np.array_equal(scores, 10 * rows[None] + np.arange(4)[:, None])
         assert generation.fitness_M == tuple(10 * rows.mean() + np.arange(4))
-    assert sorted(columns[:5]) == [0, 1, 2, 3, 4]
-    assert sorted(columns[5:10]) == [0, 1, 2, 3, 4]
+    assert sorted(columns[:5]) == sorted(columns[5:10]) == [0, 1, 2, 3, 4]
 
 
 def test_an_update_is_written_down_before_it_is_applied(loaded: tokens.Tokens, tmp_path: Path) -> None:
-    engine = Echo(loaded)
-    written: list[int] = []
-    apply = engine.apply
+    class Watched(Echo):
+        def apply(self, update: Update) -> None:
+            written.append((tmp_path / "j").read_bytes().count(b"\n"))
+            super().apply(update)
 
-    def watch(update: Update) -> None:
-        written.append((tmp_path / "j").read_bytes().count(b"\n"))
-        apply(update)
-
-    engine.apply = watch  # type: ignore[method-assign]
+    engine, written = Watched(loaded), list[int]()
     generations = go(settings(), engine, tmp_path / "j")
-    assert written == [2, 4, 6, 8]
-    assert engine.log == ["rollout", "apply", "fingerprint"] * 4
+    assert written == [2, 4, 6, 8] and engine.log == ["rollout", "apply", "fingerprint"] * 4
     log = read(tmp_path / "j")
     assert (log.sealed, log.damage) == (4, None)
     assert [g.weights_hash for g in log.generations] == [f"{n:064x}" for n in range(1, 5)]
     assert [g.update for g in generations] == engine.updates
-    plans = [plan for plan, _ in engine.calls]
     assert [(u.generation, u.sigma, u.members) for u in engine.updates] == [
-        (p.generation, p.sigma, p.members) for p in plans
+        (plan.generation, plan.sigma, plan.members) for plan, _ in engine.calls
     ]
 
 
 def test_seeds_belong_to_prompt_and_generation(loaded: tokens.Tokens, tmp_path: Path) -> None:
     first, again = Echo(loaded), Echo(loaded)
-    go(settings(), first, tmp_path / "first")
-    go(settings(), again, tmp_path / "again")
+    for name, engine in (("first", first), ("again", again)):
+        go(settings(), engine, tmp_path / name)
     assert first.calls == again.calls
     seeds = [r.seed for _, requests in first.calls for r in requests]
-    assert len(set(seeds)) == len(seeds) == 12
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len(set(seeds)) == len(seeds) == 12 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_the_mean_is_evaluated_when_due(loaded: tokens.Tokens, tmp_path: Path) -> None:
-    calls: list[int] = []
+    """Every second generation, and not the last one: that is evaluated at the end anyway."""
     engine = Echo(loaded)
-    generations = go(
-        settings(num_generations=6), engine, tmp_path / "j", lambda: {"reward": float(len(engine.updates))}
-    )
-    calls = [g.index for g in generations if g.evaluation is not None]
-    assert calls == [1, 3], "every second generation, and not the last one: that is evaluated at the end anyway"
-    assert [g.evaluation for g in generations if g.evaluation] == [{"reward": 2.0}, {"reward": 4.0}]
+    evaluate = lambda: {"reward": float(len(engine.updates))}  # noqa: E731
+    generations = go(settings(num_generations=6), engine, tmp_path / "j", evaluate)
+    measured = {g.index: g.evaluation for g in generations if g.evaluation is not None}
+    assert measured == {1: {"reward": 2.0}, 3: {"reward": 4.0}}
 
 
 def test_a_lost_completion_is_an_error_and_nothing_moves(loaded: tokens.Tokens, tmp_path: Path) -> None:
@@ -178,17 +167,6 @@ def test_evaluation_asks_each_example_under_each_seed(loaded: tokens.Tokens) -> 
     assert len(evaluation.evaluate(anything, loaded, task, task.load_data(0).test, greedy).completions) == 3
 
 
-class Broken(Vowels):
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
-
-    def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -198,8 +176,14 @@ class Broken(Vowels):
     ],
 )
 def test_a_task_that_fails_is_named(result: Any, message: str) -> None:
+    class Broken(Vowels):
+        def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+            if isinstance(result, Exception):
+                raise result
+            return result
+
     with pytest.raises(RewardError, match=message):
-        rollouts.rewards_of(Broken(result), ["a", "b"], [{}, {}])
+        rollouts.rewards_of(Broken(), ["a", "b"], [{}, {}])
 
 
 def test_paired_interval() -> None:

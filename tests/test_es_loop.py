@@ -41,37 +41,23 @@ def settings(example: ModuleType, folder: Path) -> dict[str, Any]:
     """Return the library's settings for the run of the example."""
     questions = folder / "questions.json"
     questions.write_text(json.dumps(example.QUESTIONS))
+    es = {"num_generations": GENERATIONS, "population_size": example.POPULATION, "sigma": example.SIGMA,
+          "learning_rate": example.ALPHA, "antithetic": False, "shaping": "zscore"}  # fmt: skip
     return {
-        "output_dir": str(folder / "run"),
-        "seed": example.SEED,
-        "deterministic": True,
+        "output_dir": str(folder / "run"), "seed": example.SEED, "deterministic": True, "space": "full", "es": es,
         "model": {"name": "tiny", "dtype": "float32"},
-        "space": "full",
         "task": {"name": "conciseness", "train_data": str(questions), "test_data": str(questions)},
-        "es": {
-            "num_generations": GENERATIONS,
-            "population_size": example.POPULATION,
-            "sigma": example.SIGMA,
-            "learning_rate": example.ALPHA,
-            "antithetic": False,
-            "shaping": "zscore",
-        },
         "sampling": {"temperature": 0.0, "max_tokens": example.MAX_TOKENS},
-        "engine": {"device": "cpu", "threads": 1},
-        "evaluation": {"max_tokens": 4},
-        "checks": UNCHECKED,
-        "checkpoint": {"every": 0},
-        "report": False,
-    }
+        "engine": {"device": "cpu", "threads": 1}, "evaluation": {"max_tokens": 4}, "checks": UNCHECKED,
+        "checkpoint": {"every": 0}, "report": False,
+    }  # fmt: skip
 
 
 def test_example_fits_on_a_few_pages_and_imports_no_loop() -> None:
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) <= 120
-    assert re.findall(r"^(?:from|import) (evoalign.*)", text, re.MULTILINE) == [
-        "evoalign import noise",
-        "evoalign.models import tiny",
-    ]
+    imports = re.findall(r"^(?:from|import) (evoalign.*)", text, re.MULTILINE)
+    assert imports == ["evoalign import noise", "evoalign.models import tiny"]
 
 
 def test_evolve_equals_the_library(example: ModuleType, tmp_path: Path) -> None:

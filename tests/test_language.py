@@ -63,26 +63,17 @@ def test_docstrings_and_messages_are_plain_english() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "count"),
     [
-        'def f():\n    """What a run came to."""',
-        'x = "the model is told of each step"',
-        'x = "answers held against plain transformers"',
-        '"""Of the latest so many steps."""',
-        'x = "an engine of one\'s own needs this method"',
+        ('def f():\n    """What a run came to."""', 1),
+        ('x = "the model is told of each step"', 1),
+        ('x = "answers held against plain transformers"', 1),
+        ('"""Of the latest so many steps."""', 1),
+        ('x = "an engine of one\'s own needs this method"', 1),
+        ('def f():\n    """Return the rewards of a run."""', 0),
+        ('x = "set task.validation_size: the split has no rows"', 0),
+        ('"""Offset of a tensor in its file."""', 0),
     ],
 )
-def test_habits_finds_the_private_phrasing(source: str) -> None:
-    assert len(habits(source)[0]) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'def f():\n    """Return the rewards of a run."""',
-        'x = "set task.validation_size: the split has no rows"',
-        '"""Offset of a tensor in its file."""',
-    ],
-)
-def test_habits_accepts_plain_sentences(source: str) -> None:
-    assert habits(source)[0] == []
+def test_habits_finds_the_private_phrasing_alone(source: str, count: int) -> None:
+    assert len(habits(source)[0]) == count

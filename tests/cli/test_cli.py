@@ -47,10 +47,7 @@ NO_TORCH = "import sys; from evoalign import cli; sys.argv[0] = 'evoalign'\ntry:
 NO_TORCH += "print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'matplotlib') if m in sys.modules])"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[], ["train"], ["eval"], ["judge", "ask"], ["init"], ["data"], ["data", "countdown"]],
-)
+@pytest.mark.parametrize("words", [[], ["train"], ["eval"], ["judge", "ask"], ["init"], ["data", "countdown"]])
 def test_help_imports_nothing_heavy(words: Sequence[str], tmp_path: Path) -> None:
     done = command(*words, "--help", cwd=tmp_path, code=NO_TORCH)
     assert "Usage: evoalign" in done.stdout and done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
@@ -63,9 +60,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     assert (done.code, done.err) == (0, "")
     resolved, _, lines = done.out.partition("\n\n")
     head, _, told = lines.partition("\neta ")
-    assert (
-        head.startswith("model tiny of 0.5 M parameters; task co") and "completions (" in head and " numbers; " in head
-    )
+    assert head.startswith("model tiny of 0.5 M parameters; task co") and "completions (" in head
     tree = yaml.safe_load(resolved)
     unused = {"grpo", "lora", "lowrank", "full"} - {tree["space"]["name"]}
     assert not unused & tree.keys()
@@ -87,12 +82,15 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_ends_with_what_asks_for_something(run: Run) -> None:
+def test_a_dry_run_ends_with_notes_and_warnings(run: Run) -> None:
     done = run("train", QUICKSTART, "--dry-run", "-s", "es.learning_rate=1.0", "-s", "task.batch_size=999")
     *_, note, warning = done.out.splitlines()
     assert note == "note: task.batch_size 999 is more than there are training rows: each generation asks all 203"
-    assert warning.startswith("warning: eta 40 is outside")
-    assert "note: task.batch_size" not in run("train", QUICKSTART, "--dry-run", "-s", "task.batch_size=203").out
+    assert warning.startswith("warning: eta 40 is outside 0.05 to 2.0")
+    scaled = run("train", QUICKSTART, "--dry-run", "-s", "task.batch_size=203", "-s", "es.noise_multiplier=0.1",
+                 "-s", "es.learning_rate=0.5")  # fmt: skip
+    assert "note: task.batch_size" not in scaled.out
+    assert "effective sigma: es.noise_multiplier x mean |W|" in scaled.out and "nan" not in scaled.out
 
 
 SAFETY = ["task.name=safety", "task.train_data=mixed.json", "task.test_data=test.json",
@@ -113,20 +111,11 @@ SAFETY = ["task.name=safety", "task.train_data=mixed.json", "task.test_data=test
 def test_a_dry_run_says_which_form_the_prompts_have(settings: list[str], said: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def r(prompts, completions): return [0.0 for _ in completions]\n")
     rows = [{"prompt": "one"}, {"prompt": [{"role": "user", "content": "two"}]}]
-    if "task.name=safety" in settings:
-        rows = [{"prompt": "one"}]
-    (tmp_path / "mixed.json").write_text(json.dumps(rows))
+    (tmp_path / "mixed.json").write_text(json.dumps(rows[: 1 if "task.name=safety" in settings else 2]))
     (tmp_path / "test.json").write_text(json.dumps([{"prompt": "other"}]))
     words = [word for setting in settings for word in ("-s", setting)]
     done = run("train", QUICKSTART, "--dry-run", *words)
     assert f"\nprompts are {said}" in done.out, done.out + done.err
-
-
-def test_a_dry_run_warns_of_an_unusual_step(run: Run) -> None:
-    done = run("train", QUICKSTART, "--dry-run", "-s", "es.learning_rate=1.0", "-s", "es.sigma=0.001")
-    assert "warning: eta 1000 is outside 0.05 to 2.0" in done.out
-    scaled = run("train", QUICKSTART, "--dry-run", "-s", "es.noise_multiplier=0.1", "-s", "es.learning_rate=0.5")
-    assert "effective sigma: es.noise_multiplier x mean |W|" in scaled.out and "nan" not in scaled.out
 
 
 @pytest.mark.slow
@@ -274,25 +263,21 @@ REWARD = 1.0
 """
 
 
-def files(folder: Path) -> None:
-    """Data, rewards and models, good and bad, in a folder of the test."""
-    rows = [{"prompt": f"the {name} one:"} for name in ("first", "second", "third", "fourth", "fifth")]
-    (folder / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"\n{"prompt": "c"}\n')
-    (folder / "no_prompt.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    (folder / "empty.jsonl").write_text("")
-    (folder / "one.jsonl").write_text('{"prompt": "a"}\n')
-    (folder / "base.yaml").write_text(BASE)
-    (folder / "rewards.py").write_text(REWARDS)
-    (folder / "mine.py").write_text("import json\n")
-    (folder / "broken.yaml").write_text("es: {sigma: [")
-    (folder / "list.yaml").write_text("- es\n")
-    (folder / "file").write_text("")
+FILES = {
+    "good.jsonl": "".join(f'{{"prompt": "the {name} one:"}}\n' for name in ("first", "second", "third", "4th", "5th")),
+    "bad.jsonl": '{"prompt": "a"}\n{"prompt": "b"\n{"prompt": "c"}\n', "base.yaml": BASE, "rewards.py": REWARDS,
+    "no_prompt.jsonl": '{"prompt": "a"}\n{"question": "b"}\n', "empty.jsonl": "", "one.jsonl": '{"prompt": "a"}\n',
+    "mine.py": "import json\n", "broken.yaml": "es: {sigma: [", "list.yaml": "- es\n", "file": "",
+    "both.yaml": "es: {sigma: 0.1, noise_multiplier: 0.1}\n",
+}  # fmt: skip
+
+
+def write_files(folder: Path) -> None:
+    """Write data, rewards and models, good and bad."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
     for name in ("no_tokenizer", "no_weights", "cut"):
-        model = folder / name
-        model.mkdir()
-        for file in tiny().iterdir():
-            model.joinpath(file.name).write_bytes(file.read_bytes())
+        shutil.copytree(tiny(), folder / name)
     for file in (folder / "no_tokenizer").glob("tokenizer*"):
         file.unlink()
     (folder / "no_weights/model.safetensors").unlink()
@@ -316,14 +301,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "reward missing in a file of none": ([*CUSTOM, "task.rewards=[mine.py:nan]"], "no function or class is defined"),
     "one reward without a list": ([*CUSTOM, "task.rewards=rewards.py:nan"], "reward function nan returned nan"),
     "layers not as a list": (["lora.target_layers=0,3"], "(given: '0,3'); write [0,3]"),
-    "reward without .py": (
-        [*CUSTOM, "task.rewards=[mine:nan]"],
-        "no module named 'mine'; for the file, write mine.py:nan",
-    ),
-    "model that is not cached": (
-        ["model.name=nobody/nothing"],
-        "model nobody/nothing: it is not in the cache of this machine",
-    ),
+    "reward without .py": ([*CUSTOM, "task.rewards=[mine:nan]"], "named 'mine'; for the file, write mine.py:nan"),
+    "model that is not cached": (["model.name=nobody/nothing"], "nobody/nothing: it is not in the cache of this"),
     "reward not a function": ([*CUSTOM, "task.rewards=[rewards.py:REWARD]"], "reward 1.0 is not a function"),
     "NaN reward": (CUSTOM, "reward function nan returned nan"),
     "reward of wrong length": ([*CUSTOM, "task.rewards=[rewards.py:short]"], "returned 1 values for"),
@@ -361,7 +340,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("bad")
-    files(place)
+    write_files(place)
     return place
 
 
@@ -385,7 +364,7 @@ def test_bad_input(name: str, run: Run, folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, run: Run, tmp_path: Path) -> None:
     """The test rows score well, so the run directory was already there; what it took the place of comes back."""
-    files(tmp_path)
+    write_files(tmp_path)
     (tmp_path / "test.jsonl").write_text('{"prompt": "no 1"}\n')
     if overwrite:
         (tmp_path / "run").mkdir()
@@ -403,16 +382,10 @@ def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, r
     assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*") if "__pycache__" not in p.parts} == before
 
 
-def test_both_widths_in_one_file(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "both.yaml").write_text("es: {sigma: 0.1, noise_multiplier: 0.1}\n")
-    done = run("train", "both.yaml")
-    assert done.code == 2 and done.err == "error: es: set exactly one of es.sigma and es.noise_multiplier\n"
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("nowhere.yaml", "no config file"), ("broken.yaml", "is not YAML"), ("list.yaml", "holds no settings"),
-     (".", "is a folder")],
+     (".", "is a folder"), ("both.yaml", "error: es: set exactly one of es.sigma and es.noise_multiplier\n")],
 )  # fmt: skip
 def test_a_config_that_is_none(name: str, message: str, run: Run, folder: Path) -> None:
     done = run("train", folder / name)
@@ -446,18 +419,11 @@ def test_a_run_that_saved_nothing_cannot_be_evaluated(run: Run, tmp_path: Path) 
     assert done.code == 2 and f"{tmp_path} is a run without a checkpoint" in done.err
 
 
-def test_init_keeps_what_is_there(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("mine")
-    done = run("init", tmp_path)
-    assert done.code == 2 and "already has reward.py" in done.err
-    assert [p.name for p in tmp_path.iterdir()] == ["reward.py"]
-
-
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    plain = command("train", "nowhere.yaml", cwd=tmp_path)
-    assert (plain.returncode, plain.stdout) == (2, "") and "Traceback" not in plain.stderr
+def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
+    plain = run("train", "nowhere.yaml")
+    assert (plain.code, plain.out) == (2, "") and "Traceback" not in plain.err
     debug = command("train", "nowhere.yaml", "--debug", cwd=tmp_path)
     assert debug.returncode == 2 and "Traceback" in debug.stderr and "load.py" in debug.stderr
-    assert debug.stderr.splitlines()[-1] == plain.stderr.strip()
-    usage = command("train", cwd=tmp_path)
-    assert usage.returncode == 2 and "Missing argument" in usage.stderr
+    assert debug.stderr.splitlines()[-1] == plain.err.strip()
+    usage = run("train")
+    assert usage.code == 2 and "Missing argument" in usage.err

@@ -23,6 +23,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_files_make_a_task_that_runs_from_their_folder(project: Path) -> None:
     config = load(["config.yaml"])
+    assert 0.5 <= config.es.eta <= 1, "a sound step"
     task = create(config.task)
     data = task.load_data(config.seed)
     assert (len(data.train), len(data.test)) == (203, 245)
@@ -44,10 +45,6 @@ def test_the_rewards_ask_for_the_answer_and_for_no_more_than_it(project: Path) -
     assert task.rewards(["SI", "sí"], [{"prompt": "yes in Spanish", "answer": "Sí"}] * 2) == [0.0, 1.0]
 
 
-def test_the_step_is_a_sound_one(project: Path) -> None:
-    assert 0.5 <= load(["config.yaml"]).es.eta <= 1
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_existing_files_are_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
@@ -56,23 +53,20 @@ def test_existing_files_are_refused_and_nothing_is_written(name: str, tmp_path: 
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
 
 
-def test_a_link_to_nowhere_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_to_nowhere_is_not_written_through_and_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "reward.py").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"reward\.py"):
         init(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write into"):
+        init(tmp_path / "file")
 
 
 def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     init(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {*FILES, "notes.txt"}
-
-
-def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write into"):
-        init(tmp_path / "file")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

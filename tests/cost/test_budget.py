@@ -16,7 +16,8 @@ from families import build
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import AutoTokenizer
+from small_runs import UNCHECKED
+from transformers import AutoConfig, AutoTokenizer
 
 from evoalign import train
 from evoalign.cost import budget, flops
@@ -26,7 +27,7 @@ from evoalign.engines.specs import specs_of
 from evoalign.errors import ModelError, StoppedError
 from evoalign.models import tiny
 from evoalign.rundir import parquet
-from evoalign.types import Generation
+from evoalign.types import Generation, TensorSpec
 
 EXACT = 1e-6
 """Required within 2 %; the counts agree exactly."""
@@ -48,25 +49,23 @@ def tiny_shape() -> ModelShape:
     return flops.shape_of(model.config, specs_of(model, lambda _: 0.0))
 
 
-def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A run of some seconds."""
-    return {
+ES = {"num_generations": 3, "population_size": 4, "learning_rate": 0.01, "sigma": 0.02}
+
+
+def run(folder: Path, hook: Any = None, resume: bool = False, **changes: Any) -> None:
+    """Train for some seconds; `es` adds to the section."""
+    tree: dict[str, Any] = {
         "output_dir": str(folder), "task": {"name": "conciseness"}, "model": {"name": "tiny"},
-        "es": {"num_generations": 3, "population_size": 4, "learning_rate": 0.01, "sigma": 0.02},
-        "evaluation": {"max_tokens": 12}, "checks": {"canary_every": 0, "control_every": 0}, **changes,
+        "evaluation": {"max_tokens": 12}, "checks": UNCHECKED, **changes, "es": ES | changes.get("es", {}),
     }  # fmt: skip
-
-
-def run(folder: Path, seen: list[Generation] | None = None, resume: bool = False, **changes: Any) -> None:
-    hook = None if seen is None else seen.append
-    train(settings(folder, **changes), on_generation=hook, resume=resume, console=Console(quiet=True))
+    train(tree, on_generation=hook, resume=resume, console=Console(quiet=True))
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Generation]]:
     """A run that is evaluated after two of three generations."""
     folder, seen = tmp_path_factory.mktemp("cost") / "run", list[Generation]()
-    run(folder, seen, evaluation={"max_tokens": 12, "every": 2}, lora={"rank": 2})
+    run(folder, seen.append, evaluation={"max_tokens": 12, "every": 2}, lora={"rank": 2})
     return folder, seen
 
 
@@ -121,39 +120,26 @@ def test_keys_that_attention_sees(start: int, tokens: int, window: int | None) -
     assert flops.keys_seen(start, tokens, window) == by_hand
 
 
-def test_a_prompt_in_pieces_costs_what_it_costs_at_once() -> None:
-    model = shape(windows=(None, 5))
+def test_prompts_in_pieces_cost_what_they_cost_at_once_and_a_common_prefix_is_computed_once() -> None:
+    model, narrow = shape(windows=(None, 5)), shape(windows=(None, 9))
     whole = flops.sequence_flops(model, 0, 20, 1)
     assert whole == flops.sequence_flops(model, 0, 7, 0) + flops.sequence_flops(model, 7, 13, 1)
-
-
-def test_common_prefix_is_computed_once_unless_beyond_a_window() -> None:
     prompts = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7, 8)]
-    model, narrow = shape(), shape(windows=(None, 9))
-    apart = sum(flops.sequence_flops(model, 0, len(p), 1) for p in prompts)
-    again = flops.sequence_flops(model, 0, 5, 0)
-    assert flops.rollout_flops(model, prompts, [1, 1], None, 10) == apart - again
-    assert flops.rollout_flops(narrow, prompts, [1, 1], None, 10) == sum(
-        flops.sequence_flops(narrow, 0, len(p), 1) for p in prompts
-    )
+    for model, saved in ((shape(), 5), (narrow, 0)):  # not beyond a window
+        apart = sum(flops.sequence_flops(model, 0, len(p), 1) for p in prompts)
+        again = flops.sequence_flops(model, 0, saved, 0)
+        assert flops.rollout_flops(model, prompts, [1, 1], None, 10) == apart - again
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt2", "deepseek_v3", "bamba"])
-def test_shape_of_rejects_unknown_models(name: str) -> None:
-    from transformers import AutoConfig
-
-    specs = specs_of(flop_counts.small("llama"), lambda _: 0.0)
-    with pytest.raises(ModelError, match=name):
-        flops.shape_of(AutoConfig.for_model(name), specs)
-
-
-def test_shape_of_rejects_experts() -> None:
-    from evoalign.types import TensorSpec
-
+def test_shape_of_rejects_unknown_models_and_experts() -> None:
     model = flop_counts.small("llama")
+    specs = specs_of(model, lambda _: 0.0)
+    for name in ("mixtral", "gpt2", "deepseek_v3", "bamba"):
+        with pytest.raises(ModelError, match=name):
+            flops.shape_of(AutoConfig.for_model(name), specs)
     experts = TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 8), "other", 0, 0.0)
     with pytest.raises(ModelError, match="experts"):
-        flops.shape_of(model.config, [*specs_of(model, lambda _: 0.0), experts])
+        flops.shape_of(model.config, [*specs, experts])
 
 
 def test_costs_add_up_and_keep_unknown_parts() -> None:
@@ -164,6 +150,8 @@ def test_costs_add_up_and_keep_unknown_parts() -> None:
     assert (a + Cost(peak_memory_bytes=None)).peak_memory_bytes is None
     assert budget.cost_of(json.loads(json.dumps(b.as_dict()))) == b
     assert budget.cost_of({"prompts": 1}) is None
+    idle = budget.time_cost(2.0, 4, None)
+    assert idle == Cost(wall_seconds=2.0, device_seconds=8.0, peak_memory_bytes=None), "idle devices count"
 
 
 def test_tokens_of_a_run_are_those_of_a_count_by_hand(done: tuple[Path, list[Generation]]) -> None:
@@ -231,15 +219,13 @@ def test_the_mean_has_factors_where_it_is_an_adapter(space: str, factors: bool, 
 
 def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Path) -> None:
     seen: list[Generation] = []
-    es = {"num_generations": 1, "population_size": 4, "learning_rate": 1e-12, "sigma": 1e-12}
-    run(tmp_path / "still", seen, es=es)
-    assert seen[0].zero_variance
-    moving: list[Generation] = []
-    run(tmp_path / "pairs", moving, es={**es, "learning_rate": 0.01, "sigma": 0.02, "antithetic": True})
-    assert not moving[0].zero_variance
+    still = {"num_generations": 1, "learning_rate": 1e-12, "sigma": 1e-12}
+    run(tmp_path / "still", seen.append, es=still)
+    run(tmp_path / "pairs", seen.append, es={"num_generations": 1, "antithetic": True})
+    assert [generation.zero_variance for generation in seen] == [True, False]
     model = tiny_shape()
     adapted = Adapted(1, frozenset(m.name for m in model.matrices))
-    for folder, generation, times in (("still", seen[0], 4), ("pairs", moving[0], 4 + 2)):
+    for folder, generation, times in (("still", seen[0], 4), ("pairs", seen[1], 4 + 2)):
         answers = 0
         for member in range(4):
             asked = [r for r in generation.rollouts if r.member.index == member]
@@ -257,8 +243,7 @@ def test_resumed_run_adds_costs_and_counts_missing_rows(tmp_path: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     old = {k: v for k, v in json.loads(lines[1]).items() if k not in ("budget", "divergence")}
     (folder / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{lines[2]}\n")  # the first is lost
-    es = {"num_generations": 5, "population_size": 4, "learning_rate": 0.01, "sigma": 0.02}
-    run(folder, resume=True, es=es)
+    run(folder, resume=True, es={"num_generations": 5})
     rows, after = rows_of(folder), totals_of(folder)
     assert [row["budget"] is None for row in rows] == [True, True, False, False, False]
     assert rows[0]["tokens"] is None and rows[1]["tokens"] == old["tokens"]
@@ -273,7 +258,7 @@ def test_stopped_run_writes_its_budget(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(StoppedError):
-        train(settings(tmp_path / "run"), on_generation=stop, console=Console(quiet=True))
+        run(tmp_path / "run", stop)
     totals = totals_of(tmp_path / "run")
     assert totals["rows"] == 1
     assert totals["training"]["generated_tokens"] == rows_of(tmp_path / "run")[0]["tokens"]
@@ -289,9 +274,8 @@ def test_evaluation_cost_is_unknown_without_its_file(done: tuple[Path, list[Gene
 
 
 def test_run_of_an_unknown_model_has_no_flops(tmp_path: Path) -> None:
-    model = build("mpt", tmp_path / "mpt")
-    es = {"num_generations": 1, "population_size": 2, "learning_rate": 0.01, "sigma": 0.02}
-    run(tmp_path / "run", model={"name": str(model)}, space="full", es=es)
+    model = {"name": str(build("mpt", tmp_path / "mpt"))}
+    run(tmp_path / "run", model=model, space="full", es={"num_generations": 1, "population_size": 2})
     totals = totals_of(tmp_path / "run")
     assert totals["training"]["forward_flops"] is None and totals["evaluation"]["forward_flops"] is None
     assert totals["training"]["generated_tokens"] > 0
@@ -345,7 +329,3 @@ def test_the_file_formats_name_every_field(done: tuple[Path, list[Generation]]) 
     )
     assert all(f"`{name}`" in of_row for name in Cost().as_dict())
     assert all(f"`{name}`" in of_run for name in totals_of(done[0]))
-
-
-def test_device_seconds_include_idle_devices() -> None:
-    assert budget.time_cost(2.0, 4, None) == Cost(wall_seconds=2.0, device_seconds=8.0, peak_memory_bytes=None)

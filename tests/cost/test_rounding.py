@@ -40,11 +40,8 @@ def served(bench: Bench, sigma: float) -> tuple[float, float]:
 def test_survival_agrees_with_served_members(where: str) -> None:
     with Bench(tree(SIGMAS[0])) as bench:
         for sigma in SIGMAS:
-            weights = (
-                rounding.weights_of_engine(bench.engine, bench.layout)
-                if where == "engine"
-                else rounding.weights_of_files(bench.config.model, bench.layout)
-            )
+            source = bench.engine if where == "engine" else bench.config.model
+            weights = getattr(rounding, f"weights_of_{where}")(source, bench.layout)
             told = rounding.survival(bench.space, bench.layout, sigma, torch.bfloat16, weights)
             moved, correlation = served(bench, sigma)
             assert told is not None
@@ -62,17 +59,11 @@ def test_dry_run_warns_of_little_noise(tmp_path: Any) -> None:
     assert len(wide) == 1 and wide[0].startswith("rounding to bfloat16: the noise moves ")
     assert len(narrow) == 1 and narrow[0].startswith("warning: rounding to bfloat16")
     assert narrow[0].endswith("; raise es.sigma, or use model.dtype float32 or space lora")
-    scaled = make_config(
-        "tiny", "full", model={"dtype": "float16"}, es={"noise_multiplier": 1e-3, "learning_rate": 0.5}
-    )
-    assert rounded_lines(scaled) == [
-        "rounding to float16: how much noise survives is known once the weights are loaded"
-    ]
-
-
-@pytest.mark.parametrize(("space", "dtype"), [("lora", "bfloat16"), ("lowrank", "bfloat16"), ("full", "float32")])
-def test_rounding_lines_are_empty_without_rounding(space: str, dtype: str) -> None:
-    assert rounded_lines(tree(SIGMAS[-1], space, dtype)) == []
+    es = {"noise_multiplier": 1e-3, "learning_rate": 0.5}
+    (scaled,) = rounded_lines(make_config("tiny", "full", model={"dtype": "float16"}, es=es))
+    assert scaled == "rounding to float16: how much noise survives is known once the weights are loaded"
+    for space, dtype in (("lora", "bfloat16"), ("lowrank", "bfloat16"), ("full", "float32")):
+        assert rounded_lines(tree(SIGMAS[-1], space, dtype)) == []
 
 
 def test_doctor_warns_of_rounding() -> None:

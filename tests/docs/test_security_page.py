@@ -52,7 +52,7 @@ TESTS = {
     "Weights that are loaded": "rundir/test_checksums.py::test_verify_refuses_an_altered_result_by_name",
     "They are not recorded": "rundir/test_checksums.py::test_results_of_an_earlier_release_are_not_verified",
     "Neither is a signature": "security/test_hostile_runs.py::test_a_forged_journal_is_read",
-    "`evoalign replay` rebuilds": "training/test_api_train.py::test_the_journal_replays",
+    "`evoalign replay` rebuilds": "training/test_api_train.py::test_the_journal_replays_and_evaluate_repeats_the_run",
     "It can name a shipped task": "security/test_outside.py::test_data_of_a_shipped_task_are_not_marked",
     "It can be a model of yours": "security/test_outside.py::test_base_of_a_run_that_the_user_names_is_followed",
     "Where you name a run": "security/test_outside.py::test_base_of_a_run_that_the_user_names_is_followed",

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import evoalign
 from evoalign.baselines import planning
-from evoalign.cli.showing import show_plan
+from evoalign.cli.resolving import show_plan
 from evoalign.config import from_dict
 from evoalign.engines.transformers.decode import Decoder
 from evoalign.errors import ConfigError, DataError, EvoalignError, RewardError

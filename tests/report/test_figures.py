@@ -34,9 +34,10 @@ def pixels(path: Path) -> np.ndarray:
     return imread(path)[..., :3]
 
 
-def has_color(image: np.ndarray, color: str) -> bool:
+def share(image: np.ndarray, color: str) -> np.ndarray:
+    """Share of the pixels of a colour in each column: [width]."""
     wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    return bool((np.abs(image - wanted).max(axis=-1) < 0.02).any())
+    return (np.abs(image - wanted).max(axis=-1) < 0.02).mean(axis=0)
 
 
 @BOTH
@@ -54,20 +55,14 @@ def test_everything_asked_for_is_drawn(tmp_path: Path) -> None:
     data, start = rows(20), Ends(before=Estimate(-90.0, 1))
     figures.evolution(data, tmp_path / "plain.png")
     plain = pixels(tmp_path / "plain.png")
-    assert has_color(plain, figures.MEAN) and has_color(plain, figures.BEST)
-    assert not any(has_color(plain, color) for color in (figures.TEST, figures.ZERO, figures.VALIDATION))
+    assert share(plain, figures.MEAN).any() and share(plain, figures.BEST).any()
+    assert not any(share(plain, color).any() for color in (figures.TEST, figures.ZERO, figures.VALIDATION))
     data[9]["evaluation"] = {"reward": -20.0}
     data[5]["zero_variance"] = True
     data[7]["validation"] = {"reward": -20.0}
     figures.evolution(data, tmp_path / "full.png", test=start)
     full = pixels(tmp_path / "full.png")
-    assert all(has_color(full, color) for color in (figures.TEST, figures.ZERO, figures.VALIDATION))
-
-
-def drawn(color: str, image: np.ndarray) -> np.ndarray:
-    """How many pixels of a colour each column of the picture has above its legend: [width]."""
-    wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    return (np.abs(image[: int(0.78 * len(image))] - wanted).max(axis=-1) < 0.02).sum(axis=0)
+    assert all(share(full, color).any() for color in (figures.TEST, figures.ZERO, figures.VALIDATION))
 
 
 def test_the_test_split_before_and_after_training_are_points_with_their_intervals(tmp_path: Path) -> None:
@@ -76,7 +71,8 @@ def test_the_test_split_before_and_after_training_are_points_with_their_interval
     columns: list[np.ndarray] = []
     for ends in (Ends(start), Ends(start, end)):
         figures.evolution(rows(5), tmp_path / "picture.png", test=ends)
-        columns.append(drawn(figures.TEST, pixels(tmp_path / "picture.png")))
+        above = pixels(tmp_path / "picture.png")[: int(0.78 * PIXELS[0])]  # without the legend
+        columns.append(len(above) * share(above, figures.TEST))
     (alone, both), middle = columns, PIXELS[1] // 2
     assert alone[:middle].max() > 5 and alone[middle:].max() == 0
     assert both[middle:].max() > 3 * both[:middle].max() > 10, "60 against 10 high"
@@ -95,14 +91,10 @@ def test_phases_are_as_high_as_long_and_each_has_its_colour(tmp_path: Path) -> N
     seconds = {"rollout": 1.0, "score": 0.4, "update": 1.0, "other": 0.3, "weights sync": 0.5}
     figures.time_breakdown(rows(8, seconds=seconds), tmp_path / "figure.png")
     image = pixels(tmp_path / "figure.png")
-    assert all(has_color(image, color) for color in (*figures.PHASES.values(), figures.EXTRA[0]))
+    assert all(share(image, color).any() for color in (*figures.PHASES.values(), figures.EXTRA[0]))
 
-    def share(color: str) -> float:
-        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-        return float((np.abs(image - wanted).max(axis=-1) < 0.02).mean())
-
-    assert share(figures.PHASES["update"]) == pytest.approx(share(figures.PHASES["rollout"]), rel=0.05)
-    assert share(figures.PHASES["update"]) > 0.1
+    update, rollout = (share(image, figures.PHASES[name]).mean() for name in ("update", "rollout"))
+    assert update == pytest.approx(rollout, rel=0.05) and update > 0.1
 
 
 def test_a_picture_is_replaced_in_one_step(tmp_path: Path) -> None:

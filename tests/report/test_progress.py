@@ -24,10 +24,9 @@ from evoalign.types import MEAN_PLAN, Generation, Plan, Request, Rollout, Sampli
 
 
 class Clock:
-    """Time that passes only when told."""
+    """Time that passes only when set."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -42,18 +41,18 @@ def generation(index: int, total: int, *, alike: bool = False, test: float | Non
     return Generation(index, total, fitness, scores, update, "00", 3000, 0.0, 0.0, {"rollout": 1.0}, evaluation)
 
 
-def run(console: Console, seconds: float, generations: list[Generation], total: int) -> None:
-    clock = Clock()
-    with Display(total, console, clock=clock) as display:
+def run(seconds: float, generations: list[Generation], total: int, **options: Any) -> str:
+    clock, output = Clock(), io.StringIO()
+    words = {name: options.pop(name) for name in ("unit", "still") if name in options}
+    with Display(total, Console(file=output, **{"width": 40, **options}), clock=clock, **words) as display:
         for each in generations:
             clock.now += seconds
             display.update(metrics_row(each))
+    return output.getvalue()
 
 
 def plain(seconds: float, generations: list[Generation], total: int) -> list[str]:
-    output = io.StringIO()
-    run(Console(file=output, width=40), seconds, generations, total)
-    return output.getvalue().splitlines()
+    return run(seconds, generations, total).splitlines()
 
 
 def test_without_a_terminal_each_generation_is_one_plain_line() -> None:
@@ -83,48 +82,30 @@ def test_fast_generations_do_not_flood_a_log_but_first_last_and_evaluations_are_
     assert len(shown) < 12
 
 
-def test_time_left_counts_what_is_left_of_a_run_taken_up_again() -> None:
+def test_time_left_counts_the_rest_of_a_resumed_run() -> None:
     (line,) = plain(5.0, [generation(89, 100)], 100)
-    assert line.startswith("generation 90/100")
-    assert "elapsed 0:00:05  left 0:00:50" in line
-
-
-def test_on_a_terminal_it_shows_the_same_figures_live() -> None:
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=80, color_system=None)
-    run(console, 3.0, [generation(g, 2, test=-7.5) for g in range(2)], 2)
-    text = output.getvalue()
-    for word in ("generation 1/2", "generation 2/2", "mean reward -2", "best 0", "middle 60% -3.2 to -0.8"):
-        assert word in text
-    for word in (
-        "generations without update 0%",
-        "tokens/s 1,000",
-        "elapsed 0:00:06",
-        "left 0:00:00",
-        "test reward -7.5 (generation 2)",
-        "━",
-    ):
-        assert word in text
-    assert "\x1b[?25h" in text, "the cursor is shown again at the end"
-
-
-def test_an_error_within_leaves_the_terminal_in_order() -> None:
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=80)
-    with pytest.raises(RuntimeError, match="broken"), Display(3, console):
-        raise RuntimeError("broken")
-    assert "\x1b[?25h" in output.getvalue()
-
-
-def test_no_generation_at_all() -> None:
+    assert line.startswith("generation 90/100") and "elapsed 0:00:05  left 0:00:50" in line
     assert plain(1.0, [], 5) == []
 
 
-def test_a_method_has_its_own_word_for_rows_without_variance() -> None:
+def test_on_a_terminal_it_shows_the_same_figures_live() -> None:
+    generations = [generation(g, 2, test=-7.5) for g in range(2)]
+    text = run(3.0, generations, 2, force_terminal=True, width=80, color_system=None)
+    for word in (
+        "generation 1/2", "generation 2/2", "mean reward -2", "best 0", "middle 60% -3.2 to -0.8", "tokens/s 1,000",
+        "generations without update 0%", "elapsed 0:00:06", "left 0:00:00", "test reward -7.5 (generation 2)", "━",
+    ):  # fmt: skip
+        assert word in text
+    assert "\x1b[?25h" in text, "the cursor is shown again at the end"
     output = io.StringIO()
-    with Display(1, Console(file=output, width=40), unit="step", still="steps with equal rewards") as display:
-        display.update(metrics_row(generation(0, 1, alike=True)))
-    assert "step 1/1" in output.getvalue() and "steps with equal rewards 100%" in output.getvalue()
+    with pytest.raises(RuntimeError, match="broken"), Display(3, Console(file=output, force_terminal=True, width=80)):
+        raise RuntimeError("broken")
+    assert "\x1b[?25h" in output.getvalue(), "and after an error"
+
+
+def test_a_method_has_its_own_word_for_rows_without_variance() -> None:
+    text = run(1.0, [generation(0, 1, alike=True)], 1, unit="step", still="steps with equal rewards")
+    assert "step 1/1" in text and "steps with equal rewards 100%" in text
 
 
 def test_values_of_splits_say_after_which_step_they_were_measured() -> None:
@@ -151,21 +132,15 @@ class Slow:
             yield Rollout(member, request.index, (1, 2, 3), "a", "stop")
 
 
-def ask(engine: Slow, members: int = 2) -> None:
-    served: Any = engine
-    collect(served, Plan(0, 0.1, population(members)), [Request(i, (1,), Sampling(3)) for i in range(2)])
-
-
-def test_work_that_nobody_watches_is_counted_nowhere() -> None:
-    clock = Clock()
-    ask(Slow(clock, lambda: None))
-    watch = Watch(clock)
-    assert watch.work is None and clock.now == 104.0
+def ask(engine: Any, members: int = 2, requests: int = 2) -> None:
+    collect(engine, Plan(0, 0.1, population(members)), [Request(i, (1,), Sampling(3)) for i in range(requests)])
 
 
 def test_the_door_to_an_engine_tells_how_far_it_is_and_what_the_same_took_before() -> None:
     clock, seen = Clock(), list[tuple[Any, ...]]()
     watch = Watch(clock)
+    ask(Slow(clock, lambda: None))
+    assert watch.work is None and clock.now == 104.0, "unwatched work is counted nowhere"
 
     def look() -> None:
         work = watch.work
@@ -255,12 +230,9 @@ def test_watching_costs_next_to_nothing() -> None:
         def rollout(self, plan: Plan, asked: Sequence[Request]) -> Iterator[Rollout]:
             return (Rollout(m, r.index, (1,), "a", "stop") for m, r in pairs_of(plan.members, asked))
 
-    served: Any = Ready()
-    asked = [Request(i, (1,), Sampling(1)) for i in range(500)]
-
     def seconds() -> float:
         start = time.process_time()
-        collect(served, Plan(0, 0.1, population(20)), asked)
+        ask(Ready(), 20, 500)
         return time.process_time() - start
 
     alone = min(seconds() for _ in range(3))

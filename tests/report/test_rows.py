@@ -13,17 +13,10 @@ from evoalign.types import Generation, Update, population
 def generation(fitness: tuple[float, ...], coefficients: tuple[float, ...], **changes: object) -> Generation:
     update = Update(3, 3, population(len(fitness)), coefficients, 0.01, 0.005)
     values: dict[str, object] = {
-        "index": 3,
-        "total": 10,
-        "fitness_M": fitness,
-        "scores_MP": tuple((f, f) for f in fitness),
-        "update": update,
-        "weights_hash": "00",
-        "tokens": 1234,
-        "empty_share": 0.25,
-        "truncated_share": 0.5,
+        "index": 3, "total": 10, "fitness_M": fitness, "scores_MP": tuple((f, f) for f in fitness), "update": update,
+        "weights_hash": "00", "tokens": 1234, "empty_share": 0.25, "truncated_share": 0.5,
         "seconds": {"rollout": 1.5, "score": 0.1, "update": 0.2, "other": 0.0},
-    }
+    }  # fmt: skip
     return Generation(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -39,9 +32,11 @@ def test_statistics_of_the_population() -> None:
     assert row["evaluation"] is None
 
 
-def test_members_alike_are_said_to_be() -> None:
+def test_members_alike_have_no_variance_and_large_scores_keep_their_digits() -> None:
     row = metrics_row(generation((-1.0,) * 4, (0.0,) * 4))
     assert (row["zero_variance"], row["rms_c"], row["std"]) == (True, 0.0, 0.0)
+    row = metrics_row(generation((1e9 + 1, 1e9 - 1), (1.0, -1.0)))
+    assert (row["mean"], row["std"]) == (1e9, 1.0)
 
 
 def test_a_row_is_plain_json_even_where_numpy_numbers_come_in() -> None:
@@ -49,9 +44,3 @@ def test_a_row_is_plain_json_even_where_numpy_numbers_come_in() -> None:
     row = metrics_row(generation(scores, (1.0, -1.0), evaluation={"reward": -3.0}, seconds={"rollout": np.float64(2)}))
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert row["evaluation"] == {"reward": -3.0}
-
-
-def test_large_scores_keep_their_digits() -> None:
-    row = metrics_row(generation((1e9 + 1, 1e9 - 1), (1.0, -1.0)))
-    assert row["mean"] == 1e9
-    assert row["std"] == 1.0

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,11 +13,12 @@ BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_s
 AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
 
 
-def shown(*samples: Sample, width: int = 100, **options: object) -> str:
-    console = Console(file=io.StringIO(), width=width, **options)  # type: ignore[arg-type]
-    before_after(BEFORE, AFTER, console, samples)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def shown(*samples: Sample, width: int = 100, terminal: bool = False, before: Any = BEFORE, after: Any = AFTER,
+          **columns: Any) -> str:  # fmt: skip
+    output = io.StringIO()
+    console = Console(file=output, width=width, force_terminal=terminal or None)
+    before_after(before, after, console, samples, **columns)
+    return output.getvalue()
 
 
 def cells(text: str, row: str) -> list[str]:
@@ -24,39 +26,27 @@ def cells(text: str, row: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
-def test_measures_with_their_change() -> None:
-    text = shown()
-    assert cells(text, "reward") == ["reward", "-131.2", "-5.25", "+126"]
-    assert cells(text, "accuracy") == ["accuracy", "12.5%", "25.0%", "+12.5 points"]
-    assert cells(text, "empty") == ["empty", "0.0%", "1.2%", "+1.2 points"]
-    assert cells(text, "truncated") == ["truncated", "25.0%", "0.0%", "-25.0 points"]
-    assert "only" not in text
-    assert "sample" not in text
-
-
-def test_intervals_stand_beside_the_change() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    none = {"truncated_share": (-0.25, -0.25, -0.25)}
-    intervals = {"reward": (126.0, 90.5, 150.25), "accuracy": (0.125, -0.01, 0.2), **none}
-    before_after(BEFORE, AFTER, console, intervals=intervals)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert cells(text, "reward")[-1] == "+90.5 to +150.2"
-    assert cells(text, "accuracy")[-1] == "-1.0 to +20.0"
-    assert cells(text, "empty")[-1] == ""
-    assert cells(text, "truncated")[-1] == "-", "an interval without width is none"
+def test_measures_with_their_change_and_its_interval() -> None:
+    intervals = {"reward": (126.0, 90.5, 150.25), "accuracy": (0.125, -0.01, 0.2),
+                 "truncated_share": (-0.25, -0.25, -0.25)}  # fmt: skip
+    text, without = shown(intervals=intervals), shown()
+    for row in (
+        ["reward", "-131.2", "-5.25", "+126", "+90.5 to +150.2"],
+        ["accuracy", "12.5%", "25.0%", "+12.5 points", "-1.0 to +20.0"],
+        ["empty", "0.0%", "1.2%", "+1.2 points", ""],
+        ["truncated", "25.0%", "0.0%", "-25.0 points", "-"],  # an interval without width is none
+    ):
+        assert cells(text, row[0]) == row and cells(without, row[0]) == row[:-1]
+    assert "only" not in without and "sample" not in without
 
 
 def test_a_name_stays_whole_where_80_columns_are_enough() -> None:
-    """So wide is what is no terminal. The numbers wrap instead, and no column is cut off."""
+    """The width without a terminal. The numbers wrap instead, and no column is cut off."""
 
     def drawn(name: str) -> str:
         measures = {"reward": -0.08024, name: -0.6007}
         intervals = dict.fromkeys(measures, (0.5259, 0.4948, 0.557))
-        console = Console(file=io.StringIO(), width=80)
-        before_after(measures, measures, console, intervals=intervals, placebo=measures)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        return shown(width=80, before=measures, after=measures, intervals=intervals, placebo=measures)
 
     text = drawn("reward/brief_ones")
     found = cells(text, "reward/brief ones")
@@ -66,29 +56,29 @@ def test_a_name_stays_whole_where_80_columns_are_enough() -> None:
     assert "column" in long and long.splitlines()[-1].endswith("┘")
 
 
-def test_a_task_without_gold_answers_has_no_target() -> None:
-    some = shown(Sample("3 + 5", None, "a", "b"), Sample("3 + 4", "7", "c", "d"))
-    assert cells(some, "3 + 5") == ["3 + 5", "-", "a", "b"]
-    none = shown(Sample("3 + 5", None, "a", "b"))
-    assert cells(none, "3 + 5") == ["3 + 5", "a", "b"]
-    assert "target" not in none
+ONE = [{"role": "user", "content": "Capital of France?"}]
+TWO = [{"role": "system", "content": "Be brief."}, *ONE]
 
 
-def test_samples_side_by_side() -> None:
-    text = shown(Sample("What is 3 + 5?", "8", "The answer is 8.", "8"))
-    assert cells(text, "3 + 5") == ["What is 3 + 5?", "8", "The answer is 8.", "8"]
-
-
-def test_messages_as_prompt() -> None:
-    one = [{"role": "user", "content": "Capital of France?"}]
-    assert cells(shown(Sample(one, "Paris", "a", "b")), "France")[0] == "Capital of France?"
-    two = [{"role": "system", "content": "Be brief."}, *one]
-    assert r"system: Be brief.\nuser: Capital of France?" in shown(Sample(two, "Paris", "a", "b"), width=300)
+@pytest.mark.parametrize(
+    ("samples", "row"),
+    [
+        ([Sample("3 + 5", None, "a", "b"), Sample("3 + 4", "7", "c", "d")], ["3 + 5", "-", "a", "b"]),
+        ([Sample("3 + 5", None, "a", "b")], ["3 + 5", "a", "b"]),
+        ([Sample("3 + 5", "8", "The answer is 8.", "8")], ["3 + 5", "8", "The answer is 8.", "8"]),
+        ([Sample("3 + 5", "8", "The answer is 8.", "")], ["3 + 5", "8", "The answer is 8.", "(empty)"]),
+        ([Sample(ONE, "Paris", "a", "b")], ["Capital of France?", "Paris", "a", "b"]),
+        ([Sample(TWO, "Paris", "a", "b")], [r"system: Be brief.\nuser: Capital of France?", "Paris", "a", "b"]),
+    ],
+)
+def test_samples_side_by_side(samples: list[Sample], row: list[str]) -> None:
+    text = shown(*samples, width=300)
+    assert cells(text, row[0]) == row and ("target" in text) == (len(row) == 4)
 
 
 @pytest.mark.parametrize("markup", ["[red]x[/red]", "[/]", "[link=x]y[/link]", "a [ b", ":smile:", "[bold"])
 def test_model_output_is_never_markup(markup: str) -> None:
-    text = shown(Sample(markup, markup, markup, markup), width=200, force_terminal=True)
+    text = shown(Sample(markup, markup, markup, markup), width=200, terminal=True)
     assert text.count(markup) == 4
 
 
@@ -119,10 +109,6 @@ def test_an_ascii_terminal_gets_ascii(width: int) -> None:
     assert width == 20 or r"\xe9 \u6f22" in text
 
 
-def test_an_empty_completion_is_said_to_be_empty() -> None:
-    assert cells(shown(Sample("3 + 5", "8", "The answer is 8.", "")), "3 + 5")[-1] == "(empty)"
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_long_completions_are_cut_to_a_few_lines(width: int) -> None:
     text = shown(Sample("p " * 5000, "t" * 5000, "b " * 5000, "漢" * 5000), width=width)
@@ -131,8 +117,7 @@ def test_long_completions_are_cut_to_a_few_lines(width: int) -> None:
 
 
 def test_shorten() -> None:
-    assert shorten("abcdef", 6) == "abcdef"
-    assert shorten("abcdefg", 6) == "abc..."
+    assert [shorten(text, 6) for text in ("abcdef", "abcdefg")] == ["abcdef", "abc..."]
 
 
 def test_a_reward_that_is_taken_off_is_said_in_words() -> None:

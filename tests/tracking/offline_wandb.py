@@ -20,7 +20,6 @@ FULL, LAST = 1, 4
 
 
 def records(file: Path) -> Iterator[Any]:
-    """The records of one run."""
     data, at, whole = file.read_bytes(), HEADER, b""
     assert data[:4] == b":W&B", "no file of wandb"
     while at < len(data):
@@ -42,17 +41,17 @@ def read(file: Path) -> dict[str, Any]:
     """The run's id, project, name and config; its history, one mapping a step; its summary; its exit code."""
     found: dict[str, Any] = {"history": [], "summary": {}, "exit_code": None}
     for record in records(file):
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            run = record.run
-            found |= {"id": run.run_id, "project": run.project, "name": run.display_name}
-            found["config"] = {item.key: json.loads(item.value_json) for item in run.config.update}
-        elif kind == "history":
-            found["history"].append(_items(record.history.item))
-        elif kind == "summary":
-            found["summary"] |= _items(record.summary.update)
-        elif kind == "exit":
-            found["exit_code"] = record.exit.exit_code
+        match record.WhichOneof("record_type"):
+            case "run":
+                run = record.run
+                found |= {"id": run.run_id, "project": run.project, "name": run.display_name}
+                found["config"] = _items(run.config.update)
+            case "history":
+                found["history"].append(_items(record.history.item))
+            case "summary":
+                found["summary"] |= _items(record.summary.update)
+            case "exit":
+                found["exit_code"] = record.exit.exit_code
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers, read back from the files of the real libraries."""
+"""One contract for all trackers, read back from the files of the real libraries."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from matplotlib.image import imread
+from offline_wandb import read
 
 from evoalign import tracking
 from evoalign.config import Config, from_dict
@@ -38,15 +40,14 @@ ROWS: list[dict[str, Any]] = [
     }
     for i in range(4)
 ]  # fmt: skip
-TOLD = {"train/mean", "train/zero_variance", "train/tokens", "train/seconds/rollout", "train/seconds/score",
-        "eval/reward", "diagnosis/noise/floor"}  # fmt: skip
 SUMMARY = {"before": {"reward": -4.0}, "after": {"reward": -1.0}}
 FINAL = {"eval/before/reward": -4.0, "eval/after/reward": -1.0, "eval/reward": -1.0}
-STEPS = {"train/mean": [0, 1, 2, 3], "train/tokens": [1, 2, 3], "eval/reward": [2, 4]}
 HOSTILE = (
     "<script>alert(1)</script> | a `b` [c](javascript:d) ![e](http://f/g.png) *h* $i$\n# j\x1b[31m \\| &lt;k&gt; é"
 )
 ANSWERS = [tracking.Answer("What is 1 + 1?", "2", 1.0), tracking.Answer("Say nothing", HOSTILE, -0.25)]
+BACKENDS = ["tensorboard", "trackio", "wandb"]
+EACH = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(autouse=True)
@@ -59,145 +60,6 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
 
 
-def config(run: Path, *backends: str, **settings: Any) -> Config:
-    es = {"sigma": 0.01, "num_generations": 4, "population_size": 6}
-    return from_dict({"output_dir": str(run), "es": es, "tracking": {"backends": list(backends), **settings}})
-
-
-def tell(
-    run: Path, backend: str, rows: Sequence[Mapping[str, Any]], *, resumed_at: int | None = None, whole: bool = True
-) -> None:
-    """Report a run, or a part of one, as training does."""
-    (tracker,) = tracking.create(config(run, backend), run, resumed_at)
-    for row in rows:
-        tracker.log(row)
-    if whole:
-        tracker.finish(SUMMARY)
-    tracker.close()
-
-
-def changed(row: Mapping[str, Any], mean: float) -> dict[str, Any]:
-    return {**row, "mean": mean}
-
-
-# --- a row as numbers -----------------------------------------------------------------------------------------------
-
-
-def test_values_joins_names() -> None:
-    step, numbers = step_and_values(ROWS[2])
-    assert step == 2
-    assert numbers == {"train/mean": -2.0, "train/zero_variance": 0.0, "train/tokens": 102.0,
-                       "train/seconds/rollout": 1.5, "train/seconds/score": 0.5, "eval/reward": -2.5,
-                       "diagnosis/noise/floor": 0.125}  # fmt: skip
-    assert all(type(number) is float for number in numbers.values())
-
-
-def test_values_omits_null_text_and_lists() -> None:
-    assert values({"a": None, "b": "text", "c": [1, 2], "d": True, "e": {}, "f": {"g": {"h": 3}}}) == {
-        "d": 1.0,
-        "f/g/h": 3.0,
-    }
-    assert step_and_values({"generation": 7, "x": {"generation": 1}}) == (7, {"train/x/generation": 1.0})
-    both = {"generation": 1, "validation": {"reward": 2}, "divergence": {"exact": 3.0}, "grpo": {"loss": 4}}
-    assert step_and_values(both)[1] == {
-        "eval/validation/reward": 2.0, "diagnosis/divergence/exact": 3.0, "train/grpo/loss": 4.0
-    }  # fmt: skip
-
-
-# --- what was reported is there ------------------------------------------------------------------------------------
-
-
-def tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "logs/tensorboard"))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def wandb(run: Path) -> list[dict[str, Any]]:
-    from offline_wandb import read
-
-    return [read(file) for file in sorted((run / "logs/wandb").glob("offline-run-*/*.wandb"), key=_made)]
-
-
-def _made(file: Path) -> int:
-    return file.stat().st_ctime_ns
-
-
-def trackio(run: Path) -> list[dict[str, Any]]:
-    """Read with trackio's own reader, in a new process."""
-    code = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as S;"
-        "print(json.dumps([{'name': n, 'config': S.get_run_config('evoalign', n), 'logs': S.get_logs('evoalign', n)}"
-        " for n in [r['name'] if isinstance(r, dict) else r for r in S.get_runs('evoalign')]]))"
-    )
-    told = {**os.environ, "TRACKIO_DIR": str(run / "logs/trackio")}
-    done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
-
-
-def test_tensorboard_reads_back(tmp_path: Path) -> None:
-    tell(tmp_path / "run", "tensorboard", ROWS)
-    scalars = tensorboard(tmp_path / "run")
-    assert scalars.keys() == TOLD | FINAL.keys()
-    assert scalars["train/mean"] == [(0, -4.0), (1, -3.0), (2, -2.0), (3, -1.0)]
-    assert scalars["train/zero_variance"] == [(0, 0.0), (1, 1.0), (2, 0.0), (3, 0.0)]
-    assert {name: [step for step, _ in scalars[name]] for name in STEPS} == STEPS
-    assert (scalars["eval/before/reward"], scalars["eval/reward"]) == ([(4, -4.0)], [(2, -2.5), (4, -1.0)])
-
-
-def test_a_row_is_in_the_event_file_before_the_next_one(tmp_path: Path) -> None:
-    (tracker,) = tracking.create(config(tmp_path / "run", "tensorboard"), tmp_path / "run")
-    for count, row in enumerate(ROWS, 1):
-        tracker.log(row)
-        assert len(tensorboard(tmp_path / "run")["train/mean"]) == count
-    tracker.close()
-
-
-def test_the_config_is_in_the_event_file(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tell(tmp_path / "run", "tensorboard", ROWS)
-    events = EventAccumulator(str(tmp_path / "run/logs/tensorboard"))
-    events.Reload()
-    (text,) = events.Tensors("config/text_summary")
-    assert b"population_size: 6" in text.tensor_proto.string_val[0]
-
-
-@pytest.mark.slow
-def test_wandb_reads_back(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    tell(run, "wandb", ROWS)
-    (told,) = wandb(run)
-    assert (told["project"], told["name"], told["exit_code"]) == ("evoalign", "run", 0)
-    assert told["id"] == (run / "logs/wandb_id").read_text().strip()
-    expected = config(run, "wandb").model_dump(mode="json")
-    assert {name: told["config"].get(name) for name in expected} == expected
-    history = {row["_step"]: row for row in told["history"]}
-    assert len(told["history"]) == 5 and list(history) == [0, 1, 2, 3, 4]
-    for row in ROWS:
-        step, numbers = step_and_values(row)
-        assert {name: value for name, value in history[step].items() if not name.startswith("_")} == numbers
-    assert {name: value for name, value in history[4].items() if not name.startswith("_")} == FINAL
-    assert {name: told["summary"][name] for name in FINAL} == FINAL
-
-
-def test_trackio_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    tell(run, "trackio", ROWS)
-    assert capsys.readouterr().out == ""
-    (told,) = trackio(run)
-    assert told["name"] == "run"
-    expected = config(run, "trackio").model_dump(mode="json")
-    assert {name: told["config"].get(name) for name in expected} == expected
-    logs = [{k: v for k, v in row.items() if k != "timestamp"} for row in told["logs"]]
-    assert logs == [*({**step_and_values(row)[1], "step": row["generation"]} for row in ROWS), {**FINAL, "step": 4}]
-
-
-# --- completions and figures ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("drawn") / "evolution.png"
@@ -205,287 +67,264 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def show(run: Path, backend: str, drawn: Path) -> None:
-    (tracker,) = tracking.create(config(run, backend), run)
-    tracker.show(0, ANSWERS[:1], {})
-    for row in ROWS:
+def config(run: Path, *backends: str, **settings: Any) -> Config:
+    es = {"sigma": 0.01, "num_generations": 4, "population_size": 6}
+    return from_dict({"output_dir": str(run), "es": es, "tracking": {"backends": list(backends), **settings}})
+
+
+def report(run: Path, backend: str, rows: Sequence[Mapping[str, Any]] = ROWS, *, resumed_at: int | None = None,
+           whole: bool = True, show: Path | None = None, **settings: Any) -> None:  # fmt: skip
+    """Report a run, or a part of one, as training does."""
+    (tracker,) = tracking.create(config(run, backend, **settings), run, resumed_at)
+    if show:
+        tracker.show(0, ANSWERS[:1], {})
+    for row in rows:
         tracker.log(row)
-    tracker.show(4, ANSWERS, {"evolution": drawn})
-    tracker.finish(SUMMARY)
+    if show:
+        tracker.show(4, ANSWERS, {"evolution": show})
+    if whole:
+        tracker.finish(SUMMARY)
     tracker.close()
 
 
-def test_tensorboard_shows_completions_as_they_are_and_figures(tmp_path: Path, drawn: Path) -> None:
+# --- readers --------------------------------------------------------------------------------------------------------
+
+Curves = dict[str, list[tuple[int, float]]]
+
+
+class Recorded(NamedTuple):
+    """What a run reported: points by name, config, completions by step, and the PNG of the only figure by step."""
+
+    curves: Curves
+    config: Mapping[str, Any]
+    completions: dict[int, list[list[Any]]]
+    figures: dict[int, bytes]
+
+
+def curves_of(points: Iterable[tuple[int, Mapping[str, Any]]]) -> Curves:
+    curves: Curves = {}
+    for step, numbers in points:
+        for name, value in numbers.items():
+            curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+def read_tensorboard(run: Path) -> Recorded:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugin_util import markdown_to_safe_html
 
-    show(tmp_path / "run", "tensorboard", drawn)
-    events = EventAccumulator(str(tmp_path / "run/logs/tensorboard"))
+    events = EventAccumulator(str(run / "logs/tensorboard"))
     events.Reload()
-    first, last = events.Tensors("eval/completions/text_summary")
-    assert (first.step, last.step) == (0, 4)
-    page = markdown_to_safe_html(last.tensor_proto.string_val[0])
-    assert re.findall(r"<[a-z]+[^>]*>", page) == ["<table>", "<thead>", *["<tr>", *["<th>"] * 3], "<tbody>",
-                                                *["<tr>", *["<td>"] * 3] * 2]  # fmt: skip
-    (shown,) = re.findall(r"<tr>\s*<td>Say nothing</td>\s*<td>(.*?)</td>\s*<td>-0.25</td>", page)
-    assert html.unescape(shown) == visible(HOSTILE), "character by character"
-    (image,) = events.Images("figures/evolution")
-    assert image.step == 4
-    assert (imread(io.BytesIO(image.encoded_image_string)) == imread(drawn)).all()
+    tags = events.Tags()
+    curves = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags["scalars"]}
+    texts = {tag: {e.step: e.tensor_proto.string_val[0] for e in events.Tensors(tag)} for tag in tags["tensors"]}
+    (tree,) = texts.get("config/text_summary", {0: b"es: {sigma: 1}"}).values()
+    completions: dict[int, list[list[Any]]] = {}
+    for step, text in texts.get("eval/completions/text_summary", {}).items():
+        page = markdown_to_safe_html(text)
+        cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", page)]
+        completions[step] = [[*cells[i : i + 2], float(cells[i + 2])] for i in range(0, len(cells), 3)]
+        row = [["<tr>", *[f"<t{kind}>"] * 3] for kind in "hd"]
+        assert re.findall(r"<[a-z]+[^>]*>", page) == [
+            "<table>", "<thead>", *row[0], "<tbody>", *row[1] * len(completions[step])]  # fmt: skip
+    images = {e.step: e.encoded_image_string for tag in tags["images"] for e in events.Images(tag)}
+    return Recorded(curves, from_dict(yaml.safe_load(tree.strip(b"`"))).model_dump(mode="json"), completions, images)
 
 
-def test_wandb_has_completions_and_figures(tmp_path: Path, drawn: Path) -> None:
-    show(tmp_path / "run", "wandb", drawn)
-    (told,) = wandb(tmp_path / "run")
-    history = {row["_step"]: row for row in told["history"]}
-    assert list(history) == [0, 1, 2, 3, 4] and history[0]["train/mean"] == -4.0
-    assert [row["eval/completions/nrows"] for row in (history[0], history[4])] == [1, 2]
-    files = next((tmp_path / "run/logs/wandb").glob("offline-run-*")) / "files"
-    table = json.loads((files / history[4]["eval/completions/path"]).read_text())
-    assert table["columns"] == ["prompt", "completion", "reward"]
-    assert table["data"] == [["What is 1 + 1?", "2", 1.0], ["Say nothing", visible(HOSTILE), -0.25]]
-    assert (files / history[4]["figures/evolution/path"]).read_bytes() == drawn.read_bytes()
+def wandb_files(folder: Path) -> list[dict[str, Any]]:
+    """Read the files of a run's sessions, oldest first."""
+    return [read(f) for f in sorted(folder.glob("offline-run-*/*.wandb"), key=lambda f: f.stat().st_ctime_ns)]
 
 
-def test_trackio_has_completions_and_figures(tmp_path: Path, drawn: Path) -> None:
-    show(tmp_path / "run", "trackio", drawn)
-    (told,) = trackio(tmp_path / "run")
-    tables = {row["step"]: row["eval/completions"] for row in told["logs"] if "eval/completions" in row}
-    assert {step: len(table["_value"]) for step, table in tables.items()} == {0: 1, 4: 2}
-    assert tables[4]["_value"][1] == {"prompt": "Say nothing", "completion": visible(HOSTILE), "reward": -0.25}
-    (image,) = (row["figures/evolution"] for row in told["logs"] if "figures/evolution" in row)
-    assert (tmp_path / "run/logs/trackio/media" / image["file_path"]).read_bytes() == drawn.read_bytes()
+def read_wandb(run: Path) -> Recorded:
+    sessions = wandb_files(run / "logs/wandb")
+    history = [row for session in sessions for row in session["history"]]
+    points = [(row["_step"], {n: v for n, v in row.items() if re.match("(train|eval|diagnosis)/(?!compl)", n)})
+              for row in history]  # fmt: skip
+    files = next((run / "logs/wandb").glob("offline-run-*")) / "files"
+    tables = {row["_step"]: json.loads((files / row[name]).read_text()) for row in history
+              if (name := "eval/completions/path") in row}  # fmt: skip
+    assert all(table["columns"] == ["prompt", "completion", "reward"] for table in tables.values())
+    images = {row["_step"]: (files / row[name]).read_bytes() for row in history
+              if (name := "figures/evolution/path") in row}  # fmt: skip
+    return Recorded(curves_of(points), sessions[-1]["config"], {s: t["data"] for s, t in tables.items()}, images)
 
 
-def test_interrupted_run_is_failed_in_wandb(tmp_path: Path) -> None:
-    tell(tmp_path / "run", "wandb", ROWS[:2], whole=False)
-    (told,) = wandb(tmp_path / "run")
-    assert told["exit_code"] == 1
-    assert [row["_step"] for row in told["history"]] == [0, 1]
+def read_trackio(run: Path) -> Recorded:
+    """Read with trackio's own reader, in a new process."""
+    code = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S;"
+        "print(json.dumps([(n, S.get_run_config('evoalign', n), S.get_logs('evoalign', n))"
+        " for n in [r['name'] if isinstance(r, dict) else r for r in S.get_runs('evoalign')]]))"
+    )
+    environ = {**os.environ, "TRACKIO_DIR": str(run / "logs/trackio")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    ((name, tree, logs),) = json.loads(done.stdout)
+    assert name == run.name
+    points = [(row["step"], {n: v for n, v in row.items() if isinstance(v, float | int) and n != "step"})
+              for row in logs]  # fmt: skip
+    tables = {row["step"]: row["eval/completions"]["_value"] for row in logs if "eval/completions" in row}
+    completions = {s: [[r["prompt"], r["completion"], r["reward"]] for r in rows] for s, rows in tables.items()}
+    media = run / "logs/trackio/media"
+    images = {row["step"]: (media / row[name]["file_path"]).read_bytes() for row in logs
+              if (name := "figures/evolution") in row}  # fmt: skip
+    return Recorded(curves_of(points), tree, completions, images)
 
 
-def test_project_and_name_are_those_of_the_config(tmp_path: Path) -> None:
-    chosen = config(tmp_path / "run", "wandb", project="own project", name="one of ours")
-    (tracker,) = tracking.create(chosen, tmp_path / "run")
-    tracker.close()
-    (told,) = wandb(tmp_path / "run")
-    assert (told["project"], told["name"]) == ("own project", "one of ours")
+READERS: dict[str, Callable[[Path], Recorded]] = {
+    "tensorboard": read_tensorboard, "trackio": read_trackio, "wandb": read_wandb
+}  # fmt: skip
 
 
-# --- resume ---------------------------------------------------------------------------------------------------------
+# --- the contract ---------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
+@EACH
+def test_tracker_records_numbers_config_completions_and_figures(
+    backend: str, drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
-    tell(run, "tensorboard", ROWS[:3], whole=False)
-    tell(run, "tensorboard", [changed(row, 7.0) for row in ROWS[1:]], resumed_at=1)
-    assert len(list((run / "logs/tensorboard").iterdir())) == 2
-    assert tensorboard(run)["train/mean"] == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
+    names = {"project": "own project", "name": "one of ours"} if backend == "wandb" else {}
+    report(run, backend, show=drawn, **names)
+    assert capsys.readouterr().out == ""
+    found = READERS[backend](run)
+    assert found.curves == curves_of([*map(step_and_values, ROWS), (4, FINAL)])
+    expected = config(run, backend, **names).model_dump(mode="json")
+    assert {name: found.config.get(name) for name in expected} == expected
+    shown = [[a.prompt, visible(a.completion), a.reward] for a in ANSWERS]
+    assert found.completions == {0: shown[:1], 4: shown}, "character by character"
+    (image,) = found.figures.items()
+    assert image[0] == 4 and (imread(io.BytesIO(image[1])) == imread(drawn)).all()
+    assert backend == "tensorboard" or image[1] == drawn.read_bytes()
+    if backend == "wandb":
+        (file,) = wandb_files(run / "logs/wandb")
+        assert (file["project"], file["name"], file["exit_code"]) == ("own project", "one of ours", 0)
+        assert {name: file["summary"][name] for name in FINAL} == FINAL
 
 
-def test_trackio_continues_its_run_with_repeated_steps_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "resumed_at"), [("tensorboard", 1), ("trackio", 1), ("wandb", 2)])
+def test_tracker_continues_its_run_with_repeated_steps_once(backend: str, resumed_at: int, tmp_path: Path) -> None:
+    """The first session reports three generations; W&B, which cannot go back a step, two."""
     run = tmp_path / "run"
-    tell(run, "trackio", ROWS[:3], whole=False)
-    tell(run, "trackio", [changed(row, 7.0) for row in ROWS[1:]], resumed_at=1)
-    (told,) = trackio(run)
-    steps = [(row["step"], row["train/mean"]) for row in told["logs"] if "train/mean" in row]
-    assert steps == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
-
-
-def test_wandb_continues_under_the_same_id(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    tell(run, "wandb", ROWS[:2], whole=False)
-    tell(run, "wandb", ROWS[2:], resumed_at=2)
-    first, second = wandb(run)
-    assert first["id"] == second["id"]
-    assert [row["_step"] for row in first["history"]] == [0, 1]
-    assert [row["_step"] for row in second["history"]] == [2, 3, 4]
+    report(run, backend, ROWS[: 2 if backend == "wandb" else 3], whole=False)
+    report(run, backend, [{**row, "mean": 7.0} for row in ROWS[resumed_at:]], resumed_at=resumed_at)
+    assert READERS[backend](run).curves["train/mean"] == [(i, -4.0 + i if i < resumed_at else 7.0) for i in range(4)]
+    if backend == "tensorboard":
+        assert len(list((run / "logs/tensorboard").iterdir())) == 2
+    if backend == "wandb":
+        first, second = wandb_files(run / "logs/wandb")
+        assert first["id"] == second["id"] == (run / "logs/wandb_id").read_text().strip()
+        assert (first["project"], first["name"]) == ("evoalign", "run")
+        assert (first["exit_code"], second["exit_code"]) == (1, 0), "an interrupted run failed"
+        assert [[row["_step"] for row in file["history"]] for file in (first, second)] == [[0, 1], [2, 3, 4]]
 
 
 @pytest.mark.slow
 def test_new_run_has_a_new_id(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    tell(run, "wandb", ROWS[:1])
-    tell(run, "wandb", ROWS[:1])
-    first, second = wandb(run)
+    for _ in range(2):
+        report(tmp_path, "wandb", ROWS[:1])
+    first, second = wandb_files(tmp_path / "logs/wandb")
     assert first["id"] != second["id"]
 
 
 @pytest.mark.first("tensorboard")
-@pytest.mark.parametrize("backend", ["tensorboard", "wandb", "trackio"])
+@EACH
 def test_tracker_added_at_resume_starts(tmp_path: Path, backend: str) -> None:
-    tell(tmp_path / "run", backend, ROWS[2:], resumed_at=2)
-    means = {
-        "tensorboard": lambda run: [value for _, value in tensorboard(run)["train/mean"]],
-        "wandb": lambda run: [r["train/mean"] for r in wandb(run)[0]["history"] if "train/mean" in r],
-        "trackio": lambda run: [r["train/mean"] for r in trackio(run)[0]["logs"] if "train/mean" in r],
-    }
-    assert means[backend](tmp_path / "run") == [-2.0, -1.0]
+    report(tmp_path / "run", backend, ROWS[2:], resumed_at=2)
+    assert [value for _, value in READERS[backend](tmp_path / "run").curves["train/mean"]] == [-2.0, -1.0]
+
+
+def test_a_row_is_in_the_event_file_before_the_next_one(tmp_path: Path) -> None:
+    (tracker,) = tracking.create(config(tmp_path, "tensorboard"), tmp_path)
+    for count, row in enumerate(ROWS, 1):
+        tracker.log(row)
+        assert len(read_tensorboard(tmp_path).curves["train/mean"]) == count
+    tracker.close()
+
+
+def test_values_are_floats_by_joined_names_without_null_text_and_lists() -> None:
+    step, numbers = step_and_values(ROWS[2])
+    assert step == 2 and all(type(number) is float for number in numbers.values())
+    assert numbers == {"train/mean": -2.0, "train/zero_variance": 0.0, "train/tokens": 102.0,
+                       "train/seconds/rollout": 1.5, "train/seconds/score": 0.5, "eval/reward": -2.5,
+                       "diagnosis/noise/floor": 0.125}  # fmt: skip
+    mixed = {"a": None, "b": "text", "c": [1, 2], "d": True, "e": {}, "f": {"g": {"h": 3}}}
+    assert values(mixed) == {"d": 1.0, "f/g/h": 3.0}
+    assert step_and_values({"generation": 7, "x": {"generation": 1}}) == (7, {"train/x/generation": 1.0})
+    both = {"generation": 1, "validation": {"reward": 2}, "divergence": {"exact": 3.0}, "grpo": {"loss": 4}}
+    assert step_and_values(both)[1] == {
+        "eval/validation/reward": 2.0, "diagnosis/divergence/exact": 3.0, "train/grpo/loss": 4.0
+    }  # fmt: skip
 
 
 # --- a tracker is never worth a run ---------------------------------------------------------------------------------
 
 
 class Broken:
-    """A tracker that fails where configured, and keeps what it receives."""
+    """A tracker that fails where configured, and keeps the names of its calls."""
 
-    def __init__(self, *failing: str) -> None:
-        self.failing, self.told = failing, list[str]()
+    def __init__(self, *failing: str, error: BaseException) -> None:
+        self.failing, self.error, self.calls = failing, error, list[str]()
 
-    def _tell(self, what: str) -> None:
-        self.told.append(what)
-        if what in self.failing:
-            raise OSError(28, "No space left\non device")
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*_: Any) -> None:
+            self.calls.append(name)
+            if name in self.failing:
+                raise self.error
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        self._tell("log")
+        return call
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self._tell("finish")
 
-    def close(self) -> None:
-        self._tell("close")
+FULL = OSError(28, "No space left\non device")
 
 
 @pytest.mark.parametrize(
-    ("failing", "told"),
+    ("failing", "error", "calls"),
     [
-        (("log",), ["log", "close"]),
-        (("log", "close"), ["log", "close"]),
-        (("finish",), ["log", "log", "finish", "close"]),
-        (("close",), ["log", "log", "finish", "close", "close"]),
-        ((), ["log", "log", "finish", "close"]),
+        (("log",), FULL, ["log", "close"]),
+        (("log", "close"), FULL, ["log", "close"]),
+        (("finish",), FULL, ["log", "log", "finish", "close"]),
+        (("close",), FULL, ["log", "log", "finish", "close", "close"]),
+        ((), FULL, ["log", "log", "finish", "close"]),
+        (("log", "close"), SystemExit("no use to log"), ["log", "close"]),
     ],
 )
 def test_failing_tracker_is_dropped_with_one_warning(
-    failing: tuple[str, ...], told: list[str], caplog: pytest.LogCaptureFixture
+    failing: tuple[str, ...], error: BaseException, calls: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Broken(*failing)
+    broken: Any = Broken(*failing, error=error)
     guarded: Tracker = tracking.Guarded("broken", broken)
     for _ in range(2):
         guarded.log(ROWS[0])
     guarded.finish(SUMMARY)
     guarded.close()
     guarded.close()
-    assert broken.told == told
+    assert broken.calls == calls
     assert len(caplog.messages) == (1 if failing else 0)
-    if failing:
-        assert "broken failed" in caplog.text and "No space left on device" in caplog.text
-
-
-def test_tracker_that_exits_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    class Exits(Broken):
-        def _tell(self, what: str) -> None:
-            super()._tell(what)
-            sys.exit(f"no use to {what}")
-
-    exits = Exits()
-    tracking.Guarded("exits", exits).log(ROWS[0])
-    assert exits.told == ["log", "close"] and "SystemExit: no use to log" in caplog.text
-
-
-def test_tracker_that_exits_at_start_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / "exits.py").write_text(
-        "from evoalign.tracking import Tracker\n"
-        "class Exits(Tracker):\n"
-        "    def __init__(self, config, run, resumed_at): raise SystemExit('no key')\n"
-        "    def log(self, row): ...\n"
-    )
-    with pytest.raises(ConfigError, match=r"exits.py:Exits does not start: no key"):
-        tracking.create(config(tmp_path / "run", f"{tmp_path / 'exits.py'}:Exits"), tmp_path / "run")
+    reason = "No space left on device" if error is FULL else "SystemExit: no use to log"
+    assert not failing or ("broken failed" in caplog.text and reason in caplog.text)
 
 
 def test_keyboard_interrupt_is_not_suppressed() -> None:
-    class Stopped(Broken):
-        def log(self, row: Mapping[str, Any]) -> None:
-            raise KeyboardInterrupt
-
+    stopped: Any = Broken("log", error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        tracking.Guarded("stopped", Stopped()).log(ROWS[0])
+        tracking.Guarded("stopped", stopped).log(ROWS[0])
 
 
 def test_tensorboard_that_cannot_write_any_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # the writer's thread ends by its error
-    run = tmp_path / "run"
-    (tracker,) = tracking.create(config(run, "tensorboard"), run)
+    (tracker,) = tracking.create(config(tmp_path, "tensorboard"), tmp_path)
     tracker.log(ROWS[0])
-    shutil.rmtree(run / "logs/tensorboard")
-    (run / "logs/tensorboard").write_text("in the way")
+    shutil.rmtree(tmp_path / "logs/tensorboard")
+    (tmp_path / "logs/tensorboard").write_text("in the way")
     for row in ROWS[1:]:
         tracker.log(row)
     tracker.finish(SUMMARY)
     tracker.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert caplog.messages[0].startswith("tensorboard failed")
-
-
-@pytest.mark.slow
-def test_wandb_without_its_process_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = tmp_path / "run"
-    (tracker,) = tracking.create(config(run, "wandb"), run)
-    tracker.log(ROWS[0])
-    (core,) = wandb_processes(os.getpid())
-    os.kill(core, signal.SIGKILL)
-    for row in ROWS[1:]:
-        tracker.log(row)
-    tracker.finish(SUMMARY)
-    tracker.close()
-    assert [message.partition(" failed")[0] for message in caplog.messages if "left out" in message] == ["wandb"]
-    tell(tmp_path / "next", "wandb", ROWS)
-    assert len(wandb(tmp_path / "next")[0]["history"]) == 5
-
-
-# --- what is not installed, and what does not start -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["tensorboard", "wandb", "trackio"])
-def test_missing_trackers_are_named_with_their_install_command(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] == backend]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, backend, None)  # what makes `import` say that there is none
-    for ask in (tracking.check, lambda c: tracking.create(c, tmp_path / "run")):
-        with pytest.raises(ConfigError, match=re.escape(install(backend))) as raised:
-            ask(config(tmp_path / "run", backend))
-        assert "\n" not in str(raised.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_all_missing_trackers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "trackio"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=re.escape(f"wandb, trackio not installed; {install('wandb', 'trackio')}")):
-        tracking.check(config(tmp_path, "tensorboard", "wandb", "trackio"))
-
-
-def test_folder_of_a_librarys_name_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "evoalign_no_such_library").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not tracking.is_installed("evoalign_no_such_library")
-    assert tracking.is_installed("tensorboard")
-
-
-def test_tracker_that_does_not_start_is_a_config_error(tmp_path: Path) -> None:
-    threads = set(threading.enumerate())
-    with pytest.raises(ConfigError, match=r"trackio does not start: .*registry-x"):
-        tracking.create(config(tmp_path / "run", "tensorboard", "trackio", project="registry-x"), tmp_path / "run")
-    assert set(threading.enumerate()) <= threads
-
-
-def test_duplicate_backend_is_started_once(tmp_path: Path) -> None:
-    trackers = tracking.create(config(tmp_path / "run", "tensorboard", "tensorboard"), tmp_path / "run")
-    assert len(trackers) == 1
-    trackers[0].close()
-
-
-def test_create_without_backends_returns_nothing(tmp_path: Path) -> None:
-    assert tracking.create(config(tmp_path / "run"), tmp_path / "run") == []
-
-
-# --- what a run leaves ----------------------------------------------------------------------------------------------
 
 
 def wandb_processes(parent: int) -> list[int]:
@@ -502,14 +341,78 @@ def wandb_processes(parent: int) -> list[int]:
     return found
 
 
-@pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Create a working folder, a temporary folder and a home, which must stay empty."""
-    for name in ("work", "temporary", "home"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    yield tmp_path
+@pytest.mark.slow
+def test_wandb_without_its_process_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    (tracker,) = tracking.create(config(run, "wandb"), run)
+    tracker.log(ROWS[0])
+    (core,) = wandb_processes(os.getpid())
+    os.kill(core, signal.SIGKILL)
+    for row in ROWS[1:]:
+        tracker.log(row)
+    tracker.finish(SUMMARY)
+    tracker.close()
+    assert [message.partition(" failed")[0] for message in caplog.messages if "left out" in message] == ["wandb"]
+    report(tmp_path / "next", "wandb")
+    assert len(wandb_files(tmp_path / "next/logs/wandb")[0]["history"]) == 5
 
+
+# --- what is not installed, and what does not start -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [*([backend] for backend in BACKENDS), ["wandb", "trackio"]], ids="-".join)
+def test_missing_trackers_are_named_with_their_install_command(
+    missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] in missing]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)  # makes `import` report that there is none
+    chosen = config(tmp_path / "run", *dict.fromkeys(["tensorboard", *missing]))
+    for ask in (tracking.check, lambda c: tracking.create(c, tmp_path / "run")):
+        named = re.escape(f"{', '.join(missing)} not installed; {install(*missing)}")
+        with pytest.raises(ConfigError, match=named) as raised:
+            ask(chosen)
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folder_of_a_librarys_name_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evoalign_no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not tracking.is_installed("evoalign_no_such_library") and tracking.is_installed("tensorboard")
+
+
+EXITS = """
+from evoalign.tracking import Tracker
+class Exits(Tracker):
+    def __init__(self, config, run, resumed_at): raise SystemExit('no key')
+    def log(self, row): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"), [("trackio", r"trackio does not start: .*registry-x"),
+                             ("exits.py:Exits", r"exits.py:Exits does not start: no key")],
+)  # fmt: skip
+def test_tracker_that_does_not_start_is_a_config_error_and_the_others_are_closed(
+    backend: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exits.py").write_text(EXITS)
+    threads = set(threading.enumerate())
+    with pytest.raises(ConfigError, match=message):
+        tracking.create(config(tmp_path / "run", "tensorboard", backend, project="registry-x"), tmp_path / "run")
+    assert set(threading.enumerate()) <= threads
+
+
+def test_create_starts_each_backend_once(tmp_path: Path) -> None:
+    (tracker,) = tracking.create(config(tmp_path, "tensorboard", "tensorboard"), tmp_path)
+    tracker.close()
+    assert tracking.create(config(tmp_path), tmp_path) == []
+
+
+# --- what a run leaves ----------------------------------------------------------------------------------------------
 
 ALL_THREE = """
 import json, os, sys, threading
@@ -538,16 +441,19 @@ print(json.dumps({"threads": alive, "children": names, "environment": dict(os.en
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks into /proc")
-def test_trackers_leave_no_files_outside_the_run_and_no_process(folders: Path, drawn: Path) -> None:
-    run = folders / "run"
-    secret = "a-secret-that-nobody-may-write-down"
-    told = {**os.environ, "EVOALIGN_SECRET": secret, "HF_TOKEN": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", ALL_THREE, str(run), str(drawn)], cwd=folders / "work", env=told,
+def test_trackers_leave_no_files_outside_the_run_and_no_process(
+    tmp_path: Path, drawn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("work", "temporary", "home"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    run, secret = tmp_path / "run", "a-secret-that-nobody-may-write-down"
+    environ = {**os.environ, "EVOALIGN_SECRET": secret, "HF_TOKEN": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", ALL_THREE, str(run), str(drawn)], cwd=tmp_path / "work", env=environ,
                           capture_output=True, text=True, check=True, timeout=120)  # fmt: skip
     assert json.loads(done.stdout) == {"threads": [], "children": [], "environment": True}
-    outside = [p for p in folders.rglob("*") if p.is_file() and run not in p.parents]
-    assert outside == []
-    written = [p for p in run.rglob("*") if p.is_file()]
+    written = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert [p for p in written if run not in p.parents] == []
     assert {p.relative_to(run).parts[:2] for p in written} == {
         ("logs", "tensorboard"), ("logs", "wandb"), ("logs", "wandb_id"), ("logs", "trackio")}  # fmt: skip
     assert not [p for p in written if secret.encode() in p.read_bytes()]
@@ -556,10 +462,9 @@ def test_trackers_leave_no_files_outside_the_run_and_no_process(folders: Path, d
 @pytest.mark.slow
 def test_two_runs_of_one_process_are_separate(tmp_path: Path) -> None:
     for name in ("first", "second"):
-        tell(tmp_path / name, "trackio", ROWS)
+        report(tmp_path / name, "trackio")
     for name in ("first", "second"):
-        (told,) = trackio(tmp_path / name)
-        assert told["name"] == name and len(told["logs"]) == 5
+        assert len(read_trackio(tmp_path / name).curves["train/mean"]) == 4
 
 
 @pytest.mark.slow
@@ -570,21 +475,15 @@ def test_open_wandb_run_of_the_user_continues(tmp_path: Path) -> None:
     own = library.init(project="own", dir=str(tmp_path / "own"), id="own")
     try:
         own.log({"x": 1.0})
-        tell(tmp_path / "run", "wandb", ROWS)
+        report(tmp_path / "run", "wandb")
         assert library.run is own
         own.log({"x": 2.0})
     finally:
         own.finish()
         library.teardown()
-    (told,) = wandb(tmp_path / "run")
-    assert len(told["history"]) == 5
-    from offline_wandb import read
+    assert len(wandb_files(tmp_path / "run/logs/wandb")[0]["history"]) == 5
+    assert [row["x"] for row in wandb_files(tmp_path / "own/wandb")[0]["history"]] == [1.0, 2.0]
 
-    (file,) = (tmp_path / "own/wandb").glob("offline-run-*/*.wandb")
-    assert [row["x"] for row in read(file)["history"]] == [1.0, 2.0]
-
-
-# --- nothing is imported unasked ------------------------------------------------------------------------------------
 
 UNASKED = """
 import io, sys

@@ -19,7 +19,7 @@ from evoalign.cli.doctor import doctor
 from evoalign.cli.evaluate import evaluate
 from evoalign.cli.export import export
 from evoalign.cli.grpo import grpo
-from evoalign.cli.init import init
+from evoalign.cli.init import init, schema
 from evoalign.cli.journal import show_journal
 from evoalign.cli.judge import ask, rate
 from evoalign.cli.options import say
@@ -27,7 +27,6 @@ from evoalign.cli.placebo import placebo
 from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
 from evoalign.cli.report import report
-from evoalign.cli.schema import schema
 from evoalign.cli.score import serve
 from evoalign.cli.sweep import sweep
 from evoalign.cli.train import train

@@ -75,10 +75,10 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     from evoalign.config import from_dict, load, parse_overrides
     from evoalign.config.outside import EVALUATION_SKIPS
     from evoalign.errors import ConfigError
-    from evoalign.rundir.method import refuse_own
+    from evoalign.rundir.method import method_of, refuse_own
 
     own = Path(target) / "config.yaml"
-    is_run = own.is_file() and _is_run(own.parent)
+    is_run = own.is_file() and method_of(own.parent) is not None
     if is_run and not (files or sets or task):
         return None
     extra = [f"task.name={task}"] if task else []
@@ -98,13 +98,6 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     return from_dict(parse_overrides({}, [*sets, *extra])) if task else None
 
 
-def _is_run(path: Path) -> bool:
-    quiet()
-    from evoalign.rundir.method import method_of
-
-    return method_of(path) is not None
-
-
 def _show(found: TargetEvaluation) -> None:
     """Print one target's measures with their intervals over examples."""
     _heading(found)
@@ -113,9 +106,8 @@ def _show(found: TargetEvaluation) -> None:
 
 def _show_row(found: TargetEvaluation) -> None:
     """Print the measures of one of several targets, as soon as it is done."""
-    measures = ", ".join(f"{name} {value:.4f}" for name, value in found.evaluation.measures.items())
     _heading(found)
-    _say(f"  {measures}")
+    _say("  " + ", ".join(f"{name} {value:.4f}" for name, value in found.evaluation.measures.items()))
 
 
 def _heading(found: TargetEvaluation) -> None:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -12,6 +13,7 @@ from evoalign.report.terminal import Debug as Debug
 from evoalign.report.terminal import console as console
 from evoalign.report.terminal import quiet as quiet
 
+T = TypeVar("T")
 Given = Annotated[Path, typer.Argument(help="A YAML config; with --resume, also a run directory.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run there, or begin it.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Rename the existing run and start afresh.")]
@@ -23,26 +25,21 @@ Sets = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", 
 
 def integers(text: str | None, option: str = "--seeds") -> list[int] | None:
     """Numbers between commas. Raises ConfigError."""
-    from evoalign.errors import ConfigError
-
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise ConfigError(f"{option} {text!r}: expected integers such as 0,1,2,3") from None
+    return _split(text, option, int, "integers such as 0,1,2,3")
 
 
 def numbers(text: str | None, option: str = "--sigmas") -> list[float] | None:
     """Numbers between commas. Raises ConfigError."""
+    return _split(text, option, float, "numbers such as 1e-4,1e-3")
+
+
+def _split(text: str | None, option: str, kind: Callable[[str], T], expected: str) -> list[T] | None:
     from evoalign.errors import ConfigError
 
-    if text is None:
-        return None
     try:
-        return [float(part) for part in text.replace(",", " ").split()]
+        return None if text is None else [kind(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise ConfigError(f"{option} {text!r}: expected numbers such as 1e-4,1e-3") from None
+        raise ConfigError(f"{option} {text!r}: expected {expected}") from None
 
 
 def check_folder(to: Path | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of a training command: a file, or with --resume a run directory."""
+"""Config of a training command: a file, or with --resume a run directory. Output of its `--dry-run`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from evoalign.cli.options import quiet
 from evoalign.errors import ConfigError
 
 if TYPE_CHECKING:
     from evoalign.config import Config
     from evoalign.rundir.method import Method
+
+REFUSED = "would be refused"
+LAST = ("warning", REFUSED, "note")
+"""How lines begin that a user should act on."""
 
 
 def resolved(
@@ -59,3 +65,20 @@ def run_of(config: Path) -> Path | None:
     folder = config if config.is_dir() else config.parent
     inside = config.is_dir() or config.name == "config.yaml"
     return folder if inside and is_run(folder) and not is_foreign(folder) else None
+
+
+def show_plan(config: Config, method: Method, lines: Sequence[str], *, everything: bool) -> None:
+    """Print the config as YAML and the lines, warnings last. Exit with code 2 if the run would be refused.
+
+    Without `everything` only settings that differ from their defaults, of sections that the method reads, are shown:
+    config and lines should fit one screen.
+    """
+    from evoalign.config import to_yaml
+
+    left_out = [] if everything else config.unused(grpo=method == "grpo")
+    typer.echo(to_yaml(config, without=left_out, changed=not everything), nl=False)
+    if not everything:
+        typer.echo(f"# --all shows the defaults, and the sections that are not used ({', '.join(left_out)})")
+    typer.echo("\n" + "\n".join(sorted(lines, key=lambda line: line.startswith(LAST))))
+    if any(line.startswith(REFUSED) for line in lines):
+        raise typer.Exit(2)

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from evoalign.cli.options import All, Debug, DryRun, Given, More, Overwrite, Resume, Sets, quiet
-from evoalign.cli.resolving import resolved
-from evoalign.cli.showing import show_plan
+from evoalign.cli.resolving import resolved, show_plan
 
 
 def train(

@@ -2,7 +2,7 @@
 """FLOPs by formula: of forward and backward passes, and of the noise and updates of ES.
 
 They are those of matrix products, two per multiply-and-add. Padding, norms, activations, biases, rotary embeddings and
-softmax are not counted (docs/concepts/numbers.md has the equations). The formula covers `FAMILIES` only.
+softmax are not counted (docs/concepts.md has the equations). The formula covers `FAMILIES` only.
 """
 
 from __future__ import annotations

@@ -164,40 +164,34 @@ def rounding(served: str, saved: str, *, merged: bool) -> str:
     return f"rounded to {saved}, each by up to about {most:.1g} %, after the run's results were measured"
 
 
+def _path_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """Return, by section, the settings that can be paths of this machine."""
+    task, space = config.task, config.space
+    files_ = {"train_data": task.train_data, "test_data": task.test_data, "validation_data": task.validation_data}
+    return {
+        "model": {"name": config.model.name, "base": config.model.base},
+        "task": {"name": task.name, **files_, "rewards": task.rewards, "fitness": task.fitness, **task.options},
+        "space": {"name": space.name, **space.options},
+        "grpo": {"trl": config.grpo.trl},
+        "engine": config.engine.model_dump(),
+        "tracking": {"backends": config.tracking.backends},
+    }
+
+
 def private_paths(config: Config) -> list[str]:
     """Return the settings that are absolute paths of this machine."""
-    task = config.task
-    found = [config.model.name, config.model.base, task.name, *task.files, *task.rewards, task.fitness]
-    found.append(config.space.name)
-    objective = task.objective.model_dump() if task.objective else {}
-    own = (task.options, config.space.options, config.grpo.trl, objective, config.engine.model_dump())
-    found += [*_strings(list(own)), *config.tracking.backends]
-    return [path for path in found if path is not None and is_private(path)]
+    objective = config.task.objective.model_dump() if config.task.objective else {}
+    return [path for path in _strings([objective, _path_settings(config)]) if is_private(path)]
 
 
 def public(config: Config) -> Config:
     """Return the config with every absolute path cut to its last part."""
-    task = config.task.model_copy(
-        update={
-            "name": public_path(config.task.name),
-            "train_data": config.task.train_data and public_path(config.task.train_data),
-            "test_data": config.task.test_data and public_path(config.task.test_data),
-            "validation_data": config.task.validation_data and public_path(config.task.validation_data),
-            "rewards": [public_path(reward) for reward in config.task.rewards],
-            "fitness": config.task.fitness and public_path(config.task.fitness),
-            **_public(config.task.options),
-            "objective": config.task.objective
-            and config.task.objective.model_copy(update=_public(config.task.objective.model_dump())),
-        }
-    )
-    base = config.model.base and public_path(config.model.base)
-    model = config.model.model_copy(update={"name": public_path(config.model.name), "base": base})
-    space = config.space.model_copy(update={"name": public_path(config.space.name), **_public(config.space.options)})
-    grpo = config.grpo.model_copy(update={"trl": _public(config.grpo.trl)})
-    engine = config.engine.model_copy(update=_public(config.engine.model_dump()))
-    tracking = config.tracking.model_copy(update={"backends": _public(config.tracking.backends)})
-    own = {"space": space, "task": task, "model": model, "grpo": grpo, "engine": engine, "tracking": tracking}
-    return config.model_copy(update={**own, "output_dir": public_path(config.output_dir)})
+    cut = {name: _public(settings) for name, settings in _path_settings(config).items()}
+    if config.task.objective is not None:
+        objective = config.task.objective
+        cut["task"]["objective"] = objective.model_copy(update=_public(objective.model_dump()))
+    sections = {name: getattr(config, name).model_copy(update=settings) for name, settings in cut.items()}
+    return config.model_copy(update={**sections, "output_dir": public_path(config.output_dir)})
 
 
 def _strings(tree: Any) -> list[str]:
