@@ -166,6 +166,17 @@ def test_its_settings_are_checked_by_its_class(name, engine, message, outside, t
         evoalign.dry_run(tree(tmp_path, name or outside, engine=engine))
 
 
+def test_a_class_without_the_methods_of_engine_is_refused(tmp_path):
+    file = tmp_path / "bare.py"
+    file.write_text(
+        "from evoalign.config import EngineSettings\n"
+        "class Engine:\n    settings = type('Bare', (EngineSettings,), {})\n    def __init__(self, *_): ...\n"
+    )
+    config = from_dict(tree(tmp_path, f"{file}:Engine"))
+    with pytest.raises(ConfigError, match=r"no method metrics, parts; derive it from evoalign\.engines\.Engine"):
+        engines.create(config, tokens.load(config.model))
+
+
 # --- whose word it takes --------------------------------------------------------------------------------------------
 
 

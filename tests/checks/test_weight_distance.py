@@ -84,8 +84,8 @@ def test_what_rounding_alone_changed_is_no_change(dtype, tmp_path):
 def test_files_are_opened_anew_and_read_the_same(tmp_path, monkeypatch):
     """What was read of a mapped file counts as memory until it is closed."""
     opened = []
-    plain = getattr(tensors, "_open")  # noqa: B009
-    monkeypatch.setattr(tensors, "_open", lambda file: (opened.append(file), plain(file))[1])
+    plain = tensors.open_file
+    monkeypatch.setattr(tensors, "open_file", lambda file: (opened.append(file), plain(file))[1])
     monkeypatch.setattr(tensors, "MAPPED", 10_000)
     file = tiny() / "model.safetensors"
     own, found = load_file(file), tensors.Files([file])

@@ -61,6 +61,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     resolved, _, lines = done.out.partition("\n\n")
     head, _, told = lines.partition("\neta ")
     assert head.startswith("model tiny of 0.5 M parameters; task co") and "completions (" in head
+    assert " numbers; " in head
     tree = yaml.safe_load(resolved)
     unused = {"grpo", "lora", "lowrank", "full"} - {tree["space"]["name"]}
     assert not unused & tree.keys()

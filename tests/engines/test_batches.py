@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library decoder's forwards: shared prefixes once, finished rows leave, batches are complete."""
 
+import json
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -78,6 +80,14 @@ def test_prefill_runs_layers_below_the_evolved_ones_once_per_prompt(folder):
         assert once == [(1, len(PREFIX)), (3, 9), (18, 1), (1, 5)]
         assert each == [(6, len(PREFIX)), (18, 9), (18, 1), (1, 5)]
         assert not any("forward" in vars(block) for block in bench.model.model.layers)
+
+
+def test_prefill_shares_no_layer_where_layers_read_the_keys_of_others(folder, tmp_path):
+    path = shutil.copytree(folder, tmp_path / "model")
+    values = json.loads((path / "config.json").read_text()) | {"num_kv_shared_layers": 1}
+    (path / "config.json").write_text(json.dumps(values))
+    with Bench(small(path, lora={"target_layers": [1]}), stop_ids=[]) as bench:
+        assert bench.engine._decoder.forward.trunk == ()
 
 
 @pytest.mark.first("qwen2-shared", "mpt-apart")

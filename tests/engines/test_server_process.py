@@ -113,15 +113,18 @@ def test_server_ends_when_its_parent_is_killed(stopped):
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
-        process = process_of("a")
-        thread = threading.Thread(target=process.start, args=(lambda: "serves" in process.log.read_text(), 60))
-        thread.start()
-        thread.join()
-        time.sleep(1.0)
-        process.check()
-        os.write(write, f"{process.pid} {process.log}".encode())
-        time.sleep(600)
-        os._exit(0)
+        try:
+            process = process_of("a")
+            thread = threading.Thread(target=process.start, args=(lambda: "serves" in process.log.read_text(), 60))
+            thread.start()
+            thread.join()
+            time.sleep(1.0)
+            process.check()
+            os.write(write, f"{process.pid} {process.log}".encode())
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(write)
     try:
         group, log = os.read(read, 4096).decode().split()
         assert lives(int(group))
@@ -131,7 +134,6 @@ def test_server_ends_when_its_parent_is_killed(stopped):
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
         os.close(read)
-        os.close(write)
     deadline = time.monotonic() + 30
     while lives(int(group)):
         assert time.monotonic() < deadline

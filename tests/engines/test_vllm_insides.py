@@ -99,8 +99,10 @@ def test_replace_refuses_a_method_that_is_missing_or_has_other_parameters(name, 
 
 
 def test_replace_refuses_a_missing_function_of_a_module():
+    module = types.ModuleType("layers")
     with pytest.raises(EngineError, match=r"has no layers\.dispatch"):
-        replace(types.ModuleType("layers"), "dispatch", lambda: None)
+        replace(module, "dispatch", lambda: None)
+    assert not hasattr(module, "dispatch")
 
 
 @pytest.mark.parametrize("owner", ["Runner", "Derived"])

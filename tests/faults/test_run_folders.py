@@ -99,6 +99,7 @@ def test_a_project_folder_is_no_run(tmp_path, how, names):
     with pytest.raises(RunExistsError):
         train(small(tmp_path), **how)
     assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} == {*names}
+    assert all((tmp_path / name).read_text() == "es: {sigma: 0.01}\n" for name in names)
 
 
 @pytest.mark.slow

@@ -72,8 +72,8 @@ def test_rows_in_a_fixed_order_with_what_each_member_said(tmp_path: Path) -> Non
     assert [(row["finish_reason"], row["tokens"]) for row in rows[:2]] == [("stop", 1), ("length", 2)]
     assert all(row["generation"] == 3 and row["target"] is None for row in rows)
     schema = parquet.read_schema(path)
-    assert set(schema.names) == {"generation", "role", "member", "sign", "fitness", "prompt", "target", "text", "score",
-                                 "finish_reason", "tokens"}  # fmt: skip
+    assert schema.names == ["generation", "role", "member", "sign", "fitness", "prompt", "target", "text", "score",
+                            "finish_reason", "tokens"]  # fmt: skip
     assert schema.field("score").type == schema.field("fitness").type == pyarrow.float64()
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"], "no temporary file is left"
 

@@ -227,7 +227,7 @@ def test_incompatible_settings_are_rejected(runs, tmp_path):
         (lambda: from_dict(config(run, questions, "letters", task={"objective": "weighted_sum"})),
          r"task\.fitness and task\.objective both"),
         (lambda: from_dict({"es": {"sigma": 0.1}, "task": {"samples": 2}}), r"task\.samples 2 only repeats"),
-        (lambda: from_dict(config(run, questions, task={"fitness": "macro_f1"})), r"task\.fitness 'macro_f1'"),
+        (lambda: from_dict(config(run, questions, task={"fitness": "macro_f1"})), "task\\.fitness 'macro_f1': write p"),
         (lambda: evoalign.train(own, task=plain), r"task\.fitness own_fitness:letters .* task custom"),
         (lambda: evoalign.grpo(own | {"grpo": grpo}), r"task\.fitness letters is one score for all .* but GRPO needs"),
     ]  # fmt: skip

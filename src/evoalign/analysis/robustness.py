@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Perturbed:
-    """A target under noise of one width on one part; `nats` is the KL [K, P] to the target without noise, if wanted."""
+    """One model under K draws of noise of one width; `nats` is the KL [K, P] to the model without noise, if wanted."""
 
     rewards_KE: Floats
     hacked_KE: Floats
@@ -79,7 +79,7 @@ class Perturbed:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A target without noise, and under each noise."""
+    """Results of one model: rewards and signs of hacking without weight noise, and under each noise width and draw."""
 
     rewards_E: Floats
     hacked_E: Floats

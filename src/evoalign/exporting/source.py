@@ -130,7 +130,7 @@ def opened(
 
 
 def _verified(folder: Path, log: Log) -> Mark:
-    """Return the mark of a saved mean that is whole and of this journal. Raises CheckpointError."""
+    """Return the record of a saved mean. Raises CheckpointError if it is damaged or not the mean of this journal."""
     mark = checkpoint.verify(folder)
     start = mark.generation == 0
     if mark.generation <= log.sealed:

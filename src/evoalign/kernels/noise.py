@@ -225,7 +225,7 @@ def places(start, chunk, length, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOC
 
 @triton.jit
 def address(run, first, lane, columns, row_stride, column_stride, SPLIT: tl.constexpr):
-    """Return the offsets of a run's elements in a tensor."""
+    """Return the offsets in a tensor of a contiguous run of its elements."""
     if SPLIT:
         element = first.to(tl.int64) + lane
         return (element // columns) * row_stride + (element % columns) * column_stride

@@ -245,7 +245,7 @@ def _turn(
     base, one, two, rest, dots, cosine, sine, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Add the term to the loaded parts of some heads, normalise each head if there is a weight, rotate, store."""
+    """Add the members' low-rank term to some heads, normalise each head if there is a weight, apply RoPE, and store."""
     first = one[2].to(tl.float32) + _expand(dots, one[3], R)
     second = two[2].to(tl.float32) + _expand(dots, two[3], R)
     if RB > 0:

@@ -41,7 +41,7 @@ class Ends:
 
     @property
     def reached(self) -> int:
-        """Number of placebos that reach the run or exceed it."""
+        """Number of placebos whose value is at least that of the trained model."""
         return sum(value >= self.real for value in self.placebos)
 
     @property
@@ -113,7 +113,7 @@ class Whole(Ends):
 
 @dataclass(frozen=True, slots=True)
 class PlaceboResults:
-    """Placebos as files of a finished run have them; `measures` are means over the placebos, if recorded."""
+    """Results of placebo models (the run's steps with shuffled scores); `measures` are means over them, if recorded."""
 
     reward: Split
     fitness: Whole | None = None

@@ -154,7 +154,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def checks_of(method: Method | None) -> list[tuple[str, Check]]:
-    """Return the checks of a config of a method; None: those of the shipped model, end to end."""
+    """Return the checks of a config for this method. Without a method: those that run on the shipped tiny model."""
     shipped = ("tokenizer", "targets", "memory", "engine", "canary")
     left_out = {"es": ("trl", "round"), "grpo": ()}
     return [c for c in CHECKS if (c[0] in shipped if method is None else c[0] not in left_out[method])]

@@ -60,8 +60,8 @@ class Objective(ABC):
 
     name: str
     per_completion: bool = False
-    """Whether each score depends only on its completion's columns and the state. GRPO needs that; the probe and the A/A
-    control, which have no population, need that or `per_member`."""
+    """Whether each score depends only on its completion's columns and the state. GRPO needs that.
+    `evoalign probe` and the A/A control score members one by one and need that or `per_member`."""
     measure: str = "reward"
     """Evaluation measure that training maximises."""
     per_member: bool = False

@@ -20,7 +20,7 @@ MOST_LINES = 20
 LONGEST = 30
 """Longest label of an axis."""
 SMOOTHED = 20
-"""Rows from which means are drawn as moving means, over a tenth of the rows."""
+"""Minimum number of rows for which a curve is drawn as a moving mean, over a tenth of the rows."""
 AT_COST = "evoalign compare draws runs by their completions, tokens or seconds."
 OF_MEANS = f"Lines of {SMOOTHED} points and more are moving means over a tenth of them"
 PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}

@@ -88,7 +88,7 @@ COSTS = {
 
 
 def lines_visible(text: object) -> str:
-    """Return text with its lines, and every other invisible character written as an escape."""
+    """Return text with its line breaks kept and all other control characters written as escapes."""
     return "\n".join(map(visible, str(text).split("\n")))
 
 

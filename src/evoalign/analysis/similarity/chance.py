@@ -86,9 +86,9 @@ def _noise_of(target: Target) -> frozenset[object]:
 
 
 def placebo_columns(members: Sequence[int], placebos: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the columns that replace some targets: the first placebo of each, the second of each, ...
+    """Return one selection of columns per placebo number n, in which each model is replaced by its n-th placebo.
 
-    `placebos` has the columns of each target that has any; a target without keeps its own column.
+    `placebos` maps a model's column to those of its placebos; a model without placebos keeps its own column.
     """
     known = [placebos[k] for k in members if k in placebos]
     count = min(map(len, known), default=0)

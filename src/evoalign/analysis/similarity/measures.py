@@ -274,7 +274,7 @@ def _core(change: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _gram(change: Difference) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the Gram matrix of the smaller side, float64, and for a wide matrix (never an embedding) all rows."""
+    """Return the float64 Gram matrix of a weight change over its smaller side, and the change itself if it is wide."""
     if change.shape[0] < change.shape[1]:
         whole = torch.cat([change.rows(at) for at in blocks(change.shape, MATRIX_BLOCK)])
         return whole @ whole.T, whole

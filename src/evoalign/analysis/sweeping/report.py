@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a sweep: a heat map over two settings, lines over one, and a scatter plot of a search.
 
-A heat map shows the measure and the hacked share. Its axes have the values that were run, evenly spaced, so that values
-that differ by factors appear as on a log axis. A cell that was not run is hatched.
+A heat map shows the measure and the share of completions with signs of reward hacking. Its axes have the values that
+were run, evenly spaced, so that values that differ by factors appear as on a log axis. A cell that was not run is
+hatched.
 """
 
 from __future__ import annotations

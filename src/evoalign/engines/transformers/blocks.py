@@ -169,7 +169,7 @@ class Factors:
 
 
 class Blocks:
-    """A model that `obstacle` accepts, with the forwards of the static decoder."""
+    """The decoder layers of a model with the forward passes of the static decoder. The model must pass `obstacle`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -317,7 +317,7 @@ class Prefill:
         return _Batch([slot for slot, _ in heads], [number[p] for _, p in heads], ids, positions, mask)
 
     def _read(self, batch: _Batch, *, answers: bool = True) -> torch.Tensor:
-        """Run all rows of a stage through the layers, after the filled columns of the cache."""
+        """Run one part of the prompts (shared or own tokens) through the layers, and append it to the cache."""
         start, total = self._cache.get_seq_length(), len(batch.slots)
         hidden = self._read_trunk(batch, start) if self._forward.trunk and len(set(batch.texts)) < total else None
         logits: list[torch.Tensor] = []
