@@ -12,9 +12,11 @@ import torch
 
 from evoalign import statistics
 from evoalign.analysis.base import BASE
-from evoalign.analysis.front import Point, is_beaten, not_beaten, sentences
+from evoalign.analysis.front import Point, Settings, is_beaten, measure, not_beaten, sentences
 from evoalign.analysis.mixer import EvalSettings, KlSums, ModelMixer
+from evoalign.analysis.targets import Target
 from evoalign.checks.divergence import Sample, standard_errors, summarise
+from evoalign.config import from_dict
 
 
 def point(name: str, rewards: list[float], nats_a_token: float, spread: float = 0.0) -> Point:
@@ -68,6 +70,21 @@ def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
     np.testing.assert_allclose(np.mean(errors, 0), np.std(found, 0), rtol=0.1)
     few = [Sample((prompt,), (1, 2)) for prompt in (0, 1)]
     assert set(standard_errors(few, torch.ones(2, 4)).values()) == {None}
+
+
+def test_a_folder_named_base_is_not_the_base_model(tmp_path, monkeypatch):
+    class RequestedError(Exception):
+        """Has the names that a mixer is made of."""
+
+    def request(names, *_):
+        raise RequestedError(*names)
+
+    monkeypatch.setattr("evoalign.analysis.mixer.ModelMixer", request)
+    config = from_dict({"es": {"sigma": 0.1}})
+    target = Target("./base", Path("base"), config, None)
+    with pytest.raises(RequestedError) as found:
+        measure({"./base": target}, Settings(), config)
+    assert found.value.args == ("./base",)
 
 
 @pytest.mark.slow

@@ -302,6 +302,14 @@ def changed(**settings: Any) -> Callable[[Path], None]:
 
 
 WEIGHTS = "adapter_model.safetensors"
+
+
+def in_six_bits(folder):
+    """Write weights in a number format that safetensors lists and torch does not have."""
+    header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "not LoRA": (changed(peft_type="PROMPT_TUNING"), r"peft_type 'PROMPT_TUNING'.*merge it with PEFT"),
     "code": (changed(megatron_config={"a": 1}, megatron_core="os"), "sets megatron_config"),
@@ -314,6 +322,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no base": (changed(base_model_name_or_path=None), "names no base; name it there, or with model.base"),
     "circle": (lambda f: changed(base_model_name_or_path=str(f))(f), "more than 16 deep, or in a circle"),
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "its weights are a pickle, which is not read"),
+    "six bits": (in_six_bits, r"adapter_model\.safetensors does not load: "),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
     "a model too": (
         lambda f: shutil.copy(tiny() / "model.safetensors", f),

@@ -281,7 +281,7 @@ RECORDS: dict[str, object] = {
     "a file anywhere": {"files": {"/etc/passwd": "0" * 64}}, "a file of Windows": {"files": {"a\\b": "0" * 64}},
     "a name with a nul": {"files": {"a\0b": "0" * 64}}, "a name that writes": {"files": {ESC: "0" * 64}},
     "a name that breaks": {"files": {"a\n": "0" * 64}}, "a name without an end": {"files": {"a" * 10_000: "0" * 64}},
-    "more": {"more": 1}, "another release": {"format_version": 2},
+    "more": {"more": 1}, "a key of the class": {"__dataclass_self__": 1}, "another release": {"format_version": 2},
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def measure(located: Mapping[str, Target], settings: Settings, config: Config | 
     means: list[tuple[str, str, int | None]] = []
     for line, target in located.items():
         saved = target.saved[-1 if settings.last else 0 :]
-        means += [(line, str(folder), generation) for folder, generation in saved]
+        means += [(line, line if step is None else str(folder), step) for folder, step in saved]
     watching.count(len(means))
     same = alike(list(located.values()), lambda target: target.settings(target.config))
     groups = {target.name: label for label, targets in same for target in targets}

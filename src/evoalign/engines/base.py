@@ -122,14 +122,17 @@ def rollouts_of(tokens: Tokens, ended: Sequence[tuple[Member, Request, Completio
         yield Rollout(member, request.index, ids, text, completion.finish_reason, logprobs)
 
 
-def check_lengths(requests: Sequence[Request], limit: int | None, whose: str) -> None:
-    """Raise DataError for a prompt that exceeds the positions of an engine together with its completion."""
+def check_lengths(requests: Sequence[Request], limit: int | None, whose: str, raises: str = "") -> None:
+    """Raise DataError for a prompt that exceeds the positions of an engine together with its completion.
+
+    `raises` names the setting that gives an engine more positions, if there is one.
+    """
     for request in requests:
         length, room = len(request.prompt_ids), request.sampling.max_tokens
         if limit is not None and length + room > limit:
             raise DataError(
                 f"a prompt of {length} tokens and a completion of {room} exceed {whose.format(limit)}; shorten the "
-                "prompt, or lower max_tokens (sampling, evaluation)"
+                "prompt, or lower max_tokens (sampling, evaluation)" + (f", or raise {raises}" if raises else "")
             )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from evoalign.config.reading import read_object
@@ -62,8 +63,12 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    settings, opened = _settings(folder / ADAPTER_CONFIG), open_file(weights_of(folder), MOST_BYTES)
-    state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    settings, file = _settings(folder / ADAPTER_CONFIG), weights_of(folder)
+    opened = open_file(file, MOST_BYTES)
+    try:
+        state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} does not load: {error}") from error
     try:
         config = _lora_config(settings, state)
         if any(".experts." in key for key in state) and _is_plain(settings):

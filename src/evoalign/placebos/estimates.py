@@ -41,7 +41,7 @@ class Ends:
 
     @property
     def reached(self) -> int:
-        """Number of placebos whose value is at least that of the trained model."""
+        """Number of placebos with a value of at least `real`, the trained model's."""
         return sum(value >= self.real for value in self.placebos)
 
     @property

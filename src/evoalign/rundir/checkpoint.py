@@ -163,7 +163,7 @@ def _record_of(folder: Path) -> tuple[Mark, dict[str, str]]:
         found: Any = parse(raw, str(file))
         files = _Record.model_validate(found).files
         mark = Mark(**{name: value for name, value in found.items() if name not in _Record.model_fields})
-    except (DataError, ValueError) as error:
+    except (DataError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
     if raw != _record_text({name: value for name, value in found.items() if name != "hash"}).encode():
         raise CheckpointError(f"{file} was altered, or was written by another release")

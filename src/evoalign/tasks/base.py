@@ -88,7 +88,8 @@ class Task(ABC):
     gradings: ClassVar[tuple[str, ...]] = ("strict",)
     """Allowed values of `task.grading`."""
     forms: ClassVar[tuple[str, ...]] = ()
-    """Allowed values of `task.prompt`, the default first; empty: the task checks them itself."""
+    """Allowed values of `task.prompt`; empty: the task checks them itself. If none is set, `task.system_prompt` is
+    checked as for the first."""
     reads_gold: ClassVar[bool] = False
     """Whether the task reads right answers from the column `task.gold`."""
     takes_system_prompt: ClassVar[bool] = False

@@ -53,7 +53,9 @@ def check_fields(bench: StartedEngine, request: Request, rollout: Rollout) -> No
     """Require that the fields of a rollout are consistent with each other and with the request."""
     ids, where = rollout.token_ids, f"member {rollout.member.index}, request {rollout.request}"
     stops = [i for i, token in enumerate(ids) if token in bench.tokens.stop_ids]
-    assert 1 <= len(ids) <= request.sampling.max_tokens, f"{where}: {len(ids)} tokens, above max_tokens"
+    assert 1 <= len(ids) <= request.sampling.max_tokens, (
+        f"{where}: {len(ids)} tokens, not 1 to {request.sampling.max_tokens}"
+    )
     if rollout.finish_reason == "stop":
         assert stops == [len(ids) - 1], f"{where}: finish_reason is stop, but only the last of {ids} may be one"
     else:
@@ -88,7 +90,9 @@ def check_greedy(bench: StartedEngine, model: Any, rollouts: Iterable[Rollout]) 
         assert rollout.logprobs is not None
         want = chosen - logits.logsumexp(-1)
         apart = float((torch.tensor(rollout.logprobs) - want).abs().max())
-        assert apart <= 4 * tie, f"member {rollout.member.index}: log-probabilities differ by {apart:.3g}"
+        assert apart <= 4 * tie, (
+            f"member {rollout.member.index}: log-probabilities are {apart:.3g} from plain transformers'"
+        )
 
 
 def plain_model(bench: StartedEngine) -> Any:

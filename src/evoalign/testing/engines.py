@@ -303,7 +303,7 @@ def check_state(bench: Bench) -> None:
     assert set(state) == names, f"the state and the layout have different tensors: {sorted(set(state) ^ names)[:3]}"
     for name, tensor in state.items():
         assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu"), (
-            f"{name} is {tensor.dtype} on {tensor.device}"
+            f"{name} is {tensor.dtype} on {tensor.device}, not float32 on the CPU"
         )
         assert tuple(tensor.shape) == bench.layout[name].shape, (
             f"{name} is {tuple(tensor.shape)}, not {bench.layout[name].shape}"

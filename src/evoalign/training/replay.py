@@ -169,7 +169,10 @@ def rebuilt(
                 progress(done, count)
         if other is not None:
             found = served.engine.fingerprint()
-        yield served, Mark(count, found, place, objective=state, counterfactual=None if other is None else str(other))
+        yield (
+            served,
+            Mark(int(count), found, place, objective=state, counterfactual=None if other is None else str(other)),
+        )
     finally:
         served.close()
 
@@ -228,6 +231,6 @@ def save_member(log: Log, folder: Path, generation: int, member: int, model: str
         raise ConfigError(f"{log.path} has no member {member} in generation {generation}: {known}")
     with rebuilt(log, generation=generation, model=model) as (served, place):
         chosen = found.update.members[member]
-        own = Mark(generation, weights_hash(member_state(served, found, chosen)), place.journal)
+        own = Mark(int(generation), weights_hash(member_state(served, found, chosen)), place.journal)
         saving.save(served, folder, own, state=lambda: member_state(served, found, chosen))
         return own

@@ -54,7 +54,9 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Open]:
 
 
 def answer(text: str, reward: float, right: bool | None, reason: str, tokens: int) -> Completion:
-    return Completion(example=0, prompt="", text=text, reward=reward, right=right, finish_reason=reason, tokens=tokens)
+    return Completion(
+        example=0, prompt="", target=None, text=text, reward=reward, right=right, finish_reason=reason, tokens=tokens
+    )
 
 
 def asked(count: int = 250) -> list[Pair]:

@@ -253,10 +253,10 @@ class Completion(Plain):
     seed: int = 0
     sample: int = 0
     prompt: str
-    target: str | None = None
+    target: str | None
     text: str
     reward: FiniteFloat
-    finish_reason: str = ""
+    finish_reason: str
     tokens: int = 0
     right: bool | None = None
 

@@ -224,8 +224,9 @@ class ServerEngine(KeepsMean):
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
-        whose = "the {} positions of the server (engine.context_length)"
-        check_lengths(requests, self.connection.about.longest, whose)
+        check_lengths(
+            requests, self.connection.about.longest, "the {} positions of the server", "engine.context_length"
+        )
         check_started(self._mean is not None, plan)
         while ABSENT in plan.members:
             try:

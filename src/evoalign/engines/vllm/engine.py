@@ -125,7 +125,7 @@ class VllmEngine(MeanMethods):
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
         limit: int = self.llm.llm_engine.model_config.max_model_len
-        check_lengths(requests, limit, "the {} positions of engine.max_model_len")
+        check_lengths(requests, limit, "the {} positions of engine.max_model_len", "engine.max_model_len")
         check_members(plan, requests)
         check_started(self._space is not None, plan)
         with self._memory():
@@ -350,8 +350,8 @@ class Generation:
                 count, reason = found, "stop"
         if reason is None:
             return None
-        if reason not in ("stop", "length"):
-            raise EvoalignError(f"vLLM ended a completion early ({reason}); it is not scored")
         del flying[output.request_id]
+        if reason not in ("stop", "length"):
+            raise EvoalignError(f"vLLM ended the completion of request {row.place} early ({reason}); it is not scored")
         logprobs = tuple(row.logprobs[:count]) if row.request.logprobs else None
         return row.place, Completion(tuple(row.ids[:count]), reason, logprobs)
