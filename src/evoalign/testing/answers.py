@@ -91,7 +91,7 @@ def check_greedy(bench: StartedEngine, model: Any, rollouts: Iterable[Rollout]) 
         want = chosen - logits.logsumexp(-1)
         apart = float((torch.tensor(rollout.logprobs) - want).abs().max())
         assert apart <= 4 * tie, (
-            f"member {rollout.member.index}: log-probabilities are {apart:.3g} from plain transformers'"
+            f"member {rollout.member.index}: log-probabilities differ from plain transformers by {apart:.3g}"
         )
 
 
