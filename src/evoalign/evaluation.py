@@ -122,8 +122,15 @@ def evaluate(
     several = columns if len(columns) > 1 else {}
     scored = [
         Scored(
-            *(e, seed, k, text_of(task.prompt(examples[e])), task.gold(task.handed(examples[e]))),
-            *(rollout.text, reward, rollout.finish_reason, len(rollout.token_ids)),
+            example=e,
+            seed=seed,
+            sample=k,
+            prompt=text_of(task.prompt(examples[e])),
+            target=task.gold(task.handed(examples[e])),
+            text=rollout.text,
+            reward=reward,
+            finish_reason=rollout.finish_reason,
+            tokens=len(rollout.token_ids),
             rewards={name: of[i] for name, of in several.items()},
             right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
         )

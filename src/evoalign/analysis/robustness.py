@@ -154,7 +154,9 @@ class Robustness(Analysis[Settings]):
                     for (a, b, place), gap in gaps.items()
                 ],
             }
-            tied = ["The head is the embedding matrix (tied): noise on the embeddings is on both."] * mixer.tied
+            tied = (
+                ["The head is the embedding matrix (tied): noise on the embeddings is on both."] if mixer.tied else []
+            )
             lines = [*tied, *sentences(profiles, gaps), *placebo_hint(mixer.targets)]
         return Finding(numbers, lines, figures=partial(draw, profiles))
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
@@ -30,8 +30,17 @@ REPORT = "report.html"
 LOCK = ".lock"
 CHECKSUMS = "SHA256SUMS"
 OURS = (
-    *(JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer"),
-    *(FAILED_COMPLETION, REPORT, CHECKSUMS, "config.yaml", MANIFEST),
+    JOURNAL,
+    "metrics.jsonl",
+    "results",
+    "figures",
+    "logs",
+    "trainer",
+    FAILED_COMPLETION,
+    REPORT,
+    CHECKSUMS,
+    "config.yaml",
+    MANIFEST,
 )
 """The files and folders of a run. The manifest is made first and deleted last: it shows that the others are a run's."""
 MEASURING = "measuring"
@@ -380,10 +389,6 @@ Number = StrictFloat | StrictInt | None
 Numbers = dict[str, Number] | None
 
 
-_NUMBERS = ["mean", "best", "worst", "p20", "p80", "std", "rms_c", "tokens", "empty_share", "truncated_share"]
-_TABLES = ["evaluation", "validation", "divergence", "budget", "rewards", "reward_weights", "objective", "grpo"]
-
-
 class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -394,14 +399,28 @@ class _Diagnosis(_Open):
     control: Annotated[list[StrictFloat | StrictInt], Field(min_length=3, max_length=3)] | None = None
 
 
-_Row = create_model(
-    "_Row",
-    __base__=_Open,
-    generation=Annotated[StrictInt, Field(ge=0)],
-    zero_variance=(StrictBool | None, None),
-    seconds=(dict[str, StrictFloat | StrictInt], {}),
-    diagnosis=(_Diagnosis | None, None),
-    **dict.fromkeys(_NUMBERS, (Number, None)),  # pyright: ignore[reportArgumentType, reportCallIssue]
-    **dict.fromkeys(_TABLES, (Numbers, None)),  # pyright: ignore[reportArgumentType, reportCallIssue]
-)
-"""A row of metrics.jsonl."""
+class _Row(_Open):
+    """A row of metrics.jsonl."""
+
+    generation: Annotated[StrictInt, Field(ge=0)]
+    mean: Number = None
+    best: Number = None
+    worst: Number = None
+    p20: Number = None
+    p80: Number = None
+    std: Number = None
+    rms_c: Number = None
+    tokens: Number = None
+    empty_share: Number = None
+    truncated_share: Number = None
+    zero_variance: StrictBool | None = None
+    seconds: dict[str, StrictFloat | StrictInt] = {}
+    evaluation: Numbers = None
+    validation: Numbers = None
+    divergence: Numbers = None
+    budget: Numbers = None
+    rewards: Numbers = None
+    reward_weights: Numbers = None
+    objective: Numbers = None
+    grpo: Numbers = None
+    diagnosis: _Diagnosis | None = None

@@ -275,10 +275,14 @@ class Task(ABC):
     def take_scorer(self, section: ScorerConfig | None) -> None:
         """Receive the section `scorer`. Raises ConfigError if it is missing or the task cannot score with it."""
         if self.asks_scorer and section is None:
-            raise ConfigError(
-                f"task {self.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
-                "cost: FOLDER}"
-            )
+            raise self.lacks_scorer()
+
+    def lacks_scorer(self) -> ConfigError:
+        """Return the error of a task that is scored by models without a section `scorer`."""
+        return ConfigError(
+            f"task {self.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
+            "cost: FOLDER}"
+        )
 
     def scorer_digest(self) -> str | None:
         """Return a hash of the scoring models and their settings, or None. A run resumes only with the same hash."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -220,13 +220,18 @@ Numbers: TypeAlias = Literal[3, 4, "mixed"]
 
 Problem: TypeAlias = tuple[tuple[int, ...], int]
 """Ascending numbers, target."""
-Term: TypeAlias = tuple[str, Fraction]
-"""Expression, exact value."""
 
 MIN_NUMBER, MAX_NUMBER = 1, 99
 MIN_TARGET, MAX_TARGET = 10, 100
 MAX_MISSES = 100_000
 """Maximum number of draws for one row."""
+
+
+class Term(NamedTuple):
+    """An expression and its exact value."""
+
+    text: str
+    value: Fraction
 
 
 _OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = dict(
@@ -268,14 +273,14 @@ def generate(
         size: int = random.randint(3, 5) if numbers == "mixed" else numbers
         for _ in range(MAX_MISSES):
             drawn, solution = _draw(random, size)
-            if solution is not None and solution[1].denominator == 1:
-                problem = tuple(sorted(drawn)), int(solution[1])
+            if solution is not None and solution.value.denominator == 1:
+                problem = tuple(sorted(drawn)), int(solution.value)
                 is_new = targets[0] <= problem[1] <= targets[1] and problem not in seen
                 if is_new and (keep is None or keep(*problem)):
                     break
         else:
             raise DataError(f"found only {index} of {count} problems with targets {targets}; ask for fewer rows")
-        text, (ascending, target) = solution[0], problem
+        text, (ascending, target) = solution.text, problem
         expression = evaluate(text)
         if expression.value != target or expression.numbers != ascending:
             raise AssertionError(f"{text} over {drawn} does not make {target}")
@@ -294,7 +299,7 @@ def write_countdown(path: str | Path, count: int, numbers: Numbers = "mixed", se
 
 def solve(numbers: Sequence[int], target: int | Fraction) -> str | None:
     """Return an expression over all numbers with exactly this value, or None, by exhaustive search."""
-    return _search([(str(n), Fraction(n)) for n in numbers], Fraction(target))
+    return _search([Term(str(n), Fraction(n)) for n in numbers], Fraction(target))
 
 
 def context(numbers: Sequence[int], target: int | str) -> str:
@@ -307,7 +312,7 @@ def context(numbers: Sequence[int], target: int | str) -> str:
 def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | None]:
     """Return random numbers and a random expression over all of them, or None if it divides by zero."""
     numbers: list[int] = random.randint(MIN_NUMBER, MAX_NUMBER + 1, size=size).tolist()
-    terms = [(str(n), Fraction(n)) for n in numbers]
+    terms = [Term(str(n), Fraction(n)) for n in numbers]
     while len(terms) > 1:
         left, right = (terms.pop(random.randint(len(terms))) for _ in range(2))
         joined = _join(left, "+-*/"[random.randint(4)], right)
@@ -319,7 +324,7 @@ def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | N
 
 def _search(terms: list[Term], target: Fraction) -> str | None:
     if len(terms) == 1:
-        return terms[0][0] if terms[0][1] == target else None
+        return terms[0].text if terms[0].value == target else None
     for i, left in enumerate(terms):
         for j, right in enumerate(terms):
             rest = [term for k, term in enumerate(terms) if k not in (i, j)]
@@ -333,6 +338,6 @@ def _search(terms: list[Term], target: Fraction) -> str | None:
 
 def _join(left: Term, symbol: str, right: Term) -> Term | None:
     """Return `(left symbol right)`, or None for a division by zero."""
-    if symbol == "/" and not right[1]:
+    if symbol == "/" and not right.value:
         return None
-    return f"({left[0]} {symbol} {right[0]})", _OPERATIONS[symbol](left[1], right[1])
+    return Term(f"({left.text} {symbol} {right.text})", _OPERATIONS[symbol](left.value, right.value))

@@ -72,7 +72,7 @@ class Questions(Task):
 
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published splits of the hub. Raises DataError."""
-        return data.load(self.config, seed, self._check, self.source)
+        return data.load(self.config, seed, self._check, self.source, f"rows of {self.form}")
 
     def prompt(self, example: Example) -> Prompt:
         question = example[self.columns_read[0]]

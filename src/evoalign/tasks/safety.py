@@ -138,8 +138,8 @@ class Safety(Task):
         """Score with the models of the section, unless a scorer was given. No model is loaded yet."""
         if self.make_scorer is not None:
             return
-        super().take_scorer(section)
-        assert section is not None
+        if section is None:
+            raise self.lacks_scorer()
         lacking = [f"scorer.{name}" for name in COLUMNS if name not in section.columns]
         if section.name == "local" and lacking:
             raise ConfigError(f"task {self.name} is scored by {' and '.join(COLUMNS)}; set {', '.join(lacking)}")
@@ -221,8 +221,7 @@ class Safety(Task):
     def _made(self) -> Scorer:
         if self._scorer is None:
             if self.make_scorer is None:
-                self.take_scorer(None)  # raises ConfigError
-            assert self.make_scorer is not None
+                raise self.lacks_scorer()
             self._scorer = self.make_scorer()
         return self._scorer
 

@@ -79,7 +79,7 @@ def select(
             raise DataError(f"{where}: prompt is {shown(row['prompt'])}; expected a text")
         return row
 
-    found = data.load(config.model_copy(update=whole), seed, check, default)
+    found = data.load(config.model_copy(update=whole), seed, check, default, "a column prompt")
     test = _prompts(found.test)
     validation = _without(found.validation, test)
     pool = _without(found.train, test | _prompts(validation))

@@ -57,7 +57,7 @@ def check_fields(bench: StartedEngine, request: Request, rollout: Rollout) -> No
         f"{where}: {len(ids)} tokens, not 1 to {request.sampling.max_tokens}"
     )
     if rollout.finish_reason == "stop":
-        assert stops == [len(ids) - 1], f"{where}: finish_reason is stop, but only the last of {ids} may be one"
+        assert stops == [len(ids) - 1], f"{where}: finish_reason is stop, but only the last of {ids} may stop it"
     else:
         assert len(ids) == request.sampling.max_tokens, f"{where}: finish_reason is length after {len(ids)} tokens"
         assert not stops, f"{where}: does not end at its stop token"

@@ -178,7 +178,9 @@ def check_stop_strings(bench: Bench) -> None:
         found = _answers(bench, MEAN_PLAN, [stopping])[MEAN.index, request.index]
         want = rollout.text[: rollout.text.index(stop)]
         assert found.text == want, f"with stop string {stop!r} the text is {found.text!r}, not {want!r}"
-        assert found.finish_reason == "stop", f"with stop string {stop!r} finish_reason is {found.finish_reason}"
+        assert found.finish_reason == "stop", (
+            f"with stop string {stop!r} finish_reason is not stop but {found.finish_reason}"
+        )
         assert found.token_ids == rollout.token_ids[: len(found.token_ids)], "a stop string changes the tokens"
         kept = dataclasses.replace(stopping, sampling=dataclasses.replace(stopping.sampling, keep_stop=True))
         text = _answers(bench, MEAN_PLAN, [kept])[MEAN.index, request.index].text

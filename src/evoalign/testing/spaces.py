@@ -82,7 +82,7 @@ def check_start(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
         start = space.start(layout, tensor.name, "cpu")
         assert start.dtype == torch.float32, f"{tensor.name} starts in {start.dtype}, not float32"
         assert tuple(start.shape) == tensor.shape, f"{tensor.name} starts with shape {start.shape}, not {tensor.shape}"
-        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), f"{tensor.name} changes from call to call"
+        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), f"start() of {tensor.name} changes"
     for module, added in _added(space, layout, _masters(space, layout), _plan((MEAN,))).items():
         assert not added.any(), f"the tensors at the start change {module} of the model"
 
@@ -170,7 +170,9 @@ def check_update_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpe
     update = _update()
     for tensor in layout.tensors:
         whole = _moved(space, layout, tensor, update)
-        assert torch.equal(whole, _moved(space, layout, tensor, update)), f"the update of {tensor.name} changes"
+        assert torch.equal(whole, _moved(space, layout, tensor, update)), (
+            f"the update of {tensor.name} repeats differently"
+        )
         parts = torch.zeros(tensor.shape)
         half = tensor.shape[0] // 2
         for rows in (slice(0, half), slice(half, tensor.shape[0])):

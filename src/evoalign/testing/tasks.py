@@ -44,7 +44,7 @@ def check_loading_repeats(task: Task, seed: int = 0) -> None:
     first, second = task.load_data(seed), task.load_data(seed)
     assert list(first.train) == list(second.train), "load_data returns another training split for the same seed"
     assert list(first.test) == list(second.test), "load_data returns another test split for the same seed"
-    assert list(first.validation) == list(second.validation), "load_data returns another validation split"
+    assert list(first.validation) == list(second.validation), "load_data repeats with another validation split"
 
 
 def check_splits(task: Task, data: Data) -> None:

@@ -169,10 +169,8 @@ def rebuilt(
                 progress(done, count)
         if other is not None:
             found = served.engine.fingerprint()
-        yield (
-            served,
-            Mark(int(count), found, place, objective=state, counterfactual=None if other is None else str(other)),
-        )
+        shuffled = None if other is None else str(other)
+        yield served, Mark(int(count), found, place, objective=state, counterfactual=shuffled)
     finally:
         served.close()
 

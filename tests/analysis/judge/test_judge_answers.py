@@ -77,6 +77,7 @@ def test_read_raises_for_a_bad_line(row: Any, said: str, tmp_path: Path) -> None
 def test_read_raises_for_targets_without_answers(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "eval.json").write_text("{}")
+    (tmp_path / "odd.json").write_text('{"completions": [7]}')
     begun = a_run(tmp_path / "begun")
     (begun / "results/completions/after.parquet").unlink()
     for target, said in (
@@ -87,6 +88,7 @@ def test_read_raises_for_targets_without_answers(tmp_path: Path) -> None:
         (f"base={tiny()}", "--output base.json` and give base.json instead"),
         (f"{tmp_path}/empty.jsonl", "has no answers"),
         (f"{tmp_path}/eval.json", "has no completions"),
+        (f"{tmp_path}/odd.json", "completion 1, is 7; write the file with `evoalign eval"),
         (str(begun), f"`evoalign eval {begun} --output begun.json`"),
         (f"a\x1b[1m={tmp_path}/eval.json", "is not a valid model name"),
     ):

@@ -115,7 +115,10 @@ def _rows(path: Path) -> Iterator[tuple[Any, str, str]]:
         if not isinstance(completions, list):
             raise DataError(f"{path} has no completions; write it with `evoalign eval MODEL --output FILE`")
         for number, row in enumerate(cast("list[Any]", completions), start=1):
-            yield row, "text", f"{path}, completion {number},"
+            where = f"{path}, completion {number},"
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is {shown(row)}; write the file with `evoalign eval MODEL --output FILE`")
+            yield row, "text", where
     else:
         for number, line in enumerate(read_bytes(path, FILE_BYTES, MEND).splitlines(), start=1):
             if line.strip():

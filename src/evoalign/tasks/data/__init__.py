@@ -38,11 +38,14 @@ ALIKE: dict[str, tuple[str, ...]] = {
 """Column names in public data sets by the names that tasks use, likeliest first."""
 
 
-def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None = None) -> Data:
+def load(
+    config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None = None, rows: str = ""
+) -> Data:
     """Load the splits of a task: two files, or one file split by `config.split`. Raises DataError, ConfigError.
 
     The validation split is a separate file or part of the training rows; see `TaskConfig`. `default` are the training
-    and the test file for a config without training data. `seed` only affects the `seeded` split.
+    and the test file for a config without training data, and `rows` the form of a row, for the error where they are on
+    the hub and cannot be loaded. `seed` only affects the `seeded` split.
     """
     if config.train_data is not None or default is None or not default[0].startswith(HUB):
         return _loaded(config, seed, check, default)
@@ -51,7 +54,7 @@ def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | 
     except DataError as error:
         raise DataError(
             f"{error}; task.train_data is not set, so task {config.name} loads {' and '.join(filter(None, default))}: "
-            "without a network, set task.train_data and task.test_data"
+            f"without a network, set task.train_data and task.test_data to files with {rows or 'such rows'}"
         ) from error
 
 
