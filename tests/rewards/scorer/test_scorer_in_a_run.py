@@ -137,12 +137,12 @@ def test_run_continues_after_a_service_restart(tmp_path, unbroken):
 
 
 def test_unavailable_service_ends_the_run_which_can_resume(tmp_path, unbroken):
-    with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=5.0) as run:
+    with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=15.0) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
         assert run.end() == 2, run.said
     *_, last = run.said.splitlines()
-    assert last.startswith(f"error: no scores from the scorer at {service.url} for 5 s (")
+    assert last.startswith(f"error: no scores from the scorer at {service.url} for 15 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
     with Served(tmp_path, *BITS) as other, Run(tmp_path / "own", other.url, "--resume") as resumed:
