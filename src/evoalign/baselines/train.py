@@ -190,7 +190,12 @@ class _Grpo:
             *planning.step_lines(self.config),
             *planning.work_lines(self.config)[:1],
         ]
-        lines = [*heading.stop_lines(self.policy.tokens), *gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
+        lines = [
+            *heading.stop_lines(self.policy.tokens),
+            *gold_lines(self.task, self.data),
+            *known,
+            *planning.default_lines(self.config),
+        ]
         for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
         self.policy.check_mean()

@@ -21,15 +21,7 @@ def cached(config: Any) -> int:
     """Return the numbers that the cache holds per token: keys and values of all layers that do not share another's."""
     layers = layers_of(config)
     own = len(layers) - (getattr(config.get_text_config(), "num_kv_shared_layers", 0) or 0)
-    return sum(map(_cached, layers[:own]))
-
-
-def _cached(layer: Any) -> int:
-    """Return the numbers that the cache of one layer holds per token; latent attention expands them to all heads."""
-    if getattr(layer, "kv_lora_rank", None):
-        return layer.num_attention_heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
-    key = head_size(layer)
-    return key_heads(layer) * (key + (getattr(layer, "v_head_dim", None) or key))
+    return sum(2 * key_heads(layer) * head_size(layer) for layer in layers[:own])
 
 
 def key_heads(layer: Any) -> int:
@@ -55,6 +47,7 @@ def positions(config: Any) -> tuple[int | None, str]:
     """
     text = config.get_text_config()
     most: int | None = getattr(text, "max_position_embeddings", None)
+    most = most if most is not None and most > 0 else None  # -1 in XLNet
     switch = min(_switches(text), default=None)
     if switch is not None and (most is None or switch < most):
         return switch, "the {} positions of the model's original length, above which longrope changes all rows"

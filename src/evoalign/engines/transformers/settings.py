@@ -67,7 +67,9 @@ class Footprint:
         return cls(
             cache=layers.cached(config) * size,
             activations=(4 * max(sides, default=_WIDEST) * experts + 6 * text.hidden_size) * size,
-            pair=1 + size if kernel else 12 * max(layer.num_attention_heads for layer in layers.layers_of(config)) + size,
+            pair=1 + size
+            if kernel
+            else 12 * max(layer.num_attention_heads for layer in layers.layers_of(config)) + size,
             vocabulary=text.vocab_size,
         )
 
