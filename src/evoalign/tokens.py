@@ -74,8 +74,9 @@ class Tokens:
         """Return token ids. Raises ModelError for one that the model has no embedding for."""
         most = max(ids, default=0)
         if self.rows is not None and most >= self.rows:
+            name = str(self.tokenizer.convert_ids_to_tokens(most))
             raise ModelError(
-                f"the text {shown(text_of(text))} has token {most} {str(self.tokenizer.convert_ids_to_tokens(most))!r}, "
+                f"the text {shown(text_of(text))} has token {most} {name!r}, "
                 f"and the model's embedding has {self.rows:,} rows; use the tokenizer that belongs to the weights, or "
                 "take the token out of the text"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check before a run that the model can take all its prompts: each token has an embedding, and a completion has room."""
+"""Check before a run that the model can take all prompts: each token has an embedding, each completion has room."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def check(name: str, model: Any, tokens: Tokens, ask: Ask, modules: Mapping[str,
             raise
         reason = " ".join(str(error).split())[:160]
         raise ModelError(
-            f"{kind} cannot be computed with cached keys and values and padded rows ({type(error).__name__}: {reason}); "
-            "choose another model"
+            f"{kind} cannot be computed with cached keys and values and padded rows "
+            f"({type(error).__name__}: {reason}); choose another model"
         ) from error
     finally:
         for handle in handles:
@@ -107,7 +107,7 @@ def _rounding(model: Any, prompt: Sequence[int], rollout: Rollout) -> float:
 
 @torch.inference_mode()
 def _plain(model: Any, prompt: Sequence[int], rollout: Rollout) -> tuple[list[float], float]:
-    """Return the log-probabilities of a rollout's tokens by one forward, and the deviation of the logits, at least 1."""
+    """Return log-probabilities of a rollout's tokens by one forward, and the deviation of the logits, at least 1."""
     ids, count = rollout.token_ids, len(rollout.token_ids)
     whole = torch.tensor([[*prompt, *ids[:-1]]], device=model.device)
     logits = model(input_ids=whole, use_cache=False).logits[0, -count:].float()

@@ -144,10 +144,10 @@ class TransformersEngine(KeepsMean):
 
     def check_mean(self, modules: Mapping[str, nn.Module] = MappingProxyType({}), section: str = "") -> None:
         """Raise ModelError if the model, with its own weights, is not computed as by a plain forward; see `check`."""
-        model, mean = self.model, self._mean
-        self._mean = None  # all rows by the model's own weights
+        ask = partial(TransformersEngine.rollout, self, MEAN_PLAN)  # a subclass may add faults, which the canary finds
+        mean, self._mean = self._mean, None  # all rows by the model's own weights
         try:
-            check(self._name, model, self._tokens, partial(self.rollout, MEAN_PLAN), modules, section)
+            check(self._name, self.model, self._tokens, ask, modules, section)
         finally:
             self._mean, self._planned = mean, 0.0
 
