@@ -37,8 +37,9 @@ class Tokens:
         self._render = templates.Renderer(tokenizer) if guarded else partial(templates.render, tokenizer)
         self.stop_ids = tuple(sorted(i for i in set(stop_ids) if rows is None or i < rows))
         pad = tokenizer.pad_token_id
-        usable = pad is not None and (rows is None or pad < rows)
-        self.pad_id: int = int(pad) if usable else (self.stop_ids[0] if self.stop_ids else 0)
+        if pad is None or (rows is not None and pad >= rows):
+            pad = self.stop_ids[0] if self.stop_ids else 0
+        self.pad_id = int(pad)
 
     @property
     def has_more_tokens(self) -> bool:

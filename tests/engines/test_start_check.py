@@ -19,7 +19,7 @@ from evoalign.engines.transformers.settings import Footprint
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.types import MEAN_PLAN, Request, Sampling
 
-RIGHT = (
+RIGHT = (  # noqa: SIM905
     "apertus arcee biogpt bitnet bloom codegen cohere cohere2 ctrl dbrx deepseek_v2 deepseek_v3 diffllama doge "
     "dots1 ernie4_5 ernie4_5_moe exaone4 falcon flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text glm "
     "glm4 glm4_moe gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe "
@@ -27,11 +27,11 @@ RIGHT = (
     "ministral mistral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi "
     "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu "
     "hrm_text"
-).split()  # noqa: SIM905 - a list would take a page
-REFUSED = (
+).split()
+REFUSED = (  # noqa: SIM905
     "bamba falcon_h1 zamba2 recurrent_gemma nemotron_h mamba2 lfm2_moe blt reformer bart bert cpmant marian mbart "
     "pegasus roberta xlm xlnet"
-).split()  # noqa: SIM905 - a list would take a page
+).split()
 
 
 def start(folder: Path, space: str = "lora", damage: Callable[[Any], object] | None = None, **tree: Any) -> Any:

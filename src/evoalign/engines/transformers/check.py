@@ -8,6 +8,7 @@ without a cache, must give the same log-probabilities. The same forward shows wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -52,7 +53,7 @@ def check(name: str, model: Any, tokens: Tokens, ask: Ask, modules: Mapping[str,
     sampling = Sampling(TOKENS, temperature=1.0)
     requests = [Request(i, ids, sampling, seed=i, logprobs=True) for i, ids in enumerate(prompts)]
     called: set[str] = set()
-    handles = [m.register_forward_hook(lambda *_, n=n: called.add(n)) for n, m in modules.items()]
+    handles = [m.register_forward_hook(partial(_note, called, n)) for n, m in modules.items()]
     used = _Used({id(weight): n for n, m in modules.items() if (weight := getattr(m, "weight", None)) is not None})
     try:
         rollouts = sorted(ask(requests), key=lambda rollout: rollout.request)
@@ -137,6 +138,10 @@ def _refuse_overflow(kind: str, model: Any) -> None:
     raise ModelError(
         f"{kind}: its logits are not finite in {dtype}, before any noise; set model.dtype to bfloat16 or float32"
     )
+
+
+def _note(called: set[str], name: str, *_: object) -> None:
+    called.add(name)
 
 
 class _Used(TorchFunctionMode):
