@@ -54,7 +54,7 @@ def _limit(config: Config, trains_here: bool) -> tuple[int | None, str]:
     """Return the most tokens of prompt and completion, by the model or by the engine, and what limits them."""
     model = model_config(config.model)
     limit, whose = positions(model)
-    if not (trains_here or getattr(config.engine, "replica", config.engine).serves_here):
+    if not (trains_here or config.engine.serves_here):
         limit, whose = getattr(model.get_text_config(), "max_position_embeddings", None), "the model's {} positions"
     own = config.engine.limit()
     if own is not None and (limit is None or own[1] < limit):
