@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.checks import canary, control
+from evoalign.checks import canary, control, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
 from evoalign.checks.signs import scripts
@@ -108,6 +108,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         check_scorer(config, task)
     except (ConfigError, ModelError) as error:
         standing.append(f"would be refused: {error}")
+    standing += heading.token_lines(config, task, data)
     dtype = estimate.served_dtype(config)
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
@@ -195,6 +196,7 @@ class _EvolutionStrategies:
     def open(self, session: Session) -> Mapping[str, Any]:
         for line in heading.opening(self.parts):
             session.tell(line)
+        prompts.check(self.config, self.parts.tokens, self.task, self.data)
         self._check_canary(session.done)
         if self.log is not None:
             self._check_resume(session, self.log)
