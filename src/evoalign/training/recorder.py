@@ -31,7 +31,7 @@ from evoalign.rundir.method import Method
 from evoalign.tasks import Split
 from evoalign.training import stopping
 
-DRAW_SHARE = 200
+DRAW_SHARE = 400
 """Figures are redrawn after this many times the last drawing's duration, and at the end."""
 SHOWN, LONGEST = 8, 1000
 """Number of completions sent to trackers at the start and at the end, and their length in characters."""
