@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import stat
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -40,6 +41,10 @@ CONVERT = (
     "which is not read (a pickle can run code); load it with transformers where you trust it, and write it with "
     "save_pretrained, which makes safetensors"
 )
+MOST_LAYERS = 1000
+"""Layers that a config.json may name before they are compared with the tensors of the files."""
+LAYERS = re.compile(r"(num|n|encoder|decoder)_(hidden_|encoder_|decoder_)?layers?")
+LOADING = threading.RLock()
 OTHER = {".h5": "weights of TensorFlow", ".msgpack": "weights of Flax"}
 _KINDS = {
     "ForMaskedLM": "an encoder, which does not generate text",
@@ -141,7 +146,7 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
 
     try:
         refuse_pickles(path, revision)
-        with without_bar(path):
+        with loading(path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 revision=revision,
@@ -166,7 +171,7 @@ def write_whole(
     """Write a model with the tensors of `state` put in, in `dtype`, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with without_bar(base):
+    with loading(base):
         model: Any = AutoModelForCausalLM.from_pretrained(
             base, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
@@ -180,18 +185,23 @@ def write_whole(
 
 
 @contextmanager
-def without_bar(path: str) -> Generator[None]:
-    """Hide transformers' progress bar for a model in a folder, but not for a download."""
+def loading(path: str) -> Generator[None]:
+    """Load models one at a time, and hide transformers' progress bar for a model in a folder, not for a download.
+
+    transformers replaces functions of torch while it makes a model: in two threads, it may report tensors as missing,
+    and keep the replaced functions for good.
+    """
     from transformers.utils import logging
 
-    if not Path(path).is_dir() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
+    with LOADING:
+        if not Path(path).is_dir() or not logging.is_progress_bar_enabled():
+            yield
+            return
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.enable_progress_bar()
 
 
 def check_whole(name: str, info: Mapping[str, Any]) -> None:
@@ -221,6 +231,8 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
     tree = read_settings(path, found)
     for name, value in _settings(tree):
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
+        if LAYERS.fullmatch(name) and isinstance(value, int) and value > MOST_LAYERS:
+            _refuse_layers(path, found.parent, name, value)
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
             raise ModelError(
                 f"model {path}: its config.json sets {name} to {shown(value)}, which is not allowed; remove "
@@ -228,6 +240,19 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
             )
     if writes:
         refuse_config(path, tree)
+
+
+def _refuse_layers(path: str, folder: Path, name: str, layers: int) -> None:
+    """Raise ModelError for more layers than tensors: transformers would make them all before it reads a file."""
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    if layers > tensors:
+        raise ModelError(
+            f"model {path}: its config.json sets {name} to {layers}, and its files have {tensors} tensors; fetch it "
+            "again"
+        )
 
 
 def _settings(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
