@@ -34,6 +34,7 @@ from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_an
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Measurement, Session, locked, place
@@ -192,12 +193,13 @@ class _Grpo:
         for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
         if not session.is_new:
-            self._check_resume(session.run, session.done)
+            self._check_resume(session)
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
+            "inputs": inputs_of(self.config, self.policy.tokens),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
             **origin.record(self.config.model),
             **saving.scored_by(self.task),
@@ -207,11 +209,17 @@ class _Grpo:
         """Remove trainer states that an earlier run may have left."""
         shutil.rmtree(states(session.run), ignore_errors=True)
 
-    def _check_resume(self, run: RunDir, done: int) -> None:
-        """Raise ResumeError if rows or the first evaluation are lost, or if the scorer's models changed."""
-        saving.check_scorer(run, self.task, _manifest(run).get("scorer_digest"))
-        if not run.read_metrics().keys() >= set(range(done)):
-            raise ResumeError(f"{run.metrics} lacks rows before step {done}; restore the file, or start another run")
+    def _check_resume(self, session: Session) -> None:
+        """Raise ResumeError if rows or the first evaluation are lost, or if the scorer's or the model's files changed;
+        warn of changed rewards."""
+        run, made = session.run, _manifest(session.run)
+        saving.check_scorer(run, self.task, made.get("scorer_digest"))
+        for line in check_inputs(run.path, made.get("inputs"), inputs_of(self.config, self.policy.tokens)):
+            session.tell(f"warning: {line}")
+        if not run.read_metrics().keys() >= set(range(session.done)):
+            raise ResumeError(
+                f"{run.metrics} lacks rows before step {session.done}; restore the file, or start another run"
+            )
         if read_completions(run, "before", self.task, self.data) is None:
             raise ResumeError(f"{run.completions('before')} is missing or damaged; restore it, or start another run")
 

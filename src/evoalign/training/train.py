@@ -48,6 +48,7 @@ from evoalign.setup import (
 )
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
 from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, place
@@ -262,6 +263,7 @@ class _EvolutionStrategies:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
         rebuilt = self._restore_rows(session, log)
+        self._tell_lost(session, len(log.generations) - 1)
         for line in self._course.unrecorded(log, session.run.rows):
             session.tell(line)
         self._end_if_due(session)
@@ -311,6 +313,8 @@ class _EvolutionStrategies:
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
         saving.check_scorer(session.run, self.task, header.scorer_digest)
+        for line in check_inputs(session.run.path, header.inputs, inputs_of(self.config, self.parts.tokens)):
+            tell(f"warning: {line}")
         before, now = (header.machine or {}).get("library", ""), self.parts.facts.library
         if header.machine is not None and before != now:
             tell(
@@ -342,6 +346,13 @@ class _EvolutionStrategies:
         session.run.replace_metrics(rows)
         return rebuilt
 
+    def _tell_lost(self, session: Session, last: int) -> None:
+        """Report a table of completions that the run was killed before it wrote: it is not made again."""
+        every, total = self.config.tracking.completions_every, self.config.es.num_generations
+        file = session.run.completions(f"generation_{last:04d}")
+        if last >= 0 and rows.completions_due(every, last, total) and not file.is_file():
+            session.tell(f"warning: the run ended before it wrote {file}; the completions of that generation are lost")
+
     def _record(self, session: Session, generation: Generation, noise_floor: Control | None) -> None:
         row = metrics_row(generation, self.task.weighted.by_name(list(generation.rewards)))
         row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
@@ -354,7 +365,7 @@ class _EvolutionStrategies:
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
-        if rows.completions_due(self.config.tracking.completions_every, generation):
+        if rows.completions_due(self.config.tracking.completions_every, generation.index, generation.total):
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
