@@ -193,7 +193,10 @@ class _Grpo:
         for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
         if not session.is_new:
-            self._check_resume(session)
+            self._check_resume(session.run, session.done)
+            recorded, found = _manifest(session.run).get("inputs"), inputs_of(self.config, self.policy.tokens)
+            for line in check_inputs(session.run.path, recorded, found):
+                session.tell(f"warning: {line}")
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
@@ -209,17 +212,11 @@ class _Grpo:
         """Remove trainer states that an earlier run may have left."""
         shutil.rmtree(states(session.run), ignore_errors=True)
 
-    def _check_resume(self, session: Session) -> None:
-        """Raise ResumeError if rows or the first evaluation are lost, or if the scorer's or the model's files changed;
-        warn of changed rewards."""
-        run, made = session.run, _manifest(session.run)
-        saving.check_scorer(run, self.task, made.get("scorer_digest"))
-        for line in check_inputs(run.path, made.get("inputs"), inputs_of(self.config, self.policy.tokens)):
-            session.tell(f"warning: {line}")
-        if not run.read_metrics().keys() >= set(range(session.done)):
-            raise ResumeError(
-                f"{run.metrics} lacks rows before step {session.done}; restore the file, or start another run"
-            )
+    def _check_resume(self, run: RunDir, done: int) -> None:
+        """Raise ResumeError if rows or the first evaluation are lost, or if the scorer's models changed."""
+        saving.check_scorer(run, self.task, _manifest(run).get("scorer_digest"))
+        if not run.read_metrics().keys() >= set(range(done)):
+            raise ResumeError(f"{run.metrics} lacks rows before step {done}; restore the file, or start another run")
         if read_completions(run, "before", self.task, self.data) is None:
             raise ResumeError(f"{run.completions('before')} is missing or damaged; restore it, or start another run")
 
