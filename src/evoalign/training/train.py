@@ -269,7 +269,7 @@ class _EvolutionStrategies:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
         rebuilt = self._restore_rows(session, log)
-        self._tell_lost(session, len(log.generations) - 1)
+        session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)
         for line in self._course.unrecorded(log, session.run.rows):
             session.tell(line)
         self._end_if_due(session)
@@ -352,13 +352,6 @@ class _EvolutionStrategies:
             rows[-1]["divergence"] = session.divergence_if_due()
         session.run.replace_metrics(rows)
         return rebuilt
-
-    def _tell_lost(self, session: Session, last: int) -> None:
-        """Report a table of completions that the run was killed before it wrote: it is not made again."""
-        every, total = self.config.tracking.completions_every, self.config.es.num_generations
-        file = session.run.completions(f"generation_{last:04d}")
-        if last >= 0 and rows.completions_due(every, last, total) and not file.is_file():
-            session.tell(f"warning: the run ended before it wrote {file}; the completions of that generation are lost")
 
     def _record(self, session: Session, generation: Generation, noise_floor: Control | None) -> None:
         row = metrics_row(generation, self.task.weighted.by_name(list(generation.rewards)))
