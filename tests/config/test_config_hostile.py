@@ -11,7 +11,7 @@ from evoalign.config import Config, from_dict, load
 from evoalign.config.reading import YAML_CHARACTERS, YAML_DEPTH, parse_yaml
 from evoalign.errors import ConfigError, shown
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 
 PLAIN = "es: {sigma: 0.1}\n"
 LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

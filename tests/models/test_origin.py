@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from copied_runs import rebind
 from families import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
@@ -358,6 +359,7 @@ def test_a_run_from_elsewhere_does_not_say_what_is_imported(run: tuple[Path, str
     mine = Path(shutil.copytree(run[0], tmp_path / "run"))
     text = (mine / "config.yaml").read_text()
     (mine / "config.yaml").write_text(text.replace("name: conciseness", "name: no_such_package.module:Task"))
+    rebind(mine)
     assert origin.origin(ModelConfig(name=str(mine))).adapters[-1] == saved_folders(mine)[-1]
 
 

@@ -272,8 +272,10 @@ def test_what_is_not_that_run_is_refused(run, tmp_path):
     shutil.copytree(run, copy)
     file = copy / "config.yaml"
     file.write_text(file.read_text().replace("population_size: 4", "population_size: 6"))
-    with pytest.raises(ResumeError, match=r"made with other settings: es.population_size is 4 in the run and 6 now"):
+    with pytest.raises(ConfigError, match=r"edited since .*: es.population_size is 4 in the run and 6 now"):
         evoalign.placebo(copy, shuffles=1)
+    with pytest.raises(ResumeError, match=r"made with other settings: es.population_size is 4 in the run and 6 now"):
+        evoalign.placebo(run, shuffles=1, config=file)
     with pytest.raises(ConfigError, match="0 shuffles"):
         evoalign.placebo(run, shuffles=0)
     with pytest.raises(JournalError, match="GRPO"):

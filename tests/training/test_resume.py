@@ -26,7 +26,7 @@ from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeEr
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.identity import differences
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 from evoalign.training import replay as replaying
 
 Traces = dict[str, Any]

@@ -35,6 +35,7 @@ from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_an
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Measurement, Session, locked, place
@@ -201,11 +202,15 @@ class _Grpo:
         self.policy.check_mean()
         if not session.is_new:
             self._check_resume(session.run, session.done)
+            recorded, found = _manifest(session.run).get("inputs"), inputs_of(self.config, self.policy.tokens)
+            for line in check_inputs(session.run.path, recorded, found):
+                session.tell(f"warning: {line}")
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
+            "inputs": inputs_of(self.config, self.policy.tokens),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
             **origin.record(self.config.model),
             **saving.scored_by(self.task),

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import stat
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -41,6 +42,10 @@ CONVERT = (
     "which is not read (a pickle can run code); load it with transformers where you trust it, and write it with "
     "save_pretrained, which makes safetensors"
 )
+MOST_LAYERS = 1000
+"""Layers that a config.json may name before they are compared with the tensors of the files."""
+LAYERS = re.compile(r"(num|n|encoder|decoder)_(hidden_|encoder_|decoder_)?layers?")
+LOADING = threading.RLock()
 OTHER = {".h5": "weights of TensorFlow", ".msgpack": "weights of Flax"}
 _KINDS = {
     "ForMaskedLM": "an encoder, which does not generate text",
@@ -142,7 +147,7 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
 
     try:
         refuse_pickles(path, revision)
-        with without_bar(path):
+        with loading(path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 revision=revision,
@@ -174,8 +179,8 @@ class WholeModel:
 
     def __call__(self, folder: Path, state: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the model with the tensors of `state` put in."""
+        self._load()
         with without_bar():
-            self._load()
             parameters, changed = dict[str, nn.Parameter](self._model.named_parameters()), list[nn.Parameter]()
             others = tensors_of(self._model)
             for name, tensor in state:
@@ -194,11 +199,23 @@ class WholeModel:
 
         if self._model is None:
             base, settings = self._base, {"revision": self._revision, "trust_remote_code": False}
-            self._model = AutoModelForCausalLM.from_pretrained(
-                base, dtype=self._dtype, use_safetensors=True, **settings
-            )
+            with loading(base):
+                self._model = AutoModelForCausalLM.from_pretrained(
+                    base, dtype=self._dtype, use_safetensors=True, **settings
+                )
             self._model.requires_grad_(False)
             self._tokenizer = AutoTokenizer.from_pretrained(base, **settings)
+
+
+@contextmanager
+def loading(path: str) -> Generator[None]:
+    """Load models one at a time, without a progress bar, see `without_bar`.
+
+    transformers replaces functions of torch while it makes a model: in two threads, it may report tensors as missing,
+    and keep the replaced functions for good.
+    """
+    with LOADING, without_bar(path):
+        yield
 
 
 @contextmanager
@@ -244,6 +261,8 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
     tree = read_settings(path, found)
     for name, value in _settings(tree):
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
+        if LAYERS.fullmatch(name) and isinstance(value, int) and value > MOST_LAYERS:
+            _refuse_layers(path, found.parent, name, value)
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
             raise ModelError(
                 f"model {path}: its config.json sets {name} to {shown(value)}, which is not allowed; remove "
@@ -251,6 +270,19 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
             )
     if writes:
         refuse_config(path, tree)
+
+
+def _refuse_layers(path: str, folder: Path, name: str, layers: int) -> None:
+    """Raise ModelError for more layers than tensors: transformers would make them all before it reads a file."""
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    if layers > tensors:
+        raise ModelError(
+            f"model {path}: its config.json sets {name} to {layers}, and its files have {tensors} tensors; fetch it "
+            "again"
+        )
 
 
 def _settings(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

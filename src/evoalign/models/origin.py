@@ -36,15 +36,16 @@ from typing import Any
 
 import torch
 
-from evoalign.config import ModelConfig, load
+from evoalign.config import ModelConfig
 from evoalign.config.reading import read_object
 from evoalign.config.secrets import public_path
 from evoalign.errors import DataError, EvoalignError, ModelError, RunExistsError, plain, shown
 from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, put_into, weights_of
-from evoalign.models.files import find, load_whole, place, read_settings, refuse_hooks, why_not
+from evoalign.models.files import LOADING, find, load_whole, place, read_settings, refuse_hooks, why_not
 from evoalign.rundir import checkpoint, files
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
+from evoalign.rundir.own import read_own
 
 FORM = 1
 """Version of the merge: a higher one makes all merged models anew."""
@@ -183,7 +184,7 @@ def _of_mean(name: str, saved: Path, base: str | None, depth: int, source: Sourc
     _verified(saved, signature(saved))
     if not (saved / ADAPTER_CONFIG).is_file():
         return Origin(str(saved), None, (str(saved), None), sources=(source,))
-    model = load([saved.resolve().parent.parent / "config.yaml"]).model
+    model = read_own(saved.resolve().parent.parent).model
     below = _below(name, "the config of the run", base, model, depth)
     return replace(below, adapters=(*below.adapters, saved), sources=(*below.sources, source))
 
@@ -264,7 +265,7 @@ def empty_model(config: ModelConfig) -> Any:
     hf = model_config(config)
     check_layers(config.name, hf)
     try:
-        with torch.device("meta"):
+        with LOADING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
     except Exception as error:
         raise ModelError(

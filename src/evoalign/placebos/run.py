@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign import evaluation
-from evoalign.config import Config, from_dict, load
+from evoalign.config import Config, from_dict
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import MissingError, read_object
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError, StoppedError
@@ -26,14 +27,16 @@ from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.files import refuse_links
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.replay import config_of, log_of, refuse_taken
 from evoalign.training.stopping import interruptible
 
 Progress = Callable[[int, int], None]
+logger = logging.getLogger(__name__)
 
 
 class PlacebosStoppedError(StoppedError):
@@ -163,7 +166,7 @@ def keep(run: Path, found: Placebos) -> str:
     end = log.generations[-1].weights_hash
     if found.generation != log.sealed or done.get("weights_hash") != end or done.get(MEASURING):
         return f"not saved: {run} is not finished, or {found.generation} generations are not all of it"
-    config, file = load([run / "config.yaml"]), run / placebo_file.PLACEBO
+    config, file = read_own(run), run / placebo_file.PLACEBO
     try:
         before = placebo_file.read(run, config)
     except DataError:
@@ -236,6 +239,8 @@ def open_run(
         folder = RunDir(path if path.is_dir() else path.parent)
         saving.check_data(folder, parts.task, parts.data, log.header.data_hash)
         saving.check_scorer(folder, parts.task, log.header.scorer_digest)
+        for line in check_inputs(path, log.header.inputs, inputs_of(parts.config, parts.tokens)):
+            logger.warning("warning: %s", line)
         yield Counterfactuals(parts, log, count, off)
 
 

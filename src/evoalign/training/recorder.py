@@ -22,7 +22,7 @@ from evoalign.evaluation import Evaluation
 from evoalign.report import figures
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
-from evoalign.report.rows import Row
+from evoalign.report.rows import Row, completions_due
 from evoalign.report.tables import shorten, visible
 from evoalign.report.terminal import print_line
 from evoalign.rewards.objective import aim, aim_of
@@ -146,6 +146,12 @@ class Recorder:
     def tell(self, line: str) -> None:
         """Print lines on the console."""
         tell(self.console, line)
+
+    def tell_lost(self, last: int, total: int) -> None:
+        """Report the table of completions that a run was killed before writing: it is not made again."""
+        file = self.run.completions(f"generation_{last:04d}")
+        if last >= 0 and completions_due(self.config.tracking.completions_every, last, total) and not file.is_file():
+            self.tell(f"warning: the run ended before it wrote {file}; the completions of that generation are lost")
 
     def _track(self, row: Mapping[str, Any]) -> None:
         for tracker in self.trackers:

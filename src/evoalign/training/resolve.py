@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, TaskConfig, from_dict, load
+from evoalign.config import Config, TaskConfig, from_dict
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import read_object
 from evoalign.engines import Engine
@@ -22,7 +22,8 @@ from evoalign.models.files import place
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
-from evoalign.rundir.method import MANIFEST, load_own, method_of
+from evoalign.rundir.method import MANIFEST, method_of
+from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Split, Task, with_sources
 from evoalign.tasks.data import parted_otherwise
@@ -157,7 +158,7 @@ def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
         mark = checkpoint.verify_policy(saved)
     else:
         mark = saving.checked(saved, journal.read(run / "journal.jsonl").whole())
-    made = load([run / "config.yaml"])
+    made = read_own(run)
     weights.check(saved, mark, config if made.space.names_code else made)
     return mark
 
@@ -170,7 +171,7 @@ def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Confi
     """
     if config is None:
         return load_own(run, skip=EVALUATION_SKIPS)
-    given, made = as_config(config), load([run / "config.yaml"])
+    given, made = as_config(config), read_own(run)
     found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
     check_parted(str(run), made.task, found.task, split)
     return found

@@ -42,6 +42,7 @@ from evoalign.setup import (
 )
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.mean import Mean
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
@@ -219,6 +220,7 @@ class _EvolutionStrategies:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
         rebuilt = self._restore_rows(session, log)
+        session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)
         for line in self._course.unrecorded(log, session.run.rows):
             session.tell(line)
         self._end_if_due(session)
@@ -269,6 +271,8 @@ class _EvolutionStrategies:
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
         saving.check_scorer(session.run, self.task, header.scorer_digest)
+        for line in check_inputs(session.run.path, header.inputs, inputs_of(self.config, self.parts.tokens)):
+            tell(f"warning: {line}")
         before, now = (header.machine or {}).get("library", ""), self.parts.facts.library
         if header.machine is not None and before != now:
             tell(
@@ -312,7 +316,7 @@ class _EvolutionStrategies:
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
-        if rows.completions_due(self.config.tracking.completions_every, generation):
+        if rows.completions_due(self.config.tracking.completions_every, generation.index, generation.total):
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")

@@ -10,14 +10,16 @@ import asyncio
 import hmac
 import logging
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +28,7 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from evoalign.config.scorer import DIGEST, ScorerConfig
 from evoalign.config.secrets import public_path
@@ -43,6 +46,12 @@ CONNECTIONS = 1024
 
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Allowed host names without a token. Any port is allowed, since a tunnel may change it."""
+HOST = re.compile(r"([^:\[\]]+|\[[^\[\]]*\])(?::[0-9]*)?")
+"""A name, or an IPv6 address in brackets, and a port."""
+HEADER_SECONDS = 10.0
+"""Maximum seconds for the headers of a request to arrive."""
+WAITING = 256
+"""Maximum connections whose headers have not arrived; for one more, the oldest of them is closed."""
 BODY_SECONDS = 30.0
 """Maximum seconds for a body to arrive."""
 DRAINED = 1 << 24
@@ -222,10 +231,7 @@ class Guard:
         headers = Headers(scope=scope)
         if not self._is_for_us(headers):
             answer = _refused(421, "unknown host name; use the address that the service was started with")
-        # Compared in constant time.
-        elif self._token is not None and not hmac.compare_digest(
-            headers.get("authorization", "").encode("latin-1"), self._token
-        ):
+        elif not self._has_token(headers):
             required = {"WWW-Authenticate": "Bearer"}
             answer = _refused(401, "the bearer token of the service is required", required)
         elif scope["method"] == "POST" and not headers.get("content-type", "").lower().startswith("application/json"):
@@ -252,10 +258,13 @@ class Guard:
         hosts = headers.getlist("host")
         if len(hosts) != 1:
             return False
-        host = hosts[0].lower()
-        name, _, port = host.partition("]:") if host.startswith("[") else host.partition(":")
-        name = f"{name.removesuffix(']')}]" if host.startswith("[") else name
-        return name in self._names and (port == "" or (port.isascii() and port.isdecimal()))
+        found = HOST.fullmatch(hosts[0])
+        return found is not None and found[1].lower() in self._names
+
+    def _has_token(self, headers: Headers) -> bool:
+        """Return whether a request has the token, compared in constant time, and no other credentials."""
+        given = headers.getlist("authorization")
+        return self._token is None or (len(given) == 1 and hmac.compare_digest(given[0].encode("latin-1"), self._token))
 
     async def _read(self, announced: str, receive: Receive) -> bytes | None:
         """Return the whole body, or None if it is too long."""
@@ -311,7 +320,7 @@ def serve(
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            http="h11",
+            http=_Connection,
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -332,6 +341,49 @@ def token_of(variable: str) -> str:
     return token
 
 
+class _Connection(H11Protocol):
+    """HTTP connection that is closed where the headers of a request take too long.
+
+    Until they are complete, it does not count as one of `CONNECTIONS`: any client without a token could hold all.
+    """
+
+    waiting: ClassVar[dict[_Connection, asyncio.TimerHandle]] = {}
+    """Connections without complete headers, the oldest first, with the timers that close them."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Wait for the headers."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the request if its headers are complete, or else wait for them."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # between two requests, or within the headers of one
+            self._wait()
+        else:
+            self._go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._go_on()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self.connections.discard(self)
+        if self not in self.waiting:
+            self.waiting[self] = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+        if len(self.waiting) > WAITING:
+            oldest = next(iter(self.waiting))
+            oldest._go_on()
+            oldest.transport.abort()
+
+    def _go_on(self) -> None:
+        timer = self.waiting.pop(self, None)
+        if timer is not None:
+            timer.cancel()
+            self.connections.add(self)
+
+
 class _Server(uvicorn.Server):
     """Uvicorn server that reports when it is ready, and ends the service on shutdown."""
 
@@ -345,6 +397,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.end()
+        for connection in list(_Connection.waiting):
+            connection.transport.abort()
         await super().shutdown(sockets)
 
 
