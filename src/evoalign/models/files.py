@@ -25,7 +25,7 @@ from evoalign.config.outside import is_hub_name
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import tiny
-from evoalign.models.tensors import tensors_of
+from evoalign.models.tensors import foreign_prefix, tensors_of
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
@@ -197,7 +197,11 @@ def without_bar(path: str) -> Generator[None]:
 def check_whole(name: str, info: Mapping[str, Any]) -> None:
     """Raise ModelError where transformers reports that a tensor is missing, or has another shape."""
     if info["missing_keys"]:
-        raise ModelError(f"model {name} does not load: its files lack {min(info['missing_keys'])}; fetch it again")
+        missing, there = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if other := next(((own, key) for own in missing for key in there if key.endswith(f".{own}")), None):
+            remedy = foreign_prefix([other[1]]) or "save the model without the first part of the names"
+            raise ModelError(f"model {name} does not load: its files have {shown(other[1])} for {other[0]}; {remedy}")
+        raise ModelError(f"model {name} does not load: its files lack {missing[0]}; fetch it again")
     if info["mismatched_keys"]:
         tensor, found, wanted = min(info["mismatched_keys"])
         raise ModelError(

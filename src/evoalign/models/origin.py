@@ -46,7 +46,7 @@ from evoalign.rundir import checkpoint, files
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
 
-FORM = 1
+FORM = 2
 """Version of the merge: a higher one makes all merged models anew."""
 SHARD = "5GB"
 RECORD = "merged.json"
