@@ -168,10 +168,11 @@ FORMS = [
     ("content in parts", jsonl({"prompt": [{"role": "user", "content": [{"type": "text", "text": t} for t in "Hi"]}]}),
      {}, [{"prompt": [ASKED]}]),
     # what is refused
-    ("Alpaca's input", jsonl(ALPACA), {"columns": {"prompt": "instruction"}}, "line 1: input is '2 and 2', which is not "
-     "in the prompt (the column instruction); write one column with both"),
+    ("Alpaca's input", jsonl(ALPACA), {"columns": {"prompt": "instruction"}},
+     "line 1: input is '2 and 2', which is not in the prompt (the column instruction); write one column with both"),
     ("Alpaca as it is", jsonl(ALPACA), {}, "line 1: input is '2 and 2', which is not in the prompt"),
-    ("a system column of a text", jsonl({"prompt": "Hi", "system": "Be brief."}), {}, "system is 'Be brief.', which is"),
+    ("a system column of a text", jsonl({"prompt": "Hi", "system": "Be brief."}), {},
+     "system is 'Be brief.', which is not in the prompt"),
     ("a history of a text", jsonl({"prompt": "Hi", "history": [["a", "b"]]}), {}, "history is [['a', 'b']], which is"),
     ("a text column named message", file("a.csv", b"message,intent,city\nHi,a,b\n"), {},
      "no prompt; found message, intent, city; set task.columns: {prompt: message}"),

@@ -6,22 +6,18 @@ Weights are read from safetensors only, and no code of a model is run.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import socket
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from evoalign.config.outside import is_hub_name
+from evoalign.config.outside import is_hub_name, look_for_hub
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import tiny
@@ -274,22 +270,6 @@ def why_not(error: Exception) -> str:
     if "file named model.safetensors" in line:
         return "it has no model.safetensors, and weights in any other form are not read; convert it to safetensors"
     return line
-
-
-@functools.cache
-def look_for_hub() -> bool:
-    """Return whether the hub can be reached; if not, set it offline, since its library would retry for over a
-    minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        return False
-    return True
 
 
 def not_cached(error: Exception) -> str | None:

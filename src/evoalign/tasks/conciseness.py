@@ -40,7 +40,7 @@ class Conciseness(Task):
         )
         if (self.config.train_size or 0) > 2:
             raise DataError(f"task.train_size is {self.config.train_size}, but {few}")
-        self.notes = [f"warning: {few}"]
+        self.notes = [few]
         return data.load(self.config, seed, self._check, self.shipped)
 
     def prompt(self, example: Example) -> Prompt:

@@ -159,7 +159,8 @@ class Math(Questions):
         """Return the row with `answer` as text: the number 142.0 of AMC is 142, a list of OlympiadBench is joined."""
         given: Any = row.get("answer")
         parts: list[Any] = given if isinstance(given, list) else [given]
-        if not parts or not all(isinstance(part, str | int | float) and not isinstance(part, bool) for part in parts):
+        kinds = (str, int, float)
+        if not parts or any(type(part) not in kinds or part != part for part in parts):  # NaN is not itself
             return row
         whole = (int(p) if isinstance(p, float) and p.is_integer() else p for p in parts)
         return row | {"answer": ", ".join(str(part).strip() for part in whole)}
