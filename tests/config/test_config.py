@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from evoalign.config import Config, from_dict, load, to_yaml
+from evoalign.config.load import parse_overrides
 from evoalign.config.schema import schema as json_schema
 from evoalign.errors import ConfigError
 

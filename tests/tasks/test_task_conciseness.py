@@ -75,7 +75,9 @@ def test_bad_rows_are_named(tmp_path, row, message):
 
 
 def test_the_two_default_rows_are_named_with_a_larger_file():
-    with pytest.raises(DataError, match="task.train_size is 40, but task.train_data is not set, .* 2 published rows"):
+    with pytest.raises(
+        DataError, match=r"task\.train_size is 40, but task\.train_data is not set, .* 2 published rows"
+    ):
         task(train_size=40).load_data(0)
     made = task()
     assert len(made.load_data(0).train) == 2 and "questions_train.json for 203" in made.notes[0]

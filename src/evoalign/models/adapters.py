@@ -82,7 +82,8 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
             adapted: Any = get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
             found: Any = set_peft_model_state_dict(adapted, state)
         if head is not None:  # after PEFT has tied what the adapter ties, and before it merges
-            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+            untied: Any = head
+            untied.weight = nn.Parameter(untied.weight.detach().clone(), requires_grad=False)
     except ModelError:
         raise
     except Exception as error:  # PEFT raises many types for damaged files
