@@ -6,28 +6,24 @@ Weights are read from safetensors only, and no code of a model is run.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import socket
 import stat
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from evoalign.config.outside import is_hub_name
+from evoalign.config.outside import is_hub_name, look_for_hub
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import tiny
-from evoalign.models.tensors import tensors_of
+from evoalign.models.tensors import foreign_prefix, tensors_of
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
@@ -237,7 +233,11 @@ def without_bar(path: str | None = None) -> Generator[None]:
 def check_whole(name: str, info: Mapping[str, Any]) -> None:
     """Raise ModelError where transformers reports that a tensor is missing, or has another shape."""
     if info["missing_keys"]:
-        raise ModelError(f"model {name} does not load: its files lack {min(info['missing_keys'])}; fetch it again")
+        missing, there = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if other := next(((own, key) for own in missing for key in there if key.endswith(f".{own}")), None):
+            remedy = foreign_prefix([other[1]]) or "save the model without the first part of the names"
+            raise ModelError(f"model {name} does not load: its files have {shown(other[1])} for {other[0]}; {remedy}")
+        raise ModelError(f"model {name} does not load: its files lack {missing[0]}; fetch it again")
     if info["mismatched_keys"]:
         tensor, found, wanted = min(info["mismatched_keys"])
         raise ModelError(
@@ -325,22 +325,6 @@ def why_not(error: Exception) -> str:
     if "file named model.safetensors" in line:
         return "it has no model.safetensors, and weights in any other form are not read; convert it to safetensors"
     return line
-
-
-@functools.cache
-def look_for_hub() -> bool:
-    """Return whether the hub can be reached; if not, set it offline, since its library would retry for over a
-    minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        return False
-    return True
 
 
 def not_cached(error: Exception) -> str | None:

@@ -47,7 +47,7 @@ from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.rundir.own import read_own
 
-FORM = 1
+FORM = 2
 """Version of the merge: a higher one makes all merged models anew."""
 SHARD = "5GB"
 RECORD = "merged.json"

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from evoalign.config.reading import read_object
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError, plain
 from evoalign.evaluation import Evaluation
+from evoalign.models.adapters import weights_of
 from evoalign.models.files import place
+from evoalign.models.tensors import open_file
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
@@ -227,7 +230,17 @@ def _peft_config(file: Path) -> dict[str, Any] | None:
         odd = [name for name in NOT_PLAIN if peft.get(name)]
     except (DataError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
-    return peft if plain and not odd and peft.get("bias", "none") == "none" else None
+    is_plain = plain and not odd and peft.get("bias", "none") == "none"
+    return peft if is_plain and _has_only_factors(weights_of(file.parent), peft["target_modules"]) else None
+
+
+def _has_only_factors(file: Path, modules: Sequence[str]) -> bool:
+    """Return whether all tensors of an adapter are factors of these modules in the model's layers."""
+    names = (key.partition(".lora_") for key in open_file(file).keys())  # noqa: SIM118 (no mapping)
+    return all(
+        factor in ("A.weight", "B.weight") and path.rpartition(".")[2] in modules and re.search(r"\.\d+\.", path)
+        for path, _, factor in names
+    )
 
 
 def _with_model(config: Config, name: str | Path) -> Config:
