@@ -196,6 +196,7 @@ class _Grpo:
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
+            "task_notes": list(self.task.notes),
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
