@@ -127,7 +127,7 @@ def _bias(found: Estimate) -> str:
 
 
 def draw(found: Ratings, folder: Path) -> list[Path]:
-    """Draw `ratings.png` and `ratings.svg`, each model's rating with its interval in the first `MOST` dimensions, and the
+    """Draw `ratings.png` and `.svg`, each model's rating with its interval in the first `MOST` dimensions, and the
     plane of helpfulness and harmlessness.
     """
     drawn = found.dimensions[:MOST]
