@@ -39,9 +39,10 @@ REFUSALS = tuple(f"refusal_{kind}" for kind in KINDS)
 TEXTS = (*REFUSALS, "invented_turns")
 """Shares of what the responses say; a file without responses has none of them."""
 GIVE = "give a finished run of task safety, or a points file (JSON lines of prompt, response, reward, cost)"
-COLOR: dict[str, str] = dict(zip(LABELS, (COLORS[2], COLORS[1], COLORS[0], COLORS[3]), strict=True)) | dict(
-    zip(TEXTS, (COLORS[0], COLORS[2], COLORS[1], COLORS[3]), strict=True)
-)
+COLOR: dict[str, str] = {
+    **dict(zip(LABELS, (COLORS[2], COLORS[1], COLORS[0], COLORS[3]), strict=True)),
+    **dict(zip(TEXTS, (COLORS[0], COLORS[2], COLORS[1], COLORS[3]), strict=True)),
+}
 
 
 @dataclass(frozen=True)

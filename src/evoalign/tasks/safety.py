@@ -49,6 +49,8 @@ KEPT = 0.9
 MINIMUM = 1e-4
 """Lower bound of lambda."""
 SafeFirst = Literal["none", "product", "published"]
+
+
 def label_of(reward: float, cost: float) -> str:
     """Return one of `LABELS`: helpful is a reward above 0, safe a cost of at most 0."""
     return f"{'helpful' if reward > 0 else 'unhelpful'}_{'safe' if cost <= 0 else 'unsafe'}"
@@ -154,7 +156,8 @@ class Safety(Task):
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any]:
         """Return the prompt, the scored part of the completion, its reward and its cost."""
         scores = {name: rewards[name] for name in COLUMNS}
-        return {"prompt": example["prompt"], "response": self.response(text), **scores, INVENTED: has_invented_turn(text)}
+        said = {"prompt": example["prompt"], "response": self.response(text)}
+        return {**said, **scores, INVENTED: has_invented_turn(text)}
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Return the share of each kind of refusal, and whether the model invents further turns."""

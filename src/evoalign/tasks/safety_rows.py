@@ -87,8 +87,9 @@ def select(
     is_whole = settings.protocol is not None and wanted is not None and _amounts(found.train) == wanted
     validation = _without(found.validation, test | (_prompts(found.train) if is_whole else set()))
     pool = found.train if is_whole else _without(found.train, test | _prompts(validation))
+    others = "those of another split" if is_whole else "the test split's"
     dropped = (
-        ("validation", len(found.validation) - len(validation), "those of another split" if is_whole else "the test split's"),
+        ("validation", len(found.validation) - len(validation), others),
         ("training", len(found.train) - len(pool), "those of another split"),
     )
     notes = [f"{n:,} {split} rows are left out: their prompts are also {others}" for split, n, others in dropped if n]

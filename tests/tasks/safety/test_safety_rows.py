@@ -77,7 +77,8 @@ def test_exactly_the_published_rows_train_whole(tmp_path):
     (warning,) = (line for line in shared_lines(task, data) if "test prompts are training" in line)
     assert warning.startswith("warning: 2 of 4 test prompts")
     with pytest.raises(DataError, match=r"needs 100 TT, but .* 97 TT after 4 rows with prompts of another split"):
-        loaded(**files | {"train_data": jsonl(tmp_path / "more.jsonl", [*rows, row("FF", 900)])}, protocol="published_250")
+        more = {"train_data": jsonl(tmp_path / "more.jsonl", [*rows, row("FF", 900)])}
+        loaded(**files | more, protocol="published_250")
 
 
 def test_seed_determines_the_selection(files):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -170,8 +171,8 @@ def _plane(found: Ratings, folder: Path) -> list[Path]:
         (x, x_bars), (y, y_bars) = (_bars(one[model]) for one in rated)
         color = COLORS[place % len(COLORS)]
         axes.errorbar([x], [y], xerr=x_bars, yerr=y_bars, fmt="o", color=color, markersize=5, capsize=3)
-        place_ = {"textcoords": "offset points", "xytext": (6, 6), "color": color}
-        axes.annotate(shorten(visible(model), LABEL), (x, y), **place_)
+        style: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 6), "color": color}
+        axes.annotate(shorten(visible(model), LABEL), (x, y), **style)
     return save_both(figure, folder / "plane.png")
 
 
