@@ -176,6 +176,11 @@ class Policy:
         cost = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
         return found, cost + time_cost(seconds, 1, budget.peak_memory(str(self.device)))
 
+    def check_mean(self) -> None:
+        """Raise ModelError if the engine does not compute the model as transformers does; see `Engine.check_mean`."""
+        with self._as_served():
+            self.engine.check_mean()
+
     def divergence(self) -> Divergence:
         """Return the KL of the policy from the base model; the first call loads a copy of the base model."""
         with self._as_served():

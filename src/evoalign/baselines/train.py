@@ -20,6 +20,7 @@ from evoalign.baselines import planning, settings
 from evoalign.baselines.policy import Policy, died_early, finished, refuse_differences
 from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
+from evoalign.checks import prompts
 from evoalign.config import Config, LoraConfig
 from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
@@ -148,6 +149,7 @@ class _Grpo:
         self.config, self.task, self.data, self.given = config, task, data, given
         self.state, self.resumed_at = state or (None, None)
         tokens_ = tokens.load(config.model)
+        prompts.check(config, tokens_, task, data, settings.longest(config))
         self.trainer = make_trainer(config, tokens_, task, data, self._rewards, self._rollouts)
         processes = self.trainer.accelerator.num_processes
         self.policy = self.mean = Policy(config, tokens_, task, data, self.trainer.model, processes)
@@ -188,9 +190,15 @@ class _Grpo:
             *planning.step_lines(self.config),
             *planning.work_lines(self.config)[:1],
         ]
-        lines = [*gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
+        lines = [
+            *heading.stop_lines(self.policy.tokens),
+            *gold_lines(self.task, self.data),
+            *known,
+            *planning.default_lines(self.config),
+        ]
         for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
+        self.policy.check_mean()
         if not session.is_new:
             self._check_resume(session.run, session.done)
         dtype = str(self.policy.dtype).removeprefix("torch.")

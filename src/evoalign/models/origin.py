@@ -273,8 +273,13 @@ def empty_model(config: ModelConfig) -> Any:
 
 
 def check_layers(name: str, config: Any) -> None:
-    """Raise ModelError for a model without layers, which transformers would silently make."""
-    count = int(getattr(config.get_text_config(), "num_hidden_layers", 1))
+    """Raise ModelError for a model without layers, which transformers would silently make, or with several stacks."""
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise ModelError(
+            f"model {name} ({config.model_type}) has no num_hidden_layers in its config.json: it is not one stack of "
+            "layers; choose another model"
+        )
     if count < 1:
         raise ModelError(f"model {name}: its config.json has {count} layers; fetch it again")
 

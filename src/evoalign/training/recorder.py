@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -28,6 +29,7 @@ from evoalign.rewards.objective import aim, aim_of
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.tasks import Split
+from evoalign.training import stopping
 
 DRAW_SHARE = 200
 """Figures are redrawn after this many times the last drawing's duration, and at the end."""
@@ -73,7 +75,9 @@ class Recorder:
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
         self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
-        self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=labels.words.aim)
+        stops, words = config.stopping, labels.words
+        limit = math.inf if stops is None or stops.max_hours is None else 3600 * stops.max_hours
+        self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=words.aim, limit=limit)
 
     def start(self, at: int | None, missed: Sequence[Mapping[str, Any]] = ()) -> None:
         """Start the trackers of a run with `at` rows (None: new) and send the rows they missed. Raises ConfigError."""
@@ -82,6 +86,7 @@ class Recorder:
             self._track(row)
 
     def __enter__(self) -> Recorder:
+        self._display.spent = stopping.seconds(self.run.rows)
         self._display.__enter__()
         return self
 
