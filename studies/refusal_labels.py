@@ -5,7 +5,7 @@
     python studies/refusal_labels.py [--show] [FILE ...]
 
 A FILE has a JSON object per line with `text` and `kind` (template, with_help, citing, or null for no refusal). Without
-one, these are refusal_labels.jsonl (125 short answers; the rules were written by its half `rules`) and
+one, these are refusal_labels.jsonl (125 short answers; since the rules were extended, neither half is held out) and
 tests/tasks/safety/refusals.jsonl (answers in the forms of base and chat models; the sets `first` and `second` were
 labelled before the rules for these forms existed, each later set before the rules were extended to it). `--show` prints
 the rows on which rules and labels differ.
