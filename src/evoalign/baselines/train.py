@@ -208,6 +208,7 @@ class _Grpo:
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
+            "task_notes": list(self.task.notes),
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
             "inputs": inputs_of(self.config, self.policy.tokens),

@@ -204,6 +204,7 @@ class _EvolutionStrategies:
         return {
             "engine": dataclasses.asdict(self.parts.facts),
             "task": {"name": self.task.name, "given_as": self.given},
+            "task_notes": list(self.task.notes),
             **origin.record(self.config.model),
             **saving.scored_by(self.task),
         }

@@ -85,6 +85,42 @@ def apart(direct, many):
     )  # fmt: skip
 
 
+def test_published_clients_get_scores_in_their_form(served, direct):
+    """Routes /score_batch and /score_texts; prompts may be in the template, texts may end with the end token."""
+    prompts, responses = pairs(4)
+    wanted = direct.score(prompts, responses)
+    texts = [f"BEGINNING OF CONVERSATION: USER: {p} ASSISTANT:{r}" for p, r in zip(prompts, responses, strict=True)]
+    formed = [one.removesuffix(response) for one, response in zip(texts, responses, strict=True)]
+    bodies = [("score_batch", {"prompts": p, "responses": responses}) for p in (prompts, formed)]
+    bodies += [("score_texts", {"texts": t}) for t in (texts, [f"{one}</s>" for one in texts])]
+    for route, body in bodies:
+        found = httpx.post(f"{served.url}/{route}", json=body, timeout=SECONDS).json()
+        assert found.keys() == {"rewards", "costs"}
+        assert found["rewards"] == pytest.approx(wanted["reward"], abs=1e-3), body
+        assert found["costs"] == pytest.approx(wanted["cost"], abs=1e-3)
+    for route, body in (("score_batch", {"prompts": [], "responses": []}), ("score_texts", {"texts": []})):
+        assert httpx.post(f"{served.url}/{route}", json=body, timeout=SECONDS).json() == {"rewards": [], "costs": []}
+
+
+@pytest.mark.parametrize(("route", "body", "status"), [
+    ("score_texts", {"texts": ["of no template"]}, 422), ("score_texts", {"texts": [1]}, 422),
+    ("score_texts", {"prompts": [], "responses": []}, 422), ("score_batch", {"texts": ["a"]}, 422),
+    ("score_batch", {"prompts": ["a"], "responses": []}, 422),
+    ("score_batch", {"prompts": ["a"] * 1025, "responses": ["b"] * 1025}, 413),
+    ("score_texts", {"texts": ["BEGINNING OF CONVERSATION: USER: a ASSISTANT:b"] * 1025}, 413),
+])  # fmt: skip
+def test_routes_of_published_clients_have_the_same_limits(route, body, status, served):
+    found = httpx.post(f"{served.url}/{route}", json=body, timeout=SECONDS)
+    assert found.status_code == status and "of no template" not in found.text
+
+
+def test_routes_of_published_clients_need_the_token(waiting):
+    for route in ("score_batch", "score_texts"):
+        assert httpx.post(f"{waiting.url}/{route}", json={"texts": []}, timeout=SECONDS).status_code == 401
+    answer = httpx.post(f"{waiting.url}/score_texts", json={"texts": []}, headers=BEARER, timeout=SECONDS)
+    assert answer.status_code == 200
+
+
 @pytest.mark.slow
 def test_a_thousand_requests_keep_their_scores(served, direct):
     prompts, responses, wanted = apart(direct, 1000)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scorer as an HTTP service: POST /score, GET /health, GET /metrics, GET /openapi.json.
 
+POST /score_batch and /score_texts take and answer requests in the form of published clients of Safe RLHF scorers.
 `serve` is `evoalign score serve`. `Guard` checks requests before the service reads them.
 """
 
@@ -14,9 +15,10 @@ import re
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import h11
@@ -30,7 +32,7 @@ from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from evoalign.config.scorer import DIGEST, ScorerConfig
+from evoalign.config.scorer import DIGEST, PROMPT, RESPONSE, ScorerConfig
 from evoalign.config.secrets import public_path
 from evoalign.errors import ConfigError, RewardError
 from evoalign.http import is_loopback
@@ -84,6 +86,24 @@ class Lists(BaseModel, extra="forbid"):
         return self
 
 
+class Texts(BaseModel, extra="forbid"):
+    """Pairs as texts of the service's template, such as `BEGINNING OF CONVERSATION: USER: .. ASSISTANT:..`."""
+
+    texts: list[str]
+
+
+class Plural(BaseModel):
+    """Scores in the form of published services."""
+
+    rewards: list[float]
+    costs: list[float] | None = None
+
+
+PLURAL = {"reward": "rewards", "cost": "costs"}
+END = "</s>"
+"""End token of the published models, which their clients may add to a text; the service adds the model's own."""
+
+
 class Scores(BaseModel):
     """Finite numbers per column, in the order of the pairs."""
 
@@ -91,7 +111,9 @@ class Scores(BaseModel):
     cost: list[float] | None = None
 
 
-_KEYS = frozenset({"body", *Items.model_fields, *Lists.model_fields, *Item.model_fields, "Items", "Lists"})
+_KEYS = frozenset(
+    {"body", *Items.model_fields, *Lists.model_fields, *Item.model_fields, *Texts.model_fields, "Items", "Lists"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +140,9 @@ class Service:
             title="evoalign scorer", version=__version__, docs_url=None, redoc_url=None, lifespan=self._lifespan
         )
         self.app.post("/score", response_model=Scores, response_model_exclude_none=True)(self.score)
+        plural: dict[str, Any] = {"response_model": Plural, "response_model_exclude_none": True}
+        self.app.post("/score_batch", **plural)(self.score_batch)
+        self.app.post("/score_texts", **plural)(self.score_texts)
         self.app.get("/health")(self.health)
         self.app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         self.app.exception_handler(RequestValidationError)(self._unread)
@@ -136,15 +161,43 @@ class Service:
 
     async def score(self, body: Lists | Items) -> Response:
         """Score pairs: numbers per column, in the order of the pairs."""
+        if isinstance(body, Items):
+            body = Lists(prompts=[i.prompt for i in body.items], responses=[i.response for i in body.items])
+        return await self._timed(body)
+
+    async def score_batch(self, body: Lists) -> Response:
+        """Score pairs for a published client. A prompt may already be in the service's template."""
+        split = [self._split(prompt + response) for prompt, response in zip(body.prompts, body.responses, strict=True)]
+        given = zip(body.prompts, body.responses, strict=True)
+        return await self._timed(_lists(one or pair for one, pair in zip(split, given, strict=True)), PLURAL)
+
+    async def score_texts(self, body: Texts) -> Response:
+        """Score texts of the service's template for a published client."""
+        split = [self._split(text) for text in body.texts]
+        if None in split:
+            self.meter.statuses[422] += 1
+            return _refused(422, f"text {split.index(None)} is not of the service's template; see /health")
+        return await self._timed(_lists(one for one in split if one is not None), PLURAL)
+
+    def _split(self, text: str) -> tuple[str, str] | None:
+        """Return prompt and response of a text in the template, which the scorer joins again; else None."""
+        before, is_text, rest = self._scorer.template.partition(PROMPT)
+        between, _, after = rest.partition(RESPONSE)
+        text = text.removesuffix(END)
+        if not (is_text and between and text.startswith(before) and text.endswith(after)):
+            return None
+        prompt, is_pair, response = text[len(before) : len(text) - len(after)].partition(between)
+        return (prompt, response) if is_pair else None
+
+    async def _timed(self, body: Lists, names: Mapping[str, str] = MappingProxyType({})) -> Response:
         begun = time.monotonic()
-        answer = await self._answer(body)
+        answer = await self._answer(body, names)
         self.meter.statuses[answer.status_code] += 1
         self.meter.seconds.add(time.monotonic() - begun)
         return answer
 
-    async def _answer(self, body: Lists | Items) -> Response:
-        if isinstance(body, Items):
-            body = Lists(prompts=[i.prompt for i in body.items], responses=[i.response for i in body.items])
+    async def _answer(self, body: Lists, names: Mapping[str, str]) -> Response:
+        """Score pairs; `names` renames columns."""
         if len(body.prompts) > self._limits.queue:
             return _refused(413, f"{len(body.prompts)} pairs exceed the queue of {self._limits.queue}; send fewer")
         try:
@@ -158,7 +211,7 @@ class Service:
             logger.error("scoring failed: %s", type(error).__name__)
             return JSONResponse({"detail": f"scoring failed: {type(error).__name__}", "again": True}, 500)
         self.meter.cut = self._scorer.cut
-        return JSONResponse(found, headers={DIGEST: self._digest})
+        return JSONResponse({names.get(c, c): list(v) for c, v in found.items()}, headers={DIGEST: self._digest})
 
     async def health(self) -> Response:
         """Describe the scorer. The status is 200, or 503 during shutdown."""
@@ -203,6 +256,11 @@ class Service:
             },
             422,
         )
+
+
+def _lists(pairs: Iterable[tuple[str, str]]) -> Lists:
+    both = list(pairs)
+    return Lists(prompts=[prompt for prompt, _ in both], responses=[response for _, response in both])
 
 
 def _refused(status: int, words: str, headers: dict[str, str] | None = None) -> Response:
