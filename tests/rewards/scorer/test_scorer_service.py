@@ -21,6 +21,7 @@ from evoalign.rewards.scorer.client import Service
 from evoalign.rewards.scorer.models import Local
 
 service = pytest.importorskip("evoalign.rewards.scorer.service")
+guard = pytest.importorskip("evoalign.rewards.scorer.guard")
 uvicorn = pytest.importorskip("uvicorn")
 TOKEN = {"SCORER_TOKEN_OF_TEST": "0123456789abcdef0123"}
 VARIABLE = next(iter(TOKEN))
@@ -296,7 +297,7 @@ def test_half_sent_requests_take_no_place_of_those_with_a_token(waiting):
             half[-1].sendall(HALF)
         for _ in range(3):
             assert httpx.get(f"{waiting.url}/health", headers=BEARER, timeout=SECONDS).status_code == 200
-        assert all(is_closed(one) for one in half[: HALF_OPEN - service.WAITING - 3]), "the oldest ones"
+        assert all(is_closed(one) for one in half[: HALF_OPEN - guard.WAITING - 3]), "the oldest ones"
     finally:
         for one in half:
             one.close()
@@ -315,7 +316,7 @@ def is_closed(connection):
 )
 def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch):
     """Also where a byte of them arrives now and then."""
-    monkeypatch.setattr("evoalign.rewards.scorer.service.HEADER_SECONDS", 0.5)
+    monkeypatch.setattr("evoalign.rewards.scorer.guard.HEADER_SECONDS", 0.5)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -325,7 +326,7 @@ def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch)
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60)
         state = uvicorn.server.ServerState()
         server = await asyncio.get_running_loop().create_server(
-            lambda: service._Connection(config, state, {}), "127.0.0.1", 0
+            lambda: guard.Connection(config, state, {}), "127.0.0.1", 0
         )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(sent)
@@ -335,7 +336,7 @@ def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch)
             assert time.monotonic() < begun + SECONDS
         writer.close()
         server.close()
-        assert not service._Connection.waiting and not state.connections
+        assert not guard.Connection.waiting and not state.connections
         return answer
 
     answer = asyncio.run(closed())
