@@ -213,27 +213,6 @@ def test_a_missing_or_wrong_token_is_refused(waiting, monkeypatch):
     assert TOKEN[VARIABLE] not in waiting.said
 
 
-def test_full_queue_returns_429_shutdown_finishes_requests_and_logs_have_no_text(waiting, direct):
-    prompts, responses = pairs(40)
-    prompts[0], responses[0] = "zqxtext", "zqx"
-    body = {"prompts": prompts, "responses": responses}
-    unread = httpx.post(f"{waiting.url}/score", json={"prompts": ["zqxtext"]}, headers=BEARER, timeout=SECONDS)
-    nowhere = httpx.get(f"{waiting.url}/zqxpath?zqx=zqx", headers=BEARER, timeout=SECONDS)
-    assert (unread.status_code, nowhere.status_code) == (422, 404)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(httpx.post, f"{waiting.url}/score", json=body, headers=BEARER, timeout=SECONDS)
-        until(lambda: count(waiting.url, "queue_length", BEARER) == 40, "the first request does not arrive")
-        second = httpx.post(f"{waiting.url}/score", json=body, headers=BEARER)
-        assert second.status_code == 429 and 1 <= int(second.headers["Retry-After"]) <= 60
-        assert count(waiting.url, "refused_total", BEARER) == 1
-        assert waiting.stop() == 0
-        answer = first.result()
-    assert waiting.said == f"{waiting.url} is ready\nended\n"
-    assert answer.status_code == 200
-    for column, scores in direct.score(prompts, responses).items():
-        assert answer.json()[column] == pytest.approx(scores, abs=1e-3)
-
-
 def test_client_continues_after_a_service_restart(place, direct):
     prompts, responses = pairs(20)
     first = Served(place, *words(place, "--batch-size", "64", "--max-wait", "600"))
@@ -351,3 +330,25 @@ async def dripped(reader, writer):
         part = await asyncio.wait_for(reader.read(4096), 0.1)
         return part or None
     return None if reader.at_eof() or reader.exception() else b""
+
+
+def test_full_queue_returns_429_shutdown_finishes_requests_and_logs_have_no_text(waiting, direct):
+    """The last test of this service, which it ends."""
+    prompts, responses = pairs(40)
+    prompts[0], responses[0] = "zqxtext", "zqx"
+    body = {"prompts": prompts, "responses": responses}
+    unread = httpx.post(f"{waiting.url}/score", json={"prompts": ["zqxtext"]}, headers=BEARER, timeout=SECONDS)
+    nowhere = httpx.get(f"{waiting.url}/zqxpath?zqx=zqx", headers=BEARER, timeout=SECONDS)
+    assert (unread.status_code, nowhere.status_code) == (422, 404)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(httpx.post, f"{waiting.url}/score", json=body, headers=BEARER, timeout=SECONDS)
+        until(lambda: count(waiting.url, "queue_length", BEARER) == 40, "the first request does not arrive")
+        second = httpx.post(f"{waiting.url}/score", json=body, headers=BEARER)
+        assert second.status_code == 429 and 1 <= int(second.headers["Retry-After"]) <= 60
+        assert count(waiting.url, "refused_total", BEARER) == 1
+        assert waiting.stop() == 0
+        answer = first.result()
+    assert waiting.said == f"{waiting.url} is ready\nended\n"
+    assert answer.status_code == 200
+    for column, scores in direct.score(prompts, responses).items():
+        assert answer.json()[column] == pytest.approx(scores, abs=1e-3)
