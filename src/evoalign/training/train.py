@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import evolve, spaces, tracking
+from evoalign import evolve, shaping, spaces, tracking
 from evoalign.checks import canary, control, divergence
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
@@ -131,7 +131,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
 def _place(config: Config, *, resume: bool) -> RunDir:
     """Return the run directory of ES. Raises ResumeError, ConfigError for a run or a config of GRPO."""
     run = place(config, "es", resume=resume)
-    _ = config.es  # raises ConfigError if missing
+    shaping.load(config.es.shaping)  # raises ConfigError if it, or the section, is missing
     return run
 
 
