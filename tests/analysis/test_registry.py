@@ -18,7 +18,8 @@ from copied_runs import Copy, copy_run, edit
 
 import evoalign
 from evoalign import analysis
-from evoalign.analysis.base import as_json, row, settings_of
+from evoalign.analysis.base import LABELS, as_json, labels_of, row, settings_of, short_names
+from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.statistics import Estimate
 
@@ -195,6 +196,44 @@ def test_a_target_given_twice_is_refused(name: str, trained: Path, run: Run) -> 
 def test_row_shows_intervals_and_leaves_out_none() -> None:
     cells = {"reward": Estimate(0.5, 9, 0.25, 0.75), "kl": Estimate(2.0, 1, why="1 value"), "none": None, "count": 1000}
     assert row("a", cells) == "a: reward 0.5 (95 %: 0.25 to 0.75); kl 2 (1 value); count 1000"
+
+
+CELL = "/a/sweep/space=lora,sigma={},learning_rate=0.0125"
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/qcd"], ["qcd"]),
+        (["runs/qcd", "base"], ["qcd", "base"]),
+        (["sweep/beta=0.1/seed_0"], ["beta=0.1/seed_0"]),
+        (["/a/x/run/loras/generation_0040"], ["loras/generation_0040"]),
+        (["runs/one", "runs/two", "runs/two/loras/generation_0040"], ["one", "two", "two/loras/generation_0040"]),
+        ([f"{CELL.format(s)}/seed_0" for s in (0.0125, 0.025)], ["sigma=0.0125", "sigma=0.025"]),
+        ([f"{CELL.format(s)}/seed_{i}" for s in (1, 2) for i in (0, 1)],
+         ["sigma=1/seed_0", "sigma=1/seed_1", "sigma=2/seed_0", "sigma=2/seed_1"]),
+        (["x=1,y=2/a", "y=2,x=1/a"], ["x=1,y=2", "y=2,x=1"]),
+        (["runs/a\nb", "runs/c"], ["a\\nb", "c"]),
+    ],
+)  # fmt: skip
+def test_short_names_keep_what_differs(names: list[str], short: list[str]) -> None:
+    assert list(short_names(names).items()) == list(zip(names, short, strict=True))
+
+
+def test_short_names_cut_the_middle_and_take_given_labels() -> None:
+    long = [f"runs/{'a' * 50}_{end}" for end in "xy"]
+    assert list(short_names(long, 20).values()) == ["aaaaaaaa...aaaaaaa_x", "aaaaaaaa...aaaaaaa_y"]
+    token = LABELS.set(labels_of(["First=*_x"], long))
+    try:
+        assert short_names(long, 20)[long[0]] == "First"
+    finally:
+        LABELS.reset(token)
+
+
+@pytest.mark.parametrize("name", ["First", "=x", "A=*", "A=nothing"])
+def test_names_that_do_not_match_one_target_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--name .*{re.escape(name)}"):
+        labels_of([name], ["runs/a", "runs/b"])
 
 
 def test_as_json_returns_fields_and_lists_and_no_nan() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_name
+from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_names
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
@@ -280,11 +280,11 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
 
 def draw(walks: Sequence[Walk], folder: Path) -> list[Path]:
     """Draw the distance from the start by generation, a file per run."""
-    drawn: list[Path] = []
+    drawn, names = list[Path](), short_names([walk.target for walk in walks])
     for i, walk in enumerate(walks, 1):
         figure = canvas(8.0, 4.0, layout="constrained")
         axes, steps = figure.subplots(), np.array(walk.steps)
-        frame(axes, short_name(walk.target), "generation: the band is the range of the placebos")
+        frame(axes, names[walk.target], "generation: the band is the range of the placebos")
         axes.set_ylabel("distance from the start")
         if len(walk.placebos_KP):
             look: dict[str, Any] = {"color": COLORS[1], "alpha": 0.22, "linewidth": 0}

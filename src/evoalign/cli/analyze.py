@@ -31,6 +31,10 @@ def analyze(
         list[str] | None, typer.Option("--set", "-s", metavar="a=b", help="Set a setting of the analysis.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Also write the numbers and figures into this folder.")] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="LABEL=GLOB", help="Label, in figures, of the target whose path matches GLOB."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Analyse runs and models. Without a name, list the analyses; without targets, list the settings of one."""
@@ -44,10 +48,11 @@ def analyze(
     if not targets:
         _show_settings(chosen)
         return
-    from evoalign.analysis.base import settings_of
+    from evoalign.analysis.base import LABELS, labels_of, settings_of
     from evoalign.config import load
 
     check_folder(to)
+    LABELS.set(labels_of(labels or [], targets))
     settings = settings_of(chosen, sets or [])
     quiet()
     from rich.console import Console

@@ -293,8 +293,9 @@ def test_runs_side_by_side(run: Path, tmp_path: Path, go: Run) -> None:
 
 
 def test_names_tell_runs_apart() -> None:
-    assert names_of([Path("/a/x/seed_0")]) == ["seed_0"]
-    assert names_of([Path("/a/x/seed_0"), Path("/a/y/seed_0")]) == ["x/seed_0", "y/seed_0"]
+    assert names_of([Path("/a/x/seed_0")]) == ["x/seed_0"]
+    assert names_of([Path("/a/runs/qcd"), Path("/a/sweep/beta=0.1/seed_0")]) == ["runs/qcd", "sweep/beta=0.1/seed_0"]
+    assert names_of([Path("/a/x/seed_0"), Path("/a/y/seed_0")]) == ["x", "y"]
     assert names_of([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from evoalign.analysis.base import Finding, as_json, row, short_name
+from evoalign.analysis.base import Finding, as_json, row, short_names
 from evoalign.analysis.similarity import chance, measures
 from evoalign.analysis.similarity.chance import Across, Agreement, GainKept
 from evoalign.analysis.similarity.measures import SIDES, TOPS, Measured, Overlap, Overlaps, Sums, together, total
 from evoalign.analysis.targets import Target
 from evoalign.analysis.weights import ALL, UNEMBEDDING, Weights
 from evoalign.errors import ModelError
-from evoalign.report.figures import GRID, HEADING, INK, canvas, save_both
+from evoalign.report.figures import GRID, INK, canvas, head, save_both
 from evoalign.statistics import LEVEL
 
 NONE = "no common direction is shown"
@@ -312,7 +312,8 @@ def draw(
 ) -> list[Path]:
     """Draw heat maps: cosines of all pairs, of pairs by part and layer, and the share of each change by part."""
     written: list[Path] = []
-    short, where = [short_name(name, 34) for name in names], list(shares)
+    named, where = short_names(names, 40), list(shares)
+    short = [named[name] for name in names]
     if pairs:
         whole_KK = np.eye(len(names))
         for (i, j), pair in zip(combinations(range(len(names)), 2), pairs, strict=False):
@@ -325,7 +326,7 @@ def draw(
             spread = None if pair.same_noise else pair.cosines[ALL].spread
             width = NormalDist().inv_cdf(1 - LEVEL / 2) * _nan(spread)
             by_chance = "chance not known" if spread is None else f"all, by chance: within {width:.2g} in 95 %"
-            labels.append(f"{short_name(pair.a, 34)} / {short_name(pair.b, 34)}\n{by_chance}")
+            labels.append(f"{named[pair.a]} / {named[pair.b]}\n{by_chance}")
         more = "" if len(chosen) == len(pairs) else f", the first {len(chosen)} of {len(pairs)} pairs"
         values = np.array([[_nan(pair.cosines[name].value) for name in where] for pair in chosen])
         note = f"the colours span at least {LEAST_SPAN}; grey: one did not change"
@@ -360,7 +361,7 @@ def _map(
     colors = {"cmap": "PuOr", "vmin": -most} if signed else {"cmap": "Purples", "vmin": 0.0}
     shown = axes.imshow(values, vmax=most, aspect="auto", **colors)  # pyright: ignore[reportArgumentType]
     axes.set_facecolor(GRID)
-    axes.set_title(title, loc="left", pad=12, **HEADING)
+    head(axes, title)
     axes.set_xticks(range(len(columns)), columns, rotation=90, parse_math=False)
     axes.set_yticks(range(len(rows)), rows, parse_math=False)
     axes.tick_params(length=0, labelcolor=INK)

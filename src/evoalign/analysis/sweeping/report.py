@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign.report.figures import BEST, HEADING, INK, MEAN, TEST, canvas, plain, save
+from evoalign.report.figures import BEST, HEADING, INK, MEAN, TEST, canvas, plain, save, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -206,5 +206,5 @@ def _scale(axes: Axes, values: Sequence[Any]) -> None:
 
 
 def _finish(figure: Figure, title: str, path: str | Path) -> None:
-    figure.suptitle(title, x=0.01, ha="left", **HEADING)
+    figure.suptitle(wrapped(title, 0.98 * figure.get_figwidth()), x=0.01, ha="left", **HEADING)
     save(figure, Path(path))
