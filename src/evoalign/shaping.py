@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +67,7 @@ BY_PROMPT = frozenset({"centered"})
 
 def load(name: str) -> Callable[[Scores], Scores]:
     """Return a built-in shaping, or the function that an import path names. Raises ConfigError."""
-    found = SHAPINGS.get(name) or load_object(name, "es.shaping")
+    found: Any = SHAPINGS.get(name) or load_object(name, "es.shaping")
     if not callable(found):
         short = name.rpartition(":")[2]
         raise ConfigError(f"es.shaping: {name} is not a function; write def {short}(scores_MP) -> coefficients_M")

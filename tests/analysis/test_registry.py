@@ -251,7 +251,7 @@ def check_as_measured(run_: Path, analyze: Any, *, hint: bool = False) -> None:
         out, numbers = analyze(name, run_, *words)
         (found,) = numbers["targets"]
         assert {key: found[key] for key in kept[name]} == pytest.approx(kept[name], rel=1e-5), name
-        assert ("no placebo is among the targets" in out) == hint
+        assert ("No placebo is among the targets" in out) == hint
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])

@@ -21,7 +21,7 @@ from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, 
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
-from evoalign.statistics import FEWEST, Estimate, t_of
+from evoalign.statistics import FEWEST_PLACEBOS, Estimate, t_of
 
 if TYPE_CHECKING:
     import torch
@@ -261,7 +261,8 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
     Distances are squared because signal and noise are orthogonal, so their squares add up. The interval: the noise of
     the run has a square s^2 of the placebos' spread, and its part along the signal adds 2 |signal| times that part,
     whose variance is |noise|^2 over the number of directions of the noise, by the placebos 2 |noise|^4 / var(d_k^2).
-    Negative where the run is nearer to its start than its placebos.
+    Negative where the run is nearer to its start than its placebos. There is no interval with fewer placebos than allow
+    a p of 5 %.
     """
     squares_K, distance = np.square(np.asarray(placebos, dtype=np.float64)), float(distance)
     n = len(squares_K)
@@ -271,8 +272,9 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
         return Estimate(float("nan"), n, why="no placebo: no share")
     noise, square = float(squares_K.mean()), distance**2
     share = 1 - noise / square
-    if n < FEWEST or not noise:
-        return Estimate(share, n, why=f"{n} placebos: no interval")
+    if n < FEWEST_PLACEBOS or not noise:
+        few = f"{n} placebos show nothing, {FEWEST_PLACEBOS} are needed" if noise else "the placebos never moved"
+        return Estimate(share, n, why=few)
     variance = float(squares_K.var(ddof=1)) * (1 + 1 / n + 2 * max(square - noise, 0.0) / noise)
     half = t_of(n - 1) * sqrt(variance) / square
     return Estimate(share, n, share - half, min(1.0, share + half))

@@ -88,7 +88,7 @@ def test_a_run_writes_its_report(source: Path) -> None:
     text = file.read_text()
     assert f"{result['before']['reward']:.4g} -&gt; {result['after']['reward']:.4g}" in text
     assert "generation 6 of 6" in text and "lora.target_layers" in text
-    assert "Nothing alarms" in text or 'class="warnings"' in text
+    assert "No alarms and no warnings" in text or 'class="warnings"' in text
 
 
 def train(folder: Path, printed: io.StringIO, generations: int = 1, **options: Any) -> Result:

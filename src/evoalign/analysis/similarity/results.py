@@ -22,11 +22,9 @@ from evoalign.analysis.targets import Target
 from evoalign.analysis.weights import ALL, UNEMBEDDING, Weights
 from evoalign.errors import ModelError
 from evoalign.report.figures import GRID, INK, canvas, head, save_both
-from evoalign.statistics import LEVEL
+from evoalign.statistics import FEWEST_PLACEBOS, LEVEL
 
 NONE = "no common direction is shown"
-FEWEST = round(1 / LEVEL) - 1
-"""Fewest placebos that allow p <= 5 %."""
 DIRECTIONS = 4
 """Number of singular directions whose overlap is printed, or the most below it that are known."""
 MOST_LINES, MOST_PAIRS = 10, 60
@@ -228,7 +226,11 @@ def verdict_of(pair: Pair, tests: int) -> str:
         return "both drew the same noise" + ("" if own.placebos else "; set placebos=20 to see what that alone gives")
     within = abs(own.value) <= NormalDist().inv_cdf(1 - LEVEL / 2 / tests) * own.spread
     if within or (own.p is not None and own.p > LEVEL):
-        return NONE if within or len(own.placebos) >= FEWEST else f"{NONE}, which takes {FEWEST} placebos"
+        return (
+            NONE
+            if within or len(own.placebos) >= FEWEST_PLACEBOS
+            else f"{NONE}, which takes {FEWEST_PLACEBOS} placebos"
+        )
     return "a common direction" if own.value > 0 else "opposite directions"
 
 
