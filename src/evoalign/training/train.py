@@ -101,6 +101,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     asks_mean = task.objective().asks_mean
     known = [*heading.split_lines(config, task, data), *stopping.lines(config)]
     standing, work = [], [*known, *estimate.work_lines(config, len(data.train), asks_mean=asks_mean)]
+    work.insert(-1, heading.measuring_line(config, data))  # before the line on time
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
