@@ -71,8 +71,15 @@ class Mean(Protocol):
         model does not fit into the memory."""
         ...
 
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """Save it unless it is saved already. `reward` is its reward on the validation split, if known."""
+    def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
+        """Save it unless it is saved already, and call `then` once it is; return its folder.
+
+        It may be written after this returns: see `settle`. `reward` is its reward on the validation split, if known.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was saved is written. Raises OSError for a full disk."""
         ...
 
     def fingerprint(self) -> str:
@@ -231,9 +238,8 @@ class Session:
     def save(self) -> Path:
         """Save the mean, and delete checkpoints beyond those to keep. Raises RunGoneError."""
         self.run.check()
-        folder = self.algorithm.mean.save(self.run, self.done, self.reward())
-        saving.retain(self.run, self.config)
-        return folder
+        delete = partial(saving.retain, self.run, self.config)
+        return self.algorithm.mean.save(self.run, self.done, self.reward(), delete)
 
     def reward(self) -> float | None:
         """Return the mean's reward on the validation split after this step, if known. The test split is never used."""
@@ -295,6 +301,7 @@ class Session:
     def _finish(self, before: Evaluation) -> Result:
         saved, task, test = self.save(), self.algorithm.task, self.algorithm.data.test
         after = self._evaluate("result")
+        self.algorithm.mean.settle()
         results: dict[str, Any] = {"generation": self.done, "weights_hash": self.algorithm.mean.fingerprint()}
         if self.ending is not None:
             results["ending"] = dataclasses.asdict(self.ending)
@@ -359,6 +366,7 @@ class Session:
 
     def _stop_if_requested(self) -> None:
         if self.stop.asked is not None and self.done < self.total:
+            self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
             raise StoppedError(f"stopped after {at}; {how_to_resume(self)}", self.stop.asked)
 
