@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +67,11 @@ BY_PROMPT = frozenset({"centered"})
 
 def load(name: str) -> Callable[[Scores], Scores]:
     """Return a built-in shaping, or the function that an import path names. Raises ConfigError."""
-    found: Any = SHAPINGS.get(name) or load_object(name, "es.shaping")
+    found: Any = SHAPINGS[name] if name in SHAPINGS else load_object(name, "es.shaping")
     if not callable(found):
         short = name.rpartition(":")[2]
         raise ConfigError(f"es.shaping: {name} is not a function; write def {short}(scores_MP) -> coefficients_M")
-    return found
+    return cast("Callable[[Scores], Scores]", found)
 
 
 def shape(scores_MP: Scores, shaping: str) -> Scores:

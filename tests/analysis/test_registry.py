@@ -294,3 +294,15 @@ def test_compare_is_the_same_as_an_analysis(copy: Copy, run: Run) -> None:
     assert (first.code, first.out.replace(" into a", " into b")) == (0, second.out)
     for name in ("comparison.md", "comparison.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
+
+
+def test_a_custom_analysis_of_a_missing_run_is_one_line(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "reads.py").write_text(
+        "from pathlib import Path\nfrom evoalign.analysis import Analysis, Finding\n"
+        "from evoalign.analysis.base import NoSettings\n"
+        "class Reads(Analysis):\n    name, help, settings = 'reads', 'Reads.', NoSettings\n"
+        "    def run(self, targets, settings, config=None):\n"
+        "        return Finding({}, [(Path(targets[0]) / 'metrics.jsonl').read_text()])\n"
+    )
+    done = run("analyze", tmp_path / "reads.py:Reads", tmp_path / "nowhere")
+    assert done.code == 2 and len(done.err.splitlines()) == 1 and "nowhere/metrics.jsonl" in done.err

@@ -50,6 +50,7 @@ def analyze(
         return
     from evoalign.analysis.base import LABELS, labels_of, settings_of
     from evoalign.config import load
+    from evoalign.errors import ConfigError
 
     check_folder(to)
     LABELS.set(labels_of(labels or [], targets))
@@ -65,7 +66,10 @@ def analyze(
     own = as_config(load(config)) if config else None
     shown = Console(stderr=True)
     with Bar(chosen.name, shown) if shown.is_terminal else nullcontext():
-        finding = chosen.run(targets, settings, own)
+        try:
+            finding = chosen.run(targets, settings, own)
+        except FileNotFoundError as error:  # of a custom analysis that reads the files of its targets
+            raise ConfigError(f"{chosen.name}: there is no file {error.filename}; give finished runs") from error
     finding.show(console())
     if to is not None:
         make_folder(to)
