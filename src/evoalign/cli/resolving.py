@@ -52,7 +52,7 @@ def resolved(
 def given(config: Path, more: Sequence[Path], sets: Sequence[str]) -> Config:
     """Load a config overridden by others. A run's own config may not name files or code outside it: `load_own`."""
     from evoalign.config import load
-    from evoalign.rundir.method import load_own
+    from evoalign.rundir.own import load_own
 
     run = run_of(config)
     return load([config, *more], sets) if run is None else load_own(run, more, sets)
@@ -75,7 +75,7 @@ def show_plan(config: Config, method: Method, lines: Sequence[str], *, everythin
     """
     from evoalign.config import to_yaml
 
-    refused = [line for line in lines if line.startswith(REFUSED)]
+    refused = list(dict.fromkeys(line for line in lines if line.startswith(REFUSED)))
     if refused:
         typer.echo("\n".join(refused) + "\n")
     lines = [line for line in lines if line not in refused]

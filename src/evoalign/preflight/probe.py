@@ -23,12 +23,9 @@ from the start, and Adam 0.50 times.)
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +47,7 @@ from evoalign.rollouts import batch, collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
+from evoalign.training.stopping import interruptible
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population, text_of
 
 LADDER = tuple(2.0**k for k in range(-4, 5))
@@ -169,23 +167,6 @@ def _ladder(config: Config, sigmas: Sequence[float] | None) -> tuple[float, ...]
     return widths
 
 
-@contextmanager
-def _interruptible() -> Generator[None]:
-    """Raise on SIGTERM as on Ctrl-C, in the main thread. Nothing is half written, so both may come at any time."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _measure(
     parts: Parts,
     rows: Sequence[int],
@@ -216,7 +197,7 @@ def _measure(
     scored: list[WidthScores] = []
     stopped: int | None = None
     try:
-        with _interruptible():
+        with interruptible():
             for number, width in enumerate(widths, 1):
                 watching.stage("width", number, len(widths))
                 scored.append(_score(parts, width, everyone, prompted))

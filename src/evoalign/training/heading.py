@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evoalign import spaces, tokens
+from evoalign.checks import prompts
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
 from evoalign.errors import EvoalignError
@@ -96,6 +97,7 @@ def opening(parts: Parts) -> list[str]:
         *estimate.step_lines(config, layout),
         *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
+        *stop_lines(parts.tokens),
         *gold_lines(parts.task, parts.data),
         *split_lines(config, parts.task, parts.data),
         *stopping.lines(config),
@@ -137,6 +139,26 @@ def measuring_line(config: Config, data: Data) -> str:
         f"evaluations {times:,} of {each:,} completions, {times * each:,} in all{placebos}; checkpoints "
         f"{1 + (last // saved if saved else 0):,}{', and the best ones' if every and keeps_best(config, data) else ''}"
     )
+
+
+def token_lines(config: Config, task: Task, data: Data, longest: int | None = None) -> list[str]:
+    """Return what is wrong with the tokens before the model is loaded: prompts that do not fit, or no stop token."""
+    try:
+        found = tokens.load(config.model)
+        prompts.check(config, found, task, data, longest)
+    except EvoalignError as error:
+        return [f"would be refused: {error}"]
+    return stop_lines(found)
+
+
+def stop_lines(found: tokens.Tokens) -> list[str]:
+    """Return a warning if the model has no stop token."""
+    if found.stop_ids:
+        return []
+    return [
+        "warning: the model's files name no stop token, so every completion takes all max_tokens; set eos_token_id in "
+        "its generation_config.json"
+    ]
 
 
 def shared_lines(task: Task, data: Data) -> list[str]:

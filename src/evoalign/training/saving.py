@@ -26,6 +26,7 @@ from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
+from evoalign.training.inputs import inputs_of
 from evoalign.types import Summation
 
 _WAYS = {"library": "by a library's matrix product", "own": "in its space's own way"}
@@ -41,6 +42,7 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "given_as": given_as,
         "space": parts.space.name,
         "evolved_parameters": parts.layout.parameters,
+        "inputs": inputs_of(parts.config, parts.tokens),
         "machine": machine() | ({"library": parts.facts.library} if parts.facts.library else {}),
         "summation": parts.space.summation,
         **scored_by(parts.task),

@@ -144,6 +144,8 @@ class Finish:
 
 Measurement: TypeAlias = Callable[[Finish], Any]
 """A measurement of a finished run; None: not requested. Where it fails, the run stays complete, with a warning."""
+FINISH = "--set stopping.max_hours=1e-6"
+"""Option of a resume that ends the run at once."""
 KL, DISTANCE, NATS, PLACEBOS, SUMMARY = "KL divergence", "distance", "nats per token", "placebos", "summary"
 
 
@@ -368,7 +370,10 @@ class Session:
         if self.stop.asked is not None and self.done < self.total:
             self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
-            raise StoppedError(f"stopped after {at}; {how_to_resume(self)}", self.stop.asked)
+            end = ""
+            if self.done and self.given is None and self.config.es_ is not None:
+                end = f"; add {FINISH} to end it here instead, with its final test"
+            raise StoppedError(f"stopped after {at}; {how_to_resume(self)}{end}", self.stop.asked)
 
     @contextmanager
     def _explained(self) -> Generator[None]:
