@@ -301,10 +301,12 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
         own = first.config
         for other in others:
             if _task(other) != _task(first):
-                raise ConfigError(
-                    f"{other.name} is not of the task, base model or test data of {first.name} ({_task(other)} and "
-                    f"{_task(first)}); set one task for all with --config"
-                )
+                differ = [
+                    f"{key} is {here} in {first.name} and {there} in {other.name}"
+                    for key, here, there in zip(TASK_KEYS, _task(first), _task(other), strict=True)
+                    if here != there
+                ]
+                raise ConfigError(f"these targets have no task in common: {', '.join(differ)}; set one with --config")
     changed = {"samples": wanted.samples, "max_tokens": wanted.max_tokens, "temperature": wanted.temperature}
     tree = own.evaluation.model_dump() | {name: value for name, value in changed.items() if value is not None}
     checked = from_dict({**own.model_dump(), "evaluation": tree}).evaluation
@@ -313,7 +315,11 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
     return own.model_copy(update={"evaluation": checked, "checks": checks, "engine": own.engine.in_process()})
 
 
+TASK_KEYS = ("task.name", "model.name", "task.test_data")
+
+
 def _task(target: Target) -> tuple[str, str, str | None]:
+    """Return the values of `TASK_KEYS`, of files and folders their names."""
     task = target.config.task
     data = None if task.test_data is None else Path(str(task.test_data)).name
     return task.name, Path(target.config.model.name).name, data

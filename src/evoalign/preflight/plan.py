@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
-from evoalign import setup, spaces, tokens, tracking
+from evoalign import setup, shaping, spaces, tokens, tracking
 from evoalign.baselines import planning, settings
 from evoalign.checks import prompts
 from evoalign.config import Config
@@ -119,6 +119,7 @@ def check_config(case: Case) -> Finding:
         lines = planning.step_lines(config)
         what = f"GRPO, task {config.task.name}, model {config.model.name}"
     else:
+        shaping.load(config.es.shaping)
         lines = estimate.step_lines(config, None)
         what = (
             f"space {config.space.name}, task {config.task.name}, model {config.model.name}, engine "

@@ -125,6 +125,22 @@ def split_lines(config: Config, task: Task, data: Data) -> list[str]:
     return [*lines, f"validation {count:,} examples, evaluated at the start and at the end{when}{kept}"]
 
 
+def measuring_line(config: Config, data: Data) -> str:
+    """Return the numbers of evaluations, their completions, and checkpoints, for a dry run."""
+    every, last, drawn = config.evaluation.every, config.es.num_generations - 1, config.evaluation
+    times = 2 + (last // every if every else 0)
+    draws = len(drawn.seeds) * drawn.samples if drawn.temperature > 0 else 1
+    each, saved = (len(data.test) + len(data.validation)) * draws, saving.every(config)
+    count = config.checks.placebo
+    placebos = "; those of placebos come on top (checks.placebo)" if count is None else ""
+    if count:
+        placebos = f"; {count} placebos at the end, {count * len(data.test) * draws:,} more"
+    return (
+        f"evaluations {times:,} of {each:,} completions, {times * each:,} in all{placebos}; checkpoints "
+        f"{1 + (last // saved if saved else 0):,}{', and the best ones' if every and keeps_best(config, data) else ''}"
+    )
+
+
 def token_lines(config: Config, task: Task, data: Data, longest: int | None = None) -> list[str]:
     """Return what is wrong with the tokens before the model is loaded: prompts that do not fit, or no stop token."""
     try:

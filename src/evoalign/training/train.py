@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import evolve, spaces, tracking
+from evoalign import evolve, shaping, spaces, tracking
 from evoalign.checks import canary, control, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
@@ -97,6 +97,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     asks_mean = task.objective().asks_mean
     known = [*heading.split_lines(config, task, data), *stopping.lines(config)]
     standing, work = [], [*known, *estimate.work_lines(config, len(data.train), asks_mean=asks_mean)]
+    work.insert(-1, heading.measuring_line(config, data))  # before the line on time
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
@@ -128,7 +129,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
 def _place(config: Config, *, resume: bool) -> RunDir:
     """Return the run directory of ES. Raises ResumeError, ConfigError for a run or a config of GRPO."""
     run = place(config, "es", resume=resume)
-    _ = config.es  # raises ConfigError if missing
+    shaping.load(config.es.shaping)  # raises ConfigError if it, or the section, is missing
     return run
 
 
