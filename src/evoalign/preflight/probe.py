@@ -44,8 +44,8 @@ from evoalign.preflight.advice import ETA, Baseline, ProbeResult, Width, recomme
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
 from evoalign.report import watching
 from evoalign.rewards.objective import judge, refuse_whole_groups
-from evoalign.rollouts import batch, collect, group_of
-from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
+from evoalign.rollouts import batch, collect, group_of, typical
+from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, with_form
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population, text_of
@@ -96,7 +96,7 @@ def probe(
     Raises a subclass of EvoalignError. Ctrl-C or SIGTERM, once the unperturbed model was evaluated, raises
     ProbeStoppedError, whose `result` has the widths that were done.
     """
-    config = as_config(config)
+    config = as_config(config) if task is not None else with_form(as_config(config))
     _ = config.es  # raises ConfigError if missing
     widths = _ladder(config, sigmas)
     if members is not None and (members < 4 or members % 2):
@@ -109,6 +109,8 @@ def probe(
         rows = batch(len(parts.data.train), examples, config.seed, 0)
         members = members or _enough(len(rows), examples)
         if tell is not None:
+            for line in parts.tokens.remarks(typical(parts.task, parts.data)):
+                tell(line)
             count, asked = (len(widths) * members + 2) * len(rows), config.task.asked(len(parts.data.train))
             tell(
                 f"probe: {len(widths)} widths x {members} members x {len(rows)} prompts: {count:,} completions of at "

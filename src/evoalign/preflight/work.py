@@ -93,7 +93,7 @@ def check_canary(case: Case) -> Finding:
         raise IdleError("GRPO has no members")
     space, layout, facts = need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
-    prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
+    prompt = case.task.prompt(case.data.train[0]) if case.task and case.data and case.renders else PROMPT
     width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
     prompt_ids = tokens_.encode(prompt)
@@ -113,6 +113,7 @@ def check_generation(case: Case) -> Finding:
     need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    need(case.renders or None, "chat template")
     members = population(config.es.population_size, antithetic=config.es.antithetic)
     plan, objective = Plan(canary.address(0), evolve.sigma_at(config, 0), members), task.objective()
 
@@ -164,6 +165,7 @@ def _grpo_generation(case: Case) -> Finding:
     """
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    need(case.renders or None, "chat template")
     failed = try_splits(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
     if failed is not None:
         return failed

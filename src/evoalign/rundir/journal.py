@@ -90,6 +90,8 @@ class Header(Line):
     machine: dict[str, str] | None = None
     """`capability` and `threads`: what the last bits of a library's results may depend on besides the versions."""
     summation: Summation | None = None
+    prompts_hash: Hash | None = None
+    """Hash of prompts of messages as the chat template renders them; journals of earlier releases do not have it."""
     scorer_digest: Hash | None = None
     """Digest of the scoring models: files, template, tokens, dtype."""
 
