@@ -52,6 +52,8 @@ class Scored:
     """Reward by column, if there are several."""
     right: bool | None = None
     """Whether it is right by the gold answer (`Task.is_right`); None if unknown."""
+    rendered: str | None = None
+    """The text that the model read, if the prompt is of messages; `prompt` joins their contents."""
 
     def flat(self) -> dict[str, Any]:
         """Return a table row, with each reward column as `reward/NAME`."""
@@ -110,9 +112,10 @@ def evaluate(
     greedy = sampling.temperature == 0
     draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
     keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
-    prompts = [tokens.encode(task.prompt(example)) for example in examples]
+    asked_E = [task.prompt(example) for example in examples]
+    read_E = [tokens.encode_read(prompt) for prompt in asked_E]
     seeds = [derive_seed("evaluation", seed, e, k) for e, seed, k in keys]
-    requests = [Request(i, prompts[e], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
+    requests = [Request(i, read_E[e][0], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
     with Grading(task, examples) as begun:
         answers = begun.of([e for e, _, _ in keys])
         rollouts = collect(engine, MEAN_PLAN, requests, answers.take)
@@ -125,7 +128,7 @@ def evaluate(
             example=e,
             seed=seed,
             sample=k,
-            prompt=text_of(task.prompt(examples[e])),
+            prompt=text_of(asked_E[e]),
             target=task.gold(task.handed(examples[e])),
             text=rollout.text,
             reward=reward,
@@ -133,6 +136,7 @@ def evaluate(
             tokens=len(rollout.token_ids),
             rewards={name: of[i] for name, of in several.items()},
             right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
+            rendered=None if isinstance(asked_E[e], str) else read_E[e][1],
         )
         for i, ((e, seed, k), rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
     ]

@@ -35,14 +35,15 @@ import numpy as np
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
-from evoalign.checks.rules import CutOff
+from evoalign.checks.rules import cut_off
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
-from evoalign.preflight.advice import ETA, Baseline, ProbeResult, Width, recommend
+from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, recommend
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
 from evoalign.report import watching
+from evoalign.report.tables import questions
 from evoalign.rewards.objective import judge, refuse_whole_groups
 from evoalign.rollouts import batch, collect, group_of, typical
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, with_form
@@ -168,7 +169,8 @@ def _measure(
     known = scripts([*texts, *(r.text for r in own), *(gold or "" for gold in golds)])
     prompted = _Prompts(requests, examples, own, golds, known)
     start = control_of(own_P, again_P)
-    base = Baseline(start.first, start.floor, *prompted.shares(own), parts.max_score, len(own), texts[0], own[0].text)
+    shares, question = prompted.shares(own), questions(texts, SHOWN)[0]
+    base = Baseline(start.first, start.floor, *shares, parts.max_score, len(own), texts[0], own[0].text, question)
     scored: list[WidthScores] = []
     stopped: int | None = None
     try:
@@ -183,15 +185,11 @@ def _measure(
     rungs = widths_of(scored, np.asarray(own_P), paired=paired)
     setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
     advice = recommend(rungs, base, setting, ETA / reach(config.es), planned=len(widths))
-    cut_off, tokens = list[str](), config.sampling.max_tokens
-    if base.truncated_share >= CutOff.share:  # completions that are cut off are never scored whole
-        cut_off = [
-            f"{base.truncated_share:.0%} of the unperturbed model's completions are cut off at {tokens} tokens "
-            f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
-        ]
+    short = cut_off(base.truncated_share, config.sampling.max_tokens, "the unperturbed model's completions")
+    warnings = [*([] if short is None else [f"{short} and probe again"]), *advice.warnings]
     result = ProbeResult(
         **vars(base),
-        **vars(replace(advice, warnings=(*cut_off, *advice.warnings))),
+        **vars(replace(advice, warnings=tuple(warnings))),
         setting=setting,
         rungs=rungs,
         completions=(len(scored) * members + 2) * len(rows),

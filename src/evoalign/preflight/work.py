@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from evoalign import engines, evaluation, evolve, setup, shaping
 from evoalign.baselines import settings
 from evoalign.checks import canary
+from evoalign.checks.rules import cut_off
 from evoalign.cost import rounding
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
@@ -155,7 +156,7 @@ def check_generation(case: Case) -> Finding:
         f"have {config.sampling.max_tokens:,}; {config.es.num_generations:,} generations take about "
         f"{seconds_text(config.es.num_generations * (found.usual + rest))} in total, plus evaluations"
     )
-    return generation_finding(detail, rollouts, scores_MP)
+    return generation_finding(detail, rollouts, scores_MP, config.sampling.max_tokens, "sampling.max_tokens")
 
 
 def _grpo_generation(case: Case) -> Finding:
@@ -202,7 +203,8 @@ def _grpo_generation(case: Case) -> Finding:
         f"{grpo.max_steps:,} steps take about {seconds_text(grpo.max_steps * (found.usual / steps + rest))} in total, "
         "plus evaluations"
     )
-    return generation_finding(detail, rollouts, rewards)
+    setting = "grpo.max_completion_length" if grpo.max_completion_length else "sampling.max_tokens"
+    return generation_finding(detail, rollouts, rewards, sampling.max_tokens, setting)
 
 
 def _moving(case: Case, plan: Plan) -> float:
@@ -226,15 +228,25 @@ def try_splits(data: Data, score: Callable[[Sequence[Example]], object]) -> Find
     return None
 
 
-def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike) -> Finding:
-    """Return the finding of a generation: a warning if all texts are empty or all scores are equal."""
+def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike, most: int, setting: str) -> Finding:
+    """Return the finding of a generation of at most `most` tokens per completion, which is the value of `setting`.
+
+    It is a warning if all texts are empty, all scores are equal, or most completions are cut off.
+    """
+    problems = list[tuple[str, str]]()
     if all(not r.text.strip() for r in rollouts):
-        fix = "check that task.prompt fits the model"
-        return Finding("generation", "warning", f"{detail}; all texts are empty", fix)
-    if np.ptp(scores) == 0:
+        problems.append(("all texts are empty", "check that task.prompt fits the model"))
+    elif np.ptp(scores) == 0:
         fix = "run `evoalign probe` to find a width at which scores differ"
-        return Finding("generation", "warning", f"{detail}; all scored the same, so nothing can be learned", fix)
-    return Finding("generation", "ok", detail)
+        problems.append(("all scored the same, so nothing can be learned", fix))
+    short = cut_off(float(np.mean([r.finish_reason == "length" for r in rollouts])), most, setting=setting)
+    if short is not None:
+        problem, _, fix = short.rpartition("; ")
+        problems.append((problem, fix))
+    if not problems:
+        return Finding("generation", "ok", detail)
+    texts, fixes = zip(*problems, strict=True)
+    return Finding("generation", "warning", "; ".join([detail, *texts]), "; ".join(fixes))
 
 
 def seconds_text(seconds: float) -> str:

@@ -21,6 +21,7 @@ from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence, Fluency
 from evoalign.checks.hacking import Verdict, judge
+from evoalign.checks.rules import cut_off
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
@@ -195,6 +196,7 @@ class Session:
             self.recorder.measured("test", before)
             if self._validated is not None:
                 self.recorder.measured("validation", self._validated)
+            self._warn_of_cut_off(before)
             self._stop_if_requested()
             with self.recorder:
                 self.algorithm.advance(self)
@@ -283,6 +285,13 @@ class Session:
         self.recorder.start(self.done, missed)
         self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}, in {self.run.path}")
         return before
+
+    def _warn_of_cut_off(self, before: Evaluation) -> None:
+        """Warn if most completions of the start are cut off."""
+        share, tokens = before.measures["truncated_share"], self.config.evaluation.max_tokens
+        line = cut_off(share, tokens, "the start's completions of the test split", "evaluation.max_tokens")
+        if line is not None and self.is_new:
+            self.tell(f"warning: {line}")
 
     def _start_of(self, name: str, split: Split) -> Evaluation:
         """Return the evaluation of the start: as it was written, or made again while the mean is still there."""
