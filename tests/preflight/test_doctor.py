@@ -15,7 +15,7 @@ from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import doctor as module
 from evoalign.preflight.plan import Finding
-from evoalign.preflight.work import generation_finding, seconds_text
+from evoalign.preflight.work import generation_finding, seconds_text, short
 from evoalign.types import MEAN_PLAN, Rollout
 
 CONFIGS = sorted((ROOT / "configs").glob("quickstart*.yaml"))
@@ -86,13 +86,14 @@ def test_findings_have_the_figures_of_the_config(tmp_path):
 
 def test_generation_finding_warns_of_equal_scores_and_times_have_a_readable_unit():
     said = Rollout(MEAN_PLAN.members[0], 0, (1,), "text", "stop")
-    most = 40, "sampling.max_tokens"
-    same, apart = (generation_finding("scored", [said] * 2, scores, *most) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
+    same, apart = (generation_finding("scored", [said] * 2, scores, None) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
     assert same.status == "warning" and "all scored the same" in same.detail and "evoalign probe" in same.fix
     assert apart.status == "ok"
     ends = replace(said, finish_reason="length")
-    cut, whole = (generation_finding("scored", few, [[0.5, 0.6]], *most) for few in ([ends, said], [ends, said, said]))
-    assert (cut.status, whole.status) == ("warning", "ok") and cut.fix == "try sampling.max_tokens 80"
+    cut, whole = (short(few, 40, "sampling.max_tokens") for few in ([ends, said], [ends, said, said]))
+    assert whole is None and cut is not None
+    found = generation_finding("scored", [ends, said], [[0.5, 0.6]], cut)
+    assert (found.status, found.fix) == ("warning", "try sampling.max_tokens 80") and "cut off" in found.detail
     assert [seconds_text(s) for s in (1.234, 59.7, 599, 2040, 20_160)] == ["1.23 s", "60 s", "599 s", "34 min", "5.6 h"]
 
 

@@ -156,7 +156,11 @@ def check_generation(case: Case) -> Finding:
         f"have {config.sampling.max_tokens:,}; {config.es.num_generations:,} generations take about "
         f"{seconds_text(config.es.num_generations * (found.usual + rest))} in total, plus evaluations"
     )
-    return generation_finding(detail, rollouts, scores_MP, config.sampling.max_tokens, "sampling.max_tokens")
+    most, setting = config.sampling.max_tokens, "sampling.max_tokens"
+    if short(rollouts, most, setting) is None:
+        return generation_finding(detail, rollouts, scores_MP, None)
+    own = ask_mean((MEAN,), requests(data.train[:SAMPLED_PROMPTS]))  # wide noise also makes completions long
+    return generation_finding(detail, rollouts, scores_MP, short(own, most, setting))
 
 
 def _grpo_generation(case: Case) -> Finding:
@@ -204,7 +208,7 @@ def _grpo_generation(case: Case) -> Finding:
         "plus evaluations"
     )
     setting = "grpo.max_completion_length" if grpo.max_completion_length else "sampling.max_tokens"
-    return generation_finding(detail, rollouts, rewards, sampling.max_tokens, setting)
+    return generation_finding(detail, rollouts, rewards, short(rollouts, sampling.max_tokens, setting))
 
 
 def _moving(case: Case, plan: Plan) -> float:
@@ -228,10 +232,16 @@ def try_splits(data: Data, score: Callable[[Sequence[Example]], object]) -> Find
     return None
 
 
-def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike, most: int, setting: str) -> Finding:
-    """Return the finding of a generation of at most `most` tokens per completion, which is the value of `setting`.
+def short(rollouts: Sequence[Rollout], most: int, setting: str) -> str | None:
+    """Return a warning if most completions of the unperturbed model are cut off at `most` tokens, else None."""
+    share = float(np.mean([r.finish_reason == "length" for r in rollouts]))
+    return cut_off(share, most, "the unperturbed model's completions", setting)
 
-    It is a warning if all texts are empty, all scores are equal, or most completions are cut off.
+
+def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike, cut: str | None) -> Finding:
+    """Return the finding of a generation, with the warning `cut` if completions are cut off.
+
+    It is a warning too if all texts are empty or all scores are equal.
     """
     problems = list[tuple[str, str]]()
     if all(not r.text.strip() for r in rollouts):
@@ -239,9 +249,8 @@ def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLi
     elif np.ptp(scores) == 0:
         fix = "run `evoalign probe` to find a width at which scores differ"
         problems.append(("all scored the same, so nothing can be learned", fix))
-    short = cut_off(float(np.mean([r.finish_reason == "length" for r in rollouts])), most, setting=setting)
-    if short is not None:
-        problem, _, fix = short.rpartition("; ")
+    if cut is not None:
+        problem, _, fix = cut.rpartition("; ")
         problems.append((problem, fix))
     if not problems:
         return Finding("generation", "ok", detail)
