@@ -20,6 +20,7 @@ from kill_points import VALIDATION
 
 from evoalign import engines
 from evoalign.config import Config
+from evoalign.cost import budget
 from evoalign.models import tiny
 from evoalign.preflight import doctor, plan
 from evoalign.preflight.plan import Case, Finding
@@ -282,7 +283,7 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path, monkeypatch):
 
 def test_free_memory_of_this_machine():
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = plan._free_on_host()
+    free = budget.free_on_host()
     assert free is not None and 0 < free <= total
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from evoalign import engines, tokens
 from evoalign import setup as parts
 from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
-from evoalign.models.files import load_whole, write_whole
+from evoalign.models.files import WholeModel, load_whole
 from evoalign.rundir import checkpoint, files, journal, parquet
 from evoalign.spaces.lora import Lora
 from evoalign.training import replay as replaying
@@ -85,7 +85,7 @@ def test_weights_in_pickle_form_are_not_read(tmp_path):
     with pytest.raises(ModelError, match=r"it has no model\.safetensors.*convert it to safetensors"):
         load_whole(str(folder), None, torch.float32, "mine")
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        write_whole(str(folder), None, torch.float32, tmp_path / "saved", served.engine.state())
+        WholeModel(str(folder), None, torch.float32)(tmp_path / "saved", served.engine.state())
     served.close()
 
 

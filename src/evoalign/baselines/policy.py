@@ -242,18 +242,21 @@ class Policy:
         """Return a training prompt as text."""
         return text_of(self.task.prompt(self.data.train[row]))
 
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+    def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
         """Save a PEFT adapter or a Hugging Face checkpoint, unless the same one is there, and return its folder."""
         folder = run.saved(done, adapter=self.is_adapter)
         mark = Mark(done, self.fingerprint(), NO_JOURNAL, validation=reward)
-        if checkpoint.holds(folder, mark):
-            return folder
-        with filled(folder, replace=True) as temporary:
-            self.model.save_pretrained(temporary)
-            if not self.is_adapter:
-                self.tokens.tokenizer.save_pretrained(temporary)
-            checkpoint.seal(temporary, mark)
+        if not checkpoint.holds(folder, mark):
+            with filled(folder, replace=True) as temporary:
+                self.model.save_pretrained(temporary)
+                if not self.is_adapter:
+                    self.tokens.tokenizer.save_pretrained(temporary)
+                checkpoint.seal(temporary, mark)
+        then()
         return folder
+
+    def settle(self) -> None:
+        """Return at once: `save` has written everything."""
 
     def fingerprint(self) -> str:
         """Return the `weights_hash` of the trained parameters."""

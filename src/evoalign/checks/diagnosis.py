@@ -21,10 +21,13 @@ from evoalign.checks import hacking
 from evoalign.checks.control import Control
 from evoalign.checks.rules import SURE, History, LearningRateTooLarge, Row, causes, mean_of, values
 from evoalign.config import Config
-from evoalign.types import Generation, Layout
+from evoalign.types import Generation, Layout, Rollout
 
 SAMPLE = 65536
 """Numbers of the mean that are followed: a cosine of this many is accurate to 1/256."""
+SEARCHED = 512
+"""Most completions of a generation that are searched for signs of broken text, which takes about 0.4 ms each: those of
+evenly spaced members, all prompts of each."""
 LOOKS = 100
 """Most checks for earlier warnings when resuming: each goes over all generations before it."""
 WARNING = "warning: "
@@ -133,13 +136,23 @@ class Diagnosis:
         return cosine, float((now - self._start).norm()) * self._scale
 
     def _text_shares(self, generation: Generation) -> Row:
-        rollouts = generation.rollouts
+        rollouts = _searched(generation)
         if not rollouts:
             return {f"{name}_share": None for name in hacking.SHARES}
         rows = [generation.rows[r.request] for r in rollouts]
         texts, reasons = [r.text for r in rollouts], [r.finish_reason for r in rollouts]
         shares = hacking.text_shares(texts, reasons, rows, list(map(self._gold, rows)), self._known)
         return {f"{name}_share": share for name, share in shares.items()}
+
+
+def _searched(generation: Generation) -> Sequence[Rollout]:
+    """Return the completions that are searched for signs, see `SEARCHED`: all of some members."""
+    rollouts, prompts = generation.rollouts, len(generation.rows)
+    if len(rollouts) <= SEARCHED:
+        return rollouts
+    members, count = len(rollouts) // prompts, max(1, SEARCHED // prompts)
+    starts = [i * members // count * prompts for i in range(count)]
+    return [rollout for start in starts for rollout in rollouts[start : start + prompts]]
 
 
 def changed_share(generation: Generation) -> float | None:

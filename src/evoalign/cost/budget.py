@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -144,6 +145,23 @@ def resident() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_on_host() -> int | None:
+    """Return what Linux reports as available, or the rest of a control group's limit; None elsewhere."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    free = int(found[1]) * 1024 if found else None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["active_file"]) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit, written as "max", or no such group
+        return free
+    return limit - used if free is None else min(free, limit - used)
 
 
 def answers_cost(

@@ -20,6 +20,7 @@ from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from evoalign.config.outside import is_hub_name
 from evoalign.config.reading import read_object
@@ -160,31 +161,53 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
     return model.eval().requires_grad_(False)
 
 
-def write_whole(
-    base: str, revision: str | None, dtype: torch.dtype, folder: Path, state: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Write a model with the tensors of `state` put in, in `dtype`, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+class WholeModel:
+    """Writes a model with changed tensors, in `dtype`, and its tokenizer.
 
-    with without_bar(base):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            base, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
-    parameters = tensors_of(model)
-    with torch.no_grad():
-        for name, tensor in state:
-            parameters[name].copy_(tensor)
-    tokenizer: Any = AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=False)
-    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
-    tokenizer.save_pretrained(folder)
+    The base is loaded at the first call. Its tensors that do not change, and fused experts, stay in memory.
+    """
+
+    def __init__(self, base: str, revision: str | None, dtype: torch.dtype) -> None:
+        self._base, self._revision, self._dtype = base, revision, dtype
+        self._model: Any = None
+        self._tokenizer: Any = None
+
+    def __call__(self, folder: Path, state: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write the model with the tensors of `state` put in."""
+        with without_bar():
+            self._load()
+            parameters, changed = dict[str, nn.Parameter](self._model.named_parameters()), list[nn.Parameter]()
+            others = tensors_of(self._model)
+            for name, tensor in state:
+                if name in parameters:
+                    changed.append(parameters[name])
+                    changed[-1].data = tensor.to(changed[-1].dtype)
+                else:
+                    others[name].copy_(tensor)
+            self._model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+            for parameter in changed:
+                parameter.data = parameter.data.new_empty(0)
+        self._tokenizer.save_pretrained(folder)
+
+    def _load(self) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if self._model is None:
+            base, settings = self._base, {"revision": self._revision, "trust_remote_code": False}
+            self._model = AutoModelForCausalLM.from_pretrained(
+                base, dtype=self._dtype, use_safetensors=True, **settings
+            )
+            self._model.requires_grad_(False)
+            self._tokenizer = AutoTokenizer.from_pretrained(base, **settings)
 
 
 @contextmanager
-def without_bar(path: str) -> Generator[None]:
-    """Hide transformers' progress bar for a model in a folder, but not for a download."""
+def without_bar(path: str | None = None) -> Generator[None]:
+    """Hide transformers' progress bar, but not for a download: where `path` is the name of a model, and no folder."""
     from transformers.utils import logging
 
-    if not Path(path).is_dir() or not logging.is_progress_bar_enabled():
+    downloads = path is not None and not Path(path).is_dir()
+    if downloads or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()

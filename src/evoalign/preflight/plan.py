@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import torch
 from evoalign import setup, spaces, tokens, tracking
 from evoalign.baselines import planning, settings
 from evoalign.config import Config
-from evoalign.cost import estimate
+from evoalign.cost import budget, estimate
 from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines import Engine
 from evoalign.engines.specs import specs_of_config
@@ -330,7 +329,7 @@ def check_memory(case: Case) -> Finding:
 def free_memory(config: Config) -> int | None:
     """Return the free bytes where the engine will run, on all GPUs over which it splits the model."""
     if not estimate.on_gpu(config):
-        return _free_on_host()
+        return budget.free_on_host()
     if not torch.cuda.is_available():
         return None
     engine = config.engine
@@ -338,23 +337,6 @@ def free_memory(config: Config) -> int | None:
         used = min(engine.devices, torch.cuda.device_count())
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(used))
     return torch.cuda.mem_get_info("cuda" if engine.where == "auto" else engine.where)[0]
-
-
-def _free_on_host() -> int | None:
-    """Return what Linux reports as available, or the rest of a control group's limit; None elsewhere."""
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-    free = int(found[1]) * 1024 if found else None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["active_file"]) - int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no limit, written as "max", or no such group
-        return free
-    return limit - used if free is None else min(free, limit - used)
 
 
 def check_disk(case: Case) -> Finding:

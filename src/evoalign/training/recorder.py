@@ -29,7 +29,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.tasks import Split
 
-DRAW_SHARE = 50
+DRAW_SHARE = 200
 """Figures are redrawn after this many times the last drawing's duration, and at the end."""
 SHOWN, LONGEST = 8, 1000
 """Number of completions sent to trackers at the start and at the end, and their length in characters."""

@@ -7,7 +7,6 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from evoalign import noise, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
 from evoalign.errors import CheckpointError, MachineError, ResumeError, ScorerAwayError, shown
-from evoalign.models.files import write_whole
+from evoalign.models.files import WholeModel
 from evoalign.models.origin import model_path
 from evoalign.rollouts import prompts_hash
 from evoalign.rundir import checkpoint
@@ -114,19 +113,32 @@ def save(
     served: Served, folder: Path, mark: Mark, *, replace: bool = True, state: Callable[[], State] | None = None
 ) -> Path:
     """Save the engine's mean, or another `state` of the same tensors, in the format of the space."""
-    base, dtype = model_path(served.config.model), served.layout.torch_dtype
-    checkpoint.save(
-        folder,
-        mark,
-        served.config,
-        served.layout,
-        base,
-        state or served.engine.state,
-        () if state is not None else served.engine.optimizer_state(),
-        whole=partial(write_whole, base, served.config.model.revision, dtype) if served.space.evolves_model else None,
-        replace=replace,
-    )
+    optimizer = () if state is not None else served.engine.optimizer_state()
+    write(served, folder, mark, state or served.engine.state, optimizer, whole_of(served), replace=replace)
     return folder
+
+
+def whole_of(served: Served) -> WholeModel | None:
+    """Return what writes the model of a space that evolves it; None for an adapter."""
+    if not served.space.evolves_model:
+        return None
+    model = served.config.model
+    return WholeModel(model_path(model), model.revision, served.layout.torch_dtype)
+
+
+def write(
+    served: Served,
+    folder: Path,
+    mark: Mark,
+    state: Callable[[], State],
+    optimizer: State,
+    whole: WholeModel | None,
+    *,
+    replace: bool = True,
+) -> None:
+    """Write a mean and the optimizer's state. The engine is not used, so that a thread may write copies of them."""
+    base = model_path(served.config.model)
+    checkpoint.save(folder, mark, served.config, served.layout, base, state, optimizer, whole=whole, replace=replace)
 
 
 def retain(run: RunDir, config: Config) -> None:

@@ -72,8 +72,15 @@ class Mean(Protocol):
         model does not fit into the memory."""
         ...
 
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """Save it unless it is saved already. `reward` is its reward on the validation split, if known."""
+    def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
+        """Save it unless it is saved already, and call `then` once it is; return its folder.
+
+        It may be written after this returns: see `settle`. `reward` is its reward on the validation split, if known.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was saved is written. Raises OSError for a full disk."""
         ...
 
     def fingerprint(self) -> str:
@@ -233,9 +240,8 @@ class Session:
     def save(self) -> Path:
         """Save the mean, and delete checkpoints beyond those to keep. Raises RunGoneError."""
         self.run.check()
-        folder = self.algorithm.mean.save(self.run, self.done, self.reward())
-        saving.retain(self.run, self.config)
-        return folder
+        delete = partial(saving.retain, self.run, self.config)
+        return self.algorithm.mean.save(self.run, self.done, self.reward(), delete)
 
     def reward(self) -> float | None:
         """Return the mean's reward on the validation split after this step, if known. The test split is never used."""
@@ -288,9 +294,8 @@ class Session:
 
     def _warn_of_cut_off(self, before: Evaluation) -> None:
         """Warn if most completions of the start are cut off."""
-        share, tokens = before.measures["truncated_share"], self.config.evaluation.max_tokens
-        line = cut_off(share, tokens, "the start's completions of the test split", "evaluation.max_tokens")
-        if line is not None and self.is_new:
+        share, most = before.measures["truncated_share"], self.config.evaluation.max_tokens
+        if self.is_new and (line := cut_off(share, most, "the start's test completions", "evaluation.max_tokens")):
             self.tell(f"warning: {line}")
 
     def _start_of(self, name: str, split: Split) -> Evaluation:
@@ -304,6 +309,7 @@ class Session:
     def _finish(self, before: Evaluation) -> Result:
         saved, task, test = self.save(), self.algorithm.task, self.algorithm.data.test
         after = self._evaluate("result")
+        self.algorithm.mean.settle()
         results: dict[str, Any] = {"generation": self.done, "weights_hash": self.algorithm.mean.fingerprint()}
         if self.ending is not None:
             results["ending"] = dataclasses.asdict(self.ending)
@@ -368,6 +374,7 @@ class Session:
 
     def _stop_if_requested(self) -> None:
         if self.stop.asked is not None and self.done < self.total:
+            self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
             raise StoppedError(f"stopped after {at}; {how_to_resume(self)}", self.stop.asked)
 

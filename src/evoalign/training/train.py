@@ -51,6 +51,7 @@ from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
+from evoalign.training.saver import Saver
 from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, place
 from evoalign.training.stopping import Stop
 from evoalign.types import Generation, text_of
@@ -169,6 +170,7 @@ class _Mean:
         self.parts = parts
         self.meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         self.reference = Reference.of(parts)
+        self.saver = Saver(parts)
         self.weights_hash = ""
         """Hash of the mean after the last generation."""
         self.journal_hash: Callable[[], str] = str
@@ -194,11 +196,15 @@ class _Mean:
         finally:
             self.reference.close()  # its memory is free for placebos
 
-    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+    def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
         folder = run.saved(done, adapter=not self.parts.space.evolves_model)
         state = self.parts.objective.state
         mark = Mark(done, self.weights_hash, self.journal_hash(), objective=state, validation=reward)
-        return folder if checkpoint.holds(folder, mark) else saving.save(self.parts, folder, mark)
+        self.saver.save(folder, mark, then)
+        return folder
+
+    def settle(self) -> None:
+        self.saver.wait()
 
     def fingerprint(self) -> str:
         return self.parts.engine.fingerprint()
@@ -295,6 +301,7 @@ class _EvolutionStrategies:
             noise_floor = self._control(session.done)
 
     def close(self) -> None:
+        self.mean.saver.close()
         self.mean.reference.close()
         if self._journal is not None:
             self._journal.close()
@@ -376,9 +383,11 @@ class _EvolutionStrategies:
 
     def _save_if_due(self, session: Session) -> None:
         """Save the mean if a checkpoint is due, or if it is the best so far on the validation split."""
+        self.mean.saver.check()
         every, reward = saving.every(self.config, self.journal.summation), session.reward()
         is_best = False
         if self.config.checkpoint.keep_best and reward is not None:
+            self.mean.settle()
             best = saving.best_saved(session.run)
             mark = None if best is None else checkpoint.mark_of(best)
             is_best = mark is None or mark.validation is None or reward > mark.validation

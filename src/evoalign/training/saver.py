@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save means in a background thread, while the next generations run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from evoalign.cost.budget import free_on_host
+from evoalign.rundir import checkpoint
+from evoalign.rundir.checkpoint import Mark
+from evoalign.setup import Served
+from evoalign.training import saving
+
+SHARE = 0.5
+"""Largest share of the free host memory that a copy of the mean may take."""
+
+
+class Saver:
+    """Saves the means of one run, one after the other.
+
+    `save` copies the mean to host memory and returns; a thread writes the copy. A mean that takes more than `SHARE` of
+    the free memory is written at once instead, tensor by tensor. Errors of the thread are raised by the next call. The
+    base model, from which a whole checkpoint takes the tensors that do not evolve, is loaded once.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._whole = saving.whole_of(served)
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._last: tuple[Path, Mark] | None = None
+
+    def save(self, folder: Path, mark: Mark, then: Callable[[], None]) -> None:
+        """Save the engine's mean in `folder`, unless it is there, and call `then` once it is written."""
+        if self._last == (folder, mark):
+            return
+        self.wait()
+        if checkpoint.holds(folder, mark):
+            then()
+            return
+        engine, layout = self._served.engine, self._served.layout
+        size, free = 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen)), free_on_host()
+        if free is not None and size > SHARE * free:
+            self._write(folder, mark, engine.state, list(engine.optimizer_state()), then)
+            return
+        state, optimizer = list(engine.state()), list(engine.optimizer_state())
+        self._last = folder, mark
+        self._writing = self._pool.submit(self._write, folder, mark, lambda: state, optimizer, then)
+
+    def check(self) -> None:
+        """Raise what the thread raised, if it has ended."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until everything is written. Raises what the thread raised."""
+        writing, self._writing, self._last = self._writing, None, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for the thread, whatever it raises, and end it."""
+        self._pool.shutdown()
+
+    def _write(
+        self,
+        folder: Path,
+        mark: Mark,
+        state: Callable[[], checkpoint.State],
+        optimizer: checkpoint.State,
+        then: Callable[[], None],
+    ) -> None:
+        saving.write(self._served, folder, mark, state, optimizer, self._whole)
+        then()
