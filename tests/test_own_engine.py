@@ -21,7 +21,7 @@ from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.preflight import doctor
 from evoalign.rundir import journal
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 from evoalign.setup import serve
 from evoalign.testing import engines as contract
 from evoalign.training import replay as replaying

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,13 @@ from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError, RewardError, cut, plain
 from evoalign.plugins import FAILURES, raised
-from evoalign.rewards.objective import SetObjective
-from evoalign.rollouts import collect, columns_taken, derive_seed, sampling_of
+from evoalign.rewards.objective import Columns, SetObjective
+from evoalign.rollouts import Encoded, collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Grading
+from evoalign.tasks.grading import Answers, Grading
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, text_of
+from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
 PREFIX = "reward/"
 """Prefix of the measure, and of the table column, of one of several rewards."""
@@ -108,18 +108,61 @@ def evaluate(
     settings: EvaluationConfig,
 ) -> Evaluation:
     """Score the unperturbed model on every example, `samples` times for each of `seeds` (greedy: once)."""
+    prompts = Encoded(task, tokens, examples)
+    return evaluate_together(engine, task, [(examples, prompts)], settings)[0][0]
+
+
+def evaluate_together(
+    engine: Engine,
+    task: Task,
+    splits: Sequence[tuple[Sequence[Example], Encoded]],
+    settings: EvaluationConfig,
+    others: Sequence[Request] = (),
+) -> tuple[list[Evaluation], list[Rollout]]:
+    """Evaluate several splits as `evaluate` does, and complete `others`, in one rollout of the unperturbed model.
+
+    Each split has its examples and their prompts. A GPU takes about as long for a few rows as
+    for hundreds. `others` have the indices 0, 1, ...; their completions are returned in this order.
+    """
     sampling = sampling_of(settings)
     greedy = sampling.temperature == 0
     draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
-    keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
-    asked_E = [task.prompt(example) for example in examples]
-    read_E = [tokens.encode_read(prompt) for prompt in asked_E]
-    seeds = [derive_seed("evaluation", seed, e, k) for e, seed, k in keys]
-    requests = [Request(i, read_E[e][0], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
-    with Grading(task, examples) as begun:
-        answers = begun.of([e for e, _, _ in keys])
-        rollouts = collect(engine, MEAN_PLAN, requests, answers.take)
-        columns = columns_taken(answers)
+    with Grading(task, [example for examples, _ in splits for example in examples]) as begun:
+        keys, requests, places, first = list[list[_Key]](), list[Request](), list[tuple[Answers, int]](), 0
+        for examples, prompts in splits:
+            keys.append([(e, seed, k) for e in range(len(examples)) for seed, k in draws])
+            answers = begun.of([first + e for e, _, _ in keys[-1]])
+            first += len(examples)
+            for place, (e, seed, k) in enumerate(keys[-1]):
+                places.append((answers, place))
+                requests.append(Request(len(requests), prompts[e], sampling, derive_seed("evaluation", seed, e, k)))
+
+        def take(at: int, rollout: Rollout) -> None:
+            if at < len(places):
+                answers, place = places[at]
+                answers.take(place, rollout)
+
+        more = [replace(request, index=len(requests) + request.index) for request in others]
+        rollouts = collect(engine, MEAN_PLAN, [*requests, *more], take)
+        columns = [columns_taken(answers) for answers in dict.fromkeys(answers for answers, _ in places)]
+    found, left = list[Evaluation](), iter(rollouts)
+    for (examples, prompts), of_split, some in zip(splits, keys, columns, strict=True):
+        found.append(_evaluation(task, examples, prompts, of_split, [next(left) for _ in of_split], some))
+    return found, list(left)
+
+
+_Key: TypeAlias = tuple[int, int, int]
+"""Example, seed and sample of a completion."""
+
+
+def _evaluation(
+    task: Task,
+    examples: Sequence[Example],
+    prompts: Encoded,
+    keys: Sequence[_Key],
+    rollouts: Sequence[Rollout],
+    columns: Columns,
+) -> Evaluation:
     texts, asked = [r.text for r in rollouts], [examples[e] for e, _, _ in keys]
     rewards = task.weighted.rewards(columns, texts, asked)
     several = columns if len(columns) > 1 else {}
@@ -128,7 +171,7 @@ def evaluate(
             example=e,
             seed=seed,
             sample=k,
-            prompt=text_of(asked_E[e]),
+            prompt=text_of(task.prompt(examples[e])),
             target=task.gold(task.handed(examples[e])),
             text=rollout.text,
             reward=reward,
@@ -136,7 +179,7 @@ def evaluate(
             tokens=len(rollout.token_ids),
             rewards={name: of[i] for name, of in several.items()},
             right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
-            rendered=None if isinstance(asked_E[e], str) else read_E[e][1],
+            rendered=prompts.rendered.get(e),
         )
         for i, ((e, seed, k), rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
     ]

@@ -11,17 +11,19 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
 from evoalign.config.secrets import redacted
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, plain
 
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """Exceptions that count as failures of custom code: all but Ctrl-C. sys.exit() must not end a run as if it were
@@ -32,8 +34,11 @@ _NOT_OWN = (Path(__file__).parent, Path(asyncio.__file__).parent)
 
 
 def described(error: BaseException) -> str:
-    """Return an exception's type and text on one line, shortened and with secrets redacted, as in addresses."""
-    text = " ".join(redacted(str(error)).split())
+    """Return an exception's type and text on one printable line, shortened and with secrets redacted, as in addresses.
+
+    Its text often quotes a completion, whose control characters would reach the terminal.
+    """
+    text = plain(" ".join(redacted(str(error)).split()))
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
@@ -93,9 +98,27 @@ def own_settings(
         raise ConfigError("\n".join(f"{section}.{where}: {what}" for where, what in wrong)) from None
 
 
+@contextmanager
+def _exit_raises() -> Generator[None]:
+    """Turn a call of os._exit into an error while custom code is imported: the command would end as if it were done."""
+    end, pid = os._exit, os.getpid()
+
+    def refused(status: int) -> NoReturn:
+        if os.getpid() != pid:  # a child process that it started
+            end(status)
+        raise SystemExit(f"it called os._exit({status})")
+
+    os._exit = refused
+    try:
+        yield
+    finally:
+        os._exit = end
+
+
 def _from_name(name: str, attribute: str, what: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with _exit_raises():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         file = f"{name}.py"
         hint = f"for the file, write {file}:{attribute}" if error.name == name and Path(file).is_file() else (
@@ -118,7 +141,8 @@ def _from_file(path: Path, what: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _exit_raises():
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, FAILURES):

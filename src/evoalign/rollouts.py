@@ -210,18 +210,24 @@ TYPICAL = 200
 
 
 class Encoded(dict[int, tuple[int, ...]]):
-    """Token ids of a split's prompts by row; those of a large split are encoded at first use. Raises ModelError."""
+    """Token ids of a split's prompts by row; those of a large split are encoded at first use. Raises ModelError.
+
+    `rendered` has the text of the chat template by row, of those that are messages.
+    """
 
     def __init__(self, task: Task, tokens: Tokens, examples: Sequence[Example]) -> None:
         super().__init__()
         self._task, self._tokens, self._examples = task, tokens, examples
+        self.rendered = dict[int, str]()
         if len(examples) <= EARLY:
             self.update((row, self[row]) for row in range(len(examples)))
 
     def __missing__(self, row: int) -> tuple[int, ...]:
-        found = self._tokens.encode(self._task.prompt(self._examples[row]))
-        self[row] = found
-        return found
+        prompt = self._task.prompt(self._examples[row])
+        self[row], text = self._tokens.encode_read(prompt)
+        if not isinstance(prompt, str):
+            self.rendered[row] = text
+        return self[row]
 
 
 def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[int]:

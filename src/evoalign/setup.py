@@ -15,6 +15,7 @@ import torch
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
+from evoalign.engines.specs import refuse_not_finite
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
@@ -208,7 +209,9 @@ def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
     Without a section `es` the mean is served and cannot be moved.
     """
     space = spaces.create(config)
-    layout = layout_of(space, engine.specs(), engine.dtype)
+    specs = engine.specs()
+    refuse_not_finite(specs)
+    layout = layout_of(space, specs, engine.dtype)
     moved_by = optimizer.create(config.es.optimizer) if config.es_ is not None else None
     try:
         facts = engine.start(space, layout, moved_by, config.decays)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 from evoalign.config import ModelConfig
 from evoalign.errors import ConfigError, ModelError, shown
 from evoalign.models import templates
-from evoalign.models.files import find, not_cached, refuse_hooks
-from evoalign.models.origin import described, origin
+from evoalign.models.files import find, not_cached, read_settings, refuse_hooks
+from evoalign.models.origin import described, model_config, origin
 from evoalign.types import Messages, Prompt, text_of
 
 TAIL_TOKENS = 4
@@ -27,7 +28,8 @@ UNREADABLE = "\ufffd"
 class Tokens:
     """A tokenizer, its chat template with `template_kwargs`, and its stop tokens. `guarded`: the template is untrusted.
 
-    `name` is the model's, for messages. Raises ConfigError for `template_kwargs` that the template does not read.
+    `rows` is the number of the model's embedding rows, which no token may exceed; None: not known. `name` is the
+    model's, for messages. Raises ConfigError for `template_kwargs` that the template does not read.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class Tokens:
         stop_ids: Sequence[int],
         *,
         guarded: bool = False,
+        rows: int | None = None,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         name: str = "the model",
     ) -> None:
-        self.tokenizer, self.name, self._kwargs = tokenizer, name, dict(template_kwargs)
+        self.tokenizer, self.rows, self.name, self._kwargs = tokenizer, rows, name, dict(template_kwargs)
         unread = [key for key in self._kwargs if key not in str(tokenizer.chat_template)]
         if unread:
             raise ConfigError(
@@ -49,9 +52,16 @@ class Tokens:
             )
         how = partial(templates.render, template_kwargs=self._kwargs)
         self._render = templates.Renderer(tokenizer, how) if guarded else partial(how, tokenizer)
-        self.stop_ids = tuple(sorted(set(stop_ids)))
+        self.stop_ids = tuple(sorted(i for i in set(stop_ids) if rows is None or i < rows))
         pad = tokenizer.pad_token_id
-        self.pad_id: int = int(pad) if pad is not None else (self.stop_ids[0] if self.stop_ids else 0)
+        if pad is None or (rows is not None and pad >= rows):
+            pad = self.stop_ids[0] if self.stop_ids else 0
+        self.pad_id = int(pad)
+
+    @property
+    def has_more_tokens(self) -> bool:
+        """Whether the tokenizer has tokens that the model has no embedding for."""
+        return self.rows is not None and max(self.tokenizer.get_vocab().values(), default=0) >= self.rows
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids of a prompt. Messages use the chat template. Raises ModelError without one."""
@@ -63,7 +73,7 @@ class Tokens:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
-        return tuple(int(i) for i in ids), text
+        return self._embedded(ids, prompt), text
 
     def render(self, messages: Messages) -> tuple[str, Messages]:
         """Return messages as text, and the messages that the template got. Raises ModelError.
@@ -154,7 +164,19 @@ class Tokens:
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text without special tokens, such as a completion."""
-        return tuple(int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._embedded(self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
+
+    def _embedded(self, ids: Sequence[int], text: Prompt) -> tuple[int, ...]:
+        """Return token ids. Raises ModelError for one that the model has no embedding for."""
+        most = max(ids, default=0)
+        if self.rows is not None and most >= self.rows:
+            name = str(self.tokenizer.convert_ids_to_tokens(most))
+            raise ModelError(
+                f"the text {shown(text_of(text))} has token {most} {name!r}, "
+                f"and the model's embedding has {self.rows:,} rows; use the tokenizer that belongs to the weights, or "
+                "take the token out of the text"
+            )
+        return tuple(int(i) for i in ids)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the vocabulary and the chat template."""
@@ -230,28 +252,53 @@ def load(config: ModelConfig, template_kwargs: Mapping[str, Any] = MappingProxyT
         raise ModelError(
             f"model {config.name} has no tokenizer: put its tokenizer files, such as tokenizer.json, into the folder"
         )
-    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    rows = None
+    with suppress(ModelError):  # the engine reports a damaged config.json
+        rows = getattr(model_config(config).get_text_config(), "vocab_size", None)
     return Tokens(
         tokenizer,
-        [*_stops(config.name, *described(config)), *own],
+        _stops(config, tokenizer),
         guarded=config.name != "tiny",
+        rows=rows,
         template_kwargs=template_kwargs,
         name=config.name,
     )
 
 
-def _stops(name: str, path: str, revision: str | None) -> list[int]:
-    """Return the stop tokens of the model's generation config; none without one."""
+def _stops(config: ModelConfig, tokenizer: Any) -> list[int]:
+    """Return the stop tokens of generation_config.json, config.json and the tokenizer.
+
+    As in transformers, an ordinary token in config.json counts only without generation_config.json, since it is often
+    left over from the model that a tokenizer was taken away from.
+    """
+    path, revision = described(config)
+    generation = _ids(config.name, _generation_eos(config.name, path, revision))
+    file = find(path, "config.json", revision)
+    settings = {} if file is None else read_settings(config.name, file)
+    inner = settings.get("text_config")
+    found = [s.get("eos_token_id") for s in (settings, inner) if isinstance(s, Mapping)]
+    named = [i for value in found for i in _ids(config.name, value)]
+    special = set(tokenizer.added_tokens_decoder)
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return [*generation, *(i for i in named if not generation or i in special), *own]
+
+
+def _generation_eos(name: str, path: str, revision: str | None) -> object:
+    """Return `eos_token_id` of generation_config.json; None without one. Raises ModelError."""
     from transformers import GenerationConfig
 
     try:
-        found: Any = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
+        return GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
     except OSError as error:
         if find(path, "generation_config.json", revision) is None:
-            return []
+            return None
         raise ModelError(f"model {name}: generation_config.json is damaged ({_one_line(error)})") from error
     except Exception as error:  # the file is untrusted
         raise ModelError(f"model {name}: generation_config.json is damaged ({_one_line(error)})") from error
+
+
+def _ids(name: str, found: Any) -> list[int]:
+    """Return the token ids of an `eos_token_id`: one, a list, or none. Raises ModelError."""
     ids: list[Any] = found if isinstance(found, list) else [] if found is None else [found]
     for i in ids:
         if type(i) is not int or i < 0:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from command_line import Run, caller
+from copied_runs import rebind
 from doctor_runs import statuses
 from grpo_runs import completions, grpo, rows, with_sections
 from peft import PeftModel
@@ -105,6 +106,7 @@ def test_eval_repeats_the_runs_own_evaluation(tune: str, runs: dict[str, Path], 
 def test_eval_completions_equal_those_of_the_run(tune: str, runs: dict[str, Path], tmp_path: Path) -> None:
     here = shutil.copytree(runs[tune], tmp_path / "run")
     (here / "config.yaml").write_text(yaml.safe_dump({**config(here, grpo={"tune": tune}), "engine": "vllm"}))
+    rebind(here)
     found, adapter = targets.resolve_target(here, None)
     assert (found.model.dtype, found.engine.name) == ("float32", "transformers")
     assert (adapter is None) == (tune == "full")

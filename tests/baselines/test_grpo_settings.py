@@ -18,7 +18,7 @@ from evoalign.config.grpo import ALLOWED, ASKED, OF_TRL, GrpoConfig
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import config_hash, differences
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 
 OLD = Path(__file__).parents[1] / "compatibility"
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))

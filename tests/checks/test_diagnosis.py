@@ -12,19 +12,20 @@ import torch
 
 from evoalign import evolve
 from evoalign.checks import diagnosis
-from evoalign.checks.control import Control, control, control_of
+from evoalign.checks.control import Control, control, control_of, requests_of
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share, summary
 from evoalign.checks.rules import causes
 from evoalign.config import from_dict
 from evoalign.engines.base import sampled_places
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.report.rows import metrics_row
+from evoalign.rollouts import collect
 from evoalign.rundir.journal import Journal
 from evoalign.rundir.method import placebo_command
 from evoalign.setup import assemble
 from evoalign.testing import engines as contract
 from evoalign.training import saving
-from evoalign.types import EvolvedTensor, Generation, Layout, Member, Rollout, Update, population
+from evoalign.types import MEAN_PLAN, EvolvedTensor, Generation, Layout, Member, Rollout, Update, population
 
 MEMBERS, PROMPTS, NUMBERS = 16, 8, 400
 LAYOUT = Layout((EvolvedTensor("a", (10, 20), "a", 2.0), EvolvedTensor("b", (200,), "b", 1.0)), 0, "float32")
@@ -516,11 +517,33 @@ def test_a_real_control_tells_a_reward_that_varies_from_the_engine():
     tree["grader"] = {"isolated": False}
     parts = assemble(from_dict(tree), reward=chance)
     try:
-        found = control(parts.config, parts.engine, parts.task, parts.tokens, parts.data.train, 0)
+        found = controlled(parts, parts.data.train, 0)
     finally:
         parts.close()
     assert found.of_reward == pytest.approx(math.sqrt(1 / 12), rel=0.5)  # a uniform draw's
     assert found.floor == pytest.approx(found.of_reward / math.sqrt(len(parts.data.train)))
+
+
+def controlled(parts, examples, generation):
+    requests = requests_of(parts.config, parts.task, parts.tokens, examples, generation)
+    assert [request.index for request in requests] == list(range(2 * len(examples)))
+    return control(parts.task.objective(), parts.task, collect(parts.engine, MEAN_PLAN, requests), examples)
+
+
+def test_signs_are_searched_in_all_prompts_of_evenly_spaced_members():
+    few, many = (completed(members, 100) for members in (4, 30))
+    assert len(diagnosis._searched(few)) == 400
+    searched = [(rollout.member.index, rollout.request) for rollout in diagnosis._searched(many)]
+    assert searched == [(member, request) for member in (0, 6, 12, 18, 24) for request in range(100)]
+
+
+def completed(members, prompts):
+    everyone = population(members)
+    rollouts = tuple(Rollout(member, request, (1,), "a", "stop") for member in everyone for request in range(prompts))
+    scores, update = ((0.0,) * prompts,) * members, Update(0, 0, everyone, (0.0,) * members, 1.0, 1.0)
+    return Generation(
+        0, 1, (0.0,) * members, scores, update, "", 0, 0.0, 0.0, {}, None, tuple(range(prompts)), rollouts
+    )
 
 
 def quickstart(**es):
@@ -545,7 +568,7 @@ def real(tree, folder):
         warnings, rows = [], []
         for made in evolve.evolve(parts.run(book)):
             examples = [parts.data.train[row] for row in made.rows]
-            seen = control(parts.config, parts.engine, parts.task, parts.tokens, examples, made.index)
+            seen = controlled(parts, examples, made.index)
             rows.append(diagnosis.update(made, parts.engine.probe_weights(SAMPLE), seen))
             warnings += diagnosis.warnings()
         book.close()

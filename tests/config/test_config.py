@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from evoalign.config import Config, from_dict, load, to_yaml
+from evoalign.config.load import parse_overrides
 from evoalign.config.schema import schema as json_schema
 from evoalign.errors import ConfigError
 
@@ -279,3 +280,13 @@ def test_one_name_needs_no_list(setting, name, tmp_path):
     known = json_schema()
     model = known["$defs"][known["properties"][section]["$ref"].rpartition("/")[2]]
     assert {"string", "array"} <= {choice.get("type") for choice in model["properties"][field]["anyOf"]}
+
+
+def test_a_text_that_yaml_reads_as_a_mapping_is_to_be_quoted():
+    text = "task.system_prompt=Read it. Two fields: intent (a, b)"
+    with pytest.raises(ConfigError, match=r"task\.system_prompt: .*as a mapping: quote the text") as caught:
+        from_dict(parse_overrides({"es": {"sigma": 0.1}}, [text]))
+    quoted = text.replace("=", '="') + '"'
+    assert quoted[:30] in str(caught.value)
+    config = from_dict(parse_overrides({"es": {"sigma": 0.1}}, [quoted]))
+    assert config.task.system_prompt == "Read it. Two fields: intent (a, b)"

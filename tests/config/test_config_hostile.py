@@ -11,7 +11,7 @@ from evoalign.config import Config, from_dict, load
 from evoalign.config.reading import YAML_CHARACTERS, YAML_DEPTH, parse_yaml
 from evoalign.errors import ConfigError, shown
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 
 PLAIN = "es: {sigma: 0.1}\n"
 LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -26,6 +26,10 @@ FILES = {
     "depth by aliases": (CHAIN + PLAIN + "grpo: {trl: {generation_kwargs: *a25}}\n", f"nests deeper than {YAML_DEPTH}"),
     "depth by aliases, in a part of one's own": (CHAIN + PLAIN + "space: {name: 'x:y', z: *a25}\n", "nests deeper"),
     "a width of none": ("es: {sigma: 0}\n", "es.sigma: Input should be greater than or equal to 1e-37 .given: 0"),
+    "a mapping for a text": (
+        f"{PLAIN}task: {{system_prompt: {{Two fields: intent}}}}\n",
+        r"task\.system_prompt: .*'Two fields: \.\.' as a mapping: quote the text",
+    ),
     "a day for a folder": (f"{PLAIN}output_dir: 2026-11-22\n", "given: .*2026, 11, 22.*; put it in quotes"),
     "dots and letters that nearly begin an address": (f"{PLAIN}seed: {'a.' * 100_000}\n", "given: 'a"),
     "one long text in many places": (

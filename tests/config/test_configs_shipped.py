@@ -117,10 +117,10 @@ def test_quickstart_trains_for_two_generations(path, tmp_path, monkeypatch):
 
 
 def hub_row(split, number):
-    """A row of GSM8K and of PKU-SafeRLHF, with each pair of labels in turn."""
+    """A row of GSM8K, MATH and PKU-SafeRLHF, with each pair of labels in turn."""
     question, labels = f"Question {number} of {split}?", divmod(number % 4, 2)
     return {
-        "question": question, "answer": f"It is {number}.\n#### {number}", "prompt": question,
+        "question": question, "answer": f"It is {number}.\n#### {number}", "prompt": question, "problem": question,
         "is_response_0_safe": bool(labels[0]), "is_response_1_safe": bool(labels[1]),
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, ca
         size = max((key for key in SHAPES if all(part in name for part in key.split("_"))), key=len)
         sets.append(f"model.name={shape(tmp_path, size)}")
     if config.task.train_data is None or config.task.train_data.startswith("hub:"):
-        for split, count in (("train", 480), ("test", 8)):
+        for split, count in (("train", max(480, config.task.batch_size or 0)), ("test", 8)):
             rows = "".join(f"{json.dumps(hub_row(split, i))}\n" for i in range(count))
             (tmp_path / f"{split}.jsonl").write_text(rows)
             sets.append(f"task.{split}_data={tmp_path / split}.jsonl")
@@ -221,6 +221,27 @@ def test_conciseness_is_trained_and_judged_as_published(path):
     assert f"evoalign eval {config.output_dir}_sweep" in header(path)
 
 
+@pytest.mark.parametrize(("names", "dtype"), [
+    ("conciseness_full_*", "bfloat16"), ("countdown_full_*", "float16"), ("countdown_full_1.5b_at_scale", "bfloat16"),
+    ("math_full_*", "bfloat16"), ("safety_full_*", "float16"),
+])  # fmt: skip
+def test_full_parameter_experiments_have_the_published_dtype(names, dtype):
+    found = {p.stem: load(p).model.dtype for p in CONFIGS.glob(f"experiments/{names}.yaml")}
+    others = {name for name in found if name.endswith("_at_scale") and "*" in names}
+    assert found and {found[name] for name in found.keys() - others} == {dtype}
+
+
+def test_settings_of_es_at_scale():
+    own, math = experiment("countdown_full_1.5b_at_scale"), experiment("math_full_7b")
+    assert (own.es.num_generations, own.task.batch_size, own.evaluation.max_tokens, own.seed) == (500, 200, 512, 42)
+    assert (math.model.name, math.task.batch_size, math.evaluation.max_tokens) == ("Qwen/Qwen2.5-Math-7B", 1024, 3000)
+    for es in (own.es, math.es):
+        assert (es.population_size, es.sigma, es.learning_rate, es.shaping) == (30, 1e-3, 5e-4, "zscore")
+    small, large = experiment("countdown_full_0.5b_chat"), experiment("countdown_full_1.5b_chat")
+    own = ("model", "output_dir")
+    assert small.model_copy(update={name: getattr(large, name) for name in own}) == large
+
+
 def test_the_other_published_settings():
     wide = experiment("conciseness_full_7b_wide").es
     assert (wide.sigma, wide.learning_rate, wide.eta) == (0.0015, 0.00075, 0.5)
@@ -303,7 +324,7 @@ def test_the_config_for_vllm_gets_the_deep_kernels_and_the_settings_of_its_exper
 def test_grpo_on_countdown_has_the_published_settings_and_the_work_of_es(size):
     beside = "1.5b_chat" if size == "1.5b" else size  # at 1.5B the replication ran both
     ours, theirs = experiment(f"countdown_grpo_{size}"), experiment(f"countdown_full_{beside}")
-    assert (ours.task, ours.model) == (theirs.task, theirs.model)
+    assert (ours.task, ours.model.name) == (theirs.task, theirs.model.name)
     assert ours.evaluation == theirs.evaluation
     grpo = ours.grpo
     assert (grpo.learning_rate, grpo.beta, grpo.temperature, grpo.num_generations) == (1e-6, 5e-3, 0.7, 30)

@@ -53,6 +53,7 @@ TESTS = {
     "They are not recorded": "rundir/test_checksums.py::test_results_of_an_earlier_release_are_not_verified",
     "Neither is a signature": "security/test_hostile_runs.py::test_a_forged_journal_is_read",
     "`evoalign replay` rebuilds": "training/test_api_train.py::test_the_journal_replays_and_evaluate_repeats_the_run",
+    "An edited `config.yaml`": "rundir/test_own.py::test_command_shows_no_edited_setting_as_the_runs",
     "It can name a shipped task": "security/test_outside.py::test_data_of_a_shipped_task_are_not_marked",
     "It can be a model of yours": "security/test_outside.py::test_base_of_a_run_that_the_user_names_is_followed",
     "Where you name a run": "security/test_outside.py::test_base_of_a_run_that_the_user_names_is_followed",

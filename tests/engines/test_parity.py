@@ -7,15 +7,17 @@ within 1e-4 of each other.
 """
 
 import math
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 from families import FAMILIES, PROMPTS, VOCABULARY, Bench, make_config, next_logits, requests, unfused
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from evoalign import tokens
 from evoalign.errors import ConfigError
+from evoalign.models import tiny
 from evoalign.models.origin import model_path
 from evoalign.spaces.base import Factors
 from evoalign.types import MEAN, MEAN_PLAN, Sampling
@@ -231,6 +233,17 @@ def test_only_selected_layers_and_modules_evolve(folders):
     with Bench(config) as bench:
         assert [t.module for t in bench.layout.tensors] == ["gpt_neox.layers.1.attention.query_key_value.weight"]
     run(config, PROMPTS["apart"])
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+def test_modules_of_gpt2_are_named_as_no_linear_matrices(space, tmp_path):
+    sizes = {"vocab_size": 1024, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    ids = {"eos_token_id": 2, "bos_token_id": 2, "pad_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(**sizes, **ids)).save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / file, tmp_path)
+    with pytest.raises(ConfigError, match=r"no module 'c_attn'; .*no nn\.Linear matrix.*use space full"):
+        Bench(make_config(tmp_path, space, **{space: {"target_modules": ["c_attn"]}}))
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])

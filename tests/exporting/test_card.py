@@ -260,3 +260,12 @@ def test_nothing_in_a_card_writes_on_a_terminal_or_turns_the_text_around() -> No
     assert text.replace("\n", "").isprintable() and "\\u202e" in text and "\\x1b" in text
     plain = card_of({"task": {"name": "mine:Task", "note": "Zoë, 東京, naïve – ½ 😀"}}, name="ann/Zoë")
     assert "Zoë, 東京, naïve – ½ 😀" in plain
+
+
+@pytest.mark.parametrize("key", ["split", "examples", "trained"])
+def test_values_of_an_evaluation_are_no_html(key: str) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    evaluation: dict[str, Any] = {**EVALUATION, key: evil}
+    if key == "trained":
+        evaluation |= {"before": {evil: 1.0}, "after": {evil: 2.0}, "change_mean_low_high": {}}
+    assert "<img" not in card_of(evaluation=evaluation).split("---\n", 2)[2]

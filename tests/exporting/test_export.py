@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from copied_runs import rebind
 from families import Bench
 from peft import PeftModel
 from rich.console import Console
@@ -32,7 +33,7 @@ from evoalign import cli
 from evoalign.analysis.mixer import effective
 from evoalign.analysis.targets import locate
 from evoalign.config import from_dict, load, to_yaml
-from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
+from evoalign.errors import CheckpointError, ConfigError, DataError, JournalError, ModelError, RunExistsError
 from evoalign.exporting import card
 from evoalign.exporting.export import dtype_in, export
 from evoalign.models import tiny
@@ -317,6 +318,7 @@ def test_export_takes_revision_and_decoding_from_the_config(lora: Path, tmp_path
     run = Path(shutil.copytree(lora, tmp_path / "run"))
     words = ["model.revision=abc123", "evaluation.temperature=0.6", "evaluation.top_p=0.9", "evaluation.seeds=[3, 4]"]
     (run / "config.yaml").write_text(to_yaml(load([run / "config.yaml"], words)))
+    rebind(run)
     (tmp_path / "out").mkdir()  # an empty folder is taken
     folder = export(run, tmp_path / "out")
     assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "abc123"
@@ -631,3 +633,25 @@ def test_the_card_shows_the_figure_and_completions(lora: Path, exported: Exporte
     assert text.count("*after, reward ") == 3
     none = (exported("lora", samples=0) / "README.md").read_text()
     assert "*prompt*" not in none and "of the test split, whatever" not in none
+
+
+DAMAGED = {
+    "split": ("evaluation", {"split": "<img src=x onerror=alert(1)>"}), "examples": ("evaluation", {"examples": "<b>"}),
+    "settings": ("evaluation", {"settings": {"temperature": "<b>", "max_tokens": 1}}),
+    "a measure": ("evaluation", {"after": {"reward": "<b>"}}), "alarms": ("evaluation", {"alarms": "<b>"}),
+    "an interval": ("evaluation", {"change_mean_low_high": {"reward": ["<b>"]}}),
+    "versions": ("manifest", {"versions": [["<b>"]]}), "hardware": ("manifest", {"hardware": {"gpus": "<b>"}}),
+    "task": ("manifest", {"task": "<b>"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_export_refuses_values_that_no_run_writes(what: str, lora: Path, tmp_path: Path) -> None:
+    name, changes = DAMAGED[what]
+    run = Path(shutil.copytree(lora, tmp_path / "run"))
+    (run / "SHA256SUMS").unlink(missing_ok=True)
+    file = run / ("manifest.json" if name == "manifest" else "results/evaluation.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(DataError, match=rf"{file.name} is damaged"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import constants
 
+from evoalign.errors import DataError
 from evoalign.models.files import look_for_hub, not_cached, place
+from evoalign.tasks.data.files import rows_of
 
 MISSING = OSError("nothing of that name in the cached files")
 
@@ -48,3 +51,11 @@ def test_behind_a_proxy_names_are_for_the_proxy_to_find(asked: list[object], mon
 def test_a_folder_needs_no_hub(asked: list[object]) -> None:
     place("tiny")
     assert asked == []
+
+
+def test_data_of_a_hub_that_is_not_there_are_asked_for_once(asked: list[object]) -> None:
+    start = time.perf_counter()
+    with pytest.raises(DataError, match="cannot load hub:somebody/rows"):
+        list(rows_of("hub:somebody/rows"))
+    assert len(asked) == 1 and constants.HF_HUB_OFFLINE
+    assert time.perf_counter() - start < 10, "the library would retry for half a minute"

@@ -97,7 +97,7 @@ def test_of_members_alike_the_one_with_the_lowest_index(fitness: list[float], ex
     ("every", "kept"), [(0, []), (1, list(range(10))), (4, [0, 4, 8, 9]), (9, [0, 9]), (100, [0, 9])]
 )
 def test_when_completions_are_kept(every: int, kept: list[int]) -> None:
-    due = [i for i in range(10) if rows.completions_due(every, generation([[0.0, 0.0]] * 2, i))]
+    due = [i for i in range(10) if rows.completions_due(every, i, 10)]
     assert due == kept
 
 

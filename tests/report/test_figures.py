@@ -120,3 +120,31 @@ def test_no_pyplot_and_no_matplotlib_before_the_first_figure(tmp_path: Path) -> 
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_names_with_dollar_signs_are_drawn_as_they_are(scale: str, tmp_path: Path) -> None:
+    """matplotlib would read `$x_{$` as mathematics and raise; the powers at a logarithmic axis stay mathematics."""
+    name = "a$x_{$b"
+    figure = figures.canvas(4.0, 3.0, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([1.0, 1e6], [0.0, 1.0], label=name)
+    axes.set_xscale(scale)
+    figures.frame(axes, name, name)
+    axes.set_yticks([0.0, 1.0], [name, name])
+    axes.annotate(name, (1.0, 0.5))
+    axes.legend(title=name)
+    figure.legend([axes.lines[0]], [name])
+    figure.suptitle(name)
+    figures.save_both(figure, tmp_path / "figure.png")
+    assert (tmp_path / "figure.svg").is_file()
+    powers = [text for text in axes.get_xticklabels() if "$" in text.get_text()]
+    assert all(text.get_parse_math() for text in powers) and bool(powers) == (scale == "log")
+
+
+def test_names_with_dollar_signs_as_categories_are_drawn_as_they_are(tmp_path: Path) -> None:
+    figure = figures.canvas(4.0, 3.0)
+    axes = figure.add_subplot()
+    axes.bar(["$x_{$", "b$^{$"], [1.0, 2.0])
+    figures.save(figure, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").is_file()

@@ -43,7 +43,7 @@ def generation(index: int, total: int, *, alike: bool = False, test: float | Non
 
 def run(seconds: float, generations: list[Generation], total: int, **options: Any) -> str:
     clock, output = Clock(), io.StringIO()
-    words = {name: options.pop(name) for name in ("unit", "still") if name in options}
+    words = {name: options.pop(name) for name in ("unit", "still", "limit") if name in options}
     with Display(total, Console(file=output, **{"width": 40, **options}), clock=clock, **words) as display:
         for each in generations:
             clock.now += seconds
@@ -51,8 +51,8 @@ def run(seconds: float, generations: list[Generation], total: int, **options: An
     return output.getvalue()
 
 
-def plain(seconds: float, generations: list[Generation], total: int) -> list[str]:
-    return run(seconds, generations, total).splitlines()
+def plain(seconds: float, generations: list[Generation], total: int, **options: Any) -> list[str]:
+    return run(seconds, generations, total, **options).splitlines()
 
 
 def test_without_a_terminal_each_generation_is_one_plain_line() -> None:
@@ -73,6 +73,11 @@ def test_the_state_of_an_objective_is_shown_by_its_names() -> None:
     assert "middle 60% -3.2 to -0.8  lambda 0.8312  cost_average -0.25  generations without update" in line
     (line,) = plain(3.0, [dataclasses.replace(generation(0, 2), objective={f"s{i}": i for i in range(9)})], 2)
     assert "s3 3" in line and "s4" not in line
+
+
+def test_time_left_ends_at_the_limit_of_the_run() -> None:
+    (line,) = plain(5.0, [generation(89, 100)], 100, limit=21.0)
+    assert "left 0:00:20" in line, "the row took 1 s of the 21"
 
 
 def test_fast_generations_do_not_flood_a_log_but_first_last_and_evaluations_are_there() -> None:

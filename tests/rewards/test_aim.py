@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from copied_runs import rebind
 from rich.console import Console
 from small_runs import UNCHECKED
 from task_runs import train
@@ -162,6 +163,7 @@ def test_functions_with_the_same_name_differ_by_path(swept, tmp_path):
     twin = Path(shutil.copytree(first, tmp_path / "twin"))
     text = (twin / "config.yaml").read_text()
     (twin / "config.yaml").write_text(text.replace("own.py:letters", "others.py:letters"))
+    rebind(twin)
     assert compare([first, twin]).measure == "reward"
     with pytest.raises(ConfigError, match=r"cannot be compared: task\.fitness is"):
         compare([first, twin], measure=NAME)

@@ -28,7 +28,7 @@ from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.models.origin import origin
 from evoalign.rundir import journal
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 from evoalign.tasks.safety_rows import Settings as SafetySettings
 from evoalign.training.replay import rebuilt
 
@@ -215,6 +215,7 @@ def forged(made: Path, trap: Trap, tmp_path: Path) -> Forged:
         config = yaml.safe_load((to / "config.yaml").read_text()) | more
         (to / "config.yaml").write_text(yaml.safe_dump(changed(config, changes, trap)))
         rewrite(to / "journal.jsonl", changes if "model" in changes else {})
+        (to / "manifest.json").write_text(json.dumps({"format_version": 1, "method": "es"}))
         return to
 
     return of

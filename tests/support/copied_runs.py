@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from chains import digest, relinked
 
+from evoalign.config import load
 from evoalign.cost.budget import Cost
+from evoalign.rundir.identity import config_hash, identity
+from evoalign.rundir.method import method_of
 
 Tree = dict[str, Any]
 Copy = Callable[..., Path]
@@ -41,7 +45,6 @@ def copy_run(
 ) -> Path:
     """A run like `source`, changed: `reward` gives the test reward after so many steps, 0 being the start."""
     shutil.copytree(source, to)
-    (to / "SHA256SUMS").unlink(missing_ok=True)
     config: Tree = yaml.safe_load((to / "config.yaml").read_text())
     config |= {"seed": seed, "output_dir": str(to)}
     for key, value in (sets or {}).items():
@@ -55,6 +58,7 @@ def copy_run(
         (to / "journal.jsonl").unlink()
         edit(to / "manifest.json", lambda tree: {**tree, "method": "grpo"})
     (to / "config.yaml").write_text(yaml.safe_dump(config))
+    rebind(to)
     rows = [json.loads(line) for line in (to / "metrics.jsonl").read_text().splitlines()]
     for step, row in enumerate(rows, start=1):
         spent = cost(step)
@@ -67,6 +71,23 @@ def copy_run(
     if (to / "results/evaluation.json").is_file():
         edit(to / "results/evaluation.json", lambda tree: _ended(tree, reward))
     return to
+
+
+def rebind(run: Path) -> None:
+    """Make journal, checkpoints and manifest record the settings in config.yaml, as if the run was made with them."""
+    config, journal = load([run / "config.yaml"]), run / "journal.jsonl"
+    (run / "SHA256SUMS").unlink(missing_ok=True)
+    if journal.is_file():
+        header, *lines = map(json.loads, journal.read_bytes().splitlines())
+        text = relinked([header | {"config": identity(config), "config_hash": config_hash(config)}, *lines])
+        new = {old["hash"]: json.loads(line)["hash"] for old, line in zip(lines, text.splitlines()[1:], strict=True)}
+        journal.write_text(text)
+        for file in (*run.glob("loras/*/evoalign.json"), *run.glob("checkpoints/*/evoalign.json")):
+            record = {k: new.get(v, v) if k == "journal" else v for k, v in json.loads(file.read_text()).items()}
+            record["hash"] = digest({k: v for k, v in record.items() if k != "hash"})
+            file.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    made = config_hash(config, method_of(run) or "es")
+    edit(run / "manifest.json", lambda tree: {**tree, "config_hash": made})
 
 
 def _ended(tree: Tree, reward: Callable[[int], float] | None) -> Tree:

@@ -21,6 +21,7 @@ ROWS = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": 'a "b",\nc', "answer": 
 ASKED = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Ho"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+ALPACA = {"instruction": "Add them.", "input": "2 and 2", "output": "4"}
 TURNS = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
 
 
@@ -154,9 +155,29 @@ FORMS = [
      [{"conversations": TURNS, "prompt": [SYSTEM, ASKED], "completion": "Ho"}]),
     ("messages under another name", jsonl({"chat": [ASKED]}), {"columns": {"messages": "chat"}},
      [{"messages": [ASKED], "prompt": [ASKED]}]),
+    ("ShareGPT's system column", jsonl({"system": "Be brief.", "conversations": TURNS[1:]}), {},
+     [{"system": "Be brief.", "conversations": TURNS[1:], "prompt": [SYSTEM, ASKED], "completion": "Ho"}]),
+    ("a system message and column", jsonl({"system": "Be long.", "messages": [SYSTEM, ASKED]}), {},
+     [{"system": "Be long.", "messages": [SYSTEM, ASKED], "prompt": [SYSTEM, ASKED]}]),
+    ("OpenAI's weights", jsonl({"messages": [{**ASKED, "weight": 0}, {**SAID, "weight": 1}]}), {},
+     [{"messages": [{**ASKED, "weight": 0}, {**SAID, "weight": 1}], "prompt": [ASKED], "completion": "Ho"}]),
+    ("Alpaca without an input", jsonl({"instruction": "Hi", "input": ""}), {"columns": {"prompt": "instruction"}},
+     [{"prompt": "Hi", "input": ""}]),
+    ("Alpaca's input, left out", jsonl(ALPACA), {"columns": {"prompt": "instruction", "unread": "input"}},
+     [{"prompt": "Add them.", "unread": "2 and 2", "output": "4"}]),
     ("content in parts", jsonl({"prompt": [{"role": "user", "content": [{"type": "text", "text": t} for t in "Hi"]}]}),
      {}, [{"prompt": [ASKED]}]),
     # what is refused
+    ("Alpaca's input", jsonl(ALPACA), {"columns": {"prompt": "instruction"}},
+     "line 1: input is '2 and 2', which is not in the prompt (the column instruction); write one column with both"),
+    ("Alpaca as it is", jsonl(ALPACA), {}, "line 1: input is '2 and 2', which is not in the prompt"),
+    ("a system column of a text", jsonl({"prompt": "Hi", "system": "Be brief."}), {},
+     "system is 'Be brief.', which is not in the prompt"),
+    ("a history of a text", jsonl({"prompt": "Hi", "history": [["a", "b"]]}), {}, "history is [['a', 'b']], which is"),
+    ("a text column named message", file("a.csv", b"message,intent,city\nHi,a,b\n"), {},
+     "no prompt; found message, intent, city; set task.columns: {prompt: message}"),
+    ("a list named message", jsonl({"message": [ASKED]}), {}, "found message; set task.columns: {messages: message}"),
+    ("a number in a message", jsonl({"messages": [{**ASKED, "index": 3}]}), {}, "its index is 3; expected {'role'"),
     ("no file", lambda _: "none.jsonl", {}, "no data file none.jsonl (looked from "),
     ("an address", lambda _: "https://a.b/c", {}, "https://a.b/c: URLs are not supported; download the file"),
     ("CSV by another name", file("rows.txt", table()), {}, "rows.txt, line 1: not JSON at column 1"),
@@ -233,6 +254,17 @@ def test_load_accepts_or_rejects_each_format(write, settings, outcome, tmp_path,
         task.load_data(0)
     assert outcome in str(caught.value) and str(caught.value).isprintable()
     assert not (tmp_path / "was_run").exists()
+
+
+def test_text_outside_the_prompt_is_noted_unless_a_reward_or_the_prompt_has_it(tmp_path):
+    row = {"prompt": "Who won?", "context": "The cup of 1930.", "passage": "Who won?"}
+    path = str(tmp_path / jsonl(row)(tmp_path))
+    task = made(train_data=path, test_data=path)
+    task.load_data(0)
+    assert ["context" in note and "passage" not in note for note in task.notes] == [True]
+    task = made(reward=lambda completions, context: [0.0 for _ in completions], train_data=path, test_data=path)
+    task.load_data(0)
+    assert not task.notes
 
 
 def made(name="custom", reward=length, **settings):

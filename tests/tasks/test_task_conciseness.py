@@ -15,7 +15,7 @@ from task_runs import jsonl
 from evoalign.config import TaskConfig
 from evoalign.config.load import locate
 from evoalign.errors import DataError
-from evoalign.tasks import create, data
+from evoalign.tasks import conciseness, create, data
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "conciseness" / "make.py"
 
@@ -72,6 +72,16 @@ def test_bad_rows_are_named(tmp_path, row, message):
     with pytest.raises(DataError, match=message) as caught:
         task(train_data=str(path)).load_data(0)
     assert f"{path}, row 2" in str(caught.value)
+
+
+def test_the_two_default_rows_are_named_with_a_larger_file():
+    with pytest.raises(
+        DataError, match=r"task\.train_size is 40, but task\.train_data is not set, .* 2 published rows"
+    ):
+        task(train_size=40).load_data(0)
+    made = task()
+    assert len(made.load_data(0).train) == 2 and "questions_train.json for 203" in made.notes[0]
+    assert len(task(train_data=conciseness.MORE, test_data=conciseness.DATA[1]).load_data(0).train) == 203
 
 
 QUESTIONS = {"train": 203, "validation": 107, "test": 245}

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,13 +20,13 @@ from machine_dependent import skipped_elsewhere
 from small_runs import read_rows, told_by
 
 import evoalign
-from evoalign.config import from_dict
+from evoalign.config import from_dict, load
 from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RunExistsError, StoppedError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.identity import differences
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own
 from evoalign.training import replay as replaying
 
 Traces = dict[str, Any]
@@ -225,6 +226,17 @@ def test_stopped_and_gone_on_with_it_ends_the_same(lora, tmp_path):
     told_by(tree, resume=True, on_generation=stop)
     assert stops == [0, 2] and kill_points.traces(tmp_path / "run") == kill_points.traces(lora)
     assert signal.getsignal(signal.SIGTERM) == before, "the handlers are as they were"
+
+
+def test_a_stopped_run_ends_where_it_is_by_the_option_in_the_message(tmp_path):
+    tree = kill_points.config("lora", tmp_path / "run")
+    with pytest.raises(StoppedError) as caught:
+        told_by(tree, on_generation=lambda generation: os.kill(os.getpid(), signal.SIGTERM))
+    setting = re.search(r"--set (stopping\.max_hours=\S+)", str(caught.value))
+    assert setting is not None
+    told_by(load([tmp_path / "run/config.yaml"], [setting[1]]), resume=True)
+    found = json.loads((tmp_path / "run/results/evaluation.json").read_text())
+    assert found["generation"] == 1 and found["ending"]["reason"] == "time" and "reward" in found["after"]
 
 
 def test_other_settings_or_another_engine_are_named(copy):

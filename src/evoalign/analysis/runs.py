@@ -16,9 +16,9 @@ from rich.console import Console
 
 from evoalign.analysis.page.run import write_report
 from evoalign.baselines.train import grpo as core_grpo
-from evoalign.config import load
 from evoalign.report.terminal import print_line
 from evoalign.rundir.directory import REPORT
+from evoalign.rundir.own import read_own
 from evoalign.training.result import Result, shown
 from evoalign.training.train import train as core_train
 
@@ -34,7 +34,7 @@ def write_page(result: Result, console: Console | None = None) -> Result:
         return result
     console = console or Console()
     try:
-        if load(result.path / "config.yaml").report:
+        if read_own(result.path).report:
             print_line(console, f"{'report':<12} {shown(write_report(result.path))}")
     except Exception as error:
         why = (str(error).strip().splitlines() or [""])[0]

@@ -73,6 +73,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     task, data = task_and_data(config, None, None)
     task.close()
     refusals = _refusals(config, len(data.train), task)
+    starting += heading.token_lines(config, task, data, settings.longest(config))
     known = [*heading.split_lines(config, task, data), *default_lines(config)]
     lines = [*known, *step_lines(config), *work_lines(config)]
     try:

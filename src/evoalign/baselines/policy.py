@@ -29,7 +29,7 @@ from evoalign.baselines.trainer_state import last_state
 from evoalign.checks import divergence
 from evoalign.checks.distance import Distance, distance_of
 from evoalign.checks.divergence import Divergence, Fluency, Reference
-from evoalign.config import Config, load
+from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.cost import budget, flops
 from evoalign.cost.budget import Cost, answers_cost, time_cost
@@ -46,6 +46,7 @@ from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.files import filled
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import method_of
+from evoalign.rundir.own import read_own
 from evoalign.setup import layout_of
 from evoalign.spaces import Space
 from evoalign.spaces import create as create_space
@@ -175,6 +176,11 @@ class Policy:
         prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
         cost = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
         return found, cost + time_cost(seconds, 1, budget.peak_memory(str(self.device)))
+
+    def check_mean(self) -> None:
+        """Raise ModelError if the engine does not compute the model as transformers does; see `Engine.check_mean`."""
+        with self._as_served():
+            self.engine.check_mean()
 
     def divergence(self) -> Divergence:
         """Return the KL of the policy from the base model; the first call loads a copy of the base model."""
@@ -337,7 +343,7 @@ def died_early(run: RunDir, config: Config) -> bool:
     if method_of(run.path) != "grpo" or run.is_unstarted() or last_state(run) is not None:
         return False
     if (run.results / "evaluation.json").is_file():
-        every = load([run.config]).checkpoint.every
+        every = read_own(run.path).checkpoint.every
         saved = f"{every}" if every is not None else f"unset, which means {settings.SAVE_EVERY}"
         raise ResumeError(
             f"{run.path} is done and has no trainer state to continue from (its checkpoint.every is {saved}: no step "
@@ -349,6 +355,6 @@ def died_early(run: RunDir, config: Config) -> bool:
 
 def refuse_differences(run: RunDir, config: Config) -> None:
     """Raise ResumeError naming the settings that differ from those of the run."""
-    odd, _ = differences(config, load([run.config]), "grpo")
+    odd, _ = differences(config, read_own(run.path), "grpo")
     if odd:
         raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")

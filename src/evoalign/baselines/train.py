@@ -20,6 +20,7 @@ from evoalign.baselines import planning, settings
 from evoalign.baselines.policy import Policy, died_early, finished, refuse_differences
 from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
+from evoalign.checks import prompts
 from evoalign.config import Config, LoraConfig
 from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
@@ -34,6 +35,7 @@ from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_an
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Measurement, Session, locked, place
@@ -149,6 +151,7 @@ class _Grpo:
         self.config, self.task, self.data, self.given = config, task, data, given
         self.state, self.resumed_at = state or (None, None)
         tokens_ = tokens.load(config.model, config.task.template_kwargs)
+        prompts.check(config, tokens_, task, data, settings.longest(config))
         self.trainer = make_trainer(config, tokens_, task, data, self._rewards, self._rollouts)
         processes = self.trainer.accelerator.num_processes
         self.policy = self.mean = Policy(config, tokens_, task, data, self.trainer.model, processes)
@@ -189,17 +192,28 @@ class _Grpo:
             *planning.step_lines(self.config),
             *planning.work_lines(self.config)[:1],
         ]
-        lines = [*gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
+        lines = [
+            *heading.stop_lines(self.policy.tokens),
+            *gold_lines(self.task, self.data),
+            *known,
+            *planning.default_lines(self.config),
+        ]
         for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
+        self.policy.check_mean()
         if not session.is_new:
             self._check_resume(session.run, session.done)
+            recorded, found = _manifest(session.run).get("inputs"), inputs_of(self.config, self.policy.tokens)
+            for line in check_inputs(session.run.path, recorded, found):
+                session.tell(f"warning: {line}")
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
+            "task_notes": list(self.task.notes),
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
             **saving.rendered_as(self.task, self.data, self.policy.tokens),
+            "inputs": inputs_of(self.config, self.policy.tokens),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
             **origin.record(self.config.model),
             **saving.scored_by(self.task),

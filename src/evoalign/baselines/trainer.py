@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import RepeatSampler
-
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rollouts import derive_seed
 from evoalign.tokens import Tokens
+from evoalign.tracking import wandb
 from evoalign.version import install
+
+with wandb.hidden():  # the trackers of evoalign import it where they need it
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.utils import RepeatSampler
 
 __all__ = ["GRPOConfig", "Trainer"]
 

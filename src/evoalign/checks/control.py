@@ -12,12 +12,11 @@ import numpy as np
 
 from evoalign import evolve
 from evoalign.config import Config
-from evoalign.engines import Engine
 from evoalign.rewards.objective import Objective, judge
-from evoalign.rollouts import collect, derive_seed, group_of
+from evoalign.rollouts import derive_seed, group_of
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, Rollout
+from evoalign.types import Example, Request, Rollout
 
 
 class Control(NamedTuple):
@@ -39,27 +38,25 @@ def is_due(config: Config, index: int) -> bool:
     return every > 0 and index % every == 0 and index < config.es.num_generations
 
 
-def control(
-    config: Config,
-    engine: Engine,
-    task: Task,
-    tokens: Tokens,
-    examples: Sequence[Example],
-    generation: int,
-    *,
-    objective: Objective | None = None,
-) -> Control:
-    """Score the unperturbed model twice on a generation's examples, in the order of its requests.
+def requests_of(
+    config: Config, task: Task, tokens: Tokens, examples: Sequence[Example], generation: int
+) -> list[Request]:
+    """Return the requests of both passes over a generation's examples, each in the order of the generation's requests.
 
     The first pass uses the members' seeds, the second other seeds. With greedy decoding both passes are equal requests:
-    other texts show an engine that is not deterministic, other scores of the same text a reward that is not.
-    `objective` has the state at the start of the generation (None: a new one of the task).
+    other texts show an engine whose completions depend on the place in a batch, other scores of the same text a reward
+    that is not deterministic.
     """
-    objective = objective or task.objective()
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
-    requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
-    passes = [collect(engine, MEAN_PLAN, sent) for sent in (requests, redrawn(config, requests, generation))]
-    first, second = (rewarded(objective, task, rollouts, examples) for rollouts in passes)
+    first = evolve.requests_of(config, range(len(prompts)), prompts, generation)
+    second = redrawn(config, first, generation)
+    return [*first, *(dataclasses.replace(r, index=len(first) + r.index) for r in second)]
+
+
+def control(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> Control:
+    """Return the control from the completions of `requests_of`. `objective` is in the generation's state."""
+    passes = rollouts[: len(examples)], rollouts[len(examples) :]
+    first, second = (rewarded(objective, task, some, examples) for some in passes)
     same = [one.text == other.text for one, other in zip(*passes, strict=True)]
     return control_of(first, second, [all(same)] if objective.per_member else same)
 

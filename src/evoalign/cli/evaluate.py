@@ -75,7 +75,8 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     from evoalign.config import from_dict, load, parse_overrides
     from evoalign.config.outside import EVALUATION_SKIPS
     from evoalign.errors import ConfigError
-    from evoalign.rundir.method import method_of, refuse_own
+    from evoalign.rundir.method import method_of
+    from evoalign.rundir.own import refuse_own
 
     own = Path(target) / "config.yaml"
     is_run = own.is_file() and method_of(own.parent) is not None

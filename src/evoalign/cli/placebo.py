@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, More, quiet, say
+from evoalign.cli.options import Debug, More, console, quiet, say
+
+if TYPE_CHECKING:
+    from evoalign.placebos.estimates import Placebos
 
 
 def placebo(
@@ -29,13 +32,14 @@ def placebo(
 
     Replays the journal with its coefficients shuffled over the members (and with all signs flipped), and evaluates each
     mean on the test split. --config gives the run's own config if that names user code. Results of a finished run are
-    saved in its results/placebo.json, for `evoalign export`, `compare` and `report`.
+    saved in its results/placebo.json, for `evoalign export`, `compare` and `report`. Ctrl-C reports and saves the
+    placebos evaluated so far.
     """
     quiet()
     from rich.console import Console
 
     from evoalign.config import load
-    from evoalign.placebos.run import keep
+    from evoalign.placebos.run import PlacebosStoppedError
     from evoalign.placebos.run import placebo as measure
     from evoalign.report.progress import Bar
     from evoalign.rundir.files import refuse_links, refuse_links_above
@@ -44,26 +48,41 @@ def placebo(
         refuse_links(run)
     if json_file is not None:
         refuse_links_above(json_file)
-    with Bar("placebos", Console(stderr=True)):
-        found = measure(
-            run,
-            shuffles=shuffles,
-            config=load(config) if config else None,
-            off_task=load([off_task]) if off_task else None,
-            model=model,
-            generation=generation,
-        )
+    try:
+        with Bar("placebos", Console(stderr=True)):
+            found = measure(
+                run,
+                shuffles=shuffles,
+                config=load(config) if config else None,
+                off_task=load([off_task]) if off_task else None,
+                model=model,
+                generation=generation,
+            )
+    except PlacebosStoppedError as stopped:
+        _report(run, stopped.result, json_file, whole=generation is None)
+        raise
+    _report(run, found, json_file, whole=generation is None)
+
+
+def _report(run: Path, found: Placebos, json_file: Path | None, *, whole: bool) -> None:
+    """Print the placebos; write them to `json_file`, and with `whole` to the run."""
+    import json
+
+    from evoalign.placebos.run import keep
+    from evoalign.report.tables import placebo_table
+    from evoalign.rundir.files import make_folder, write_text
+
+    shown = console()
+    for title, columns in (("test split", found.columns), ("off-task test split", found.off_columns)):
+        if columns:
+            shown.print(placebo_table(title, columns))
     for line in found.lines():
         typer.echo(line)
     if json_file is not None:
-        import json
-
-        from evoalign.rundir.files import make_folder, write_text
-
         make_folder(json_file.parent)
         write_text(json_file, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
         say(f"written to {json_file}")
     try:
-        say(keep(run, found) if generation is None else "not saved: --generation replays only part of the run")
+        say(keep(run, found) if whole else "not saved: --generation replays only part of the run")
     except OSError as error:
         say(f"not saved: {run} cannot be written to ({error.strerror})")

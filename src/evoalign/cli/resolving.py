@@ -52,7 +52,7 @@ def resolved(
 def given(config: Path, more: Sequence[Path], sets: Sequence[str]) -> Config:
     """Load a config overridden by others. A run's own config may not name files or code outside it: `load_own`."""
     from evoalign.config import load
-    from evoalign.rundir.method import load_own
+    from evoalign.rundir.own import load_own
 
     run = run_of(config)
     return load([config, *more], sets) if run is None else load_own(run, more, sets)

@@ -261,6 +261,11 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
         said += "; YAML wants a space after a colon"
     if isinstance(given, date):  # as YAML reads 2026-01-31
         said += "; put it in quotes"
+    if error["type"] == "string_type" and isinstance(given, Mapping) and given:  # a text with a colon and a space
+        key = cut(str(next(iter(cast("Mapping[Any, Any]", given)))), 40)
+        said += (
+            f"; YAML reads {shown(key + ': ..')} as a mapping: quote the text, as in --set '{location}=\"{key}: ..\"'"
+        )
     return f"{location}: {message}{said}" if location else message
 
 

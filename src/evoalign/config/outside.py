@@ -9,11 +9,15 @@ the user gives it, by `--config` or `--set`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from pydantic import BaseModel
 
@@ -26,6 +30,8 @@ REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
 """Sections that a replay, or an export, does not read: it chooses its own engine and scores no completion."""
 DEEPEST = 16
 """Adapters and runs over one another that are followed."""
+HUB_SECONDS = 5.0
+"""Time limit of the connection that checks whether the hub is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +154,21 @@ def _has(tree: object, place: str) -> bool:
         return name == "name" and tree is not None
     found = cast("Mapping[str, object]", tree)
     return name in found and (not below or _has(found[name], below))
+
+
+@functools.cache
+def look_for_hub() -> bool:
+    """Return whether the hub can be reached, by one attempt; if not, set it offline, since its libraries would retry
+    for up to a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE
+    try:
+        address = urlsplit(constants.ENDPOINT)
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname, port), timeout=HUB_SECONDS).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        return False
+    return True

@@ -16,6 +16,7 @@ from typing import Any
 
 from evoalign.engines.transformers.prefill import shared_prefix
 from evoalign.errors import ModelError
+from evoalign.models.layers import head_size, layers_of, windows
 from evoalign.spaces import Space
 from evoalign.types import Layout, TensorSpec
 
@@ -94,12 +95,14 @@ def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
     heads = [m for m in linear if m.name.endswith(_HEADS)] or [
         Matrix(s.name, s.shape[0], s.shape[1], None) for s in specs if s.kind == "embedding"
     ]  # a tied head is the first embedding; others are for positions
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attention = {layer.num_attention_heads * head_size(layer) for layer in layers_of(hf)}
+    if len(attention) > 1:
+        raise ModelError("the formula for FLOPs does not cover layers of different sizes; the budget has no FLOPs")
     return ModelShape(
         matrices=tuple(m for m in linear if m != heads[0]),
         head=heads[0],
-        attention=text.num_attention_heads * head_dim,
-        windows=tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds),
+        attention=attention.pop(),
+        windows=tuple(w if kind == "sliding_attention" else None for w, kind in zip(windows(hf), kinds, strict=True)),
         parameters=sum(math.prod(s.shape) for s in specs),
         first=_READS_INPUT + (("dense_h_to_4h",) if getattr(text, "use_parallel_residual", False) else ()),
         last_again=any("post_feedforward" in s.name for s in specs) or any(getattr(text, n, 0) for n in _DROPOUTS),
@@ -108,7 +111,7 @@ def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
 
 def _kinds(text: Any) -> list[str | None]:
     """Return the attention type of each layer; None for one that the formula does not cover."""
-    has_window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    has_window = any(windows(text)) and getattr(text, "use_sliding_window", True)
     alike = "sliding_attention" if has_window else "full_attention"
     kinds = getattr(text, "layer_types", None) or [alike] * text.num_hidden_layers
     return [kind if kind in ("full_attention", "sliding_attention") else None for kind in kinds]

@@ -49,6 +49,12 @@ class EngineDefaults(Protocol):
         """Return measures of the engine's load, for the generation's row in metrics.jsonl."""
         return {}
 
+    def check_mean(self) -> None:
+        """Raise ModelError if the model's own weights are not computed as by a plain forward of transformers.
+
+        `start` does the same. By default, for engines without the weights in this process, nothing is checked.
+        """
+
     def parts(self) -> Sequence[Answering]:
         """Return the engines that this one consists of, such as replicas; by default the engine itself."""
         return [cast(Answering, self)]

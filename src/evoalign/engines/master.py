@@ -205,7 +205,9 @@ class Master:
         if not found:
             return []
         # One copy from the device: one for each of hundreds of tensors takes ten times as long.
-        values = torch.cat([part.master.flatten()[local].to(self.device) for part, _, _, local in found]).to("cpu")
+        values = torch.cat(
+            [part.master.flatten().index_select(0, local).to(self.device) for part, _, _, local in found]
+        ).to("cpu")
         split = values.split([len(local) for *_, local in found])
         return [(order, inside, own) for (_, order, inside, _), own in zip(found, split, strict=True)]
 

@@ -17,6 +17,8 @@ from evoalign.models import tensors
 from evoalign.models.origin import empty_model
 from evoalign.types import TensorKind, TensorSpec
 
+DIRECT = frozenset({"LongcatFlashTopkRouter"})
+"""Classes that use the weight of their nn.Linear without calling it, so that an adapter on it has no effect."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -48,6 +50,16 @@ def mean_abs(tensor: torch.Tensor) -> float:
     return float(tensor.abs().sum(dtype=torch.float64)) / tensor.numel()
 
 
+def refuse_not_finite(specs: Iterable[TensorSpec]) -> None:
+    """Raise ModelError for a tensor that has NaN or infinity, by the mean of its |W|."""
+    for spec in specs:
+        if not math.isfinite(spec.mean_abs):
+            raise ModelError(
+                f"the model's own weights are not finite: {spec.name} has NaN or infinity, before any noise; fetch the "
+                "model's files again, or use another model"
+            )
+
+
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
     """Describe each parameter, tied ones once, and each matrix of each expert where experts are fused."""
     kinds, in_peft = _kinds(model), tensors.model_type(model) in tensors.PEFT_TYPES
@@ -75,6 +87,7 @@ def _module_name(name: str) -> str:
 def _kinds(model: nn.Module) -> dict[str, TensorKind]:
     """Return the kind of each parameter, from the type of its module."""
     kinds: dict[str, TensorKind] = {}
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             kind: TensorKind = "other"
@@ -82,6 +95,8 @@ def _kinds(model: nn.Module) -> dict[str, TensorKind]:
                 kind = "bias"
             elif isinstance(module, nn.Linear) and "router" not in type(module).__name__.lower():
                 kind = "linear"  # a router returns a tuple
+                if type(parents.get(module)).__name__ in DIRECT:
+                    kind = "other"
             elif isinstance(module, nn.Embedding):
                 kind = "embedding"
             elif "norm" in type(module).__name__.lower():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
+from markupsafe import Markup
+from pydantic import BaseModel, ValidationError
 
 from evoalign.config import Config, ModelConfig, outside, reading, to_yaml
 from evoalign.config.load import locate
@@ -29,8 +31,9 @@ from evoalign.report.tables import visible
 from evoalign.rewards.objective import aim_of
 from evoalign.rundir import checksums, files, parquet
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.method import JOURNAL, Method
+from evoalign.rundir.method import JOURNAL, MANIFEST, Method
 from evoalign.setup import task_and_data
+from evoalign.tasks import Split
 from evoalign.tasks.data import HUB, hub_parts
 from evoalign.tokens import Tokens
 
@@ -138,16 +141,22 @@ def _fence(text: str) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    # The card is Markdown, which autoescape does not know: every untrusted value goes through a filter.
+    # Names and texts go through a filter for Markdown, which autoescape does not know; it escapes HTML in all others.
     env = jinja2.Environment(
         loader=jinja2.PackageLoader("evoalign", "exporting"),
-        autoescape=False,
+        autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.filters |= {"plain": plain, "code": code, "block": block, "repr": repr}
+    filters: dict[str, Callable[[Any], str]] = {"plain": plain, "code": code, "block": block, "repr": repr}
+    env.filters |= {name: _escaped(shown) for name, shown in filters.items()}
     return env.get_template("card.md.jinja")
+
+
+def _escaped(shown: Callable[[Any], str]) -> Callable[[Any], Markup]:
+    """Return a filter whose result is not escaped again."""
+    return lambda value: Markup(shown(value))
 
 
 def card(facts: Facts) -> str:
@@ -181,7 +190,7 @@ def card(facts: Facts) -> str:
         member=facts.member,
         found=found,
         kinds=KINDS,
-        metadata=_metadata(facts),
+        metadata=Markup(_metadata(facts)),
         title=facts.name.rsplit("/", 1)[-1],
         revision=config.model.revision,
         release=release,
@@ -191,7 +200,7 @@ def card(facts: Facts) -> str:
         alarms=alarms if alarms.get("verdict") else None,
         trained="" if found is None else aim_of(found["after"]),
         interval=interval,
-        placebo_lines=[] if found is None else placebo_lines(found, facts.placebo),
+        placebo_lines=[] if found is None else map(Markup, placebo_lines(found, facts.placebo)),
         figure=FIGURE,
         adapter=facts.kind == "adapter",
         question=QUESTION,
@@ -206,9 +215,9 @@ def card(facts: Facts) -> str:
         moved="" if facts.base == "tiny" else f" --model {base}",
         # Settings that a run from elsewhere may not choose; the cache with base and data is not known here.
         own=f" --config {RECORDS}/config.yaml" if hub or any(outside.marked(config)) else "",
-        lost="" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=facts.kind == "merged"),
+        lost=Markup("" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=facts.kind == "merged")),
         fence=_fence(text),
-        yaml=text,
+        yaml=Markup(text),
     )
     return "\n".join(map(visible, page.split("\n"))) + "\n"
 
@@ -274,8 +283,10 @@ def gather(
     """Gather the facts of a run; `saved` is the dtype of the exported weights. Raises DataError for altered files."""
     config, mark, start = source.config, source.mark, origin(source.model)
     sizes, messages, system = _task_facts(config)
+    _check(source.manifest, _Manifest, source.run / MANIFEST)
     evaluation = read_json(source.run / checksums.EVALUATION)
     if evaluation is not None and evaluation.get("weights_hash") == mark.weights_hash:
+        _check(evaluation, _Evaluation, source.run / checksums.EVALUATION)
         evaluation["verified"] = checksums.verify(source.run, checksums.EVALUATION, JOURNAL)
     else:
         evaluation = None  # it is of another mean
@@ -316,6 +327,48 @@ def _joins(tokens_: Tokens, system: str) -> bool:
         return tokens_.render(chat)[1] is not chat
     except EvoalignError:
         return False
+
+
+class _Settings(BaseModel):
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    samples: int = 1
+    seeds: list[int] = []
+
+
+class _Evaluation(BaseModel):
+    """The values of results/evaluation.json that the card formats."""
+
+    split: Split
+    examples: int
+    settings: _Settings
+    before: dict[str, float]
+    after: dict[str, float]
+    change_mean_low_high: dict[str, tuple[float, float, float]] = {}
+    alarms: dict[str, Any] | None = None
+
+
+class _Hardware(BaseModel):
+    gpus: list[str] | None = None
+    cores: int | None = None
+
+
+class _Manifest(BaseModel):
+    """The values of manifest.json that the card formats."""
+
+    versions: dict[str, str] = {}
+    hardware: _Hardware = _Hardware()
+    task: dict[str, Any] = {}
+
+
+def _check(tree: Mapping[str, Any], model: type[BaseModel], file: Path) -> None:
+    """Raise DataError where a value in a file is not of the kind that a run writes: it may come from a stranger."""
+    try:
+        model.model_validate(tree)
+    except ValidationError as error:
+        where = plain(cut(".".join(map(str, error.errors(include_input=False)[0]["loc"])), 80))
+        raise DataError(f"{file} is damaged ({where}); put it back from a copy") from None
 
 
 def figure(run: Path) -> bytes:

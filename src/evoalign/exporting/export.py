@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import FORMAT_VERSION, Config, ModelConfig, load, reading, to_yaml
+from evoalign.config import FORMAT_VERSION, Config, ModelConfig, reading, to_yaml
 from evoalign.config.run import TrackingConfig
 from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
@@ -40,6 +40,7 @@ from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER
 from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
+from evoalign.rundir.own import read_own
 from evoalign.tokens import Tokens
 from evoalign.training.weights import MEMBER
 
@@ -256,7 +257,7 @@ def _copy_records(source: Source, folder: Path) -> None:
 def rounding_of(run: Path, folder: Path, *, merged: bool) -> str:
     """Say how the weights exported into `folder` were rounded since they were measured; see `rounding`."""
     if method_of(run) == "grpo":
-        served = load([run / "config.yaml"]).model.trained_dtype
+        served = read_own(run).model.trained_dtype
     else:
         served = journal.read(run / "journal.jsonl").header.dtype
     return rounding(served, dtype_in(folder), merged=merged)

@@ -21,6 +21,7 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
+from evoalign.rundir.own import refuse_edited
 from evoalign.training import weights
 from evoalign.training.replay import replay, save_member
 
@@ -93,6 +94,7 @@ def opened(
     base = own.model if model is None else elsewhere(own.model, model)
     if model is None:
         outside.refuse(own, run, "say where its model is with --model", skip=(*outside.REPLAY_SKIPS, "space"))
+    refuse_edited(run, own)
     is_grpo, saved = method_of(run) == "grpo", saved_folders(run)
     if member is not None:
         if is_grpo:

@@ -19,7 +19,7 @@ from torch import nn
 
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, ModelError, plain, shown
-from evoalign.models.tensors import open_file, tensors_of
+from evoalign.models.tensors import foreign_prefix, open_file, tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -28,13 +28,13 @@ MOST_BYTES = 2**40
 MERGED = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "lora_bias", "modules_to_save",
-    "target_parameters", "trainable_token_indices", "task_type",
+    "target_parameters", "trainable_token_indices", "ensure_weight_tying", "task_type",
 )  # fmt: skip
 """Settings that say how the weights are used."""
 IGNORED = (
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core",
-    "qalora_group_size", "ensure_weight_tying",
+    "qalora_group_size",
 )  # fmt: skip
 """Settings that say how the adapter was trained, or are names only. They are ignored."""
 MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -75,21 +75,29 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
             named = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
             add(model, named, settings["lora_alpha"] / settings["r"])
             return model
-        _untie(model, state)
+        _resize(model, state, folder)
+        head = _shared_head(model, state)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about guessed names and a missing base name
             adapted: Any = get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
             found: Any = set_peft_model_state_dict(adapted, state)
+        if head is not None:  # after PEFT has tied what the adapter ties, and before it merges
+            untied: Any = head
+            untied.weight = nn.Parameter(untied.weight.detach().clone(), requires_grad=False)
     except ModelError:
         raise
     except Exception as error:  # PEFT raises many types for damaged files
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"adapter {folder} does not fit model {name}: {why}") from error
-    idle = sorted(found.unexpected_keys)
+    unused = {*found.unexpected_keys}
+    used = [tensor for key, tensor in state.items() if key not in unused]
+    idle = sorted(key for key in unused if not _is_copy(key, state, used))
     lacking = sorted(key for key in found.missing_keys if "lora_" in key or "modules_to_save" in key)
     if idle or lacking:
         what = f"the model has no {shown(idle[0])}" if idle else f"the adapter has no {shown(lacking[0])}"
-        raise ModelError(f"adapter {folder} does not fit model {name}: {what}; is that its base?")
+        raise ModelError(
+            f"adapter {folder} does not fit model {name}: {what}; {foreign_prefix(idle) or 'is that its base?'}"
+        )
     try:
         return adapted.merge_and_unload(safe_merge=True)
     except ValueError as error:
@@ -163,11 +171,45 @@ def untie(model: Any) -> None:
         config.tie_word_embeddings = False
 
 
-def _untie(model: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Untie head and embedding where the adapter changes one of them."""
+def _shared_head(model: Any, state: Mapping[str, torch.Tensor]) -> nn.Module | None:
+    """Return the head that shares its weight with the embedding, where the adapter changes one of them; else None."""
     if not is_tied(model):
-        return
+        return None
     both = model.get_input_embeddings(), model.get_output_embeddings()
     names = {path.rsplit(".", 1)[-1] for path, module in model.named_modules() if module in both}
-    if any(f".{name}." in f".{key}" for key in state for name in names):
-        untie(model)
+    return both[1] if any(f".{name}." in f".{key}" for key in state for name in names) else None
+
+
+def _is_copy(key: str, state: Mapping[str, torch.Tensor], used: list[torch.Tensor]) -> bool:
+    """Return whether an unused tensor repeats a used one, or is the base's own below a saved module.
+
+    PEFT writes both where it saves a resized vocabulary.
+    """
+    module, is_below, _ = key.partition(".original_module.")
+    return (is_below and f"{module}.weight" in state) or any(torch.equal(state[key], tensor) for tensor in used)
+
+
+def _resize(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Resize the vocabulary to the adapter's, which has the added rows. Raises ModelError where it lacks some."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if words is None or head is None:
+        return
+    size, width = words.weight.shape
+    rows: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if module is words or module is head:
+            name = path.rsplit(".", 1)[-1]
+            shapes = [
+                t.shape for key, t in state.items() if f".{name}." in key and key.endswith("weight") and t.ndim == 2
+            ]
+            rows[name] = max((count for count, columns in shapes if columns == width), default=0)
+    most = max(rows.values())
+    if most <= size:
+        return
+    lacking = [name for name, count in rows.items() if count < most]
+    if lacking and not is_tied(model):
+        raise ModelError(
+            f"adapter {folder} was trained with a vocabulary of {most:,}, its base has {size:,}, and it has no rows of "
+            f"{lacking[0]} for the added tokens; {MERGE_FIRST}"
+        )
+    model.resize_token_embeddings(most, mean_resizing=False)

@@ -6,27 +6,24 @@ Weights are read from safetensors only, and no code of a model is run.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import socket
 import stat
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from evoalign.config.outside import is_hub_name
+from evoalign.config.outside import is_hub_name, look_for_hub
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import tiny
-from evoalign.models.tensors import tensors_of
+from evoalign.models.tensors import foreign_prefix, tensors_of
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
@@ -41,6 +38,10 @@ CONVERT = (
     "which is not read (a pickle can run code); load it with transformers where you trust it, and write it with "
     "save_pretrained, which makes safetensors"
 )
+MOST_LAYERS = 1000
+"""Layers that a config.json may name before they are compared with the tensors of the files."""
+LAYERS = re.compile(r"(num|n|encoder|decoder)_(hidden_|encoder_|decoder_)?layers?")
+LOADING = threading.RLock()
 OTHER = {".h5": "weights of TensorFlow", ".msgpack": "weights of Flax"}
 _KINDS = {
     "ForMaskedLM": "an encoder, which does not generate text",
@@ -142,7 +143,7 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
 
     try:
         refuse_pickles(path, revision)
-        with without_bar(path):
+        with loading(path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 revision=revision,
@@ -174,8 +175,8 @@ class WholeModel:
 
     def __call__(self, folder: Path, state: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the model with the tensors of `state` put in."""
+        self._load()
         with without_bar():
-            self._load()
             parameters, changed = dict[str, nn.Parameter](self._model.named_parameters()), list[nn.Parameter]()
             others = tensors_of(self._model)
             for name, tensor in state:
@@ -194,11 +195,23 @@ class WholeModel:
 
         if self._model is None:
             base, settings = self._base, {"revision": self._revision, "trust_remote_code": False}
-            self._model = AutoModelForCausalLM.from_pretrained(
-                base, dtype=self._dtype, use_safetensors=True, **settings
-            )
+            with loading(base):
+                self._model = AutoModelForCausalLM.from_pretrained(
+                    base, dtype=self._dtype, use_safetensors=True, **settings
+                )
             self._model.requires_grad_(False)
             self._tokenizer = AutoTokenizer.from_pretrained(base, **settings)
+
+
+@contextmanager
+def loading(path: str) -> Generator[None]:
+    """Load models one at a time, without a progress bar, see `without_bar`.
+
+    transformers replaces functions of torch while it makes a model: in two threads, it may report tensors as missing,
+    and keep the replaced functions for good.
+    """
+    with LOADING, without_bar(path):
+        yield
 
 
 @contextmanager
@@ -220,7 +233,11 @@ def without_bar(path: str | None = None) -> Generator[None]:
 def check_whole(name: str, info: Mapping[str, Any]) -> None:
     """Raise ModelError where transformers reports that a tensor is missing, or has another shape."""
     if info["missing_keys"]:
-        raise ModelError(f"model {name} does not load: its files lack {min(info['missing_keys'])}; fetch it again")
+        missing, there = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if other := next(((own, key) for own in missing for key in there if key.endswith(f".{own}")), None):
+            remedy = foreign_prefix([other[1]]) or "save the model without the first part of the names"
+            raise ModelError(f"model {name} does not load: its files have {shown(other[1])} for {other[0]}; {remedy}")
+        raise ModelError(f"model {name} does not load: its files lack {missing[0]}; fetch it again")
     if info["mismatched_keys"]:
         tensor, found, wanted = min(info["mismatched_keys"])
         raise ModelError(
@@ -244,6 +261,8 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
     tree = read_settings(path, found)
     for name, value in _settings(tree):
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
+        if LAYERS.fullmatch(name) and isinstance(value, int) and value > MOST_LAYERS:
+            _refuse_layers(path, found.parent, name, value)
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
             raise ModelError(
                 f"model {path}: its config.json sets {name} to {shown(value)}, which is not allowed; remove "
@@ -251,6 +270,19 @@ def refuse_hooks(path: str, revision: str | None, *, writes: bool = True) -> Non
             )
     if writes:
         refuse_config(path, tree)
+
+
+def _refuse_layers(path: str, folder: Path, name: str, layers: int) -> None:
+    """Raise ModelError for more layers than tensors: transformers would make them all before it reads a file."""
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    if layers > tensors:
+        raise ModelError(
+            f"model {path}: its config.json sets {name} to {layers}, and its files have {tensors} tensors; fetch it "
+            "again"
+        )
 
 
 def _settings(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -293,22 +325,6 @@ def why_not(error: Exception) -> str:
     if "file named model.safetensors" in line:
         return "it has no model.safetensors, and weights in any other form are not read; convert it to safetensors"
     return line
-
-
-@functools.cache
-def look_for_hub() -> bool:
-    """Return whether the hub can be reached; if not, set it offline, since its library would retry for over a
-    minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        return False
-    return True
 
 
 def not_cached(error: Exception) -> str | None:

@@ -36,17 +36,18 @@ from typing import Any
 
 import torch
 
-from evoalign.config import ModelConfig, load
+from evoalign.config import ModelConfig
 from evoalign.config.reading import read_object
 from evoalign.config.secrets import public_path
 from evoalign.errors import DataError, EvoalignError, ModelError, RunExistsError, plain, shown
 from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, put_into, weights_of
-from evoalign.models.files import find, load_whole, place, read_settings, refuse_hooks, why_not
+from evoalign.models.files import LOADING, find, load_whole, place, read_settings, refuse_hooks, why_not
 from evoalign.rundir import checkpoint, files
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
+from evoalign.rundir.own import read_own
 
-FORM = 1
+FORM = 2
 """Version of the merge: a higher one makes all merged models anew."""
 SHARD = "5GB"
 RECORD = "merged.json"
@@ -183,7 +184,7 @@ def _of_mean(name: str, saved: Path, base: str | None, depth: int, source: Sourc
     _verified(saved, signature(saved))
     if not (saved / ADAPTER_CONFIG).is_file():
         return Origin(str(saved), None, (str(saved), None), sources=(source,))
-    model = load([saved.resolve().parent.parent / "config.yaml"]).model
+    model = read_own(saved.resolve().parent.parent).model
     below = _below(name, "the config of the run", base, model, depth)
     return replace(below, adapters=(*below.adapters, saved), sources=(*below.sources, source))
 
@@ -264,7 +265,7 @@ def empty_model(config: ModelConfig) -> Any:
     hf = model_config(config)
     check_layers(config.name, hf)
     try:
-        with torch.device("meta"):
+        with LOADING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
@@ -273,8 +274,13 @@ def empty_model(config: ModelConfig) -> Any:
 
 
 def check_layers(name: str, config: Any) -> None:
-    """Raise ModelError for a model without layers, which transformers would silently make."""
-    count = int(getattr(config.get_text_config(), "num_hidden_layers", 1))
+    """Raise ModelError for a model without layers, which transformers would silently make, or with several stacks."""
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(count, int):
+        raise ModelError(
+            f"model {name} ({config.model_type}) has no num_hidden_layers in its config.json: it is not one stack of "
+            "layers; choose another model"
+        )
     if count < 1:
         raise ModelError(f"model {name}: its config.json has {count} layers; fetch it again")
 

@@ -40,6 +40,13 @@ PEFT_TYPES = frozenset({
 0.21: the converted adapter gives the logits of the engine."""
 OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
 """Parts of transformers' names, and those in the files of Mixtral and Phi-MoE, and of GPT-NeoX."""
+FOREIGN = {
+    "_orig_mod.": "torch.compile; save the model below it (model._orig_mod)",
+    "_fsdp_wrapped_module.": "FSDP; save its full state dict",
+    "base_model.model.": "PEFT; merge the adapter (merge_and_unload)",
+    "module.": "DataParallel; save the model below it (model.module)",
+}
+"""Prefixes of names that a wrapper adds, and how to save without them."""
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight")
 _PARTS = {name: part for names in (_NAMES, _OLD_NAMES) for part, name in names.items()}
 
@@ -217,6 +224,15 @@ class Files(Mapping[str, torch.Tensor]):
                 shape, first = (rows, whole.shape[2]), rows * parts.index(part)
                 return _Place(whole.file, whole.key, whole.name, shape, index, first)
         return None
+
+
+def foreign_prefix(names: Iterable[str]) -> str | None:
+    """Return which wrapper added a prefix to tensors' names, and the remedy; None if none did."""
+    for name in names:
+        for prefix, wrapper in FOREIGN.items():
+            if name.startswith(prefix) or f".{prefix}" in name.removeprefix("base_model.model"):
+                return f"the names have the prefix {prefix} of {wrapper} and write it with save_pretrained"
+    return None
 
 
 def open_file(file: Path, most: int = MOST_BYTES) -> Any:

@@ -21,7 +21,7 @@ from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, ModelError, StoppedError, shown
 from evoalign.evaluation import Evaluation
-from evoalign.placebos.estimates import Distances, Placebos, Whole, expected_distance, split
+from evoalign.placebos.estimates import Distances, Ends, Placebos, Split, Whole, expected_distance, split
 from evoalign.report import watching
 from evoalign.rewards.objective import aim_of
 from evoalign.rollouts import lengths_of
@@ -229,19 +229,30 @@ def of_evaluations(
     flip: Evaluation | None = None,
     off_task: Sequence[Evaluation] = (),
 ) -> Placebos:
-    """Combine evaluations; `off_task` is empty, or in the order before, real, placebos, flip."""
-    known = [name for name in real.measures if all(name in p.measures for p in placebos)]
-    each = {name: tuple(p.measures[name] for p in placebos) for name in known}
-    rewards, trained = [e.measures_E["reward"] for e in off_task], aim_of(real.measures)
+    """Combine evaluations; `off_task` is empty, or in the order before, real, placebos and, with `flip`, flip."""
+    trained, count = aim_of(real.measures), len(placebos)
     whole = [e.measures[trained] for e in (before, real, *placebos)]
-    ends = (before.measures_E["reward"], real.measures_E["reward"])
+    columns = _columns([before, real, *placebos])
     return Placebos(
         generation=generation,
-        seeds=tuple(range(len(placebos))),
-        reward=split(*ends, [p.measures_E["reward"] for p in placebos], flip and flip.measures_E["reward"]),
+        seeds=tuple(range(count)),
+        reward=_split(before, real, placebos, flip),
         distance=distances,
-        measures={name: float(np.mean(values)) for name, values in each.items()},
-        off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,
+        measures={name: ends.mean for name, ends in columns.items()},
+        off_task=_split(off_task[0], off_task[1], off_task[2 : 2 + count], flip and off_task[-1]) if off_task else None,
         fitness=None if trained == "reward" else Whole(whole[0], whole[1], tuple(whole[2:]), trained),
-        each=each,
+        columns=columns,
+        off_columns=_columns(off_task[: 2 + count]) if off_task else {},
     )
+
+
+def _split(before: Evaluation, real: Evaluation, placebos: Sequence[Evaluation], flip: Evaluation | None) -> Split:
+    rewards = [e.measures_E["reward"] for e in (before, real, *placebos)]
+    return split(rewards[0], rewards[1], rewards[2:], flip and flip.measures_E["reward"])
+
+
+def _columns(found: Sequence[Evaluation]) -> dict[str, Ends]:
+    """Return each measure that all evaluations have, of those before training, after it, and of the placebos."""
+    known = [name for name in found[1].measures if all(name in e.measures for e in found)]
+    values = {name: [e.measures[name] for e in found] for name in known}
+    return {name: Ends(of[0], of[1], tuple(of[2:])) for name, of in values.items()}

@@ -132,7 +132,8 @@ _RESULTS = TypeAdapter(PlaceboResults)
 class Placebos:
     """A run compared with its placebos: the reward of the test split, `off_task` that of another task's test split.
 
-    `seeds` are those of the shuffles. `measures` are means over the placebos, and `each` the values of all of them.
+    `seeds` are those of the shuffles. `measures` are means over the placebos, and `columns` all measures of the test
+    split, `off_columns` of the other task's.
     """
 
     generation: int
@@ -142,7 +143,8 @@ class Placebos:
     measures: Mapping[str, float]
     off_task: Split | None = None
     fitness: Whole | None = None
-    each: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    columns: Mapping[str, Ends] = field(default_factory=dict[str, Ends])
+    off_columns: Mapping[str, Ends] = field(default_factory=dict[str, Ends])
 
     @property
     def reached(self) -> int:
@@ -157,9 +159,12 @@ class Placebos:
             "reward": self.reward.as_dict(),
             "distance": {**asdict(self.distance), "placebos": list(self.distance.placebos)},
             "measures": dict(self.measures),
-            "each": {name: list(v) for name, v in self.each.items()},
+            "each": {name: list(ends.placebos) for name, ends in self.columns.items()},
+            "columns": {name: ends.as_dict() for name, ends in self.columns.items()},
         }
-        found |= {} if self.off_task is None else {"off_task": self.off_task.as_dict()}
+        if self.off_task is not None:
+            columns = {name: ends.as_dict() for name, ends in self.off_columns.items()}
+            found |= {"off_task": self.off_task.as_dict(), "off_task_columns": columns}
         return found if self.fitness is None else {**found, "fitness": self.fitness.as_dict()}
 
     def lines(self) -> list[str]:
@@ -312,16 +317,15 @@ def distance_line(found: Distances) -> str:
 
 def off_task_lines(split: Split) -> list[str]:
     """Say what happened to a task that was not trained, and whether the rewards did it, in either direction."""
-    head = f"reward {split.before:.4g} to {split.real:.4g} ({_interval(split.gain)})"
-    lines = [f"{head}, placebos {split.mean:.4g} on average: {_share(split)}"]
+    lines = [
+        f"reward {split.before:.4g} before, {split.real:.4g} after the run: {_interval(split.gain)}",
+        f"{_count(split)} reached {_average(split)}",
+    ]
     if split.beside is None:
         return lines
     below = sum(value <= split.real for value in split.placebos)
     p = min(1.0, 2 * (1 + min(below, split.reached)) / (1 + len(split.placebos)))
-    line = (
-        f"the run minus the mean placebo: {_interval(split.beside)}, for the run and further placebos; {split.reached} "
-        f"of {len(split.placebos)} are at the run or above it, {below} at it or below, two-sided p {p:.2g}"
-    )
+    line = f"the run minus the mean placebo: {_interval(split.beside)}, two-sided p {p:.2g}"
     return [*lines, line + ("" if statistics.is_sure(split.beside) else "; no effect of the rewards is shown")]
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -10,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from evoalign import evaluation
-from evoalign.config import Config, from_dict, load
+from evoalign.config import Config, from_dict
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import MissingError, read_object
-from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
+from evoalign.errors import ConfigError, DataError, JournalError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.placebos import file as placebo_file
 from evoalign.placebos.counterfactual import Counterfactual, Follower, of_evaluations, parse
@@ -25,13 +27,24 @@ from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.files import refuse_links
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
-from evoalign.rundir.method import load_own
+from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving
+from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.replay import config_of, log_of, refuse_taken
+from evoalign.training.stopping import interruptible
 
 Progress = Callable[[int, int], None]
+logger = logging.getLogger(__name__)
+
+
+class PlacebosStoppedError(StoppedError):
+    """`placebo` was stopped by a signal. `result` has the placebos that were evaluated before, and no flip."""
+
+    def __init__(self, result: Placebos, shuffles: int, signal: int) -> None:
+        super().__init__(f"stopped after {len(result.seeds)} of {shuffles} placebos, which are shown", signal)
+        self.result = result
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,7 @@ def placebo(
 
     Shuffled coefficients need no scores, so a placebo is exact. Of the flip only the first step is; see
     `evoalign.placebos.counterfactual`. Raises a subclass of EvoalignError: ConfigError, JournalError, or ResumeError if
-    the run cannot be reproduced.
+    the run cannot be reproduced. Ctrl-C or SIGTERM raises PlacebosStoppedError with the placebos evaluated so far.
     """
     if not 1 <= shuffles <= 10**6:
         raise ConfigError(f"{shuffles} shuffles: use 1 to 1,000,000")
@@ -111,23 +124,33 @@ def placebo(
         run, config=config, task=task, reward=reward, off_task=off_task, model=model, generation=generation
     ) as found:
         others = [None, *(parse("shuffle", found.log, seed) for seed in range(shuffles)), parse("flip", found.log)]
-        reached, total = list[Reached](), 1 + len(others)
-        for number in range(total):
-            watching.stage("mean", number + 1, total)
-            reached.append(found.reach(others[number - 1]) if number else found.start())
-            if progress is not None:
-                progress(number + 1, total)
+        reached, total, stopped = list[Reached](), 1 + len(others), None
+        try:
+            with interruptible():
+                for number in range(total):
+                    watching.stage("mean", number + 1, total)
+                    reached.append(found.reach(others[number - 1]) if number else found.start())
+                    if progress is not None:
+                        progress(number + 1, total)
+        except KeyboardInterrupt as interrupt:
+            stopped = signal.SIGTERM if interrupt.args else signal.SIGINT
+            if len(reached) < 3:
+                raise StoppedError("stopped before the first placebo was evaluated", stopped) from None
         expected = found.follower.expected_distance()
-    before, real, *placebos, flip = reached
-    return of_evaluations(
+    before, real, *placebos = reached[: 2 + shuffles]
+    flip = reached[-1] if len(reached) == total else None
+    combined = of_evaluations(
         before.evaluation,
         real.evaluation,
         [p.evaluation for p in placebos],
-        Distances(real.distance, expected, tuple(p.distance for p in placebos), flip.distance),
+        Distances(real.distance, expected, tuple(p.distance for p in placebos), flip and flip.distance),
         len(found.follower.generations),
-        flip.evaluation,
+        flip and flip.evaluation,
         [r.off_task for r in reached if r.off_task is not None],
     )
+    if stopped is not None:
+        raise PlacebosStoppedError(combined, shuffles, stopped)
+    return combined
 
 
 def keep(run: Path, found: Placebos) -> str:
@@ -143,7 +166,7 @@ def keep(run: Path, found: Placebos) -> str:
     end = log.generations[-1].weights_hash
     if found.generation != log.sealed or done.get("weights_hash") != end or done.get(MEASURING):
         return f"not saved: {run} is not finished, or {found.generation} generations are not all of it"
-    config, file = load([run / "config.yaml"]), run / placebo_file.PLACEBO
+    config, file = read_own(run), run / placebo_file.PLACEBO
     try:
         before = placebo_file.read(run, config)
     except DataError:
@@ -218,6 +241,8 @@ def open_run(
         saving.check_data(folder, parts.task, parts.data, log.header.data_hash)
         saving.check_prompts(folder, parts.task, parts.data, parts.tokens, log.header.prompts_hash)
         saving.check_scorer(folder, parts.task, log.header.scorer_digest)
+        for line in check_inputs(path, log.header.inputs, inputs_of(parts.config, parts.tokens)):
+            logger.warning("warning: %s", line)
         yield Counterfactuals(parts, log, count, off)
 
 

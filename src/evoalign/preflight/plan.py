@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -16,14 +15,14 @@ import torch
 
 from evoalign import setup, spaces, tokens, tracking
 from evoalign.baselines import planning, settings
+from evoalign.checks import prompts
 from evoalign.config import Config
 from evoalign.cost import budget, estimate
 from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines import Engine
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import DataError, EvoalignError, RunExistsError
-from evoalign.models.origin import model_config
-from evoalign.rollouts import EARLY, typical
+from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
+from evoalign.rollouts import typical
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import versions
 from evoalign.rundir.method import COMMANDS, Method
@@ -32,12 +31,10 @@ from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
 from evoalign.training.session import first_line
-from evoalign.types import Facts, Layout, TensorSpec, text_of
+from evoalign.types import Facts, Layout, TensorSpec
 from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
-LONGEST = 1000
-"""If there are many prompts, this many with the most characters are tokenised to find the longest."""
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 Status = Literal["ok", "warning", "failed", "skipped"]
 NEEDS_FLAG = "needs --resume or --overwrite"
@@ -256,29 +253,14 @@ def check_chat_template(case: Case) -> Finding:
 
 
 def check_lengths(case: Case) -> Finding:
-    """Check that the longest prompt and a completion of `max_tokens` fit the model."""
-    task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
-    examples = need(case.data, "task").all
+    """Check that the model has all tokens of the prompts, and room for the longest with its completion."""
+    task, tokens_, data = need(case.task, "task"), need(case.tokens, "tokenizer"), need(case.data, "task")
     need(case.renders or None, "chat template")
-    prompts = map(task.prompt, examples)
-    if len(examples) > EARLY:  # to tokenise a million takes minutes
-        prompts = nlargest(LONGEST, prompts, key=lambda prompt: len(text_of(prompt)))
-    longest = max(len(tokens_.encode(prompt)) for prompt in prompts)
-    most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
-    if case.config.sampling.max_tokens > most:
-        most, setting = case.config.sampling.max_tokens, "sampling.max_tokens"
-    if case.method == "grpo" and settings.longest(case.config) > most:
-        most, setting = settings.longest(case.config), "grpo.max_completion_length"
-    text = model_config(case.config.model).get_text_config()
-    limit: int | None = getattr(text, "max_position_embeddings", None)
-    own, source = case.config.engine.limit(), f"the model's {limit or 'unbounded'} positions"
-    if own is not None and (limit is None or own[1] < limit):
-        limit, source = own[1], f"{own[0]} {own[1]}"
-    detail = f"longest prompt {longest} tokens and {setting} {most}"
-    if limit is not None and longest + most > limit:
-        fix = f"lower {setting}, or shorten the prompts"
-        return Finding("prompt length", "failed", f"{detail} exceed {source}", fix)
-    return Finding("prompt length", "ok", f"{detail} fit {source}")
+    longest = settings.longest(case.config) if case.method == "grpo" else None
+    try:
+        return Finding("prompt length", "ok", prompts.check(case.config, tokens_, task, data, longest))
+    except ConfigError as error:
+        return Finding("prompt length", "failed", str(error))
 
 
 def check_targets(case: Case) -> Finding:

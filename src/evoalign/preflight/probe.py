@@ -23,11 +23,8 @@ from the start, and Adam 0.50 times.)
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +46,7 @@ from evoalign.rollouts import batch, collect, group_of, typical
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, with_form
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
+from evoalign.training.stopping import interruptible
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population, text_of
 
 LADDER = tuple(2.0**k for k in range(-4, 5))
@@ -135,23 +133,6 @@ def _ladder(config: Config, sigmas: Sequence[float] | None) -> tuple[float, ...]
     return widths
 
 
-@contextmanager
-def _interruptible() -> Generator[None]:
-    """Raise on SIGTERM as on Ctrl-C, in the main thread. Nothing is half written, so both may come at any time."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _measure(
     parts: Parts, rows: Sequence[int], widths: Sequence[float], members: int, on_step: Callable[[Step], None]
 ) -> ProbeResult:
@@ -174,7 +155,7 @@ def _measure(
     scored: list[WidthScores] = []
     stopped: int | None = None
     try:
-        with _interruptible():
+        with interruptible():
             for number, width in enumerate(widths, 1):
                 watching.stage("width", number, len(widths))
                 scored.append(_score(parts, width, everyone, prompted))

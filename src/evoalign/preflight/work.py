@@ -66,6 +66,7 @@ def check_engine(case: Case) -> Finding:
     began = time.perf_counter()
     if case.method == "grpo":
         case.engine = engines.create(config.as_policy(adapter=False), tokens_)
+        case.engine.check_mean()
         ready = seconds_text(time.perf_counter() - began)
         return Finding("engine", "ok", f"the model answers in {config.model.trained_dtype}, ready in {ready}")
     case.engine = engines.create(config, tokens_)

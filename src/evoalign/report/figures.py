@@ -34,7 +34,7 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SURFACE = "cividis"
 """Colour map of a surface: the same with any colour vision, and in grey."""
-HEADING: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "color": INK, "parse_math": False}
+HEADING: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "color": INK}
 
 
 def canvas(width: float, height: float, **options: Any) -> Figure:
@@ -86,9 +86,25 @@ def series(index: int) -> dict[str, Any]:
 
 
 def _write(figure: Figure, path: Path, form: str, metadata: dict[str, str | None]) -> None:
+    _disable_math(figure)
     make_folder(path.parent)
     with replacing(path) as file:
         figure.savefig(file, format=form, metadata=metadata)
+
+
+def _disable_math(figure: Figure) -> None:
+    """Show the `$` of names as it is, in all texts but the powers at logarithmic axes, which matplotlib writes so."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogFormatter
+
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), LogFormatter):
+                for text in axis.get_ticklabels(which="both"):
+                    text.set_parse_math(True)
 
 
 MEAN, BEST, TEST, ZERO, VALIDATION = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d", "#e0a100"

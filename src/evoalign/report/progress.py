@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 import threading
 import time
@@ -192,9 +193,12 @@ class Display:
         unit: str = "generation",
         still: str = "generations without update",
         aim: str = "reward",
+        limit: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.unit, self.still, self.aim = total, unit, still, aim
+        self.total, self.unit, self.still, self.aim, self.limit = total, unit, still, aim, limit
+        self.spent = 0.0
+        """Seconds of all generations, those before a resume included. The run ends once they reach `limit`."""
         self.console = console or Console()
         self._clock = clock
         self._start = self._last = clock()
@@ -230,6 +234,7 @@ class Display:
         self._seen += 1
         self._still += bool(row["zero_variance"])
         self._done = int(row["generation"]) + 1
+        self.spent += sum(row["seconds"].values())
         self._row = row
         for split, found in (("validation", row.get("validation")), ("test", row.get("evaluation"))):
             if found:
@@ -281,7 +286,7 @@ class Display:
         seconds = sum(s for s, _ in self._recent)
         speed = sum(tokens for _, tokens in self._recent) / seconds if seconds > 0 else 0.0
         each, since = seconds / len(self._recent), self._clock() - self._last
-        left = _clock_face(max(0.0, each * (self.total - self._done) - since))
+        left = _clock_face(max(0.0, min(each * (self.total - self._done), self.limit - self.spent) - since))
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{speed:,.0f}"), elapsed]
         return [*figures, ("left", left)]
 

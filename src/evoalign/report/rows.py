@@ -79,9 +79,9 @@ def _fitness(update: Update, fitness: Sequence[float]) -> Row:
     }
 
 
-def completions_due(every: int, generation: Generation) -> bool:
+def completions_due(every: int, index: int, total: int) -> bool:
     """Whether a generation's completions are saved: every `every`-th from the first, and the last; 0: none."""
-    return every > 0 and (generation.index % every == 0 or generation.index + 1 == generation.total)
+    return every > 0 and (index % every == 0 or index + 1 == total)
 
 
 def write_completions(path: Path, generation: Generation, examples: Sequence[Example], task: Task) -> None:

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 from rich.cells import cell_len
@@ -81,6 +81,35 @@ def before_after(
     console.print(table)
     if samples:
         console.print(_samples(samples, console))
+
+
+class Ends(Protocol):
+    """A measure before training, after it, and of placebos."""
+
+    @property
+    def before(self) -> float: ...
+    @property
+    def real(self) -> float: ...
+    @property
+    def placebos(self) -> Sequence[float]: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def reached(self) -> int: ...
+
+
+def placebo_table(title: str, columns: Mapping[str, Ends]) -> Table:
+    """Return each measure before training, of the run and of its placebos, and how many placebos reach the run."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    for heading in ("before", "run", "mean placebo", "lowest to highest", "at or above the run"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, ends in columns.items():
+        low, high = (_value(name, bound(ends.placebos)) for bound in (min, max))
+        values = (_value(name, value) for value in (ends.before, ends.real, ends.mean))
+        shown = NAMES.get(name, name.removesuffix("_share").replace("_", " "))
+        table.add_row(Text(shown), *values, f"{low} to {high}", f"{ends.reached} of {len(ends.placebos)}")
+    return table
 
 
 def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console: Console) -> None:

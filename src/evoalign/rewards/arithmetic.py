@@ -125,12 +125,12 @@ def evaluate_written(text: str) -> Expression:
     """
     if len(text) > MAX_WRITTEN:
         raise ExpressionError(f"it has {len(text)} characters; at most {MAX_WRITTEN} are read")
-    left, equals, right = _peeled(text.translate(_SIGNS)).partition("=")
+    left, equals, right = peeled(text.translate(_SIGNS)).partition("=")
     expression = evaluate(
-        _fractions(_COMMANDS.sub(lambda found: _PLAIN[found[1]] if found[1] else " ", _peeled(left))).strip()
+        _fractions(_COMMANDS.sub(lambda found: _PLAIN[found[1]] if found[1] else " ", peeled(left))).strip()
     )
     if equals:
-        result = _peeled(right)
+        result = peeled(right)
         if not _RESULT.fullmatch(result):
             raise ExpressionError("what stands after = is no decimal number")
         if abs(Fraction(result.replace(" ", "")) - expression.value) >= TOLERANCE:
@@ -138,7 +138,7 @@ def evaluate_written(text: str) -> Expression:
     return expression
 
 
-def _peeled(text: str) -> str:
+def peeled(text: str) -> str:
     """Strip blanks, a final dot and pairs of marks around the text, up to MAX_AROUND times."""
     for _ in range(MAX_AROUND):
         text = text.strip(" ").removesuffix(".")

@@ -92,6 +92,10 @@ class RewardFunction:
             getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
 
+    def names(self, column: str) -> bool:
+        """Return whether a column is one of the function's parameters."""
+        return column in self._named
+
     def missing(self, columns: Sequence[str]) -> list[str]:
         """Return required parameters that neither the data nor the caller can fill."""
         given = {"text", "example"} if self.is_simple else {"prompts", "completions", *_LOGGERS, *columns}

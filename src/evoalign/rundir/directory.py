@@ -172,13 +172,13 @@ class RunDir:
     def resume(self, config: Config, manifest: Mapping[str, Any]) -> None:
         """Make missing folders, write the present config, and append an entry to `resumed` in the manifest."""
         self._make_folders()
-        write_text(self.config, to_yaml(config))
         try:
             whole = read_object(self.manifest)
             whole.setdefault("resumed", []).append(dict(manifest))
         except (DataError, AttributeError):  # missing or damaged; resuming does not need it
             whole = dict(manifest)
         write_text(self.manifest, json.dumps(whole, indent=2) + "\n")
+        write_text(self.config, to_yaml(config))  # after the manifest, which has its hash
 
     def _make_folders(self) -> None:
         for name in MADE:

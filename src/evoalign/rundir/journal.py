@@ -6,7 +6,7 @@ depends on time, so two runs of one config and seed on one machine have identica
 resolved config, so that the base model and this one file rebuild the mean of any generation.
 
     {"type": "header", format_version, versions, device, dtype, config, given_as, space, evolved_parameters,
-     hashes of config, noise table, tokenizer, data, model and the starting mean, machine, summation, scorer_digest}
+     hashes of config, noise table, tokenizer, data, model, starting mean, inputs, machine, summation, scorer_digest}
     {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective,
      scored_by}
     {"type": "seal", index, weights_hash}
@@ -14,9 +14,9 @@ resolved config, so that the base model and this one file rebuild the mean of an
     {"type": "end", index, reason, limit}
 
 `validation` and `end` lines follow a seal, and only where a setting needs them. A run that is given a larger limit
-continues after its `end` line. `objective`, `machine`, `summation` and `scorer_digest` are left out where they do not
-apply, and by earlier releases; `scored_by` is in journals of earlier releases alone. A line is canonical JSON: keys
-sorted, no white space, ASCII, floats as Python's `repr` writes them.
+continues after its `end` line. `objective`, `inputs`, `machine`, `summation` and `scorer_digest` are left out where
+they do not apply, and by earlier releases; `scored_by` is in journals of earlier releases alone. A line is canonical
+JSON: keys sorted, no white space, ASCII, floats as Python's `repr` writes them.
 """
 
 from __future__ import annotations
@@ -87,11 +87,12 @@ class Header(Line):
     model_hash: Hash
     weights_hash: Hash
     """Hash of the mean before the first update."""
+    inputs: dict[str, str] | None = None
+    """Stop tokens, and hashes of the model's config.json and of the files of custom rewards."""
     machine: dict[str, str] | None = None
     """`capability` and `threads`: what the last bits of a library's results may depend on besides the versions."""
     summation: Summation | None = None
-    prompts_hash: Hash | None = None
-    """Hash of prompts of messages as the chat template renders them; journals of earlier releases do not have it."""
+    prompts_hash: Hash | None = None  # of prompts of messages, as the chat template renders them
     scorer_digest: Hash | None = None
     """Digest of the scoring models: files, template, tokens, dtype."""
 
@@ -338,21 +339,30 @@ def is_blank(path: Path) -> bool:
         raise JournalError(str(error)) from error
 
 
-def read(path: Path) -> Log:
-    """Read a journal up to its first damaged line. Raises JournalError where the header is damaged."""
+def read_header(path: Path) -> Header:
+    """Read the first line of a journal. Raises JournalError where it is damaged."""
+    return _begin(path)[1]
+
+
+def _begin(path: Path) -> tuple[list[bytes], Header, str]:
+    """Return the lines of a journal, its header and the header's hash. Raises JournalError."""
     try:
         lines = list(io.BytesIO(read_bytes(path, MOST_BYTES)))
-    except DataError as error:
-        raise JournalError(f"{error}; is this a run directory?") from error
-    try:
         found, last = _parse(lines[0] if lines else b"", GENESIS)
         if found.get("type") != "header":
             raise _BadLineError("is no header")
         if (version := found.get("format_version")) != FORMAT_VERSION:
             raise _BadLineError(f"has format_version {version!r}, and this release reads {FORMAT_VERSION}")
-        header = _model(Header, found)
+        return lines, _model(Header, found), last
+    except DataError as error:
+        raise JournalError(f"{error}; is this a run directory?") from error
     except _BadLineError as error:
         raise JournalError(f"{path}, line 1 {error}; without its header, the run cannot be rebuilt") from None
+
+
+def read(path: Path) -> Log:
+    """Read a journal up to its first damaged line. Raises JournalError where the header is damaged."""
+    lines, header, last = _begin(path)
     generations: list[Recorded] = []
     size, damage = len(lines[0]), None
     for number, text in enumerate(lines[1:], 2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a folder holds a run, what made it, its config, and the commands that resume or measure it."""
+"""Whether a folder holds a run, what made it, and the commands that resume or measure it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from evoalign.config import Config, load, outside, read
+from evoalign.config import Config, load, outside
 from evoalign.config.reading import read_object
 from evoalign.errors import ConfigError, DataError, ResumeError
 
@@ -62,33 +62,9 @@ def placebo_command(path: Path, config: Config, given: str | None = None) -> str
 
 
 def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
-    """Return the --config option that a command needs where the run's config leads out of it, see `load_own`."""
+    """Return the --config option that a command needs where the run's config leads out of it, see `own.load_own`."""
     leads = any(place.partition(".")[0] not in skip for place, _, _ in outside.marked(config))
     return f" --config {shlex.quote(str(path / 'config.yaml'))}" if leads else ""
-
-
-def refuse_own(
-    run: Path, config: Config, files: Sequence[Path], overrides: Sequence[str], skip: Sequence[str] = ()
-) -> None:
-    """Raise ConfigError for settings that lead out of a run, and that neither the files nor the overrides give."""
-    own = run / "config.yaml"
-    if own.resolve() not in [file.resolve() for file in files]:
-        fix = f"add --config {shlex.quote(str(own))}, which accepts all that it sets"
-        outside.refuse(config, run, fix, read(files, overrides), skip)
-
-
-def load_own(
-    run: Path, files: Sequence[Path] = (), overrides: Sequence[str] = (), *, skip: Sequence[str] = ()
-) -> Config:
-    """Load the config of a run, merged with the files and overrides that the user gives.
-
-    Its `output_dir` is where the run is, unless an override gives one: a file may be the run's own. Raises ConfigError
-    for a setting that leads out of the run and that the user does not give, see `evoalign.config.outside`.
-    """
-    config = load([run / "config.yaml", *files], overrides)
-    refuse_own(run, config, files, overrides, skip)
-    moves = any(text.startswith("output_dir=") for text in overrides)
-    return config if moves else config.model_copy(update={"output_dir": str(run)})
 
 
 def refuse_other(path: Path, method: Method) -> None:

@@ -28,7 +28,12 @@ def targets(
             raise ConfigError(f"{section}.target_layers: no layer {layer}; the model has {_span(has_layers)}")
     for module in modules or ():
         if module not in has_modules:
-            raise ConfigError(f"{section}.target_modules: no module {module!r}; the model has {', '.join(has_modules)}")
+            found = (
+                f"the model has {', '.join(has_modules)}"
+                if has_modules
+                else ("the model has no nn.Linear matrix in its layers (GPT-2 has Conv1D); use space full")
+            )
+            raise ConfigError(f"{section}.target_modules: no module {module!r}; {found}")
     return [
         s for s in linear if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
     ]

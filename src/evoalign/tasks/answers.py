@@ -18,8 +18,11 @@ import sys
 from fractions import Fraction
 from functools import cache, lru_cache
 from inspect import CO_GENERATOR
+from itertools import product
 from types import FrameType
 from typing import Any
+
+from evoalign.tasks import notation
 
 MOST_CHARACTERS = 300
 """Maximum length of an answer; the longest in MATH has about 150."""
@@ -124,13 +127,24 @@ def is_equal(answer: str, gold: str) -> bool:
         return True
     if len(answer) > MOST_CHARACTERS or len(gold) > MOST_CHARACTERS:
         return False
-    answer, gold = written_out(answer), written_out(gold)
+    answer, gold = written_out(notation.plain(answer)), written_out(notation.plain(gold))
     if [*map(str.lower, _WORD.findall(answer))] != [*map(str.lower, _WORD.findall(gold))]:
         return False  # the parser ignores words
+    (answer, unit), (gold, wanted) = notation.without_unit(answer), notation.without_unit(gold)
+    if not notation.same_unit(unit, wanted) or notation.is_juxtaposed(answer) or notation.is_juxtaposed(gold):
+        return False
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
         return ours == theirs
-    return _is_readable(answer) and _is_readable(gold) and _is_verified(answer, gold)
+    forms = notation.brackets(answer), notation.brackets(gold)
+    if {*forms} == {"set", "pair"}:
+        return False
+    if {*forms} == {"list", "pair"}:  # a list without brackets has the order of the pair
+        answer, gold = (
+            f"({text})" if form == "list" and "," in text else text
+            for text, form in zip((answer, gold), forms, strict=True)
+        )
+    return _tidy(answer) == _tidy(gold) or (_is_readable(answer) and _is_readable(gold) and _is_verified(answer, gold))
 
 
 def _is_verified(answer: str, gold: str) -> bool:
@@ -139,10 +153,48 @@ def _is_verified(answer: str, gold: str) -> bool:
     _learn().restore()  # so that the number of calls does not depend on earlier answers
     equal = False
     with _Work() as work:
-        parsed = _parsed(answer), _parsed(gold)
-        if all(parsed) and all(_bits(part) <= MOST_BITS for part in (*parsed[0], *parsed[1])):
-            equal = verify(parsed[1], parsed[0], timeout_seconds=None)
+        ours, theirs = _parsed(answer), _parsed(gold)
+        bits = [_bits(part) for part in (*ours, *theirs)]
+        if ours and theirs and max(bits) <= MOST_BITS and _repeats(answer, ours[0]) == _repeats(gold, theirs[0]):
+            # math-verify takes differences of less than 10^-digits for 0: 1/2^60 would equal 1/2^61 with 15 digits
+            digits = 60 + math.ceil(min(sum(bits), 10**5) * math.log10(2))
+            equal = verify(theirs, ours, 6, digits, allow_set_relation_comp=True, timeout_seconds=None)
+            equal = equal or _have_equal_values(ours[0], theirs[0])
     return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
+
+
+def _repeats(text: str, expression: Any) -> list[str]:
+    """Return the elements of a list without brackets if some occur more than once, else an empty list."""
+    parts = [str(part) for part in getattr(expression, "_unsorted_args", ())]
+    return sorted(parts) if len({*parts}) < len(parts) and notation.brackets(text) == "list" else []
+
+
+def _have_equal_values(one: Any, other: Any) -> bool:
+    r"""Return whether two algebraic expressions agree at points of every sign: `\sqrt{1/n}` is `1/\sqrt{n}`.
+
+    Points with a negative coordinate where either is not real are left out, as the parser takes variables for real.
+    """
+    import sympy
+
+    allowed = (sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational, sympy.Symbol, sympy.NumberSymbol)
+    if not all(isinstance(part, allowed) for whole in (one, other) for part in sympy.preorder_traversal(whole)):
+        return False
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    if not 0 < len(names) <= 3:
+        return False
+    for signs in product((1, -1), repeat=len(names)):
+        at = {
+            name: sign * sympy.Rational(7 + 6 * k, 5 + 2 * k)
+            for k, (name, sign) in enumerate(zip(names, signs, strict=True))
+        }
+        values = [whole.evalf(60, subs=at) for whole in (one, other)]
+        if -1 in signs and not all(value.is_real for value in values):
+            continue
+        if not all(value.is_number and value.is_finite for value in values):
+            return False
+        if abs(values[0] - values[1]) > sympy.Float(10, 60) ** -50 * (abs(values[0]) + abs(values[1])):
+            return False
+    return True
 
 
 def _tidy(text: str) -> str:
@@ -255,11 +307,15 @@ def _learn() -> Memory:
 
 def _parsed(text: str) -> list[Any]:
     """Parse LaTeX to unevaluated expressions. Plain expressions are off: sympy would execute model output."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning about the missing time limit
-    text = text.replace("\\$", "").replace("$", "")
-    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=0)
+    text = notation.exact(text.replace("\\$", "").replace("$", ""))
+    form = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
+    )
+    return parse(f"\\boxed{{{text}}}", [form], "no_fallback", parsing_timeout=0)
 
 
 class _Work:

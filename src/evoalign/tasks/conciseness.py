@@ -15,6 +15,8 @@ from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
 
+MORE = "data/tasks/conciseness/questions_train.json"
+"""203 further questions of the same form."""
 DATA = ("data/tasks/conciseness/conciseness_train.json", "data/tasks/conciseness/conciseness_test.json")
 FORMS = (("prompt", "target"), ("question", "answer"))
 """Column names of the JSON list and of the JSONL file."""
@@ -31,6 +33,14 @@ class Conciseness(Task):
     forms = ("chat", "raw")
 
     def load_data(self, seed: int) -> Data:
+        if self.config.train_data is not None:
+            return data.load(self.config, seed, self._check, self.shipped)
+        few = (
+            f"task.train_data is not set, and the default is the 2 published rows; set task.train_data: {MORE} for 203"
+        )
+        if (self.config.train_size or 0) > 2:
+            raise DataError(f"task.train_size is {self.config.train_size}, but {few}")
+        self.notes = [few]
         return data.load(self.config, seed, self._check, self.shipped)
 
     def prompt(self, example: Example) -> Prompt:

@@ -23,6 +23,11 @@ from evoalign.types import Example, Messages, Prompt
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns that hold a conversation."""
+SEPARATE = {"input": "instruction", "system": None, "history": None}
+"""Columns of public data sets with text that belongs to the prompt: Alpaca's `input` where the prompt is `instruction`,
+and LLaMA-Factory's `system` and `history`."""
+ALSO_READ = ("context", "passage", "document", "article", "input", "tools", "schema", "background")
+"""Columns that often belong to the prompt too."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 ROLES.update({name: name for name in ("user", "assistant", "system")})
 """Roles by their names in ShareGPT data."""
@@ -73,6 +78,10 @@ class Custom(Task):
     def load_data(self, seed: int) -> Data:
         """Load the files of the config. Raises DataError, also if a reward function needs a missing column."""
         loaded = data.load(self.config, seed, self._check)
+        if unread := self._unread(loaded.train):
+            columns = data.listed(unread)
+            self.notes = [f"warning: the prompts do not contain the columns {columns}; if the model should read them, "
+                          "write them into the prompt"]  # fmt: skip
         for what, examples in (("data", loaded.train), ("validation data", loaded.validation)):
             columns = list(dict.fromkeys(name for example in examples for name in example))
             for function in self.functions if examples or what == "data" else ():
@@ -135,6 +144,7 @@ class Custom(Task):
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
         row = with_prompt(where, row)
+        self._refuse_separate(where, row)
         if "prompt" not in row:
             raise data.lacking(where, row, self.config, "no prompt", "prompt")
         gold = self.config.gold
@@ -155,12 +165,42 @@ class Custom(Task):
             raise DataError(f"{where}: prompt is a list of messages, which cannot be raw; leave task.prompt out")
         return row | {"prompt": _messages(where, cast("list[Any]", prompt))}
 
+    def _refuse_separate(self, where: str, row: dict[str, Any]) -> None:
+        """Raise DataError for text of the prompt in a second column, which the model would not see."""
+        source = self.config.columns.get("prompt") or next((n for n in ("prompt", "instruction") if n in row), "prompt")
+        for column, needed in SEPARATE.items():
+            if not row.get(column) or column == source or needed not in (None, source.lower()) or self._uses(column):
+                continue
+            if column in ("system", "history") and not isinstance(row.get("prompt"), str):
+                continue
+            columns = {**self.config.columns, "prompt": source, f"own_{column}": column}
+            raise DataError(
+                f"{where}: {column} is {shown(row[column])}, which is not in the prompt (the column {plain(source)}); "
+                "write one column with both, or messages; if the model should not read it, set task.columns: "
+                f"{data.as_option(columns)}"
+            )
+
+    def _uses(self, column: str) -> bool:
+        """Return whether a reward function takes a column by its name, or it is the gold column."""
+        return column == self.config.gold or any(function.names(column) for function in self.functions)
+
+    def _unread(self, examples: Sequence[Example]) -> list[str]:
+        """Return columns with text that often belongs to the prompt and is not in it."""
+        found = {
+            column: None
+            for example in examples[:100]
+            for column in ALSO_READ
+            if isinstance(example.get(column), str | list) and example[column]
+            if not self._uses(column) and str(example[column]) not in str(example["prompt"])
+        }
+        return [*found]
+
 
 def with_prompt(where: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with a `prompt` made from its conversation, if it has no prompt. Raises DataError.
 
     If the assistant speaks last, that message becomes the `completion`, unless the row has one, and the messages before
-    it become the prompt. Otherwise all messages do.
+    it become the prompt. Otherwise all messages do. The column `system` becomes the first message.
     """
     column = next((name for name in CONVERSATIONS if row.get(name) is not None), None)
     if row.get("prompt") is not None or column is None:
@@ -169,6 +209,8 @@ def with_prompt(where: str, row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(found, list) or not found:
         raise DataError(f"{where}: {column} is {shown(found)}; expected a list of messages")
     messages = _messages(where, cast("list[Any]", found))
+    if (system := row.get("system")) and messages[0]["role"] != "system":
+        messages = _messages(where, [{"role": "system", "content": system}, *messages])
     if messages[-1]["role"] != "assistant":
         return row | {"prompt": messages}
     if len(messages) == 1:
@@ -178,10 +220,13 @@ def with_prompt(where: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(where: str, messages: list[Any]) -> Messages:
-    """Return messages with only string fields, without the empty fields of columnar files. Raises DataError."""
+    """Return messages with only string fields, without the empty fields of columnar files and without OpenAI's `weight`
+    (of the loss on a message). Raises DataError."""
     found: list[dict[str, str]] = []
     for message in messages:
         fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        if isinstance(fields.get("weight"), int | float):
+            del fields["weight"]
         if "role" not in fields and "from" in fields:
             role = fields["from"]
             if not isinstance(role, str) or role not in ROLES:
@@ -196,6 +241,11 @@ def _messages(where: str, messages: list[Any]) -> Messages:
                     raise DataError(f"{where}: a message has a part of type {kind}; only parts of type 'text' are read")
             fields["content"] = "".join(part["text"] for part in parts)
         if not {"role", "content"} <= fields.keys() or not all(isinstance(v, str) for v in fields.values()):
-            raise DataError(f"{where}: message {shown(message)}; expected {{'role': .., 'content': ..}} with strings")
+            odd = next(
+                (f"its {plain(str(k))} is {shown(v)}; " for k, v in fields.items() if not isinstance(v, str)), ""
+            )
+            raise DataError(
+                f"{where}: message {shown(message)}: {odd}expected {{'role': .., 'content': ..}} with strings"
+            )
         found.append(cast("dict[str, str]", fields))
     return found

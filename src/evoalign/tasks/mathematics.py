@@ -9,7 +9,10 @@ of a completion is its last `\boxed{..}`, and for GSM8K also `####` if that come
 
 Deviations: for GSM8K, published graders compare digits; here `$1,200`, `1200.00` and `\frac{2400}{2}` equal 1200, a
 unit after the number is ignored, and `6 million` and `6k` are 6,000,000 and 6,000 instead of 6. For MATH, the paper
-compares normalised text; here math-verify compares mathematics.
+compares normalised text; here math-verify compares mathematics. A decimal is exactly the number that it writes (0.333
+is not 1/3), units are compared if both answers have one, a list without brackets has no order but has repetitions, and
+a numeral in another base equals only itself. `answer` may be a number (142.0, AMC) or a list of texts
+(["9.6"], OlympiadBench).
 """
 
 from __future__ import annotations
@@ -70,6 +73,10 @@ class Questions(Task):
     def final(self, text: str) -> str | None:
         """Return the final answer of a completion, or None."""
 
+    def as_text(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the row with its answer as text."""
+        return row
+
     def load_data(self, seed: int) -> Data:
         """Load the files of the config, or the published splits of the hub. Raises DataError."""
         return data.load(self.config, seed, self._check, self.source, f"rows of {self.form}")
@@ -94,6 +101,7 @@ class Questions(Task):
     def _check(self, where: str, row: dict[str, Any]) -> Example:
         if not row.keys() >= set(self.columns_read):
             raise data.lacking(where, row, self.config, f"expected {self.form}", *self.columns_read)
+        row = self.as_text(row)
         for column in self.columns_read:
             if not isinstance(row[column], str) or not row[column].strip():
                 raise DataError(f"{where}: no text in {column}; expected {self.form}")
@@ -144,8 +152,18 @@ class Math(Questions):
     name = "math"
     columns_read = ("problem",)
     source = ("hub:DigitalLearningGmbH/MATH-lighteval:default:train", "hub:HuggingFaceH4/MATH-500:default:test")
-    form = '{"problem": .., "solution": "... \\\\boxed{..}"} or {"problem": .., "answer": ..}'
+    form = '{"problem": .., "solution": "... \\\\boxed{..}"} or {"problem": .., "answer": .. (text, number or list)}'
     raw = "Problem: {}\nLet's think step by step and output the final answer within \\boxed{}.\nSolution:"
+
+    def as_text(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the row with `answer` as text: the number 142.0 of AMC is 142, a list of OlympiadBench is joined."""
+        given: Any = row.get("answer")
+        parts: list[Any] = given if isinstance(given, list) else [given]
+        kinds = (str, int, float)
+        if not parts or any(type(part) not in kinds or part != part for part in parts):  # NaN is not itself
+            return row
+        whole = (int(p) if isinstance(p, float) and p.is_integer() else p for p in parts)
+        return row | {"answer": ", ".join(str(part).strip() for part in whole)}
 
     def right(self, example: Example) -> str | None:
         answer, solution = example.get("answer"), example.get("solution")

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError
-from evoalign.plugins import FAILURES
+from evoalign.plugins import FAILURES, described
 from evoalign.rundir.method import method_of
 
 logger = logging.getLogger("evoalign.tracking")
@@ -97,8 +97,7 @@ class Guarded(Tracker):
             call(tracker)
         except FAILURES as error:  # a full disk, a lost connection, a bug of the library
             self._tracker = None
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            logger.warning("%s failed and is left out; metrics.jsonl has every row (%s)", self.name, reason)
+            logger.warning("%s failed and is left out; metrics.jsonl has every row (%s)", self.name, described(error))
             with suppress(*FAILURES):
                 tracker.close()
 

@@ -9,8 +9,10 @@ first values.
 from __future__ import annotations
 
 import os
+import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,20 @@ from evoalign.tracking.base import (
 )
 
 CACHE, DATA = "WANDB_CACHE_DIR", "WANDB_DATA_DIR"
+
+
+@contextmanager
+def hidden() -> Generator[None]:
+    """Keep other libraries from importing wandb: its import makes temporary folders, which a killed run leaves."""
+    if "wandb" in sys.modules:
+        yield
+        return
+    modules: dict[str, Any] = sys.modules
+    modules["wandb"] = None  # "not installed", for imports and for importlib.util.find_spec
+    try:
+        yield
+    finally:
+        del modules["wandb"]
 
 
 class WeightsAndBiases(Tracker):

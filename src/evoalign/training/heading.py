@@ -14,9 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from evoalign import spaces, tokens
+from evoalign.checks import prompts
+from evoalign.checks.rules import cut_off
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
-from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.errors import EvoalignError
+from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.placebos.estimates import Placebos
 from evoalign.rollouts import lengths_of, typical
@@ -97,6 +100,7 @@ def opening(parts: Parts) -> list[str]:
         *estimate.step_lines(config, layout),
         *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
+        *stop_lines(parts.tokens),
         *gold_lines(parts.task, parts.data),
         *split_lines(config, parts.task, parts.data, parts.tokens),
         *stopping.lines(config),
@@ -120,17 +124,11 @@ def split_lines(config: Config, task: Task, data: Data, known: Tokens | None = N
 
 
 def _remarks(config: Config, task: Task, data: Data) -> list[str]:
-    """Return what the chat template makes of the prompts; nothing where the tokenizer is not there yet."""
+    """Return what the chat template makes of the prompts; nothing where `token_lines` says why it cannot be known."""
     try:
-        known = tokens.load(config.model, config.task.template_kwargs)
-    except ModelError:
+        return tokens.load(config.model, config.task.template_kwargs).remarks(typical(task, data))
+    except EvoalignError:
         return []
-    except ConfigError as error:
-        return [f"would be refused: {error}"]
-    try:
-        return known.remarks(typical(task, data))
-    except ModelError as error:
-        return [f"would be refused: {error}"]
 
 
 def form_line(config: Config, task: Task, examples: Sequence[Example]) -> str:
@@ -146,6 +144,26 @@ def form_line(config: Config, task: Task, examples: Sequence[Example]) -> str:
     return f"prompts are messages for the model's chat template{some} ({setting})"
 
 
+def token_lines(config: Config, task: Task, data: Data, longest: int | None = None) -> list[str]:
+    """Return what is wrong with the tokens before the model is loaded: prompts that do not fit, or no stop token."""
+    try:
+        found = tokens.load(config.model, config.task.template_kwargs)
+        prompts.check(config, found, task, data, longest)
+    except EvoalignError as error:
+        return [f"would be refused: {error}"]
+    return stop_lines(found)
+
+
+def stop_lines(found: Tokens) -> list[str]:
+    """Return a warning if the model has no stop token."""
+    if found.stop_ids:
+        return []
+    return [
+        "warning: the model's files name no stop token, so every completion takes all max_tokens; set eos_token_id in "
+        "its generation_config.json"
+    ]
+
+
 def shared_lines(task: Task, data: Data) -> list[str]:
     """Return a warning for each pair of splits that share prompts, with their number."""
     prompts = {split: _prompts(task, data.of(split)) for split in WORDS}
@@ -158,6 +176,13 @@ def shared_lines(task: Task, data: Data) -> list[str]:
                 f"warning: {count:,} of {total:,} {WORDS[split]} prompts are {WORDS[other]} prompts too; {means}"
             )
     return found
+
+
+def cut_off_lines(before: Evaluation, config: Config) -> list[str]:
+    """Return a warning if most completions of the start are cut off."""
+    share, most = before.measures["truncated_share"], config.evaluation.max_tokens
+    line = cut_off(share, most, "the start's test completions", "evaluation.max_tokens")
+    return [] if line is None else [f"warning: {line}"]
 
 
 def keeps_best(config: Config, data: Data | None) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -21,15 +22,16 @@ from evoalign.evaluation import Evaluation
 from evoalign.report import figures
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
-from evoalign.report.rows import Row
+from evoalign.report.rows import Row, completions_due
 from evoalign.report.tables import questions, shorten, visible
 from evoalign.report.terminal import print_line
 from evoalign.rewards.objective import aim, aim_of
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.tasks import Split
+from evoalign.training import stopping
 
-DRAW_SHARE = 200
+DRAW_SHARE = 400
 """Figures are redrawn after this many times the last drawing's duration, and at the end."""
 SHOWN, LONGEST = 8, 1000
 """Number of completions sent to trackers at the start and at the end, and their length in characters."""
@@ -73,7 +75,9 @@ class Recorder:
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
         self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
-        self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=labels.words.aim)
+        stops, words = config.stopping, labels.words
+        limit = math.inf if stops is None or stops.max_hours is None else 3600 * stops.max_hours
+        self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=words.aim, limit=limit)
 
     def start(self, at: int | None, missed: Sequence[Mapping[str, Any]] = ()) -> None:
         """Start the trackers of a run with `at` rows (None: new) and send the rows they missed. Raises ConfigError."""
@@ -82,6 +86,7 @@ class Recorder:
             self._track(row)
 
     def __enter__(self) -> Recorder:
+        self._display.spent = stopping.seconds(self.run.rows)
         self._display.__enter__()
         return self
 
@@ -145,6 +150,12 @@ class Recorder:
     def tell(self, line: str) -> None:
         """Print lines on the console."""
         tell(self.console, line)
+
+    def tell_lost(self, last: int, total: int) -> None:
+        """Report the table of completions that a run was killed before writing: it is not made again."""
+        file = self.run.completions(f"generation_{last:04d}")
+        if last >= 0 and completions_due(self.config.tracking.completions_every, last, total) and not file.is_file():
+            self.tell(f"warning: the run ended before it wrote {file}; the completions of that generation are lost")
 
     def _track(self, row: Mapping[str, Any]) -> None:
         for tracker in self.trackers:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,18 +13,21 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, TaskConfig, from_dict, load
+from evoalign.config import Config, TaskConfig, from_dict
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import read_object
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError, plain
 from evoalign.evaluation import Evaluation
+from evoalign.models.adapters import weights_of
 from evoalign.models.files import place
+from evoalign.models.tensors import open_file
 from evoalign.rollouts import typical
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
-from evoalign.rundir.method import MANIFEST, load_own, method_of
+from evoalign.rundir.method import MANIFEST, method_of
+from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_form
 from evoalign.tasks import Split, Task, with_sources
 from evoalign.tasks.data import parted_otherwise
@@ -169,7 +173,7 @@ def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
         mark = checkpoint.verify_policy(saved)
     else:
         mark = saving.checked(saved, journal.read(run / "journal.jsonl").whole())
-    made = load([run / "config.yaml"])
+    made = read_own(run)
     weights.check(saved, mark, config if made.space.names_code else made)
     return mark
 
@@ -182,7 +186,7 @@ def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Confi
     """
     if config is None:
         return load_own(run, skip=EVALUATION_SKIPS)
-    given, made = with_form(as_config(config), run), load([run / "config.yaml"])
+    given, made = with_form(as_config(config), run), read_own(run)
     found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
     check_parted(str(run), made.task, found.task, split)
     return found
@@ -238,7 +242,17 @@ def _peft_config(file: Path) -> dict[str, Any] | None:
         odd = [name for name in NOT_PLAIN if peft.get(name)]
     except (DataError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
-    return peft if plain and not odd and peft.get("bias", "none") == "none" else None
+    is_plain = plain and not odd and peft.get("bias", "none") == "none"
+    return peft if is_plain and _has_only_factors(weights_of(file.parent), peft["target_modules"]) else None
+
+
+def _has_only_factors(file: Path, modules: Sequence[str]) -> bool:
+    """Return whether all tensors of an adapter are factors of these modules in the model's layers."""
+    names = (key.partition(".lora_") for key in open_file(file).keys())  # noqa: SIM118 (no mapping)
+    return all(
+        factor in ("A.weight", "B.weight") and path.rpartition(".")[2] in modules and re.search(r"\.\d+\.", path)
+        for path, _, factor in names
+    )
 
 
 def _with_model(config: Config, name: str | Path) -> Config:

@@ -28,6 +28,7 @@ from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
+from evoalign.training.inputs import inputs_of
 from evoalign.types import Summation
 
 _WAYS = {"library": "by a library's matrix product", "own": "in its space's own way"}
@@ -43,6 +44,7 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "given_as": given_as,
         "space": parts.space.name,
         "evolved_parameters": parts.layout.parameters,
+        "inputs": inputs_of(parts.config, parts.tokens),
         "machine": machine() | ({"library": parts.facts.library} if parts.facts.library else {}),
         "summation": parts.space.summation,
         **rendered_as(parts.task, parts.data, parts.tokens),

@@ -21,7 +21,6 @@ from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence, Fluency
 from evoalign.checks.hacking import Verdict, judge
-from evoalign.checks.rules import cut_off
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
@@ -145,6 +144,8 @@ class Finish:
 
 Measurement: TypeAlias = Callable[[Finish], Any]
 """A measurement of a finished run; None: not requested. Where it fails, the run stays complete, with a warning."""
+FINISH = "--set stopping.max_hours=1e-6"
+"""Option of a resume that ends the run at once."""
 KL, DISTANCE, NATS, PLACEBOS, SUMMARY = "KL divergence", "distance", "nats per token", "placebos", "summary"
 
 
@@ -203,7 +204,8 @@ class Session:
             self.recorder.measured("test", before)
             if self._validated is not None:
                 self.recorder.measured("validation", self._validated)
-            self._warn_of_cut_off(before)
+            for line in heading.cut_off_lines(before, self.config) if self.is_new else ():
+                self.tell(line)
             self._stop_if_requested()
             with self.recorder:
                 self.algorithm.advance(self)
@@ -292,12 +294,6 @@ class Session:
         self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}, in {self.run.path}")
         return before
 
-    def _warn_of_cut_off(self, before: Evaluation) -> None:
-        """Warn if most completions of the start are cut off."""
-        share, most = before.measures["truncated_share"], self.config.evaluation.max_tokens
-        if self.is_new and (line := cut_off(share, most, "the start's test completions", "evaluation.max_tokens")):
-            self.tell(f"warning: {line}")
-
     def _start_of(self, name: str, split: Split) -> Evaluation:
         """Return the evaluation of the start: as it was written, or made again while the mean is still there."""
         found = read_completions(self.run, name, self.algorithm.task, self.algorithm.data, split)
@@ -376,7 +372,10 @@ class Session:
         if self.stop.asked is not None and self.done < self.total:
             self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
-            raise StoppedError(f"stopped after {at}; {how_to_resume(self)}", self.stop.asked)
+            end = ""
+            if self.done and self.given is None and self.config.es_ is not None:
+                end = f"; add {FINISH} to end it here instead, with its final test"
+            raise StoppedError(f"stopped after {at}; {how_to_resume(self)}{end}", self.stop.asked)
 
     @contextmanager
     def _explained(self) -> Generator[None]:

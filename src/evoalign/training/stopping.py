@@ -13,7 +13,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -56,6 +57,26 @@ class Stop:
             raise KeyboardInterrupt
         self.asked, self._since = number, time.monotonic()
         os.write(2, TELL)  # a console may be in the middle of a line of its own
+
+
+@contextmanager
+def interruptible() -> Generator[None]:
+    """Raise KeyboardInterrupt, with the signal's number, on SIGTERM too, in the main thread.
+
+    For work of which nothing is half written, so that both may come at any time.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def waited(rewards: Sequence[float], min_delta: float) -> int:

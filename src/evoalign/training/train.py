@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,25 +12,21 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.checks import canary, control, divergence
+from evoalign.checks import canary, control, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
-from evoalign.checks.distance import Distance, distance_of_mean
-from evoalign.checks.divergence import Divergence, Fluency, Reference
 from evoalign.checks.signs import scripts
 from evoalign.config import Config, from_record
 from evoalign.cost import estimate, rounding
-from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
-from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.placebos import counterfactual
 from evoalign.placebos.estimates import Distances, Placebos, distance_line, expected_distance
 from evoalign.report import figures, rows
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
+from evoalign.rollouts import collect
 from evoalign.rundir import checkpoint, journal
-from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences, versions
 from evoalign.rundir.journal import Journal, Log
@@ -49,12 +44,13 @@ from evoalign.setup import (
 )
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
+from evoalign.training.inputs import check_inputs, inputs_of
+from evoalign.training.mean import Mean
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
-from evoalign.training.saver import Saver
 from evoalign.training.session import PLACEBOS, SUMMARY, Finish, Measurement, Session, locked, place
 from evoalign.training.stopping import Stop
-from evoalign.types import Generation, text_of
+from evoalign.types import MEAN_PLAN, Example, Generation, text_of
 
 Hook = Callable[[Generation], None]
 
@@ -117,6 +113,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         check_scorer(config, task)
     except (ConfigError, ModelError) as error:
         standing.append(f"would be refused: {error}")
+    standing += heading.token_lines(config, task, data)
     dtype = estimate.served_dtype(config)
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
@@ -163,60 +160,13 @@ def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | No
     return log
 
 
-class _Mean:
-    """The mean of an engine as a session measures and saves it."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
-        self.reference = Reference.of(parts)
-        self.saver = Saver(parts)
-        self.weights_hash = ""
-        """Hash of the mean after the last generation."""
-        self.journal_hash: Callable[[], str] = str
-
-    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
-        start, parts = time.perf_counter(), self.parts
-        found = parts.evaluate(split)
-        seconds = time.perf_counter() - start
-        prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in parts.data.of(split)]
-        prompted = [prompts[c.example] for c in found.completions]
-        return found, self.meter.evaluation(prompted, [c.tokens for c in found.completions], seconds)
-
-    def divergence(self) -> Divergence:
-        return divergence.measure(self.parts, self.reference)
-
-    def distance(self) -> Distance:
-        return distance_of_mean(self.parts)
-
-    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        parts, texts = self.parts, (before.completions, after.completions)
-        try:
-            return divergence.fluency(self.reference, parts.tokens, parts.task, parts.data.test, *texts)
-        finally:
-            self.reference.close()  # its memory is free for placebos
-
-    def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
-        folder = run.saved(done, adapter=not self.parts.space.evolves_model)
-        state = self.parts.objective.state
-        mark = Mark(done, self.weights_hash, self.journal_hash(), objective=state, validation=reward)
-        self.saver.save(folder, mark, then)
-        return folder
-
-    def settle(self) -> None:
-        self.saver.wait()
-
-    def fingerprint(self) -> str:
-        return self.parts.engine.fingerprint()
-
-
 class _EvolutionStrategies:
     """ES as a session runs it. Make it while the engine's mean is the start; `log` is the journal to resume."""
 
     def __init__(self, parts: Parts, log: Log | None, given: str | None, hook: Hook | None) -> None:
         self.parts, self.config, self.task, self.data = parts, parts.config, parts.task, parts.data
         self.log, self.given, self.hook = log, given, hook
-        self.mean = _Mean(parts)
+        self.mean = Mean(parts)
         self.measurements: Mapping[str, Measurement] = {PLACEBOS: self._placebos, SUMMARY: self._summary}
         self._diagnosis = Diagnosis(
             parts.config,
@@ -229,6 +179,8 @@ class _EvolutionStrategies:
             given=given,
         )
         self._journal: Journal | None = None
+        self._validation: Row = {}
+        self._next: Control | None = None
         self._course = stopping.Course(parts.config, log)
         self.labels = Labels(
             "es",
@@ -249,12 +201,14 @@ class _EvolutionStrategies:
     def open(self, session: Session) -> Mapping[str, Any]:
         for line in heading.opening(self.parts):
             session.tell(line)
+        prompts.check(self.config, self.parts.tokens, self.task, self.data)
         self._check_canary(session.done)
         if self.log is not None:
             self._check_resume(session, self.log)
         return {
             "engine": dataclasses.asdict(self.parts.facts),
             "task": {"name": self.task.name, "given_as": self.given},
+            "task_notes": list(self.task.notes),
             **origin.record(self.config.model),
             **saving.scored_by(self.task),
         }
@@ -271,6 +225,7 @@ class _EvolutionStrategies:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
         rebuilt = self._restore_rows(session, log)
+        session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)
         for line in self._course.unrecorded(log, session.run.rows):
             session.tell(line)
         self._end_if_due(session)
@@ -284,7 +239,7 @@ class _EvolutionStrategies:
         if session.done >= session.total:
             return
         noise_floor = self._control(session.done)
-        run = self.parts.run(self.journal, lambda: session.evaluate().measures, self._course.plateaus)
+        run = self.parts.run(self.journal, lambda: self._evaluate(session, session.done + 1), self._course.plateaus)
         for generation in evolve.evolve(run, session.done):
             session.done = session.resumable = generation.index + 1
             self.mean.weights_hash = generation.weights_hash
@@ -322,6 +277,8 @@ class _EvolutionStrategies:
         saving.check_data(session.run, self.task, self.data, header.data_hash)
         saving.check_prompts(session.run, self.task, self.data, self.parts.tokens, header.prompts_hash)
         saving.check_scorer(session.run, self.task, header.scorer_digest)
+        for line in check_inputs(session.run.path, header.inputs, inputs_of(self.config, self.parts.tokens)):
+            tell(f"warning: {line}")
         before, now = (header.machine or {}).get("library", ""), self.parts.facts.library
         if header.machine is not None and before != now:
             tell(
@@ -345,7 +302,7 @@ class _EvolutionStrategies:
             rows.append({**row, **{k: None for k in LATER if k not in row}} if row is not None and whole else again)
             rebuilt += [] if whole else [again]
         if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
-            rows[-1] |= {"evaluation": session.evaluate().measures, **session.validation()}
+            rows[-1] |= {"evaluation": self._evaluate(session, len(rows)), **self._validation}
         if rows and log.generations[-1].validation is None:
             self._course.note(self.journal, len(rows) - 1, rows[-1])
         if rows and rows[-1]["divergence"] is None:
@@ -360,12 +317,12 @@ class _EvolutionStrategies:
         row["divergence"] = session.divergence_if_due()
         busy = self.parts.engine.metrics()
         row |= {"engine": dict(busy)} if busy else {}
-        row |= session.validation() if generation.evaluation is not None else {}
+        row |= self._validation if generation.evaluation is not None else {}
         self._course.note(self.journal, generation.index, row)
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
-        if rows.completions_due(self.config.tracking.completions_every, generation):
+        if rows.completions_due(self.config.tracking.completions_every, generation.index, generation.total):
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
@@ -405,15 +362,36 @@ class _EvolutionStrategies:
                 generation=generation, width=width, exact=parts.facts.deterministic,
             )  # fmt: skip
 
+    def _evaluate(self, session: Session, index: int) -> Mapping[str, float]:
+        """Evaluate the mean, with the control of generation `index` in the same rollout; return the test measures.
+
+        Keeps those of the validation split for the row, and the control for `_control`.
+        """
+        splits: list[Split] = ["test", "validation"] if self.data.validation else ["test"]
+        examples = self._controlled(index)
+        requests = control.requests_of(self.config, self.task, self.parts.tokens, examples, index)
+        found, cost, rollouts = self.mean.evaluate_together(splits, requests)
+        session.recorder.evaluated(cost)
+        self._validation = {split: found[split].measures for split in splits[1:]}
+        if examples:
+            self._next = control.control(self.parts.objective, self.task, rollouts, examples)
+        return found["test"].measures
+
     def _control(self, index: int) -> Control | None:
         """Return the A/A control of the next generation, whose members are drawn around the present mean."""
-        parts = self.parts
-        if not control.is_due(self.config, index) or not parts.objective.scores_alone:
-            return None
-        examples = [self.data.train[i] for i in evolve.rows_of(self.config, len(self.data.train), index)]
-        return control.control(
-            self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
-        )
+        found, self._next = self._next, None
+        examples = self._controlled(index)
+        if found is not None or not examples:
+            return found
+        requests = control.requests_of(self.config, self.task, self.parts.tokens, examples, index)
+        rollouts = collect(self.parts.engine, MEAN_PLAN, requests)
+        return control.control(self.parts.objective, self.task, rollouts, examples)
+
+    def _controlled(self, index: int) -> Sequence[Example]:
+        """Return the examples of a generation, each as often as it is requested; none without a control."""
+        if not control.is_due(self.config, index) or not self.parts.objective.scores_alone:
+            return []
+        return [self.data.train[i] for i in evolve.rows_of(self.config, len(self.data.train), index)]
 
     # --- measurements of the finished run ----------------------------------------------------------------------------
 

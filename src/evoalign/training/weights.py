@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from evoalign import spaces
-from evoalign.config import Config, load, reading
+from evoalign.config import Config, reading
 from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
@@ -27,6 +27,7 @@ from evoalign.models.origin import elsewhere
 from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
+from evoalign.rundir.own import read_own
 from evoalign.setup import layout_of
 
 Row = tuple[str, tuple[int, ...], int]
@@ -66,7 +67,7 @@ def check_folder(folder: Path) -> None:
     """Run `check` on a checkpoint with its record, or on an exported adapter with its journal."""
     if (folder / RECORD).is_file():
         made = folder.parent.parent / "config.yaml"
-        own = load([made]) if made.is_file() else None
+        own = read_own(made.parent) if made.is_file() else None
         without_code(folder, checkpoint.verify(folder), own)
     elif (folder / "run" / "journal.jsonl").is_file() and (folder / ADAPTER).is_file():
         log = journal.read(folder / "run" / "journal.jsonl").whole()

@@ -14,7 +14,7 @@ from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, ModelError, RewardError
 from evoalign.models import tiny
 from evoalign.rewards.scorer import create
-from evoalign.rewards.scorer.models import Local
+from evoalign.rewards.scorer.models import Local, check
 
 TEMPLATE = "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}"
 
@@ -285,3 +285,14 @@ def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path, monkeypat
         assert found.score(*asked) == wanted.score(*asked) and found.digest == wanted.digest
     with pytest.raises(ModelError, match=r"model our/cost"):
         local("our/reward", "our/cost", cost_revision="v2")
+
+
+def test_more_layers_than_tensors_are_refused_before_the_model_is_made(tmp_path):
+    folder = safe_rlhf(tmp_path / "reward")
+    file = tmp_path / "reward/config.json"
+    config = ScorerConfig(name="local", device="cpu", reward=str(folder))
+    check("reward", config)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 10_000_000}))
+    for use in (lambda: check("reward", config), lambda: Local(config)):
+        with pytest.raises(ModelError, match=r"num_hidden_layers to 10000000, and its files have \d+ tensors"):
+            use()

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Service processes, tested over HTTP."""
 
+import asyncio
+import contextlib
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -17,7 +20,9 @@ from evoalign.errors import ConfigError, RewardError
 from evoalign.rewards.scorer.client import Service
 from evoalign.rewards.scorer.models import Local
 
-pytest.importorskip("fastapi")
+service = pytest.importorskip("evoalign.rewards.scorer.service")
+guard = pytest.importorskip("evoalign.rewards.scorer.guard")
+uvicorn = pytest.importorskip("uvicorn")
 TOKEN = {"SCORER_TOKEN_OF_TEST": "0123456789abcdef0123"}
 VARIABLE = next(iter(TOKEN))
 BEARER = {"Authorization": f"Bearer {TOKEN[VARIABLE]}"}
@@ -81,6 +86,42 @@ def apart(direct, many):
     )  # fmt: skip
 
 
+def test_published_clients_get_scores_in_their_form(served, direct):
+    """Routes /score_batch and /score_texts; prompts may be in the template, texts may end with the end token."""
+    prompts, responses = pairs(4)
+    wanted = direct.score(prompts, responses)
+    texts = [f"BEGINNING OF CONVERSATION: USER: {p} ASSISTANT:{r}" for p, r in zip(prompts, responses, strict=True)]
+    formed = [one.removesuffix(response) for one, response in zip(texts, responses, strict=True)]
+    bodies = [("score_batch", {"prompts": p, "responses": responses}) for p in (prompts, formed)]
+    bodies += [("score_texts", {"texts": t}) for t in (texts, [f"{one}</s>" for one in texts])]
+    for route, body in bodies:
+        found = httpx.post(f"{served.url}/{route}", json=body, timeout=SECONDS).json()
+        assert found.keys() == {"rewards", "costs"}
+        assert found["rewards"] == pytest.approx(wanted["reward"], abs=1e-3), body
+        assert found["costs"] == pytest.approx(wanted["cost"], abs=1e-3)
+    for route, body in (("score_batch", {"prompts": [], "responses": []}), ("score_texts", {"texts": []})):
+        assert httpx.post(f"{served.url}/{route}", json=body, timeout=SECONDS).json() == {"rewards": [], "costs": []}
+
+
+@pytest.mark.parametrize(("route", "body", "status"), [
+    ("score_texts", {"texts": ["of no template"]}, 422), ("score_texts", {"texts": [1]}, 422),
+    ("score_texts", {"prompts": [], "responses": []}, 422), ("score_batch", {"texts": ["a"]}, 422),
+    ("score_batch", {"prompts": ["a"], "responses": []}, 422),
+    ("score_batch", {"prompts": ["a"] * 1025, "responses": ["b"] * 1025}, 413),
+    ("score_texts", {"texts": ["BEGINNING OF CONVERSATION: USER: a ASSISTANT:b"] * 1025}, 413),
+])  # fmt: skip
+def test_routes_of_published_clients_have_the_same_limits(route, body, status, served):
+    found = httpx.post(f"{served.url}/{route}", json=body, timeout=SECONDS)
+    assert found.status_code == status and "of no template" not in found.text
+
+
+def test_routes_of_published_clients_need_the_token(waiting):
+    for route in ("score_batch", "score_texts"):
+        assert httpx.post(f"{waiting.url}/{route}", json={"texts": []}, timeout=SECONDS).status_code == 401
+    answer = httpx.post(f"{waiting.url}/score_texts", json={"texts": []}, headers=BEARER, timeout=SECONDS)
+    assert answer.status_code == 200
+
+
 @pytest.mark.slow
 def test_a_thousand_requests_keep_their_scores(served, direct):
     prompts, responses, wanted = apart(direct, 1000)
@@ -142,7 +183,9 @@ def test_a_body_that_is_too_long_is_refused(announced, served):
 
 def test_other_names_forms_and_methods_are_refused(served):
     port = served.port
-    for host, status in ((f"evil.example:{port}", 421), ("", 421), (f"localhost:{port}", 200), ("[::1]:1", 200)):
+    ours = (f"localhost:{port}", "LOCALHOST", "[::1]:1", "[::1]")
+    others = (f"evil.example:{port}", "", "[::1", "[::1]evil", "::1", "127.0.0.1:x")
+    for host, status in (*((host, 200) for host in ours), *((host, 421) for host in others)):
         assert httpx.get(f"{served.url}/health", headers={"Host": host}).status_code == status, host
     plain = httpx.post(f"{served.url}/score", content=b'{"items": []}', headers={"Content-Type": "text/plain"})
     assert plain.status_code == 415
@@ -157,6 +200,10 @@ def test_a_missing_or_wrong_token_is_refused(waiting, monkeypatch):
     for path in ("/health", "/metrics", "/openapi.json", "/nothing"):
         for headers in wrong:
             assert httpx.get(f"{waiting.url}{path}", headers=headers).status_code == 401
+    for others in (["Bearer wrong"], [BEARER["Authorization"]]):
+        for both in ([*others, BEARER["Authorization"]], [BEARER["Authorization"], *others]):
+            headers = [("Authorization", text) for text in both]
+            assert httpx.get(f"{waiting.url}/health", headers=headers).status_code == 401, "one counts, or none"
     assert httpx.post(f"{waiting.url}/score", json={"items": []}).status_code == 401
     assert httpx.post(f"{waiting.url}/score", json={"items": []}, headers=BEARER).json() == {"reward": [], "cost": []}
     with pytest.raises(RewardError, match=r"status 401.*scorer\.token_env"):
@@ -232,3 +279,75 @@ def test_port_in_use_fails_before_loading_models(served, place):
     config = ScorerConfig(name="local", reward="/nowhere/at/all")
     with pytest.raises(ConfigError, match=f"--port {served.port} cannot be used"):
         serve(config, Limits(), host="127.0.0.1", port=served.port, token_env=None, tell=print)
+
+
+HALF = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "
+HALF_OPEN = 1100
+"""More than the connections that a service serves."""
+
+
+def test_half_sent_requests_take_no_place_of_those_with_a_token(waiting):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * HALF_OPEN)), hard))
+    half = []
+    try:
+        for _ in range(HALF_OPEN):
+            half.append(socket.create_connection(("127.0.0.1", waiting.port), timeout=SECONDS))
+            half[-1].sendall(HALF)
+        for _ in range(3):
+            assert httpx.get(f"{waiting.url}/health", headers=BEARER, timeout=SECONDS).status_code == 200
+        assert all(is_closed(one) for one in half[: HALF_OPEN - guard.WAITING - 3]), "the oldest ones"
+    finally:
+        for one in half:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def is_closed(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", HALF, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + HALF], ids=["none", "half", "second"]
+)
+def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch):
+    """Also where a byte of them arrives now and then."""
+    monkeypatch.setattr("evoalign.rewards.scorer.guard.HEADER_SECONDS", 0.5)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def closed():
+        config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60)
+        state = uvicorn.server.ServerState()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: guard.Connection(config, state, {}), "127.0.0.1", 0
+        )
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(sent)
+        answer, begun = b"", time.monotonic()
+        while (part := await dripped(reader, writer if sent else None)) is not None:
+            answer += part
+            assert time.monotonic() < begun + SECONDS
+        writer.close()
+        server.close()
+        assert not guard.Connection.waiting and not state.connections
+        return answer
+
+    answer = asyncio.run(closed())
+    assert answer.endswith(b"ok") == (len(sent) > len(HALF))
+
+
+async def dripped(reader, writer):
+    """Return what arrives within a tenth of a second, while a byte is sent; None at the end."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        if writer is not None:
+            writer.write(b"a")
+        part = await asyncio.wait_for(reader.read(4096), 0.1)
+        return part or None
+    return None if reader.at_eof() or reader.exception() else b""

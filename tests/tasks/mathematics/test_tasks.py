@@ -59,6 +59,27 @@ def test_compute_reward_accepts_right_answers():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("answer", "right", "wrong"), [
+    (142.0, ["142", "142.0", "\\frac{284}{2}"], "143"), (0.25, ["\\frac14", ".25"], "0.3"), (7, ["7"], "8"),
+    (["9.6"], ["9.6", "\\frac{48}{5}"], "9.7"), (["1", "-2"], ["-2, 1", "1,-2"], "1"), ([3, 4.0], ["3, 4"], "3"),
+    ("4.5e33", ["4.5e33", "4.5 \\times 10^{33}"], "4.5e32"), (["$x^2$"], ["x^2"], "x^3"),
+])  # fmt: skip
+def test_math_reads_answers_that_are_numbers_or_lists(answer, right, wrong, tmp_path):
+    """As in AMC, Minerva and OlympiadBench."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"problem": "p", "answer": answer}])
+    task = competition(train_data=path, test_data=path)
+    (row,) = task.load_data(0).train
+    task.self_check([row])
+    assert [task.compute_reward(f"\\boxed{{{text}}}", row) for text in [*right, wrong]] == [1.0] * len(right) + [0.0]
+
+
+@pytest.mark.parametrize("answer", [True, [], [None], {"a": 1}, [[1]], " ", float("nan")])
+def test_math_refuses_other_answers(answer, tmp_path):
+    task = competition()
+    with pytest.raises(DataError, match="no final answer"):
+        task._check("line 1", {"problem": "p", "answer": answer})
+
+
 def test_prompts_request_the_accepted_answer_format():
     assert gsm8k().prompt(GSM8K[4]) == [{"role": "user", "content": f"Add {{}} and 8, where {{}} is 1.{ASK}"}]
     assert competition(prompt="chat").prompt(MATH[2]) == [{"role": "user", "content": f"What is $1+1$?{ASK}"}]

@@ -127,7 +127,6 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, int]]) -> No
             color=_style(index)["color"],
             annotation_clip=False,
             zorder=6,
-            parse_math=False,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )
 
@@ -199,8 +198,6 @@ def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float 
 
 def _dress(axes: Axes, title: str, x: str, y: str, handles: Sequence[Any], names: Sequence[str]) -> None:
     frame(axes, title, x)
-    axes.set_ylabel(y, parse_math=False)
+    axes.set_ylabel(y)
     layout: dict[str, Any] = {"loc": "lower center", "ncols": LEGEND_COLUMNS, "frameon": False}
-    legend = axes.figure.legend(handles, names, fontsize=9, handlelength=3.2, **layout)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    axes.figure.legend(handles, names, fontsize=9, handlelength=3.2, **layout)

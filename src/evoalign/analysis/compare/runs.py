@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from evoalign.checks import hacking
-from evoalign.config import Config, load
+from evoalign.config import Config
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
@@ -30,6 +30,7 @@ from evoalign.placebos.estimates import PlaceboResults
 from evoalign.rundir import parquet
 from evoalign.rundir.checksums import verify
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
+from evoalign.rundir.own import read_own
 
 Matching = Literal["wall", "completions", "tokens", "flops"]
 MATCHINGS: tuple[Matching, ...] = get_args(Matching)
@@ -159,7 +160,7 @@ def read(path: Path) -> Run:
     method = method_of(path)
     if method is None:
         raise DataError(f"{path / 'manifest.json'} names no method, and there is no journal")
-    config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
+    config, rows = read_own(path), _rows(path / "metrics.jsonl")
     config.trained_by(method)  # raises ConfigError if missing
     result = _valid(path / "results" / "evaluation.json", read_json, Result.model_validate)
     tables = [path / "results" / "completions" / f"{name}.parquet" for name in ("before", "after")]

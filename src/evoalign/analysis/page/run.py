@@ -23,7 +23,7 @@ from evoalign.analysis.page import page
 from evoalign.analysis.page import view as views
 from evoalign.analysis.page.view import Analysed, Budget, Manifest, Picture, Result, State, View
 from evoalign.checks import diagnosis
-from evoalign.config import Config, load
+from evoalign.config import Config
 from evoalign.config.reading import MissingError, parse, read_bytes, read_json
 from evoalign.errors import ConfigError, DataError, EvoalignError
 from evoalign.placebos import estimates
@@ -36,6 +36,7 @@ from evoalign.rundir import checksums, parquet
 from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
 from evoalign.rundir.files import ANALYSES, refuse_links, write_text
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
+from evoalign.rundir.own import read_own
 
 READ = ("config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO)
 """Files that the page reads, without those of analyses."""
@@ -96,7 +97,7 @@ class _Reader:
 
     def view(self, name: str) -> View:
         """Return everything that the page shows."""
-        config, is_es = self._tried(lambda: load(self.path / "config.yaml")), self.method == "es"
+        config, is_es = self._tried(lambda: read_own(self.path)), self.method == "es"
         manifest = self._read("manifest.json", Manifest) or Manifest()
         by_row = self._tried(self.run.read_metrics) or {}
         rows = [by_row[at] for at in sorted(by_row) if by_row[at].get("mean") is not None]

@@ -30,10 +30,10 @@ from evoalign.analysis.similarity.measures import cut, p_of
 from evoalign.analysis.targets import Target, alike
 from evoalign.analysis.weights import Weights
 from evoalign.checks.distance import Change, Product
-from evoalign.config import load
 from evoalign.placebos.counterfactual import Follower, parse
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.own import read_own
 from evoalign.statistics import Estimate
 from evoalign.training import saving
 from evoalign.training.replay import log_of, rebuilt
@@ -139,7 +139,7 @@ class Across:
 def groups_of(targets: Sequence[Target]) -> list[Group]:
     """Return the groups of two or more runs that differ in their seed alone."""
     runs = {k: target.run for k, target in enumerate(targets) if target.run is not None and target.method is not None}
-    configs = {k: load([run / "config.yaml"]) for k, run in runs.items()}  # code that they name is not run
+    configs = {k: read_own(run) for k, run in runs.items()}  # code that they name is not run
 
     def settings(k: int) -> dict[str, object]:
         marked = checkpoint.mark_of(targets[k].weights)

@@ -361,8 +361,8 @@ def _map(
     shown = axes.imshow(values, vmax=most, aspect="auto", **colors)  # pyright: ignore[reportArgumentType]
     axes.set_facecolor(GRID)
     axes.set_title(title, loc="left", pad=12, **HEADING)
-    axes.set_xticks(range(len(columns)), columns, rotation=90, parse_math=False)
-    axes.set_yticks(range(len(rows)), rows, parse_math=False)
+    axes.set_xticks(range(len(columns)), columns, rotation=90)
+    axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0, labelcolor=INK)
     axes.spines[:].set_color(GRID)
     if values.size <= FEW_CELLS:

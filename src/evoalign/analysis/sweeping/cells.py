@@ -24,7 +24,7 @@ from typing import Any, cast
 import yaml
 
 from evoalign import engines
-from evoalign.config import Config, from_dict, load, outside, parse_overrides
+from evoalign.config import Config, from_dict, outside, parse_overrides
 from evoalign.config.grpo import place_of
 from evoalign.config.reading import parse_yaml, read_object
 from evoalign.errors import ConfigError, DataError, RunExistsError, shown
@@ -32,6 +32,7 @@ from evoalign.rundir.directory import LOCK, MEASURING, RunDir
 from evoalign.rundir.files import refuse_links, write_text
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import Method
+from evoalign.rundir.own import read_own
 
 Tree = dict[str, Any]
 Settings = dict[str, Any]
@@ -85,7 +86,7 @@ class Run:
         if not ended and tree.get("generation") not in (None, self.steps):
             return None
         try:
-            there = load([self.path / "config.yaml"])
+            there = read_own(self.path)
             odd, _ = differences(self.config, there, self.method)
         except ConfigError:
             return None

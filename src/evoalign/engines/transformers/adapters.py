@@ -31,6 +31,15 @@ Members = Callable[[int, int, torch.device], torch.Tensor]
 """Returns the member of each token, from the numbers of tokens and members and the device."""
 
 
+def modules_of(model: nn.Module, weights: Iterable[str]) -> Mapping[str, nn.Module]:
+    """Return the modules with the weights of these names; those of experts are in one module per layer."""
+    experts = experts_of(model)
+    return {
+        name: experts[name].module if name in experts else model.get_submodule(name.removesuffix(".weight"))
+        for name in weights
+    }
+
+
 class Adapters:
     """Members' adapters on linear weights of a model, and the member of each row.
 
@@ -39,9 +48,7 @@ class Adapters:
 
     def __init__(self, model: nn.Module, weights: Iterable[str]) -> None:
         experts, names = experts_of(model), list(weights)
-        self.modules: Mapping[str, nn.Module] = {
-            n: experts[n].module if n in experts else model.get_submodule(n.removesuffix(".weight")) for n in names
-        }
+        self.modules = modules_of(model, names)
         self._layers = {n: _Layer(self) for n in names if n not in experts}
         self._handles = [self.modules[n].register_forward_hook(layer) for n, layer in self._layers.items()]
         self._experts = {n: experts[n] for n in names if n in experts}

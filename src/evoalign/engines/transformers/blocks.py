@@ -43,6 +43,8 @@ def obstacle(model: Any) -> str:
     kind = getattr(model.model.rotary_emb, "rope_type", "default")
     if kind not in _ROTATIONS:
         return f"its rotary embedding is of kind {kind}"
+    if getattr(config, "is_heterogeneous", False):
+        return "its layers differ in size"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:

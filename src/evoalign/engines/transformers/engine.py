@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -23,20 +25,22 @@ from evoalign.engines.base import Completion, check_lengths, check_members, pair
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, specs_of
-from evoalign.engines.transformers.adapters import Adapters
+from evoalign.engines.transformers.adapters import Adapters, modules_of
 from evoalign.engines.transformers.blocks import Blocks, obstacle
+from evoalign.engines.transformers.check import check
 from evoalign.engines.transformers.decode import Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, ModelError
 from evoalign.kernels import compiled
 from evoalign.models.files import load_whole
+from evoalign.models.layers import positions
 from evoalign.models.origin import check_layers, model_path
 from evoalign.models.tensors import tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space, check_adapted
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
+from evoalign.types import MEAN, MEAN_PLAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
 
 Pairs: TypeAlias = Sequence[tuple[Member, Request]]
 T = TypeVar("T")
@@ -61,7 +65,7 @@ class TransformersEngine(KeepsMean):
 
     def __init__(self, config: Config, tokens: Tokens, model: Any = None) -> None:
         assert isinstance(config.engine, TransformersConfig)
-        self._tokens, self._settings = tokens, config.engine
+        self._tokens, self._settings, self._name = tokens, config.engine, config.model.name
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
         self.device = torch.device(_device(config.engine.device)) if model is None else model.device
@@ -117,6 +121,8 @@ class TransformersEngine(KeepsMean):
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Create the mean and, for adapters, prepare the decoder or hook the target layers."""
+        carried = layout.tensors if space.carrier == "adapter" else ()
+        self.check_mean(modules_of(self.model, dict.fromkeys(t.module for t in carried)), space.name)
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         self._planned = 0.0
         if space.carrier == "adapter":
@@ -136,6 +142,15 @@ class TransformersEngine(KeepsMean):
             library="" if self._static is None else "static decoder",
         )
 
+    def check_mean(self, modules: Mapping[str, nn.Module] = MappingProxyType({}), section: str = "") -> None:
+        """Raise ModelError if the model, with its own weights, is not computed as by a plain forward; see `check`."""
+        ask = partial(TransformersEngine.rollout, self, MEAN_PLAN)  # a subclass may add faults, which the canary finds
+        mean, self._mean = self._mean, None  # all rows by the model's own weights
+        try:
+            check(self._name, self.model, self._tokens, ask, modules, section)
+        finally:
+            self._mean, self._planned = mean, 0.0
+
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Generate one completion of each request for each member, or for the one it names.
 
@@ -143,8 +158,7 @@ class TransformersEngine(KeepsMean):
         member, are in separate batches.
         """
         check_members(plan, requests)
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        check_lengths(requests, limit, "the model's {} positions")
+        check_lengths(requests, *positions(self.model.config))
         alike: dict[tuple[Sampling, bool], list[Request]] = {}
         for request in requests:
             alike.setdefault((request.sampling, request.member is None), []).append(request)

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.settings import Footprint
+from evoalign.models.layers import windows
 from evoalign.types import Request
 
 MIN_SHARED_PREFIX = 4
@@ -232,7 +233,7 @@ def _reach(config: Any) -> float:
     kinds = set(getattr(config, "layer_types", None) or ("unknown",))
     if kinds == {"full_attention"}:
         return math.inf
-    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    sizes = (*windows(config), getattr(config, "attention_chunk_size", None))
     return min((size for size in sizes if size), default=math.inf)
 
 

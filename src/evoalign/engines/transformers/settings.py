@@ -13,6 +13,7 @@ from pydantic import Field
 from evoalign.config.base import Count, Gib
 from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.config.outside import INSIDE
+from evoalign.models import layers
 
 if TYPE_CHECKING:
     import torch
@@ -59,16 +60,16 @@ class Footprint:
     def of_shapes(cls, config: Any, shapes: Iterable[tuple[str, Sequence[int]]], size: int) -> Footprint:
         """Return the footprint from a configuration, the names and shapes of tensors, and bytes per number."""
         text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         experts = getattr(text, "num_experts_per_tok", None) or 1
         sides = [max(shape[-2:]) for name, shape in shapes if len(shape) > 1 and _IN_LAYER.search(name)]
         # With an attention kernel: a boolean mask and its form in the kernel. Without: the scores, also in float32.
         kernel = getattr(config, "_attn_implementation", None) != "eager"
         return cls(
-            cache=2 * text.num_hidden_layers * heads * head_dim * size,
+            cache=layers.cached(config) * size,
             activations=(4 * max(sides, default=_WIDEST) * experts + 6 * text.hidden_size) * size,
-            pair=1 + size if kernel else 12 * text.num_attention_heads + size,
+            pair=1 + size
+            if kernel
+            else 12 * max(layer.num_attention_heads for layer in layers.layers_of(config)) + size,
             vocabulary=text.vocab_size,
         )
 

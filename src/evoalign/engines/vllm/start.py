@@ -19,6 +19,7 @@ from evoalign.engines.vllm.insides import check, check_version
 from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.files import refuse_pickles, why_not
+from evoalign.models.layers import key_heads, layers_of
 from evoalign.models.origin import model_config, model_path
 from evoalign.spaces.targets import module_of
 from evoalign.types import TensorSpec
@@ -97,13 +98,13 @@ def _check_split(config: Config, cpu: bool) -> None:
     available = size if cpu else torch.cuda.device_count()
     if size > available:
         raise ModelError(f"engine.tensor_parallel_size {size}: there are {available} GPUs here; lower it")
-    heads, keys = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     words = -(-text.vocab_size // VOCABULARY) * VOCABULARY
-    if heads % size or (keys % size and size % keys) or words % size:
-        raise ModelError(
-            f"engine.tensor_parallel_size {size} does not divide the {heads} attention heads, {keys} key-value heads "
-            f"and {words} rows of the padded vocabulary of model {config.model.name}; choose one that does"
-        )
+    for heads, keys in dict.fromkeys((layer.num_attention_heads, key_heads(layer)) for layer in layers_of(text)):
+        if heads % size or (keys % size and size % keys) or words % size:
+            raise ModelError(
+                f"engine.tensor_parallel_size {size} does not divide the {heads} attention heads, {keys} key-value "
+                f"heads and {words} rows of the padded vocabulary of model {config.model.name}; choose one that does"
+            )
 
 
 def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:

@@ -30,12 +30,12 @@ from evoalign.models.files import (
     check_weights,
     check_whole,
     find,
+    loading,
     place,
     refuse_pickles,
     set_by,
     weight_files,
     why_not,
-    without_bar,
 )
 from evoalign.rewards.scorer.pairs import Pairs
 from evoalign.rundir.files import digest_of
@@ -220,7 +220,7 @@ def _loaded(source: _Source, dtype: torch.dtype, head: Head | None) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the body does not use the tensors of the head, which is loaded separately
     try:
-        with _explained(source.name), without_bar(source.path):
+        with _explained(source.name), loading(source.path):
             model, info = kind.from_pretrained(
                 source.path,
                 revision=source.revision,

@@ -27,7 +27,7 @@ __all__ = ["HUB", "MAX_TEXT", "hub_parts", "read"]
 Check: TypeAlias = Callable[[str, dict[str, Any]], Example]
 """Function of a row's place and columns that returns the example or raises DataError with the place."""
 ALIKE: dict[str, tuple[str, ...]] = {
-    "prompt": ("question", "instruction", "query", "problem", "input", "text"),
+    "prompt": ("question", "instruction", "query", "problem", "input", "text", "message", "content", "utterance"),
     "messages": ("conversation", "chat", "dialog", "dialogue", "turns"),
     "target": ("answer", "completion", "response", "output", "solution", "label"),
     "answer": ("target", "completion", "response", "output", "solution", "label"),
@@ -198,7 +198,7 @@ def renamed(rows: Iterable[Row], columns: Mapping[str, str], source: str) -> Ite
                 raise DataError(f"{where}: {_unknown(name, there, row)}")
             raise DataError(
                 f"{where}: task.columns renames {shown(there)} to {name}, but there is a column {name}; rename that "
-                f"one too, as in {_option({**columns, f'own_{name}': name})}"
+                f"one too, as in {as_option({**columns, f'own_{name}': name})}"
             )
         found.update(dict.fromkeys(row))
         yield where, {names.get(name, name): value for name, value in row.items()}
@@ -214,12 +214,14 @@ def lacking(where: str, row: Mapping[str, Any], config: TaskConfig, what: str, *
         if name not in row and name in config.columns:
             return DataError(f"{where}: {_unknown(name, config.columns[name], names)}")
     set_ = dict(config.columns)
+    listing = [there for there, value in zip(names, row.values(), strict=True) if isinstance(value, list)]
     for name in wanted:
         if name not in row:
-            set_[name] = likely(name, [n for n in names if n not in (*set_.values(), *wanted)]) or "COLUMN"
-    if set_.get("prompt") == "COLUMN" and (chat := likely("messages", names)):
+            free = [n for n in names if n not in (*set_.values(), *wanted, *(listing if name == "prompt" else ()))]
+            set_[name] = likely(name, free) or "COLUMN"
+    if set_.get("prompt") == "COLUMN" and (chat := likely("messages", listing)):
         set_ = {name: there for name, there in set_.items() if name != "prompt"} | {"messages": chat}
-    hint = f"; set task.columns: {_option(set_)}" if names else ""
+    hint = f"; set task.columns: {as_option(set_)}" if names else ""
     if "COLUMN" in set_.values():
         hint += ", with its name in place of COLUMN" if names else ""
     return DataError(f"{where}: {what}; found {listed(names)}{hint}")
@@ -244,7 +246,7 @@ def _unknown(name: str, there: str, names: Iterable[str]) -> str:
     return f"task.columns: no column {shown(there)} for {name}{hint}; found {listed(names)}"
 
 
-def _option(columns: Mapping[str, str]) -> str:
+def as_option(columns: Mapping[str, str]) -> str:
     """Format as YAML: `{prompt: question}`."""
     plain_name = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
     pairs = ([n if plain_name.fullmatch(n) else json.dumps(n) for n in pair] for pair in columns.items())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from evoalign.config.load import locate
+from evoalign.config.outside import look_for_hub
 from evoalign.config.reading import DEPTH, MissingError, open_plain
 from evoalign.errors import ConfigError, DataError, plain
 from evoalign.rewards.functions import shown
@@ -139,6 +140,7 @@ def _hub(source: str) -> Iterator[Row]:
     import datasets
 
     name, chosen, part = hub_parts(source)
+    look_for_hub()
     try:
         found = datasets.load_dataset(name, *([] if chosen is None else [chosen]), split=part)
     except Exception as error:  # the library raises many types, also HTTP errors

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean of an engine as a session measures and saves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from evoalign.checks import divergence
+from evoalign.checks.distance import Distance, distance_of_mean
+from evoalign.checks.divergence import Divergence, Fluency, Reference
+from evoalign.cost.budget import Cost, Meter
+from evoalign.evaluation import Evaluation, evaluate_together
+from evoalign.rollouts import Encoded
+from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.directory import RunDir
+from evoalign.setup import Parts
+from evoalign.tasks import Split
+from evoalign.training.saver import Saver
+from evoalign.types import Request, Rollout
+
+
+class Mean:
+    """The mean of an engine as a session measures and saves it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
+        self.reference = Reference.of(parts)
+        self.saver = Saver(parts)
+        self._prompts = dict[Split, Encoded]()
+        self.weights_hash = ""
+        """Hash of the mean after the last generation."""
+        self.journal_hash: Callable[[], str] = str
+
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
+        found, cost, _ = self.evaluate_together([split])
+        return found[split], cost
+
+    def evaluate_together(
+        self, splits: Sequence[Split], others: Sequence[Request] = ()
+    ) -> tuple[dict[Split, Evaluation], Cost, Sequence[Rollout]]:
+        """Evaluate splits and complete other requests in one rollout; return both, and the cost of the evaluations."""
+        start, parts = time.perf_counter(), self.parts
+        for split in splits:
+            if split not in self._prompts:
+                self._prompts[split] = Encoded(parts.task, parts.tokens, parts.data.of(split))
+        asked = [(parts.data.of(split), self._prompts[split]) for split in splits]
+        made, rollouts = evaluate_together(parts.engine, parts.task, asked, parts.config.evaluation, others)
+        seconds = time.perf_counter() - start
+        found: dict[Split, Evaluation] = dict(zip(splits, made, strict=True))
+        prompts = [self._prompts[split][c.example] for split in splits for c in found[split].completions]
+        lengths = [c.tokens for evaluated in made for c in evaluated.completions]
+        return found, self.meter.evaluation(prompts, lengths, seconds), rollouts
+
+    def divergence(self) -> Divergence:
+        return divergence.measure(self.parts, self.reference)
+
+    def distance(self) -> Distance:
+        return distance_of_mean(self.parts)
+
+    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
+        parts, texts = self.parts, (before.completions, after.completions)
+        try:
+            return divergence.fluency(self.reference, parts.tokens, parts.task, parts.data.test, *texts)
+        finally:
+            self.reference.close()  # its memory is free for placebos
+
+    def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
+        folder = run.saved(done, adapter=not self.parts.space.evolves_model)
+        state = self.parts.objective.state
+        mark = Mark(done, self.weights_hash, self.journal_hash(), objective=state, validation=reward)
+        self.saver.save(folder, mark, then)
+        return folder
+
+    def settle(self) -> None:
+        self.saver.wait()
+
+    def fingerprint(self) -> str:
+        return self.parts.engine.fingerprint()
