@@ -108,7 +108,7 @@ def with_form(config: Config, run: Path | None = None) -> Config:
     form = None
     with suppress(EvoalignError):  # whatever cannot be read is reported where it is used
         made = None if run is None or not (run / "config.yaml").is_file() else load([run / "config.yaml"]).task
-        if made is not None and made.name == config.task.name:
+        if made is not None and tasks.is_same(made, config.task):
             form = made.prompt
         elif tokens.load(config.model).tokenizer.chat_template:
             form = "chat"

@@ -16,7 +16,19 @@ from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
-__all__ = ["PLAIN", "TASKS", "Custom", "Data", "Split", "Task", "create", "isolate", "takes_any_form", "with_sources"]
+__all__ = [
+    "PLAIN",
+    "TASKS",
+    "Custom",
+    "Data",
+    "Split",
+    "Task",
+    "create",
+    "is_same",
+    "isolate",
+    "takes_any_form",
+    "with_sources",
+]
 
 TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
 PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}
@@ -41,6 +53,11 @@ def takes_any_form(config: TaskConfig) -> bool:
     """Return whether the prompts are the rows' own, so that `task.prompt` decides between text and messages."""
     cls = _class_of(config)
     return issubclass(cls, Custom) and cls.prompt is Custom.prompt
+
+
+def is_same(one: TaskConfig, other: TaskConfig) -> bool:
+    """Return whether two configs name the same task."""
+    return one.name == other.name
 
 
 def _class_of(config: TaskConfig) -> type[Task]:
