@@ -597,7 +597,8 @@ def test_resume_reads_the_rows_once(straight: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RunDir, "read_metrics", lambda run: calls.append(run) or read(run))
     settings = from_dict(config(straight))
     task, data = task_and_data(settings, None, None)
-    algorithm: Any = SimpleNamespace(task=task, data=data)
+    known = SimpleNamespace(tokens=tokens.load(settings.model))
+    algorithm: Any = SimpleNamespace(task=task, data=data, policy=known)
     for done, whole in ((4, True), (5, False)):
         with nullcontext() if whole else pytest.raises(ResumeError, match="lacks rows before step 5"):
             _Grpo._check_resume(algorithm, RunDir(straight), done)

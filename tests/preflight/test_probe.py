@@ -101,7 +101,7 @@ def test_texts_are_shown_without_markup(brief):
     for rung in brief.rungs:
         assert rung.best_text and rung.median_text
     assert len(brief.rungs[1].best_text) < len(brief.text), "the reward is brevity"
-    odd = dataclasses.replace(brief, text="[bold]a\x1b[31m\nb", prompt="[red]?")
+    odd = dataclasses.replace(brief, text="[bold]a\x1b[31m\nb", question="[red]?")
     console = Console(width=120, record=True)
     console.print(texts(odd))
     shown = console.export_text()

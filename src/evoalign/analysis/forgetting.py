@@ -137,7 +137,7 @@ class Text:
         """Return the pieces of two or more tokens. Raises DataError where there is none."""
         from evoalign import tokens
 
-        known = tokens.load(mixer.config.model)
+        known = tokens.load(mixer.config.model, mixer.config.task.template_kwargs)
         if self._text is None:
             prompts = (known.encode(mixer.task.prompt(example)) for example in mixer.examples[: self._pieces])
             found = [ids[: self._window] for ids in prompts if len(ids) > 1]

@@ -92,6 +92,8 @@ class Baseline:
     examples: int
     prompt: str = ""
     text: str = ""
+    question: str = ""
+    """The part of the prompt that identifies it among the others."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,7 @@ def _note(width: Width, result: ProbeResult) -> str:
 def texts(result: ProbeResult) -> Table:
     """Return completions of the first prompt: the unperturbed model's, and those of two members of each width."""
     shown = Table(result.setting, "member", "answer", show_lines=False)
-    shown.title, shown.title_justify = Text(f"answers to: {_one_line(result.prompt)}"), "left"
+    shown.title, shown.title_justify = Text(f"answers to: {_one_line(result.question or result.prompt)}"), "left"
     shown.add_row("0", "start", _one_line(result.text))
     for w in result.rungs:
         shown.add_row(f"{w.width:.4g}", "best", _one_line(w.best_text))

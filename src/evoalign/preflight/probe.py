@@ -33,18 +33,19 @@ import numpy as np
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
-from evoalign.checks.rules import CutOff
+from evoalign.checks.rules import cut_off
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
-from evoalign.preflight.advice import ETA, Baseline, ProbeResult, Width, recommend
+from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, recommend
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
 from evoalign.preflight.work import seconds_text
 from evoalign.report import watching
+from evoalign.report.tables import questions
 from evoalign.rewards.objective import judge, refuse_whole_groups
-from evoalign.rollouts import batch, collect, group_of
-from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data
+from evoalign.rollouts import batch, collect, group_of, typical
+from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
 from evoalign.training.stopping import interruptible
@@ -101,7 +102,7 @@ def probe(
     Raises a subclass of EvoalignError. Ctrl-C or SIGTERM, once the unperturbed model was evaluated, raises
     ProbeStoppedError, whose `result` has the widths that were done.
     """
-    config = as_config(config)
+    config = as_config(config) if task is not None else with_form(as_config(config))
     _ = config.es  # raises ConfigError if missing
     widths = _ladder(config, sigmas)
     _check(members, examples)
@@ -110,7 +111,10 @@ def probe(
         refuse_whole_groups(parts.objective, "the probe")
         rows = batch(len(parts.data.train), examples, config.seed, 0)
         members, tell = members or _enough(len(rows), examples), tell or (lambda line: None)
-        for line in _cost_lines(config, len(widths), members, len(rows), len(parts.data.train)):
+        for line in (
+            *parts.tokens.remarks(typical(parts.task, parts.data)),
+            *_cost_lines(config, len(widths), members, len(rows), len(parts.data.train)),
+        ):
             tell(line)
         return _measure(parts, rows, widths, members, on_step or (lambda step: None), tell)
     finally:
@@ -193,7 +197,8 @@ def _measure(
     known = scripts([*texts, *(r.text for r in own), *(gold or "" for gold in golds)])
     prompted = _Prompts(requests, examples, own, golds, known)
     start = control_of(own_P, again_P)
-    base = Baseline(start.first, start.floor, *prompted.shares(own), parts.max_score, len(own), texts[0], own[0].text)
+    shares, question = prompted.shares(own), questions(texts, SHOWN)[0]
+    base = Baseline(start.first, start.floor, *shares, parts.max_score, len(own), texts[0], own[0].text, question)
     scored: list[WidthScores] = []
     stopped: int | None = None
     try:
@@ -208,15 +213,11 @@ def _measure(
     rungs = widths_of(scored, np.asarray(own_P), paired=paired)
     setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
     advice = recommend(rungs, base, setting, ETA / reach(config.es), planned=len(widths))
-    cut_off, tokens = list[str](), config.sampling.max_tokens
-    if base.truncated_share >= CutOff.share:  # completions that are cut off are never scored whole
-        cut_off = [
-            f"{base.truncated_share:.0%} of the unperturbed model's completions are cut off at {tokens} tokens "
-            f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
-        ]
+    short = cut_off(base.truncated_share, config.sampling.max_tokens, "the unperturbed model's completions")
+    warnings = [*([] if short is None else [f"{short} and probe again"]), *advice.warnings]
     result = ProbeResult(
         **vars(base),
-        **vars(replace(advice, warnings=(*cut_off, *advice.warnings))),
+        **vars(replace(advice, warnings=tuple(warnings))),
         setting=setting,
         rungs=rungs,
         completions=(len(scored) * members + 2) * len(rows),

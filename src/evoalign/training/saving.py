@@ -15,9 +15,10 @@ import torch
 from evoalign import noise, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
-from evoalign.errors import CheckpointError, MachineError, ResumeError, ScorerAwayError
+from evoalign.errors import CheckpointError, MachineError, ResumeError, ScorerAwayError, shown
 from evoalign.models.files import WholeModel
 from evoalign.models.origin import model_path
+from evoalign.rollouts import prompts_hash
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark, State
 from evoalign.rundir.directory import RunDir, saved_folders
@@ -26,6 +27,7 @@ from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
 from evoalign.training.inputs import inputs_of
 from evoalign.types import Summation
 
@@ -45,8 +47,15 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "inputs": inputs_of(parts.config, parts.tokens),
         "machine": machine() | ({"library": parts.facts.library} if parts.facts.library else {}),
         "summation": parts.space.summation,
+        **rendered_as(parts.task, parts.data, parts.tokens),
         **scored_by(parts.task),
     }
+
+
+def rendered_as(task: Task, data: Data, tokens: Tokens) -> dict[str, str]:
+    """Return the hash of the prompts as the model reads them, if there are prompts of messages."""
+    found = prompts_hash(task, data, tokens)
+    return {} if found is None else {"prompts_hash": found}
 
 
 def scored_by(task: Task) -> dict[str, str]:
@@ -178,6 +187,17 @@ def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> Non
         raise ResumeError(
             f"{run.path} was trained on other data than task {task.name} has now; put the files back as they were, or "
             "begin another run"
+        )
+
+
+def check_prompts(run: RunDir, task: Task, data: Data, tokens: Tokens, recorded: str | None) -> None:
+    """Raise ResumeError if prompts are rendered otherwise than when a run began. `recorded` None: it is not known."""
+    found = None if recorded is None else prompts_hash(task, data, tokens)
+    if found != recorded:
+        raise ResumeError(
+            f"{run.path} was trained on prompts that the chat template renders otherwise now (prompts_hash "
+            f"{shown(recorded)[1:13]}, and now {shown(found)[1:13]}); use the release of transformers of the run "
+            "(manifest.json), set what the template reads in task.template_kwargs, or begin another run"
         )
 
 

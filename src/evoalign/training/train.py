@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +40,7 @@ from evoalign.setup import (
     layout_of,
     object_given,
     task_and_data,
+    with_form,
 )
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
@@ -71,6 +73,7 @@ def train(
     anything is written; StoppedError after a signal.
     """
     config = as_config(config)
+    config = with_form(config, Path(config.output_dir) if resume else None) if task is None else config
     run = _place(config, resume=resume)
     tracking.check(config)
     given = object_given(task, reward)
@@ -91,6 +94,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     Writes nothing and loads no model. If members are rounded, it reads a few weights of each tensor from local files.
     """
     config = as_config(config)
+    config = with_form(config, Path(config.output_dir) if resume else None)
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
@@ -272,6 +276,7 @@ class _EvolutionStrategies:
             tell(f"warning: {line}: from here on, scores may differ in their last bits from an uninterrupted run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
+        saving.check_prompts(session.run, self.task, self.data, self.parts.tokens, header.prompts_hash)
         saving.check_scorer(session.run, self.task, header.scorer_digest)
         for line in check_inputs(session.run.path, header.inputs, inputs_of(self.config, self.parts.tokens)):
             tell(f"warning: {line}")
