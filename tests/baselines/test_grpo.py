@@ -220,6 +220,7 @@ def test_step_uses_several_rounds(tmp_path: Path, trained: SimpleNamespace, monk
         return rollout(engine, plan, requests)
 
     monkeypatch.setattr(TransformersEngine, "rollout", asked)
+    monkeypatch.setattr(TransformersEngine, "check_mean", lambda engine: None)
     own = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 2}
     task = {"name": "custom", "train_data": str(_prompts(tmp_path))}
     tree = config(tmp_path / "run", grpo=own, task=task, evaluation={"every": 0}, grader={"isolated": False})

@@ -216,17 +216,24 @@ def check_scorer(run: RunDir, task: Task, recorded: str | None) -> None:
 
 
 def restore(
-    served: Served, run: RunDir, log: Log, seal: Callable[[int, str], None], tell: Callable[[str], None]
+    served: Served,
+    run: RunDir,
+    log: Log,
+    seal: Callable[[int, str], None],
+    tell: Callable[[str], None],
+    applied: Callable[[Recorded], None] = lambda recorded: None,
 ) -> None:
     """Bring the engine from the start to the end of the journal: the latest intact checkpoint, then the updates.
 
-    An update that was recorded but not sealed is applied and sealed. Raises ResumeError.
+    An update that was recorded but not sealed is applied and sealed. Calls `applied` after each update. Raises
+    ResumeError.
     """
     done = _from_checkpoint(served, run, log, tell)
     for recorded in log.generations[done:]:
         found = apply(served.engine, log, recorded)
         if recorded.weights_hash is None:
             seal(recorded.update.index, found)
+        applied(recorded)
 
 
 def apply(engine: Engine, log: Log, recorded: Recorded) -> str:

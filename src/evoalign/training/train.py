@@ -25,11 +25,12 @@ from evoalign.placebos import counterfactual
 from evoalign.placebos.estimates import Distances, Placebos, distance_line, expected_distance
 from evoalign.report import figures, rows
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
+from evoalign.rewards.objective import aim
 from evoalign.rollouts import collect
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences, versions
-from evoalign.rundir.journal import Journal, Log
+from evoalign.rundir.journal import Journal, Log, Recorded
 from evoalign.setup import (
     ConfigLike,
     Parts,
@@ -224,7 +225,7 @@ class _EvolutionStrategies:
         self._start_journal(Journal.resume(log))
         if log.generations:
             self.parts.objective.restore(log.generations[-1].objective)
-        saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
+        saving.restore(self.parts, session.run, log, self.journal.seal, session.tell, self._best_again(session.run))
         rebuilt = self._restore_rows(session, log)
         session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)
         for line in self._course.unrecorded(log, session.run.rows):
@@ -351,6 +352,21 @@ class _EvolutionStrategies:
             is_best = mark is None or mark.validation is None or reward > mark.validation
         if (every and session.done % every == 0) or is_best:
             session.save()
+
+    def _best_again(self, run: RunDir) -> Callable[[Recorded], None]:
+        """Return what saves the best mean of the rows when its update has been applied again.
+
+        The process may have ended while a thread wrote it.
+        """
+        rows = run.read_metrics()
+        rewards = {g: float(aim(rows[g]["validation"])) for g in sorted(rows) if rows[g].get("validation")}
+        best = max(rewards, key=rewards.__getitem__, default=None) if self.config.checkpoint.keep_best else None
+
+        def applied(recorded: Recorded) -> None:
+            if best is not None and recorded.update.generation == best and recorded.weights_hash is not None:
+                self.mean.save_recorded(run, recorded, rewards[best])
+
+        return applied
 
     def _check_canary(self, generation: int) -> None:
         """Raise CanaryError if members do not answer with their own weights."""
