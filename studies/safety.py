@@ -32,7 +32,7 @@ from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
 from evoalign.rewards.scorer import create
 from evoalign.rundir.directory import generation_of, saved_folders
-from evoalign.tasks.safety import kind_of
+from evoalign.tasks.refusals import kind_of
 from study_runs import ROOT, environment
 
 CONFIGS = {"es": ROOT / "configs" / "quickstart_safety.yaml", "grpo": ROOT / "configs" / "quickstart_safety_grpo.yaml"}

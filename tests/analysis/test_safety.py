@@ -21,7 +21,7 @@ from small_runs import UNCHECKED
 import evoalign
 from evoalign import analysis, statistics
 from evoalign.analysis import Finding
-from evoalign.analysis.safety import Settings
+from evoalign.analysis.safety import TEXTS, Settings
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
 from evoalign.statistics import Estimate
@@ -82,9 +82,9 @@ def test_differences_are_paired_by_prompt_whatever_the_order(files: list[str]) -
 def test_significant_measures_are_named(files: list[str], tmp_path: Path) -> None:
     found = safety(files)
     (pair,) = found.numbers["differences"]
-    sentence, measures = found.sentences[-1], ("safe", *LABELS, "reward", "cost")
+    sentence, measures = found.sentences[-1], ("safe", *LABELS, "reward", "cost", *TEXTS)
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
-    moved = sentence.partition("significant of 7 measures, uncorrected ")[2].split(", ")
+    moved = sentence.partition("significant of 11 measures, uncorrected ")[2].split(", ")
     assert moved == [name for name in measures if statistics.is_sure(Estimate(**pair[name]))]
     assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" not in moved
     assert pair["cost"]["low"] is None, "all of its differences are alike"
@@ -92,13 +92,59 @@ def test_significant_measures_are_named(files: list[str], tmp_path: Path) -> Non
     assert safety([files[0], same]).sentences[-1].endswith("uncorrected none")
 
 
-def test_answers_to_one_prompt_count_as_one_and_other_prompts_are_not_paired(tmp_path: Path) -> None:
+def test_means_are_over_answers_and_prompts_are_clusters(tmp_path: Path) -> None:
+    """A prompt that repeats 52 times counts 52 times in the mean, and once for the interval."""
+    random = np.random.default_rng(1)
+    effects, sizes = random.normal(size=30), [52, *[1] * 25, 2, 3, 4, 5]
+    points = [(f"P{p}", float(effects[p] + 0.1 * random.normal()), -1.0) for p in range(30) for _ in range(sizes[p])]
+    found = safety([written(tmp_path / "p.jsonl", points)]).numbers["models"][0]
+    reward = np.array([r for _, r, _ in points])
+    groups = np.repeat(np.arange(30), sizes)
+    assert found["reward"]["mean"] == pytest.approx(reward.mean()) and found["answers"] == len(points)
+    # The sandwich variance of a mean with 30 clusters, t with 29 degrees of freedom.
+    sums = np.bincount(groups, reward - reward.mean())
+    half = stats.t.ppf(0.975, 29) * np.sqrt(30 / 29 * (sums**2).sum()) / len(points)
+    assert found["reward"]["high"] - found["reward"]["mean"] == pytest.approx(half)
+    assert half > 2 * stats.sem(reward) * stats.t.ppf(0.975, len(points) - 1), "52 answers alike are no 52 prompts"
+
+
+def test_repeated_prompts_are_paired_and_others_are_not(tmp_path: Path) -> None:
     points = [("A", 1.0, -1.0), ("A", 3.0, 1.0), ("B", 0.0, -1.0), ("C", 1.0, -1.0)]
-    found = safety([written(tmp_path / "p.jsonl", points), written(tmp_path / "d.jsonl", [("D", 1.0, 1.0)])])
-    numbers, _ = found.numbers["models"]
+    more = [(p, r + 2, c) for p, r, c in points] + [("E", 9.0, 9.0)]
+    names = [("p", points), ("d", [("D", 1.0, 1.0)]), ("e", more)]
+    found = safety([written(tmp_path / f"{name}.jsonl", rows) for name, rows in names])
+    numbers = found.numbers["models"][0]
     assert (numbers["answers"], numbers["prompts"]) == (4, 3)
-    assert numbers["reward"]["mean"] == pytest.approx(1.0) and numbers["safe"]["mean"] == pytest.approx(2.5 / 3)
-    assert "prompts in common none" in found.sentences[-1]
+    assert numbers["reward"]["mean"] == pytest.approx(1.25) and numbers["safe"]["mean"] == pytest.approx(0.75)
+    apart, paired = found.numbers["differences"]
+    assert apart["prompts"] == 0 and "prompts in common none" in found.sentences[-2]
+    assert paired["prompts"] == 3 and paired["reward"]["mean"] == pytest.approx(2)
+
+
+def test_refusals_and_invented_turns_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In text, JSON and figure; a point that was cut before it was scored has the field `invented_turn`."""
+    texts = [
+        ("I can't help with that.", None), ("You can't do that. Ask a lawyer instead.", None), ("It is illegal.", None),
+        ("Sure. USER: And now?", None), ("Sure. END OF CONVERSATION", None), ("Sure.", True), ("Sure.", False),
+    ]  # fmt: skip
+    rows = [{"prompt": f"P{i}", "response": text, "reward": 0, "cost": 0} for i, (text, _) in enumerate(texts)]
+    rows = [row | ({} if turn is None else {"invented_turn": turn}) for row, (_, turn) in zip(rows, texts, strict=True)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bare = [{name: row[name] for name in ("prompt", "reward", "cost")} for row in rows]
+    (tmp_path / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
+    found = safety([str(tmp_path / "p.jsonl"), str(tmp_path / "bare.jsonl")])
+    numbers, without = found.numbers["models"]
+    for name in TEXTS[:3]:
+        assert numbers[name]["mean"] == pytest.approx(1 / 7)
+    assert numbers["invented_turns"]["mean"] == pytest.approx(3 / 7) and f"{3 / 7:.3g}" in found.sentences[0]
+    assert not {*TEXTS} & {*without} and not {*TEXTS} & {*found.numbers["differences"][0]}
+    drawn: list[Any] = []
+    monkeypatch.setattr("evoalign.analysis.safety.save_both", lambda figure, _: drawn.append(figure) or [])
+    assert found.figures is not None and not found.figures(tmp_path)
+    labels = drawn[0].axes[-1].get_legend_handles_labels()[1]
+    assert {*labels} == {"refusal template", "refusal with help", "refusal citing", "invented turns"}
+    widths = [bar.get_width() for bar in drawn[0].axes[-1].patches]
+    assert widths == pytest.approx([1 / 7, 0] * 3), "of the first file, and of the second none"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,23 @@ def test_near_copies_for_several_prompts_are_templates_and_a_shared_opening_is_n
     assert not any(hacking.templates([f"Let me think step by step. {answer}" for answer in ANSWERS], range(4)))
 
 
+CALLS = ["Paris", "Oslo", "Bern", "Rome", "Riga", "Lima", "Cairo", "Delhi"]
+
+
+def call(city):
+    return f'{{"name": "get_weather", "arguments": {{"city": "{city}", "unit": "celsius"}}}}'
+
+
+def test_json_of_one_schema_is_no_template_where_gold_has_the_schema():
+    """Wrong arguments too; one call for most prompts is a template all the same."""
+    golds, texts = [call(city) for city in CALLS], [call(city) for city in CALLS[1:] + CALLS[:1]]
+    assert sum(hacking.templates(texts, range(8))) >= 5
+    assert not any(hacking.templates(texts, range(8), golds))
+    assert hacking.templates([call("Paris")] * 7 + texts[7:], range(8), golds)[1:7] == [True] * 6
+    for gold in (golds, CALLS):
+        assert all(hacking.templates([REFUSAL] * 8, range(8), gold))
+
+
 def test_members_that_answer_the_same_prompt_alike_are_no_template():
     texts = [answer for answer in ANSWERS for _ in range(5)]
     prompts = [p for p in range(4) for _ in range(5)]
@@ -166,6 +183,8 @@ def test_letters_of_a_script_that_nobody_used():
         found = hacking.text_shares([text], ["stop"], known=latin)
         assert found["other_script"] == 1 and hacked([text], known=latin) == [True]
         assert not hacked([text], [text], known=latin)[0]  # gold is so
+    for text, odd in (("人", True), (" 人。", True), ("3 人", False), ("é", False), ("Ω", False), ("a 人", False)):
+        assert signs.is_foreign(text, latin) is odd, text
     for text in ("Let α be the angle and β the other.", "naïve, über, Łódź, ﬁn",
                  "Tokyo (東京) is the capital of Japan.", "x² − 𝑦"):  # fmt: skip
         assert not signs.is_foreign(text, latin)

@@ -26,6 +26,15 @@ def said(texts, rewards=0.0, golds=None, right=None):
     ]
 
 
+def test_the_form_that_the_base_has_already_is_no_hack():
+    """JSON of one schema without gold: 88 % before training and 100 % after it say nothing."""
+    form = [f'{{"name": "get_weather", "arguments": {{"city": "{gold}"}}}}' for gold in GOLDS]
+    found = judge(said([*form[:7], ANSWERS[0]]), said(form, 1.0))
+    assert found.after["template"] == 1.0 and found.before["template"] == 7 / 8
+    assert found.word is None and found.lines() == []
+    assert judge(said([*form[:4], *ANSWERS[:4]]), said(form[:5] + ANSWERS[:3])).lines(), "from half of them to more"
+
+
 def test_a_run_that_says_other_things_but_sound_ones_alarms_nobody():
     found = judge(said(ANSWERS), said(ANSWERS[::-1], 1.0), Fluency(0.9, 1.4, 100, 80))
     assert (found.word, found.alarms, found.reasons, found.shown) == (None, (), (), ())

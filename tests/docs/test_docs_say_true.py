@@ -237,7 +237,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_space_task_and_shaping_keep_their_contracts(load: Any) -> None:
     load("test_my_space").test_output_projections()
     load("test_my_task").test_short_answer()
-    coefficients = load("shaping").squashed(np.array([[100.0], [2.0], [3.0], [1.0]]))
+    coefficients = load("my_shaping").squashed(np.array([[100.0], [2.0], [3.0], [1.0]]))
     assert abs(coefficients.sum()) < 1e-12 and np.argsort(coefficients).tolist() == [3, 1, 2, 0]
 
 

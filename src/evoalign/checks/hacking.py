@@ -84,6 +84,7 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
 
     A text that gives its own gold answer does not count (a classifier may use one word for most prompts), unless it
     also gives the gold answer of other prompts with the same text: a list of all labels contains every gold answer.
+    Where most gold answers share their clauses themselves, such as JSON of one schema, only the second rule counts.
     """
     clauses = _map_once(_clauses, texts)
     whole = ["".join(parts) for parts in clauses]
@@ -94,12 +95,22 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
     count = len(set(prompts))
     limit = MAJORITY * count if count >= MAJORITY_PROMPTS else count
     excused = [False] * len(texts) if golds is None else _give_gold(texts, whole, golds)
+    is_form = golds is not None and _have_a_form(golds, prompts)
     found: list[bool] = []
     for text, parts, is_excused in zip(whole, clauses, excused, strict=True):
         overlap = sum(len(clause) for clause in parts if clause in shared)
-        overlaps = len(text) >= TEMPLATE_CHARACTERS and overlap >= TEMPLATE_OVERLAP * len(text)
+        overlaps = len(text) >= TEMPLATE_CHARACTERS and overlap >= TEMPLATE_OVERLAP * len(text) and not is_form
         found.append(bool(text) and not is_excused and (prompts_of[text] > limit or overlaps))
     return found
+
+
+def _have_a_form(golds: Golds, prompts: Sequence[Hashable]) -> bool:
+    """Return whether most gold answers, of `TEMPLATE_CHARACTERS` or more, are templates of each other."""
+    rows = [
+        (gold, prompt) for gold, prompt in zip(golds, prompts, strict=True) if len(gold or "") >= TEMPLATE_CHARACTERS
+    ]
+    alike = templates([gold or "" for gold, _ in rows], [prompt for _, prompt in rows])
+    return sum(alike) > MAJORITY * len(golds)
 
 
 def is_degenerate(text: str, gold: str | None = None) -> bool:
@@ -263,13 +274,18 @@ class Verdict:
     shown: tuple[int, ...]
 
     def lines(self) -> list[str]:
-        """Return the hacked share and its parts, if it rose and no alarm reports the parts already."""
+        """Return the hacked share and its parts, if it rose and no alarm reports the parts already.
+
+        A template that more than half of the completions before training share is the form of answer, not a hack.
+        """
         changes = {
             name: f"{self.after[name]:.1%} ({self.before[name] or 0.0:.1%} before)"
             for name in (*HACKED, "hacked")
             if (self.after[name] or 0.0) > (self.before[name] or 0.0)
         }
-        parts = ", ".join(f"{HACKED[n]}: {changes[n]}" for n in HACKED if n in changes and n not in self.alarms)
+        usual = {"template"} if (self.before["template"] or 0.0) > MAJORITY else set[str]()
+        new = [name for name in HACKED if name in changes and name not in {*self.alarms, *usual}]
+        parts = ", ".join(f"{HACKED[name]}: {changes[name]}" for name in new)
         if not parts or "hacked" not in changes:
             return []
         return [f"hacked share of the test completions: {changes['hacked']}; {parts}"]

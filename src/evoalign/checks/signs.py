@@ -183,8 +183,9 @@ def scripts(texts: Iterable[str]) -> frozenset[str]:
 def is_foreign(text: str, known: frozenset[str]) -> bool:
     """Whether at least two letters, and one in ten, are of scripts that are not `known`; False if none is known.
 
-    Single letters do not count (Greek in formulas), except Chinese characters, which are words. Letters inside a word
-    of a known script, as sampling at high temperature gives, count at any share, except Greek ones.
+    Single letters do not count (Greek in formulas), except Chinese characters, which are words: one is enough if the
+    text has no other letter or digit. Letters inside a word of a known script, as sampling at high temperature gives,
+    count at any share, except Greek ones.
     """
     if not known or text.isascii():
         return False
@@ -195,6 +196,8 @@ def is_foreign(text: str, known: frozenset[str]) -> bool:
         for i, o in enumerate(odd)
     )
     letters = sum(name is not None for name in names)
+    if joined == letters == 1 and not any(map(str.isdigit, text)):
+        return True
     return (joined >= FOREIGN_LETTERS and joined >= FOREIGN_SHARE * letters) or _is_stuck(names, known)
 
 

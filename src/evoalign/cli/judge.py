@@ -31,6 +31,20 @@ class Unparsed(StrEnum):
     tie = "tie"
 
 
+class Orders(StrEnum):
+    """Orders in which the answers of a pair are shown."""
+
+    both = "both"
+    random = "random"
+
+
+class Ties(StrEnum):
+    """Treatment of ties."""
+
+    davidson = "davidson"
+    half = "half"
+
+
 class Dimension(StrEnum):
     """A rubric."""
 
@@ -55,6 +69,9 @@ def ask(
     ] = None,
     dimension: Dimensions = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts; default: all.")] = None,
+    orders: Annotated[Orders, typer.Option(help="both: two requests per pair; random: one, at half the cost.")] = (
+        Orders.both
+    ),
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the number of requests and tokens, and stop.")
     ] = False,
@@ -67,8 +84,8 @@ def ask(
 ) -> None:
     """Let a judge model compare answers in pairs, and rate the models.
 
-    Each pair of answers is judged in both orders. Judgments that cannot be parsed are counted and left out. Rerun the
-    command to resume it; use `evoalign judge rate` for ratings with other settings.
+    Each pair of answers is judged in both orders, or in a random one. Judgments that cannot be parsed are counted and
+    left out. Rerun the command to resume it; use `evoalign judge rate` for ratings with other settings.
     """
     from evoalign.analysis.judge.asking import Transcript, check_scored, cost, make_plan, scorer_warnings
     from evoalign.analysis.judge.ratings import Settings
@@ -78,7 +95,8 @@ def ask(
     if to is None and not dry_run:
         raise ConfigError("no folder given for the judgments; set --to FOLDER")
     shared = _shared_prompts(targets, questions)
-    plan = make_plan(shared, judge_model, list(dict.fromkeys(one.value for one in dimension or Dimension)))
+    dimensions, one_order = list(dict.fromkeys(one.value for one in dimension or Dimension)), orders == Orders.random
+    plan = make_plan(shared, judge_model, dimensions, one_order=one_order)
     transcript = None if to is None else Transcript(to / TRANSCRIPT, plan)
     if transcript is not None and again:
         transcript.drop_unscored()
@@ -86,7 +104,8 @@ def ask(
     for line in scorer_warnings(judge_model, shared.models):
         say(f"warning: {line}")
     names = ", ".join(plan.models)
-    typer.echo(f"{judge_model} judges {names} on {len(shared.prompts):,} prompts, each pair in both orders")
+    order = "a random order" if one_order else "both orders"
+    typer.echo(f"{judge_model} judges {names} on {len(shared.prompts):,} prompts, each pair in {order}")
     typer.echo(cost(remaining, len(plan.comparisons) - len(remaining), max_tokens))
     limits: dict[str, Any] = {"timeout": timeout, "retries": retries, "concurrency": concurrency}
     judge = _judge(judge_model, endpoint, key_env, max_tokens, limits, bool(remaining), dry_run)
@@ -110,10 +129,14 @@ def rate(
     prior: Annotated[float, typer.Option(min=0, help="Extra judgments per pair of models, half won by either.")] = 0.0,
     draws: Annotated[int, typer.Option(min=100, help="Bootstrap draws of the questions.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    ties: Annotated[Ties, typer.Option(help="davidson: a parameter for ties; half: half a win for either.")] = (
+        Ties.davidson
+    ),
+    elo: Annotated[int | None, typer.Option(help="Also Elo ratings, in an order shuffled by this seed.")] = None,
     ratings: Annotated[str | None, typer.Option(hidden=True)] = None,
     debug: Debug = False,
 ) -> None:
-    """Rate models from a file of judgments: Bradley-Terry with Davidson's ties, with intervals and the judge's bias."""
+    """Rate models from a file of judgments: Bradley-Terry with ties, with intervals and the judge's bias."""
     from evoalign.analysis.judge.judgments import read
     from evoalign.analysis.judge.ratings import Settings
     from evoalign.errors import ConfigError, DataError, plain
@@ -128,7 +151,7 @@ def rate(
             has = plain(", ".join(known))
             raise DataError(f"--dimension: no judgments of {' and '.join(missing)} in {file}; it has {has}")
         judgments = [one for one in judgments if one.dimension in wanted]
-    _rate(judgments, Settings(anchor, unparsed.value, prior, draws, seed), to)
+    _rate(judgments, Settings(anchor, unparsed.value, prior, draws, seed, ties.value, elo), to)
 
 
 def _shared_prompts(targets: list[str], questions: int | None) -> SharedPrompts:

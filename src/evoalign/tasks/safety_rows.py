@@ -7,6 +7,7 @@ labels make four groups: TT, both are safe; FF, neither; TF, only the first; FT,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,7 +26,7 @@ LABELS = ("is_response_0_safe", "is_response_1_safe")
 Group = Literal["TT", "FF", "FT", "TF"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 PROTOCOLS: dict[str, dict[Group, float]] = {"published_250": {"TT": 100, "FF": 116, "FT": 19, "TF": 15}}
-"""Shares of published selections. The seed draws the rows, so they differ from the published ones."""
+"""Shares of published selections. A file of exactly these amounts trains whole; of more rows, the seed draws."""
 _TRUTHS = {True: True, False: False, "true": True, "false": False}
 """Values of a label; CSV files have text."""
 
@@ -36,7 +37,8 @@ class Settings(Section):
     """Settings that only task safety has."""
 
     protocol: Literal["published_250"] | None = None
-    """Predefined shares: `published_250` is 100 TT, 116 FF, 19 FT and 15 TF."""
+    """Predefined shares: `published_250` is 100 TT, 116 FF, 19 FT and 15 TF. Training data of exactly these rows are
+    used whole, also rows whose prompt is in the test split."""
     shares: dict[Group, Amount] | None = None
     """Training rows by their two safety labels: counts, or fractions of `task.train_size` that add up to 1. Later
     configs and `--set` change single shares and keep the others; 0 removes one."""
@@ -65,7 +67,8 @@ def select(
     """Return the splits of the config's files, and notes about them. Raises DataError, ConfigError.
 
     No prompt is in two splits: before the selection, training rows with a prompt of the validation or test split, and
-    validation rows with a prompt of the test split, are removed. White space is ignored in the comparison.
+    validation rows with a prompt of the test split, are removed. White space is ignored in the comparison. Training
+    data that are the rows of a protocol stay whole, and validation rows with their prompts are removed instead.
     """
     wanted = counts(config, settings)
     whole = {} if wanted is None else {"train_size": None, "validation_size": None}
@@ -81,16 +84,25 @@ def select(
 
     found = data.load(config.model_copy(update=whole), seed, check, default, "a column prompt")
     test = _prompts(found.test)
-    validation = _without(found.validation, test)
-    pool = _without(found.train, test | _prompts(validation))
+    is_whole = settings.protocol is not None and wanted is not None and _amounts(found.train) == wanted
+    validation = _without(found.validation, test | (_prompts(found.train) if is_whole else set()))
+    pool = found.train if is_whole else _without(found.train, test | _prompts(validation))
+    others = "those of another split" if is_whole else "the test split's"
     dropped = (
-        ("validation", len(found.validation) - len(validation), "the test split's"),
+        ("validation", len(found.validation) - len(validation), others),
         ("training", len(found.train) - len(pool), "those of another split"),
     )
     notes = [f"{n:,} {split} rows are left out: their prompts are also {others}" for split, n, others in dropped if n]
     if not pool:
         raise DataError("every training prompt is also a prompt of another split; use other files")
-    train = pool if wanted is None else _stratified(pool, wanted, seed, settings.protocol)
+    gone = len(found.train) - len(pool)
+    train = pool if wanted is None or is_whole else _stratified(pool, wanted, seed, settings.protocol, gone)
+    if is_whole and (both := test & _prompts(pool)):
+        rows = sum(_key(row) in both for row in pool)
+        notes.append(
+            f"protocol {settings.protocol} keeps {rows:,} training rows with {len(both):,} prompts of the test split, "
+            f"which has {len(test):,}: as published, test measures are in part of training prompts"
+        )
     if wanted is not None and config.validation_size is not None and config.validation_data is None:
         rest, size = _without(pool, _prompts(train)), config.validation_size
         if size > len(rest):
@@ -137,27 +149,36 @@ def counts(config: TaskConfig, settings: Settings) -> dict[str, int] | None:
 
 
 def _stratified(
-    pool: Sequence[Example], wanted: Mapping[str, int], seed: int, protocol: str | None
+    pool: Sequence[Example], wanted: Mapping[str, int], seed: int, protocol: str | None, gone: int
 ) -> Sequence[Example]:
-    """Draw the wanted number of rows of each group by the seed, in file order."""
+    """Draw the wanted number of rows of each group by the seed, in file order. `gone`: rows left out of the pool."""
     places: dict[str, list[int]] = {group: [] for group in GROUPS}
     for place, row in enumerate(pool):
         places[_group(row)].append(place)
     short = [(group, n, len(places[group])) for group, n in wanted.items() if len(places[group]) < n]
+    less = f" after {gone:,} rows with prompts of another split were left out" if gone else ""
     if short and protocol is not None:
         needs = ", ".join(f"{n} {group}" for group, n, _ in short)
         have = ", ".join(f"{there} {group}" for group, _, there in short)
         raise DataError(
-            f"task.protocol {protocol} needs {needs}, but the training data have {have}; use other data, or set "
+            f"task.protocol {protocol} needs {needs}, but the training data have {have}{less}; use other data, or set "
             "task.shares instead"
         )
     if short:
         found = ", ".join(f"{there} {group} of {n}" for group, n, there in short)
-        raise DataError(f"too few training rows: {found}; lower task.shares or give more rows")
+        raise DataError(f"too few training rows: {found}{less}; lower task.shares or give more rows")
     random = data.random_state(seed)
     drawn = [random.permutation(len(places[group]))[:n] for group, n in wanted.items()]
     chosen = [places[group][int(i)] for group, picks in zip(wanted, drawn, strict=True) for i in picks]
     return taken(pool, sorted(chosen))
+
+
+def _amounts(rows: Sequence[Example]) -> dict[str, int] | None:
+    """Return the number of rows of each group, or None if one has no labels."""
+    if not all(name in row for row in rows for name in LABELS):
+        return None
+    found = Counter(map(_group, rows))
+    return {group: found[group] for group in GROUPS if group in found}
 
 
 def _without(rows: Sequence[Example], prompts: Set[str]) -> Sequence[Example]:

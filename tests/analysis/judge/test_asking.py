@@ -95,6 +95,17 @@ def test_ask_judges_each_pair_in_both_orders(run: Run) -> None:
     assert "orders agree in 100.0%" in done.out
 
 
+def test_random_order_asks_once_per_pair(run: Run) -> None:
+    done, server = judged_by(run, by_length, "--orders", "random", models=("short", "middle", "long"))
+    assert done.code == 0, done.err
+    rows = lines()
+    assert len({(r["model_a"], r["model_b"], r["dimension"], r["question"]) for r in rows}) == len(rows) == 4 * 3 * 2
+    assert len(server.prompts) == len(rows) and {row["order_ab"] for row in rows} == {True, False}
+    assert "in a random order" in done.out and "judged in one order only" in done.out
+    again, server = judged_by(run, by_length, "--orders", "random", models=("short", "middle", "long"))
+    assert again.code == 0 and not server.prompts, "the same orders"
+
+
 def test_scores_belong_to_models_in_either_order(run: Run) -> None:
     """A judge that likes whatever stands first: each model wins once, and the bias is told."""
 
@@ -140,7 +151,8 @@ def test_ask_rates_and_draws(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ratings, "_bootstrap", BOOTSTRAP)
     assert judged_by(run, by_length)[0].code == 0
     figures = set(json.loads(Path("out/ratings.json").read_text())["figures"])
-    assert figures == {"ratings.png", "ratings.svg"} == {file.name for file in Path("out").glob("ratings.?[nv]g")}
+    wanted = {f"{name}.{form}" for name in ("ratings", "plane") for form in ("png", "svg")}
+    assert figures == wanted == {file.name for file in Path("out").glob("*.?[nv]g")}
 
 
 def test_dry_run_prints_cost_and_sends_no_request(run: Run) -> None:

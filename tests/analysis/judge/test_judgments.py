@@ -34,6 +34,25 @@ def test_read_keeps_the_fields_of_a_line(tmp_path: Path) -> None:
     assert (second.scores, second.outcome, second.order_ab, second.raw) == (None, None, False, "")
 
 
+def test_read_takes_the_order_as_the_two_names_shown(tmp_path: Path) -> None:
+    """As in published files, whose model_a is the one shown first."""
+    orders = [["a", "b"], ["b", "a"]]
+    rows = read(written(tmp_path / "j.jsonl", [{**GOOD, "order_ab": order} for order in orders]))
+    assert [one.order_ab for one in rows] == [True, False] and {one.outcome for one in rows} == {1.0}
+
+
+def test_rate_draws_helpfulness_over_harmlessness(run: Run, tmp_path: Path) -> None:
+    games = planted([0.0, 0.5], 0.4, 30, np.random.default_rng(0))
+    both = [{**row(game), "dimension": name} for game in games for name in ("helpfulness", "harmlessness")]
+    done = run("judge", "rate", written(tmp_path / "j.jsonl", both), "--to", "out", "--ties", "half", "--elo", "1")
+    assert done.code == 0, done.err
+    tree = json.loads(Path("out/ratings.json").read_text())
+    assert {"plane.png", "plane.svg"} <= {*tree["figures"]} and tree["settings"]["ties"] == "half"
+    assert all(set(one["elo"]) == {"m0", "m1"} for one in tree["dimensions"])
+    run("judge", "rate", written(tmp_path / "k.jsonl", [row(game) for game in games]), "--to", "other")
+    assert not any("plane" in name for name in json.loads(Path("other/ratings.json").read_text())["figures"])
+
+
 TWO = "scores are .*; give two finite numbers"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"scores": [1]}, r"scores are \[1\]; give two finite numbers"),
@@ -42,6 +61,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model_a": " "}, "model_a is ' '"),
     ({"dimension": 3}, "dimension is 3"),
     ({"order_ab": 1}, "order_ab is 1"),
+    *(({"order_ab": order}, "order_ab is .*both names in the order") for order in (["a"], ["a", "c"], [1, 2])),
     ({"question": ["q"]}, "question is .*; give a string or an integer"),
     ({"raw": {"said": "x"}}, "raw is "),
 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -72,6 +73,37 @@ def test_two_models_match_the_closed_form() -> None:
     assert found.nu == pytest.approx(8 / 300**0.5)
     theta, _ = fit(np.array([[[1e6, 1.0, 3.0]]]), 2)
     assert theta[0, 0] - theta[0, 1] == pytest.approx(log(1e6)), "of distant models"
+
+
+def test_ties_as_halves_match_the_closed_form() -> None:
+    """Each tie is half a win for either: pi_a / pi_b is (30 + 4) / (10 + 4)."""
+    found = rated(match("a", "b", 30, 10, 8), ties="half")
+    assert numbers(found) == {"a": pytest.approx(1000 + 400 * log10(34 / 14)), "b": 1000.0}
+    assert found.nu == 0.0 and [(row.won, row.lost, row.tied) for row in found.rows] == [(30, 10, 8), (10, 30, 8)]
+    assert "half a win for either" in told(match("a", "b", 2, 1, 1), ties="half")
+    only = rated(match("a", "b", 0, 0, 6), ties="half")
+    assert numbers(only) == {"a": pytest.approx(1000), "b": 1000.0}, "Davidson's model has no estimate of these"
+
+
+def test_elo_is_of_one_pass_in_the_shuffled_order() -> None:
+    """The first game moves 16 points, the second 32 (1 - E) with the gap of 32; the seed decides which is first."""
+    games = [*match("a", "b", 1), one("b", "a", "tied", "t"), one("a", "b", "none", "n")]
+    won_first = {"a": 32 - 64 * (1 / (1 + 10 ** (-32 / 400)) - 0.5), "b": 0}
+    tied_first = {"a": 32, "b": 0}
+    found = {seed: rated(games, elo=seed, anchor="b").elo for seed in range(8)}
+    for ratings in found.values():
+        assert ratings is not None
+        assert any(ratings == {m: pytest.approx(1000 + v) for m, v in one_.items()} for one_ in (won_first, tied_first))
+    assert len({tuple(ratings.values()) for ratings in found.values() if ratings}) == 2
+    assert found[0] == rated(games, elo=0, anchor="b").elo
+    assert rated(games).elo is None and "shuffled by seed 3" in told(games, elo=3)
+
+
+def test_many_dimensions_are_rated_in_seconds() -> None:
+    start = time.process_time()
+    games = [replace(game, dimension=f"d{d}") for d in range(150) for game in match("a", "b", 2, 1)]
+    assert len(rate(games, Settings()).dimensions) == 150
+    assert time.process_time() - start < 15
 
 
 def test_rate_recovers_planted_strengths() -> None:
@@ -296,7 +328,8 @@ def test_first_wins_interval_covers_a_planted_bias() -> None:
 
 def test_agreement_and_bias_use_pairs_in_both_orders() -> None:
     games = match("a", "b", 13, 7)
-    assert rated(games).trust.both == 0 and "no pair of answers was judged in both orders" in told(games)
+    assert rated(games).trust.both == 0 and "each pair of answers was judged in one order only" in told(games)
+    assert "no share" not in told(games)
     games = [one("a", "b", "won", "1"), one("a", "b", "none", "1", order_ab=False), one("a", "b", "won", "2"),
              one("b", "a", "lost", "2"), one("a", "b", "lost", "3")]  # fmt: skip
     trust = rated(games).trust

@@ -14,6 +14,7 @@ from evoalign.config.load import parse_overrides
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.safety import Safety
 from evoalign.tasks.safety_rows import GROUPS, Settings, counts
+from evoalign.training.heading import shared_lines
 
 SIZES = {"TT": 150, "FF": 140, "FT": 40, "TF": 30}
 
@@ -56,6 +57,28 @@ def test_the_published_shares(files):
     assert len(data.train) == 250 and len(data.test) == 10
     assert "training rows by their labels: 100 TT, 116 FF, 19 FT, 15 TF" in task.notes
     assert len(set(asked(data.train))) == 250
+
+
+def test_exactly_the_published_rows_train_whole(tmp_path):
+    """Rows whose prompt is in the test split too: they are kept, and the overlap is reported."""
+    amounts = {"TT": 100, "FF": 116, "FT": 19, "TF": 15}
+    rows = [row(group, i) for group, n in amounts.items() for i in range(n)]
+    rows[3]["prompt"] = rows[1]["prompt"]
+    prompts = [rows[1]["prompt"], f" {rows[120]['prompt']} ", rows[120]["prompt"], "Else?"]
+    files = {
+        "train_data": jsonl(tmp_path / "train.jsonl", rows),
+        "test_data": jsonl(tmp_path / "test.jsonl", [{"prompt": one} for one in prompts]),
+        "validation_data": jsonl(tmp_path / "validation.jsonl", [{"prompt": p} for p in (rows[7]["prompt"], "New?")]),
+    }
+    for seed in (0, 1):
+        data, task = loaded(seed, protocol="published_250", **files)
+        assert list(data.train) == rows and len(data.test) == 4 and asked(data.validation) == ["New?"]
+    assert any("keeps 3 training rows with 2 prompts of the test split, which has 3" in note for note in task.notes)
+    (warning,) = (line for line in shared_lines(task, data) if "test prompts are training" in line)
+    assert warning.startswith("warning: 2 of 4 test prompts")
+    with pytest.raises(DataError, match=r"needs 100 TT, but .* 97 TT after 4 rows with prompts of another split"):
+        more = {"train_data": jsonl(tmp_path / "more.jsonl", [*rows, row("FF", 900)])}
+        loaded(**files | more, protocol="published_250")
 
 
 def test_seed_determines_the_selection(files):

@@ -13,7 +13,7 @@ from task_runs import lines
 import evoalign
 from evoalign.config import ScorerConfig, load
 from evoalign.rewards.scorer import create
-from evoalign.tasks.safety import kind_of
+from evoalign.tasks.refusals import kind_of
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "data" / "tasks" / "safety"

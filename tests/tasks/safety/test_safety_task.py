@@ -195,7 +195,7 @@ def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files, tmp_pat
     table = parquet.read_table(tmp_path / "run/results/completions/after.parquet").to_pylist()
     rewards, costs = (np.array([row[f"reward/{name}"] for row in table]) for name in COLUMNS)
     points = lines(tmp_path / "run/results/points.jsonl")
-    assert [list(point) for point in points] == [["prompt", "response", "reward", "cost"]] * 4
+    assert [list(point) for point in points] == [["prompt", "response", "reward", "cost", "invented_turn"]] * 4
     assert [point["prompt"] for point in points] == [row["prompt"] for row in ROWS[4:] for _ in range(2)]
     assert [[point[name] for name in COLUMNS] for point in points] == list(map(list, zip(rewards, costs, strict=True)))
     assert len(lines(tmp_path / "run/results/points_before.jsonl")) == 4
@@ -255,7 +255,7 @@ def test_eval_command_writes_points(files, tmp_path, monkeypatch, capsys):
     done = run("eval", "tiny", *asked, "--output", tmp_path / "one.json")
     assert done.code == 0, done.err
     points, found = lines(tmp_path / "one_points.jsonl"), json.loads((tmp_path / "one.json").read_text())
-    assert [list(point) for point in points] == [["prompt", "response", "reward", "cost"]] * 2
+    assert [list(point) for point in points] == [["prompt", "response", "reward", "cost", "invented_turn"]] * 2
     assert [point["prompt"] for point in points] == [row["prompt"] for row in ROWS[4:]]
     assert [{name: p[name] for name in COLUMNS} for p in points] == [one["rewards"] for one in found["completions"]]
     assert "points" not in found

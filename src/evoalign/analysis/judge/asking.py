@@ -146,16 +146,21 @@ class Plan:
         return {"models": sorted(self.models), "judge": self.judge, "rubric": rubric, "asked": asked}
 
 
-def make_plan(shared: SharedPrompts, judge: str, dimensions: Sequence[str]) -> Plan:
-    """Plan each question, pair of models and dimension in both orders."""
+def make_plan(shared: SharedPrompts, judge: str, dimensions: Sequence[str], *, one_order: bool = False) -> Plan:
+    """Plan each question, pair of models and dimension in both orders, or in one that their names and text draw."""
     comparisons = [
         Comparison(a.name, b.name, dimension, prompt, order, a.by_prompt[prompt], b.by_prompt[prompt])
         for prompt in shared.prompts
         for a, b in combinations(shared.models, 2)
         for dimension in dimensions
-        for order in (True, False)
+        for order in ([_first_of(a.name, b.name, dimension, prompt)] if one_order else (True, False))
     ]
     return Plan(tuple(model.name for model in shared.models), judge, tuple(comparisons))
+
+
+def _first_of(*key: str) -> bool:
+    """Return whether the first model's answer is shown first: a fair coin, the same in a resumed command."""
+    return bool(hashlib.sha256(json.dumps(key).encode("utf-8", "surrogatepass")).digest()[0] & 1)
 
 
 class Transcript:

@@ -84,8 +84,11 @@ def judgment_of(row: Any, where: str) -> Judgment:
     question, order, raw = fields["question"], fields["order_ab"], fields.get("raw")
     if not isinstance(question, str | int) or isinstance(question, bool):
         raise DataError(f"{where} question is {shown(question)}; give a string or an integer")
+    if isinstance(order, list) and sorted(map(str, order)) == sorted([names["model_a"], names["model_b"]]):
+        order = order[0] == names["model_a"]  # published files have the two names in the order shown
     if not isinstance(order, bool):
-        raise DataError(f"{where} order_ab is {shown(order)}; give true if model_a was shown first, else false")
+        mend = "give true if model_a was shown first, else false, or the list of both names in the order shown"
+        raise DataError(f"{where} order_ab is {shown(order)}; {mend}")
     if not isinstance(raw, str | None):
         raise DataError(f"{where} raw is {shown(raw)}; give the judge's output as a string, or leave it out")
     value, scores = fields["scores"], None

@@ -19,6 +19,7 @@ Array suffixes: B draws (1 without a bootstrap), Q questions, P pairs of models,
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -34,6 +35,7 @@ from evoalign.statistics import FEWEST, Estimate, t_of
 Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 Unparsed: TypeAlias = Literal["leave-out", "tie"]
+Ties: TypeAlias = Literal["davidson", "half"]
 FORMAT_VERSION = 1
 SCALE, BASE = 400.0, 1000.0
 """Rating points per factor of ten in pi, and the rating of the reference model."""
@@ -43,6 +45,10 @@ STEPS, NEAR = 500, 1e-10
 """Maximum number of Newton steps, and the largest change of a parameter at convergence."""
 STRIDE = 0.5
 """Largest change of a parameter in one step: with it the likelihood cannot fall, see `fit`."""
+BLOCK = 2**22
+"""Number of drawn questions that are in memory at once."""
+ELO_STEP, ELO_START = 32.0, 1000.0
+"""Points at stake in a judgment, and the rating before the first, of `elo`."""
 LEAST = 1e-4
 """Extra judgments per pair that make every estimate finite and change the finite ones by a negligible amount."""
 
@@ -53,6 +59,8 @@ class Settings:
 
     `anchor` is the model rated 1000; None: the weakest. `prior` extra judgments per pair of models, half won by
     either, make every estimate finite; 0 is pure maximum likelihood. `draws` and `seed` are those of the bootstrap.
+    `ties`: Davidson's model, or half a win for either in Bradley and Terry's. `elo`: the seed of the order of judgments
+    for Elo ratings, or None for none.
     """
 
     anchor: str | None = None
@@ -60,6 +68,8 @@ class Settings:
     prior: float = 0.0
     draws: int = 2000
     seed: int = 0
+    ties: Ties = "davidson"
+    elo: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +97,8 @@ class Row:
 class Dimension:
     """Ratings of one dimension, strongest first, relative to the model `reference`.
 
-    `differences` are by pair of models, the first minus the second; `nu` is Davidson's tie parameter, None without
-    scores.
+    `differences` are by pair of models, the first minus the second; `nu` is Davidson's tie parameter (0 where ties are
+    halves), None without scores. `elo` is the Elo rating of each model, if requested.
     """
 
     name: str
@@ -97,6 +107,7 @@ class Dimension:
     trust: Consistency
     differences: dict[tuple[str, str], Rating]
     nu: float | None
+    elo: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +153,28 @@ def _rate(judgments: Sequence[Judgment], name: str, settings: Settings) -> Dimen
     def strength(row: Row) -> float:
         return unbounded.get(row.rated.why or "", -math.inf) if row.rated.rating is None else row.rated.rating
 
-    return Dimension(name, reference, tuple(sorted(rows, key=strength, reverse=True)), trust, differences, nu)
+    ranked = tuple(sorted(rows, key=strength, reverse=True))
+    return Dimension(name, reference, ranked, trust, differences, nu, elo(judgments, reference, settings))
+
+
+def elo(judgments: Sequence[Judgment], reference: str, settings: Settings) -> dict[str, float] | None:
+    """Return Elo ratings after one pass over the judgments, in an order shuffled by `settings.elo`.
+
+    As in published comparisons: 32 points, all models start at 1000, and the reference is moved to 1000 at the end. The
+    result depends on the order, unlike a maximum likelihood.
+    """
+    if settings.elo is None:
+        return None
+    order, found = list(judgments), dict.fromkeys(models_of(judgments), ELO_START)
+    random.Random(settings.elo).shuffle(order)
+    for one in order:
+        outcome = 0.5 if one.outcome is None and settings.unparsed == "tie" else one.outcome
+        if outcome is not None:
+            gap = (found[one.model_b] - found[one.model_a]) / SCALE
+            gained = ELO_STEP * (outcome - 1 / (1 + 10**gap))
+            found[one.model_a] += gained
+            found[one.model_b] -= gained
+    return {model: rating - found[reference] + BASE for model, rating in found.items()}
 
 
 def _tree(found: Dimension) -> dict[str, Any]:
@@ -152,6 +184,7 @@ def _tree(found: Dimension) -> dict[str, Any]:
         "dimension": found.name,
         "reference": found.reference,
         "nu": found.nu,
+        "elo": found.elo,
         "models": [
             {"model": row.model, **asdict(row.rated), "won": row.won, "lost": row.lost, "tied": row.tied}
             for row in found.rows
@@ -187,7 +220,11 @@ def _counts(judgments: Sequence[Judgment], models: Sequence[str], settings: Sett
         if pair not in place:
             pair, outcome = (one.model_b, one.model_a), 1.0 - outcome
         counts_QP3[questions[one.question], place[pair], {1.0: 0, 0.0: 1, 0.5: 2}[outcome]] += 1
-    return counts_QP3[counts_QP3.any((1, 2))]
+    counts_QP3 = counts_QP3[counts_QP3.any((1, 2))]
+    if settings.ties == "half":
+        counts_QP3[..., :2] += counts_QP3[..., 2:] / 2
+        counts_QP3[..., 2] = 0.0
+    return counts_QP3
 
 
 def _estimate(
@@ -203,10 +240,11 @@ def _estimate(
         reference = min(np.flatnonzero(finite_M == finite_M.max()).tolist(), key=lambda i: theta_M[i])
     else:
         reference = models.index(settings.anchor)
-    totals_BP3 = _bootstrap(counts_QP3, settings) + more_3
+    totals_BP3, draw_B = np.unique(_bootstrap(counts_QP3, settings) + more_3, axis=0, return_inverse=True)
     seen_BP3, which_B = np.unique(totals_BP3 > 0, axis=0, return_inverse=True)
     limits_BMM = np.stack([limits(seen_P3, len(models)) for seen_P3 in seen_BP3])[which_B.reshape(-1)]
     theta_BM, _ = _points(totals_BP3, limits_BMM)
+    theta_BM, limits_BMM = theta_BM[draw_B.reshape(-1)], limits_BMM[draw_B.reshape(-1)]
 
     def between(i: int, j: int, start: float) -> Rating:
         value, limit = float(start + theta_M[i] - theta_M[j]), float(limits_MM[i, j])
@@ -227,11 +265,15 @@ def _points(counts_BP3: Floats, limits_BMM: Floats) -> tuple[Floats, Floats]:
 
 def _bootstrap(counts_QP3: Floats, settings: Settings) -> Floats:
     """Return sums over Q questions drawn with replacement, [B, P, 3]."""
-    random, questions = np.random.default_rng(settings.seed), len(counts_QP3)
+    generator, questions = np.random.default_rng(settings.seed), len(counts_QP3)
     flat_QK = counts_QP3.reshape(questions, -1)
-    drawn = [random.integers(questions, size=questions) for _ in range(settings.draws)]
-    times_BQ = [np.bincount(draw, minlength=questions) for draw in drawn]
-    return np.stack([times_Q @ flat_QK for times_Q in times_BQ]).reshape(settings.draws, *counts_QP3.shape[1:])
+    found: list[Floats] = []
+    for start in range(0, settings.draws, step := max(1, BLOCK // questions)):
+        size = min(step, settings.draws - start)
+        drawn_BQ = generator.integers(questions, size=(size, questions)) + questions * np.arange(size)[:, None]
+        times_BQ = np.bincount(drawn_BQ.reshape(-1), minlength=size * questions).reshape(size, questions)
+        found.append(times_BQ @ flat_QK)
+    return np.concatenate(found).reshape(settings.draws, *counts_QP3.shape[1:])
 
 
 def _rated(value: float, limit: float, values_B: Floats, limits_B: Floats, questions: int) -> Rating:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -15,9 +16,14 @@ from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 
+MOST = 12
+"""Number of dimensions in a figure; all are in the table and in ratings.json."""
+PLANE = ("harmlessness", "helpfulness")
+"""Dimensions of the horizontal and the vertical axis of `plane.png`."""
 WIDTH, ROW, LABEL = 8.5, 0.34, 40
 """Width in inches, height of a row in inches, and characters of a model's name."""
 MEND = "judge more questions, or add a weak prior with `evoalign judge rate --prior 1`"
+TIES = {"davidson": "Davidson's ties", "half": "a tie as half a win for either"}
 REASONS = {
     ABOVE: "no judgment limits its distance above {reference}",
     BELOW: "no judgment limits its distance below {reference}",
@@ -52,11 +58,16 @@ def sentences(found: Ratings) -> list[str]:
     prior = f"with a prior of {settings.prior:g} judgments per pair of models" if settings.prior else "without a prior"
     unparsed = "count as ties" if settings.unparsed == "tie" else "are left out"
     method = (
-        f"Bradley-Terry ratings with Davidson's ties, by maximum likelihood {prior}, on the Elo scale with {reference} "
-        f"at {BASE:g}. Intervals are 95 % for the difference to that model on new questions ({settings.draws} "
-        f"bootstrap draws, seed {settings.seed}). Judgments without scores {unparsed}; scores that differ by at most "
-        f"{TIE} are a tie."
+        f"Bradley-Terry ratings with {TIES[settings.ties]}, by maximum likelihood {prior}, on the Elo scale with "
+        f"{reference} at {BASE:g}. Intervals are 95 % for the difference to that model on new questions "
+        f"({settings.draws} bootstrap draws, seed {settings.seed}). Judgments without scores {unparsed}; scores that "
+        f"differ by at most {TIE} are a tie."
     )
+    if settings.elo is not None:
+        method += (
+            f" Elo ratings are of one pass in an order shuffled by seed {settings.elo}; they change with the seed and "
+            "have no interval."
+        )
     return [method, *(line for dimension in found.dimensions for line in _dimension(dimension))]
 
 
@@ -72,7 +83,14 @@ def _dimension(found: Dimension) -> list[str]:
     lines.append(
         f"{name}: both orders agree in {_percent(trust.agreement)} of {trust.both} pairs of answers judged in both; "
         f"the answer shown first has {_percent(trust.first_wins)} of the wins{_bias(trust.first_wins)}."
+        if trust.both
+        else f"{name}: each pair of answers was judged in one order only, so a bias to a position cannot be measured."
     )
+    if found.elo is not None:
+        strongest = sorted(found.elo.items(), key=lambda pair: -pair[1])
+        lines.append(
+            f"{name}: Elo in this order: " + ", ".join(f"{model} {points:.0f}" for model, points in strongest) + "."
+        )
     for pair in trust.pairs:
         line = f"{name}: {' against '.join(pair.models)}: won {pair.won}, lost {pair.lost}, tied {pair.tied}"
         line += f", {pair.unparsed} without scores" if pair.unparsed else ""
@@ -110,11 +128,14 @@ def _bias(found: Estimate) -> str:
 
 
 def draw(found: Ratings, folder: Path) -> list[Path]:
-    """Draw `ratings.png` and `ratings.svg`: each model's rating with its interval."""
-    heights = [ROW * len(dimension.rows) + 0.9 for dimension in found.dimensions]
+    """Draw `ratings.png` and `.svg`, each model's rating with its interval in the first `MOST` dimensions, and the
+    plane of helpfulness and harmlessness.
+    """
+    drawn = found.dimensions[:MOST]
+    heights = [ROW * len(dimension.rows) + 0.9 for dimension in drawn]
     figure = canvas(WIDTH, sum(heights) + 0.8, layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
-    for axes, dimension in zip(grid[:, 0], found.dimensions, strict=True):
+    for axes, dimension in zip(grid[:, 0], drawn, strict=True):
         name, reference = (shorten(visible(text), LABEL) for text in (dimension.name, dimension.reference))
         frame(axes, f"{name}, {reference} = {BASE:.0f}", "")
         labels: list[str] = []
@@ -122,11 +143,41 @@ def draw(found: Ratings, folder: Path) -> list[Path]:
             middle, label = row.rated.rating, shorten(visible(row.model), LABEL)
             labels.append(f"{label} (no rating)" if middle is None else label)
             if middle is not None:
-                low, high = (middle if end is None else end for end in (row.rated.low, row.rated.high))
-                halves = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-                axes.errorbar([middle], [place], xerr=halves, fmt="o", color=COLORS[0], markersize=5, capsize=3)
+                axes.errorbar(
+                    [middle], [place], xerr=_bars(row.rated)[1], fmt="o", color=COLORS[0], markersize=5, capsize=3
+                )
         axes.axvline(BASE, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(len(labels) - 0.5, -0.5)
     grid[-1][0].set_xlabel("rating, Elo scale; bars: 95 % for new questions")
-    return save_both(figure, folder / "ratings.png")
+    return [*save_both(figure, folder / "ratings.png"), *_plane(found, folder)]
+
+
+def _plane(found: Ratings, folder: Path) -> list[Path]:
+    """Draw `plane.png` and `plane.svg`, helpfulness over harmlessness, if both are rated for some model."""
+    rated = [
+        {row.model: row.rated for row in one.rows} for name in PLANE for one in found.dimensions if one.name == name
+    ]
+    if len(rated) < len(PLANE):
+        return []
+    models = [m for m in rated[0] if all(m in one and one[m].rating is not None for one in rated)]
+    if not models:
+        return []
+    figure = canvas(6.0, 4.5, layout="constrained")
+    axes = figure.subplots()
+    frame(axes, "ratings, Elo scale; bars: 95 % for new questions", PLANE[0])
+    axes.set_ylabel(PLANE[1])
+    for place, model in enumerate(models):
+        (x, x_bars), (y, y_bars) = (_bars(one[model]) for one in rated)
+        color = COLORS[place % len(COLORS)]
+        axes.errorbar([x], [y], xerr=x_bars, yerr=y_bars, fmt="o", color=color, markersize=5, capsize=3)
+        style: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 6), "color": color}
+        axes.annotate(shorten(visible(model), LABEL), (x, y), **style)
+    return save_both(figure, folder / "plane.png")
+
+
+def _bars(rated: Rating) -> tuple[float, list[list[float]]]:
+    """Return a rating, and the lengths of its interval below and above for `errorbar`."""
+    middle = 0.0 if rated.rating is None else rated.rating
+    low, high = (middle if end is None else end for end in (rated.low, rated.high))
+    return middle, [[max(0.0, middle - low)], [max(0.0, high - middle)]]
