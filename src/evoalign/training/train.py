@@ -314,6 +314,7 @@ class _EvolutionStrategies:
         row |= {"engine": dict(busy)} if busy else {}
         row |= self._validation if generation.evaluation is not None else {}
         self._course.note(self.journal, generation.index, row)
+        session.recorder.distribute(generation.index, generation.columns)
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
