@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards as named columns and the objectives that make scores of them: the weighted sum, and one with a state."""
 
+import base64
 import json
 import math
 import re
@@ -18,11 +19,13 @@ from small_runs import UNCHECKED
 from task_runs import lines, resumed_after, train
 
 import evoalign
+from evoalign.analysis.page import page
+from evoalign.analysis.page.run import views_of
 from evoalign.config import GraderConfig, ObjectiveConfig, TaskConfig, code_of, from_dict, to_yaml
-from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError
+from evoalign.errors import CheckpointError, ConfigError, DataError, JournalError, ResumeError, RewardError
 from evoalign.report import figures
-from evoalign.report.rows import rebuilt_row
-from evoalign.rewards.objective import Objective, WeightedSum, create, grouped, reported_means, score
+from evoalign.report.rows import read_distributions, rebuilt_row, write_distribution
+from evoalign.rewards.objective import Objective, WeightedSum, create, grouped, means, reported, score
 from evoalign.rollouts import columns_of, rewards_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
@@ -106,7 +109,7 @@ def config(output, questions, generations=GENERATIONS, **task):
         "task": {"name": "custom", "train_data": questions, "test_data": questions, "batch_size": 2,
                  "rewards": [f"{HERE}:helpful", f"{HERE}:cost"], "reward_weights": [1.0, -0.5], **task},
         "evaluation": {"max_tokens": 8, "temperature": 0.8, "every": 2}, "checkpoint": {"every": 1},
-        "checks": {"control_every": 2}, "tracking": {"completions_every": 0}, "grader": {"isolated": False},
+        "checks": {"control_every": 2}, "tracking": {"completions_every": 4}, "grader": {"isolated": False},
     }  # fmt: skip
 
 
@@ -221,6 +224,34 @@ def test_reward_means_are_reported_everywhere(straight):
     assert "reward/helpful" in output
 
 
+def test_rewards_of_all_completions_are_saved_and_drawn(straight):
+    """Of the first and the last generation, with the means of their rows; the page has the figure."""
+    run, rows = straight[0], lines(straight[0] / "metrics.jsonl")
+    files = sorted((run / "results/completions").glob("rewards_*.parquet"))
+    assert [file.stem for file in files] == ["rewards_0000", f"rewards_{GENERATIONS - 1:04d}"]
+    for file, row in zip(files, (rows[0], rows[-1]), strict=True):
+        columns = parquet.read_table(file).to_pydict()
+        assert {len(values) for values in columns.values()} == {4 * 2}, "members x prompts"
+        known = {name: [v for v in values if v is not None] for name, values in columns.items()}
+        assert {name: np.mean(values) for name, values in known.items()} == pytest.approx(row["rewards"])
+    picture = (run / "figures/distribution.png").read_bytes()
+    assert base64.b64encode(picture).decode() in page.render(views_of([run]))
+
+
+def test_rewards_of_the_first_the_middle_and_the_last_saved_generation_are_read(tmp_path):
+    for index in range(0, 60, 10):
+        columns = {"a": [float(index), None], "b": [math.nan, 1]}
+        write_distribution(tmp_path / f"rewards_{index:04d}.parquet", columns)
+    (tmp_path / "rewards_of_mine.parquet").write_text("")
+    assert {done: list(read_distributions(tmp_path, done)) for done in (0, 1, 11, 45, 90)} == {
+        0: [], 1: [0], 11: [0, 10], 45: [0, 20, 40], 90: [0, 30, 50]
+    }  # fmt: skip
+    assert str(read_distributions(tmp_path, 1)[0]) == str({"a": [0.0, math.nan], "b": [math.nan, 1.0]})
+    (tmp_path / "rewards_0030.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="rewards_0030"):
+        read_distributions(tmp_path, 60)
+
+
 def test_plain_output_names_rewards(questions, tmp_path):
     _, output = train(config(tmp_path / "run", questions, 1))
     (row,) = lines(tmp_path / "run/metrics.jsonl")
@@ -240,7 +271,9 @@ def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions, tmp_
     result, _ = train(tree, on_generation=seen.append)
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert not {"rewards", "objective"} & row.keys()
-    assert not any((tmp_path / f"run/figures/{name}.png").exists() for name in ("rewards", "objective"))
+    assert not any((tmp_path / f"run/figures/{n}.png").exists() for n in ("rewards", "objective", "distribution"))
+    assert not list((tmp_path / "run/results/completions").glob("rewards_*"))
+    assert seen[0].columns == {}
     assert seen[0].rewards == seen[0].objective == {}
     assert not any(name.startswith("reward/") for name in result.before.measures)
     header, update, _ = lines(tmp_path / "run/journal.jsonl")
@@ -249,9 +282,9 @@ def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions, tmp_
     assert "rewards" not in parquet.read_schema(tmp_path / "run/results/completions/before.parquet").names
 
 
-def test_reported_means_ignore_missing_values():
+def test_means_of_reported_columns_ignore_missing_values():
     group = grouped({"a": [1.0, None, 2.0, None], "b": [None] * 4}, ["w", "x", "y", "z"], [{}, {}], 7)
-    assert reported_means(WeightedSum(), group) == {"a": 1.5, "b": None}
+    assert means(reported(WeightedSum(), group), fewest=1) == {"a": 1.5, "b": None}
     assert group.texts_MP == [["w", "x"], ["y", "z"]]
     assert group.columns_MP["a"].shape == (2, 2)
     assert np.isnan(group.columns_MP["a"][0, 1])
@@ -322,7 +355,7 @@ def test_only_what_the_weights_name_counts():
     examples = task.load_data(0).train
     group = grouped(columns_of(task, ["a b"] * 6, [*examples] * 2), ["a b"] * 6, examples, 0)
     assert score(task.objective(), group).tolist() == [[-3.0] * 3] * 2
-    assert reported_means(WeightedSum(), group) == {"reward": -3.0, "blanks": 1.0}
+    assert means(reported(WeightedSum(), group), fewest=1) == {"reward": -3.0, "blanks": 1.0}
     with pytest.raises(RewardError, match="weights for harm, but the columns are reward, blanks"):
         score(WeightedSum({"harm": 1.0}), group)
     with pytest.raises(ConfigError, match="finite"):

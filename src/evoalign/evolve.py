@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.report import watching
-from evoalign.rewards.objective import reported_means, score
+from evoalign.rewards.objective import means, reported, score
 from evoalign.rollouts import Clock, Encoded, Run, ask, requests_of, rows_of
 from evoalign.types import Generation, Plan, Summation, Update, population
 
@@ -37,6 +37,7 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
         coefficients_M = shaping.shape(scores_MP, es.shaping)
         update = update_of(run.config, plan, coefficients_M, run.journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
+        columns = reported(run.objective, answered.group)
         run.journal.append(update, fitness_M, run.objective.state)  # before the weights move
         with watching.phase("updating"):
             run.engine.apply(update)
@@ -60,9 +61,10 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
             rows=tuple(rows),
             rollouts=tuple(answered.rollouts),
             prompts=tuple(prompts[i] for i in rows),
-            rewards=reported_means(run.objective, answered.group),
+            rewards=means(columns, fewest=1),
             objective=run.objective.state,
             mean=tuple(answered.mean),
+            columns=columns,
         )
 
 

@@ -237,8 +237,9 @@ class Generation:
     `scores_MP` are the objective's scores, `fitness_M` their means over prompts, `seconds` the wall time by phase
     (rollout, score, update, other). `rows` are the training examples in the order of the requests: the example of a
     rollout (of all members x prompts) is `rows[rollout.request]`; `prompts` are their token ids, in the same order.
-    `rewards` has the mean of each reward column if there are several (None: it applied to no completion), `objective`
-    the objective's state after this generation, if it has one. `mean` are the unperturbed model's completions of the
+    `rewards` has the mean of each reward column if there are several (None: it applied to no completion), and `columns`
+    their values member by member, NaN where a reward does not apply. `objective` is the objective's state after this
+    generation, if it has one. `mean` are the unperturbed model's completions of the
     same requests, if the objective needs them; `tokens` includes theirs.
     """
 
@@ -259,6 +260,7 @@ class Generation:
     rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     objective: Mapping[str, float] = field(default_factory=dict[str, float])
     mean: tuple[Rollout, ...] = ()
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
     @property
     def zero_variance(self) -> bool:

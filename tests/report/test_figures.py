@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from matplotlib.image import imread
 
 from evoalign.report import figures
-from evoalign.report.figures import Ends
+from evoalign.report.figures import Ends, canvas
 from evoalign.statistics import Estimate
 
 Draw = Callable[..., None]
@@ -95,6 +96,26 @@ def test_phases_are_as_high_as_long_and_each_has_its_colour(tmp_path: Path) -> N
 
     update, rollout = (share(image, figures.PHASES[name]).mean() for name in ("update", "rollout"))
     assert update == pytest.approx(rollout, rel=0.05) and update > 0.1
+
+
+def test_distribution_draws_a_colour_per_generation_and_no_figure_without_rewards(tmp_path: Path) -> None:
+    """Empty, constant and missing columns are drawn too; with one reward there is no scatter."""
+    figures.distribution({}, tmp_path / "none.png")
+    figures.distribution({0: {}}, tmp_path / "none.png")
+    assert not any(tmp_path.iterdir())
+    some = {"reward": [0.0, 1.0, 2.0, 5.0], "cost": [-1.0, 2.0, math.nan, 1.0]}
+    for name, found, count in (
+        ("one", {7: {"reward": [1.0, 1.0]}}, 1),
+        ("two", {0: some, 9: {**some, "cost": [-3.0] * 4}}, 2),
+        ("many", {0: {**some, **{f"${i}": [math.nan] * 4 for i in range(9)}}, 4: some, 9: some}, 3),
+    ):
+        figures.distribution(found, tmp_path / f"{name}.png", title="a $ title")
+        image = pixels(tmp_path / f"{name}.png")
+        assert [bool(share(image, color).any()) for color in figures.COLORS[:3]] == [i < count for i in range(3)]
+    (axes,) = canvas(3, 3).subplots(1, 1, squeeze=False)[0]
+    figures._scatter(axes, [([1.0] * 2500, [2.0] * 2500)])
+    assert [len(line.get_xdata()) for line in axes.lines[:1]] == [834], "at most 1,000 points"
+    assert [line.get_ydata() for line in axes.lines[1:]] == [[0, 0], [0, 1]]
 
 
 def test_a_picture_is_replaced_in_one_step(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def read_wandb(run: Path) -> Recorded:
     return Recorded(curves_of(points), sessions[-1]["config"], {s: t["data"] for s, t in tables.items()}, images)
 
 
-def read_trackio(run: Path) -> Recorded:
-    """Read with trackio's own reader, in a new process."""
+def logs_of_trackio(run: Path) -> tuple[str, Mapping[str, Any], list[dict[str, Any]]]:
+    """Return name, config and logs, read with trackio's own reader in a new process."""
     code = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as S;"
         "print(json.dumps([(n, S.get_run_config('evoalign', n), S.get_logs('evoalign', n))"
@@ -160,6 +160,11 @@ def read_trackio(run: Path) -> Recorded:
     environ = {**os.environ, "TRACKIO_DIR": str(run / "logs/trackio")}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     ((name, tree, logs),) = json.loads(done.stdout)
+    return name, tree, logs
+
+
+def read_trackio(run: Path) -> Recorded:
+    name, tree, logs = logs_of_trackio(run)
     assert name == run.name
     points = [(row["step"], {n: v for n, v in row.items() if isinstance(v, float | int) and n != "step"})
               for row in logs]  # fmt: skip
@@ -200,6 +205,51 @@ def test_tracker_records_numbers_config_completions_and_figures(
         (file,) = wandb_files(run / "logs/wandb")
         assert (file["project"], file["name"], file["exit_code"]) == ("own project", "one of ours", 0)
         assert {name: file["summary"][name] for name in FINAL} == FINAL
+
+
+COLUMNS = {"reward": [-1.0, 0.0, 0.0, 3.0], "cost": [2.0, 2.0, -0.5, 1.0]}
+
+
+def histograms(run: Path, backend: str) -> dict[str, list[tuple[int, float, float, float]]]:
+    """Step, number of values, and bounds of each histogram, by name; read from the files of the library."""
+    found: dict[str, list[tuple[int, float, float, float]]] = {}
+    if backend == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(run / "logs/tensorboard"), size_guidance={"histograms": 0})
+        events.Reload()
+        for name in events.Tags()["histograms"]:
+            each = [(e.step, e.histogram_value) for e in events.Histograms(name)]
+            found[name] = [(step, h.num, h.min, h.max) for step, h in each]
+        return found
+    rows = (
+        [row for file in wandb_files(run / "logs/wandb") for row in file["history"]]
+        if backend == "wandb"
+        else logs_of_trackio(run)[2]
+    )
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, dict) and "bins" in value:
+                step = row["_step" if backend == "wandb" else "step"]
+                counts = (step, sum(value["values"]), value["bins"][0], value["bins"][-1])
+                found.setdefault(name, []).append(counts)
+    return found
+
+
+@EACH
+def test_tracker_records_histograms_of_rewards(backend: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tracker,) = tracking.create(config(run, backend), run, None)
+    for row in ROWS:
+        if row["generation"] % 3 == 0:
+            tracker.distribute(row["generation"], COLUMNS)
+        tracker.log(row)
+    tracker.close()
+    bounds = {"reward": (4, -1, 3), "cost": (4, -0.5, 2)}
+    expected = {f"train/distribution/{name}": [(0, *found), (3, *found)] for name, found in bounds.items()}
+    found = {name: each for name, each in histograms(run, backend).items() if name in expected}
+    assert found == expected
+    assert [step for step, _ in READERS[backend](run).curves["train/mean"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("backend", "resumed_at"), [("tensorboard", 1), ("trackio", 1), ("wandb", 2)])
@@ -282,6 +332,7 @@ FULL = OSError(28, "No space left\non device")
     ("failing", "error", "calls"),
     [
         (("log",), FULL, ["log", "close"]),
+        (("distribute",), FULL, ["close"]),
         (("log", "close"), FULL, ["log", "close"]),
         (("finish",), FULL, ["log", "log", "finish", "close"]),
         (("close",), FULL, ["log", "log", "finish", "close", "close"]),
@@ -294,12 +345,13 @@ def test_failing_tracker_is_dropped_with_one_warning(
 ) -> None:
     broken: Any = Broken(*failing, error=error)
     guarded: Tracker = tracking.Guarded("broken", broken)
+    guarded.distribute(0, COLUMNS)
     for _ in range(2):
         guarded.log(ROWS[0])
     guarded.finish(SUMMARY)
     guarded.close()
     guarded.close()
-    assert broken.calls == calls
+    assert broken.calls == ["distribute", *calls]
     assert len(caplog.messages) == (1 if failing else 0)
     reason = "No space left on device" if error is FULL else "SystemExit: no use to log"
     assert not failing or ("broken failed" in caplog.text and reason in caplog.text)

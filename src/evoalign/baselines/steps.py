@@ -128,6 +128,7 @@ class Steps(TrainerCallback):
                 row |= {"evaluation": session.evaluate().measures, **session.validation()}
             row["divergence"] = session.divergence_if_due()
             row["seconds"]["other"] = time.perf_counter() - start
+            session.recorder.distribute(step, _columns(fresh) if fresh and "rewards" in row else {})
             session.record(row)
             self._write_completions(session, fresh)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import visible, weighed
 from evoalign.rewards.objective import aim
@@ -37,6 +39,8 @@ SURFACE = "cividis"
 """Colour map of a surface: the same with any colour vision, and in grey."""
 LETTER = 0.1
 """Width of a letter of a title, in inches."""
+BINS, MOST_HISTOGRAMS, MOST_POINTS = 30, 8, 1000
+"""Bins of a histogram, histograms in a figure, and points of a generation in a scatter."""
 HEADING: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "color": INK}
 
 
@@ -200,6 +204,63 @@ def objective(rows: Rows, path: str | Path, *, title: str = "", words: Words = E
     """Draw the state of the objective, such as the price of a cost, by generation; no figure without state."""
     if any(row.get("objective") for row in rows):
         _draw(path, title, lambda axes: _named(axes, rows, "objective", "state of the objective"), across=words.unit)
+
+
+def distribution(
+    found: Mapping[int, Mapping[str, Sequence[float]]],
+    path: str | Path,
+    *,
+    title: str = "",
+    words: Words = ES_WORDS,
+) -> None:
+    """Draw a histogram of each reward, and the first reward over the second, of the given generations' completions.
+
+    `found` has the rewards by generation and name, NaN where one does not apply. No figure without rewards.
+    """
+    names = list(dict.fromkeys(name for columns in found.values() for name in columns))
+    if not names:
+        return
+    shown, panels = names[:MOST_HISTOGRAMS], min(len(names), MOST_HISTOGRAMS) + (len(names) > 1)
+    down, wide = math.ceil(panels / 3), min(panels, 3)
+    figure = canvas(SIZE_INCHES[0] * max(wide, 2) / 3, 3.4 * down + 1, layout="constrained")
+    places = figure.subplots(down, wide, squeeze=False).ravel().tolist()
+    for axes, name in zip(places, shown, strict=False):
+        _histogram(axes, [columns.get(name, ()) for columns in found.values()])
+        frame(axes, visible(name), visible(name))
+        axes.set_ylabel("share of completions")
+    if len(names) > 1:
+        axes = places[len(shown)]
+        _scatter(axes, [(columns.get(names[1], ()), columns.get(names[0], ())) for columns in found.values()])
+        frame(axes, visible(f"{names[0]} over {names[1]}"), visible(names[1]))
+        axes.set_ylabel(visible(names[0]))
+    for axes in places[panels:]:
+        axes.remove()
+    for i, index in enumerate(found):
+        places[0].plot([], [], color=COLORS[i % len(COLORS)], linewidth=3, label=f"completions of {words.unit} {index}")
+    figure.suptitle(title, x=0.02, ha="left", **HEADING)
+    figure.legend(loc="outside lower center", ncols=wide, frameon=False, fontsize=9)
+    save(figure, Path(path))
+
+
+def _histogram(axes: Axes, columns: Sequence[Sequence[float]]) -> None:
+    """Draw the outline of a histogram per generation, with the same bins."""
+    finite = [[value for value in values if math.isfinite(value)] for values in columns]
+    edges = np.histogram_bin_edges([value for values in finite for value in values] or [0.0], bins=BINS)
+    for i, values in enumerate(finite):
+        counts, _ = np.histogram(values, bins=edges)
+        shares = counts / max(1, len(values))
+        axes.stairs(shares, edges, color=COLORS[i % len(COLORS)], linewidth=1.6)
+    axes.set_ylim(bottom=0)
+
+
+def _scatter(axes: Axes, columns: Sequence[tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Draw a point per completion, at most `MOST_POINTS` of a generation, and lines at 0."""
+    for i, (x, y) in enumerate(columns):
+        step = max(1, math.ceil(len(x) / MOST_POINTS))
+        style: dict[str, Any] = {"linestyle": "", "marker": ".", "markersize": 4, "alpha": 0.5}
+        axes.plot(x[::step], y[::step], color=COLORS[i % len(COLORS)], **style)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.axvline(0, color=INK, linewidth=0.8)
 
 
 def _named(axes: Axes, rows: Rows, field: str, label: str) -> None:

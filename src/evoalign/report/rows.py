@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evoalign.rewards.objective import Columns
 from evoalign.rundir import parquet
 from evoalign.rundir.journal import Recorded
 from evoalign.tasks.base import Task
@@ -18,6 +20,8 @@ from evoalign.types import Example, Generation, Update, text_of
 Row = dict[str, Any]
 WEIGHTS = "reward_weights"
 """Field of the weights of several rewards, in a row and in results/evaluation.json."""
+DISTRIBUTION = "rewards"
+"""Beginning of the names of files with the rewards of a whole generation."""
 LATER = ("budget", "divergence")
 """Fields that rows of the first release do not have."""
 
@@ -94,6 +98,28 @@ def write_completions(path: Path, generation: Generation, examples: Sequence[Exa
         {"prompt": text_of(task.prompt(example)), "target": task.gold(task.handed(example))} for example in examples
     ]
     parquet.write(path, list(_completion_rows(generation, shown)))
+
+
+def write_distribution(path: Path, columns: Columns) -> None:
+    """Write one row per completion, with a column per reward: null where it does not apply."""
+    known = {name: [None if v is None or math.isnan(v) else float(v) for v in c] for name, c in columns.items()}
+    parquet.write(path, [dict(zip(known, row, strict=True)) for row in zip(*known.values(), strict=True)])
+
+
+def read_distributions(folder: Path, done: int) -> dict[int, dict[str, list[float]]]:
+    """Return the rewards of the first, the middle and the last saved generation of `done`, NaN for null.
+
+    Raises DataError.
+    """
+    numbers = {file.stem.rpartition("_")[2]: file for file in folder.glob(f"{DISTRIBUTION}_*.parquet")}
+    every = {int(number): file for number, file in numbers.items() if number.isdecimal()}
+    saved = sorted(index for index in every if index < done)
+    found: dict[int, dict[str, list[float]]] = {}
+    for index in dict.fromkeys([saved[0], saved[len(saved) // 2], saved[-1]] if saved else []):
+        rows = parquet.read(every[index])
+        names = list(rows[0]) if rows else []
+        found[index] = {n: [row[n] if isinstance(row[n], float) else math.nan for row in rows] for n in names}
+    return found
 
 
 def roles(fitness_M: Sequence[float]) -> dict[str, int]:

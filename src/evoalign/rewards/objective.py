@@ -332,10 +332,11 @@ def grouped(columns: Columns, texts: Sequence[str], examples: Sequence[Example],
     )
 
 
-def reported_means(objective: Objective, group: Group) -> dict[str, float | None]:
-    """Return the mean of each column, or none for a single column that the scores consist of."""
-    columns = {name: column.ravel().tolist() for name, column in group.columns_MP.items()}
-    return means(columns, fewest=2 if objective.measure == "reward" else 1)
+def reported(objective: Objective, group: Group) -> dict[str, tuple[float, ...]]:
+    """Return each column's values, member by member, or none for a single column that the scores consist of."""
+    if len(group.columns_MP) < (2 if objective.measure == "reward" else 1):
+        return {}
+    return {name: tuple(column.ravel().tolist()) for name, column in group.columns_MP.items()}
 
 
 def means(columns: Columns, fewest: int = 2) -> dict[str, float | None]:

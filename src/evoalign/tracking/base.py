@@ -49,6 +49,9 @@ class Tracker(ABC):
     def log(self, row: Mapping[str, Any]) -> None:
         """Record a row of metrics.jsonl; its step is `row["generation"]`."""
 
+    def distribute(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:  # noqa: B027
+        """Record the rewards of a generation's completions, by name, before the row of that step."""
+
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:  # noqa: B027
         """Show completions of some test examples, before the first row and after the last. `figures` are PNG files by
         name, after the last row."""
@@ -75,6 +78,10 @@ class Guarded(Tracker):
     def log(self, row: Mapping[str, Any]) -> None:
         """Call the tracker, unless it failed before."""
         self._attempt(lambda tracker: tracker.log(row))
+
+    def distribute(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:
+        """Call the tracker, unless it failed before."""
+        self._attempt(lambda tracker: tracker.distribute(step, columns))
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
         """Call the tracker, unless it failed before."""
@@ -119,6 +126,8 @@ GROUPS = {
 }  # fmt: skip
 """Prefixes of parts of a row, which trackers show as sections; all other values have the prefix `train`."""
 COMPLETIONS = "eval/completions"
+DISTRIBUTION = "train/distribution"
+"""Prefix of histograms: `train/rewards` has the means."""
 
 
 def step_and_values(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:

@@ -14,7 +14,7 @@ import numpy as np
 from evoalign.config import Config, to_yaml
 from evoalign.report.tables import markdown_table as table
 from evoalign.report.tables import visible
-from evoalign.tracking.base import COMPLETIONS, Answer, Tracker, final_values, last_step, step_and_values
+from evoalign.tracking.base import COMPLETIONS, DISTRIBUTION, Answer, Tracker, final_values, last_step, step_and_values
 
 
 class TensorBoard(Tracker):
@@ -33,6 +33,11 @@ class TensorBoard(Tracker):
     def log(self, row: Mapping[str, Any]) -> None:
         """Write a row and flush it, so that curves are never behind the run."""
         self._add(*step_and_values(row))
+
+    def distribute(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:
+        """Write a histogram of each reward."""
+        for name, values in columns.items():
+            self._writer.add_histogram(f"{DISTRIBUTION}/{name}", np.asarray(values), step)
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
         """Write completions as a Markdown table, and images."""

@@ -20,6 +20,7 @@ from evoalign.config import Config
 from evoalign.report.tables import visible
 from evoalign.tracking.base import (
     COMPLETIONS,
+    DISTRIBUTION,
     Answer,
     Tracker,
     environment,
@@ -61,6 +62,13 @@ class Trackio(Tracker):
         """Record a row; a thread of trackio writes it within a second."""
         step, scalars = step_and_values(row)
         self._run.log(scalars, step=step)
+
+    def distribute(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:
+        """Record a histogram of each reward."""
+        import trackio
+
+        found = {f"{DISTRIBUTION}/{name}": trackio.Histogram(values) for name, values in columns.items()}
+        self._run.log(found, step=step)
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
         """Record a table, with plain text cells, and images; they are on the page Media."""

@@ -22,6 +22,7 @@ from evoalign.report.tables import visible
 from evoalign.rundir.files import write_text
 from evoalign.tracking.base import (
     COMPLETIONS,
+    DISTRIBUTION,
     Answer,
     Ready,
     Tracker,
@@ -77,6 +78,11 @@ class WeightsAndBiases(Tracker):
         """Send a row at once."""
         step, scalars = step_and_values(row)
         self._run.log(scalars, step=step, commit=True)
+
+    def distribute(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:
+        """Record a histogram of each reward; it is sent with the row of that step."""
+        found = {f"{DISTRIBUTION}/{name}": self._wandb.Histogram(values) for name, values in columns.items()}
+        self._run.log(found, step=step, commit=False)
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
         """Record a table, with plain text cells, and images; they are sent with the row of that step."""

@@ -18,14 +18,15 @@ from evoalign import tracking
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
+from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation
 from evoalign.report import figures
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
-from evoalign.report.rows import Row, completions_due
+from evoalign.report.rows import DISTRIBUTION, Row, completions_due, read_distributions, write_distribution
 from evoalign.report.tables import questions, shorten, visible
 from evoalign.report.terminal import print_line
-from evoalign.rewards.objective import aim, aim_of
+from evoalign.rewards.objective import Columns, aim, aim_of
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.tasks import Split
@@ -108,6 +109,21 @@ class Recorder:
         self._display.update(row)
         self._track(row)
 
+    def distribute(self, index: int, columns: Columns) -> None:
+        """Save and track the rewards of a generation's completions, if there are several and its completions are saved.
+
+        Called before `record`: a tracker sends both together.
+        """
+        if not columns or not completions_due(self.config.tracking.completions_every, index, self.labels.total):
+            return
+        self.run.check()
+        write_distribution(self.run.completions(f"{DISTRIBUTION}_{index:04d}"), columns)
+        known = {
+            name: [float(v) for v in values if v is not None and not math.isnan(v)] for name, values in columns.items()
+        }
+        for tracker in self.trackers:
+            tracker.distribute(index, {name: values for name, values in known.items() if values})
+
     def evaluated(self, cost: Cost) -> None:
         """Add the cost of an evaluation."""
         self.evaluations = None if self.evaluations is None else self.evaluations + cost
@@ -176,6 +192,9 @@ class Recorder:
         figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
         figures.rewards(rows, folder / "rewards.png", title=title, words=words)
         figures.objective(rows, folder / "objective.png", title=title, words=words)
+        with suppress(DataError):  # a damaged table costs this figure alone
+            found = read_distributions(self.run.completions(DISTRIBUTION).parent, len(rows))
+            figures.distribution(found, folder / "distribution.png", title=title, words=words)
         self._draw_divergence()
         self._drawn = time.monotonic()
         self._drawing = self._drawn - start

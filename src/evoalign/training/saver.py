@@ -33,6 +33,14 @@ class Saver:
         self._writing: Future[None] | None = None
         self._last: tuple[Path, Mark] | None = None
 
+    def prepare(self) -> None:
+        """Load the base model, so that the first checkpoint does not wait for it.
+
+        Not in the thread: transformers sets torch's default dtype for all threads while it loads.
+        """
+        if self._whole is not None:
+            self._whole.load()
+
     def save(self, folder: Path, mark: Mark, then: Callable[[], None]) -> None:
         """Save the engine's mean in `folder`, unless it is there, and call `then` once it is written."""
         if self._last == (folder, mark):
@@ -41,8 +49,7 @@ class Saver:
         if checkpoint.holds(folder, mark):
             then()
             return
-        if self._whole is not None:
-            self._whole.load()  # here, since it sets torch's default dtype for all threads
+        self.prepare()
         engine, layout = self._served.engine, self._served.layout
         size, free = 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen)), free_on_host()
         if free is not None and size > SHARE * free:

@@ -240,6 +240,9 @@ class _EvolutionStrategies:
     def advance(self, session: Session) -> None:
         if session.done >= session.total:
             return
+        keeps_best = self.config.checkpoint.keep_best and self.config.evaluation.every and self.data.validation
+        if saving.every(self.config, self.journal.summation) or keeps_best:
+            self.mean.saver.prepare()
         noise_floor = self._control(session.done)
         run = self.parts.run(self.journal, lambda: self._evaluate(session, session.done + 1), self._course.plateaus)
         for generation in evolve.evolve(run, session.done):
@@ -321,6 +324,7 @@ class _EvolutionStrategies:
         row |= {"engine": dict(busy)} if busy else {}
         row |= self._validation if generation.evaluation is not None else {}
         self._course.note(self.journal, generation.index, row)
+        session.recorder.distribute(generation.index, generation.columns)
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")

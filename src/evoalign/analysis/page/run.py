@@ -39,7 +39,8 @@ from evoalign.rundir.files import ANALYSES, refuse_links, write_text
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 from evoalign.rundir.own import read_own
 
-READ = ("config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO)
+DISTRIBUTION = "figures/distribution.png"
+READ = ("config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO, DISTRIBUTION)
 """Files that the page reads, without those of analyses."""
 NOT_VERIFIED = f"the results are not verified: {CHECKSUMS} has no checksums of them, so edits would go unnoticed"
 _T = TypeVar("_T")
@@ -148,6 +149,7 @@ class _Reader:
             budget={"training": budget.training, **({"evaluation": budget.evaluation} if budget.evaluation else {})},
             completions=views.pairs(before, after),
             analyses=analysed(self.path / ANALYSES, self.alarms),
+            distribution=_picture(self.path / DISTRIBUTION),
         )
 
     def _tried(self, read: Callable[[], _T]) -> _T | None:

@@ -63,7 +63,7 @@ class Placebos:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure of an analysis: PNG or SVG."""
+    """A figure of an analysis or of the run: PNG or SVG."""
 
     name: str
     kind: Literal["png", "svg+xml"]
@@ -98,7 +98,7 @@ class View:
     """One run. `alarms` and `warnings` are sentences; `headline` is the change of the reward, and `beside` its drift.
 
     `about` and `made` are facts by name. `settings` are those that the run reads, by dotted name, with their
-    `defaults`. `ends` are by split.
+    `defaults`. `ends` are by split. `distribution` is the figure of the completions' rewards, if there are several.
     """
 
     name: str
@@ -124,6 +124,7 @@ class View:
     budget: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict[str, Mapping[str, float | None]])
     completions: Sequence[Pair] = ()
     analyses: Sequence[Analysed] = ()
+    distribution: Picture | None = None
 
 
 MOST_MEASURES = 200
