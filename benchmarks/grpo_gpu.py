@@ -77,7 +77,13 @@ def _runs(options: argparse.Namespace, model: Path, where: Path) -> list[tuple[s
     group, prompts = options.group, options.prompts
     file, reward = str(where / "prompts.jsonl"), str(where / "reward.py")
     common = {
-        "task": {"name": "custom", "train_data": file, "test_data": file, "rewards": [f"{reward}:near_forty"]},
+        "task": {
+            "name": "custom",
+            "train_data": file,
+            "test_data": file,
+            "rewards": [f"{reward}:near_forty"],
+            "prompt": "raw",
+        },
         "model": {"name": str(model)},
         "evaluation": {"max_tokens": options.tokens},
         "checks": {"canary_every": 0, "control_every": 0},

@@ -34,6 +34,7 @@ PARTS = {
     "evaluations, completions": "evoalign.evaluation:collect",
     "evaluations, measures": "evoalign.evaluation:summarise",
     "prompts to tokens": "evoalign.tokens:Tokens.encode",
+    "start-up check": "evoalign.engines.transformers.engine:TransformersEngine.check_mean",
     "control": "evoalign.training.train:_EvolutionStrategies._control",
     "canary": "evoalign.training.train:_EvolutionStrategies._check_canary",
     "figures": "evoalign.training.recorder:Recorder._draw",

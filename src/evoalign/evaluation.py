@@ -52,6 +52,8 @@ class Scored:
     """Reward by column, if there are several."""
     right: bool | None = None
     """Whether it is right by the gold answer (`Task.is_right`); None if unknown."""
+    rendered: str | None = None
+    """The text that the model read, if the prompt is of messages; `prompt` joins their contents."""
 
     def flat(self) -> dict[str, Any]:
         """Return a table row, with each reward column as `reward/NAME`."""
@@ -113,13 +115,13 @@ def evaluate(
 def evaluate_together(
     engine: Engine,
     task: Task,
-    splits: Sequence[tuple[Sequence[Example], Mapping[int, tuple[int, ...]]]],
+    splits: Sequence[tuple[Sequence[Example], Encoded]],
     settings: EvaluationConfig,
     others: Sequence[Request] = (),
 ) -> tuple[list[Evaluation], list[Rollout]]:
     """Evaluate several splits as `evaluate` does, and complete `others`, in one rollout of the unperturbed model.
 
-    Each split has its examples, and the token ids of their prompts by row. A GPU takes about as long for a few rows as
+    Each split has its examples and their prompts. A GPU takes about as long for a few rows as
     for hundreds. `others` have the indices 0, 1, ...; their completions are returned in this order.
     """
     sampling = sampling_of(settings)
@@ -144,8 +146,8 @@ def evaluate_together(
         rollouts = collect(engine, MEAN_PLAN, [*requests, *more], take)
         columns = [columns_taken(answers) for answers in dict.fromkeys(answers for answers, _ in places)]
     found, left = list[Evaluation](), iter(rollouts)
-    for (examples, _), of_split, some in zip(splits, keys, columns, strict=True):
-        found.append(_evaluation(task, examples, of_split, [next(left) for _ in of_split], some))
+    for (examples, prompts), of_split, some in zip(splits, keys, columns, strict=True):
+        found.append(_evaluation(task, examples, prompts, of_split, [next(left) for _ in of_split], some))
     return found, list(left)
 
 
@@ -154,7 +156,12 @@ _Key: TypeAlias = tuple[int, int, int]
 
 
 def _evaluation(
-    task: Task, examples: Sequence[Example], keys: Sequence[_Key], rollouts: Sequence[Rollout], columns: Columns
+    task: Task,
+    examples: Sequence[Example],
+    prompts: Encoded,
+    keys: Sequence[_Key],
+    rollouts: Sequence[Rollout],
+    columns: Columns,
 ) -> Evaluation:
     texts, asked = [r.text for r in rollouts], [examples[e] for e, _, _ in keys]
     rewards = task.weighted.rewards(columns, texts, asked)
@@ -172,6 +179,7 @@ def _evaluation(
             tokens=len(rollout.token_ids),
             rewards={name: of[i] for name, of in several.items()},
             right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
+            rendered=prompts.rendered.get(e),
         )
         for i, ((e, seed, k), rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
     ]

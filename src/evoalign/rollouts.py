@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,10 @@ from evoalign.errors import ConfigError, EvoalignError
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.rundir.journal import Journal
-from evoalign.tasks.base import Task
+from evoalign.tasks.base import Data, Task
 from evoalign.tasks.grading import Answers, Grading, scored
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling
+from evoalign.types import MEAN_PLAN, Example, Member, Plan, Prompt, Request, Rollout, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,19 +205,29 @@ EARLY = 10_000
 """Splits of at most this many prompts are tokenised before the first request, so that an invalid prompt fails early."""
 
 
+TYPICAL = 200
+"""Prompts of each split whose rendering is checked and hashed."""
+
+
 class Encoded(dict[int, tuple[int, ...]]):
-    """Token ids of a split's prompts by row; those of a large split are encoded at first use. Raises ModelError."""
+    """Token ids of a split's prompts by row; those of a large split are encoded at first use. Raises ModelError.
+
+    `rendered` has the text of the chat template by row, of those that are messages.
+    """
 
     def __init__(self, task: Task, tokens: Tokens, examples: Sequence[Example]) -> None:
         super().__init__()
         self._task, self._tokens, self._examples = task, tokens, examples
+        self.rendered = dict[int, str]()
         if len(examples) <= EARLY:
             self.update((row, self[row]) for row in range(len(examples)))
 
     def __missing__(self, row: int) -> tuple[int, ...]:
-        found = self._tokens.encode(self._task.prompt(self._examples[row]))
-        self[row] = found
-        return found
+        prompt = self._task.prompt(self._examples[row])
+        self[row], text = self._tokens.encode_read(prompt)
+        if not isinstance(prompt, str):
+            self.rendered[row] = text
+        return self[row]
 
 
 def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[int]:
@@ -224,6 +235,37 @@ def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[
     step = -(-len(examples) // EARLY)
     known = [len(tokens.encode(task.prompt(example))) for example in examples[::step]]
     return [known[row // step] for row in range(len(examples))]
+
+
+def typical(task: Task, data: Data) -> list[Prompt]:
+    """Return evenly spaced prompts of each split, and the first one of each order of roles."""
+    found = [task.prompt(e) for split in (data.train, data.validation, data.test) for e in _spaced(split)]
+    roles = {_roles(prompt) for prompt in found}
+    for prompt in map(task.prompt, data.all):
+        if _roles(prompt) not in roles:
+            roles.add(_roles(prompt))
+            found.append(prompt)
+    return found
+
+
+def prompts_hash(task: Task, data: Data, tokens: Tokens) -> str | None:
+    """Return the SHA-256 of the token ids of `typical` prompts of messages; None if all are text.
+
+    A chat template may change with the release of transformers, or with the day.
+    """
+    digest, chats = hashlib.sha256(), [p for p in typical(task, data) if not isinstance(p, str)]
+    for chat in chats:
+        digest.update(json.dumps(tokens.encode(chat)).encode())
+    return digest.hexdigest() if chats else None
+
+
+def _spaced(examples: Sequence[Example]) -> Sequence[Example]:
+    step = max(1, -(-len(examples) // TYPICAL))
+    return [examples[row] for row in range(0, len(examples), step)]
+
+
+def _roles(prompt: Prompt) -> tuple[str, ...]:
+    return () if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
 
 
 def rows_of(config: Config, total: int, generation: int) -> list[int]:

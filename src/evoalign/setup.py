@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
 from evoalign.engines.specs import refuse_not_finite
-from evoalign.errors import ConfigError, DataError, ModelError, shown
+from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
@@ -96,6 +97,24 @@ def as_config(config: ConfigLike) -> Config:
     return engines.read(config if isinstance(config, Config) else from_dict(config))
 
 
+def with_form(config: Config, run: Path | None = None) -> Config:
+    """Return the config with the `task.prompt` that a custom task leaves open: that of `run`, or the model's.
+
+    It is `chat` if the tokenizer has a chat template, else None, which is `raw` for text. A run of an earlier release
+    recorded None, and its text prompts stay raw.
+    """
+    if config.task.prompt is not None or not tasks.takes_any_form(config.task):
+        return config
+    form = None
+    with suppress(EvoalignError):  # whatever cannot be read is reported where it is used
+        made = None if run is None or not (run / "config.yaml").is_file() else load([run / "config.yaml"]).task
+        if made is not None and tasks.is_same(made, config.task):
+            form = made.prompt
+        elif tokens.load(config.model).tokenizer.chat_template:
+            form = "chat"
+    return config.model_copy(update={"task": config.task.model_copy(update={"prompt": form})})
+
+
 def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:
     """Load and check everything, cheapest first."""
     chosen, data = task_and_data(config, task, reward)
@@ -112,7 +131,7 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
 def serve(config: Config) -> Served:
     """Load the model and make the engine ready for the config's space."""
     config = engines.read(config)
-    tokens_ = tokens.load(config.model)
+    tokens_ = tokens.load(config.model, config.task.template_kwargs)
     engine = engines.create(config, tokens_)
     try:
         space, layout, facts = start(config, engine)

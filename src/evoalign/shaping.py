@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign.config import ScheduleConfig
-from evoalign.errors import RewardError
+from evoalign.errors import ConfigError, RewardError
+from evoalign.plugins import FAILURES, load_object, raised
 
 Scores = NDArray[np.float64]
 EPS = 1e-8
@@ -63,8 +65,20 @@ BY_PROMPT = frozenset({"centered"})
 """Shapings that need the scores per prompt, which a journal does not have. The others depend on the fitness alone."""
 
 
+def load(name: str) -> Callable[[Scores], Scores]:
+    """Return a built-in shaping, or the function that an import path names. Raises ConfigError."""
+    found: Any = SHAPINGS[name] if name in SHAPINGS else load_object(name, "es.shaping")
+    if not callable(found):
+        short = name.rpartition(":")[2]
+        raise ConfigError(f"es.shaping: {name} is not a function; write def {short}(scores_MP) -> coefficients_M")
+    return cast("Callable[[Scores], Scores]", found)
+
+
 def shape(scores_MP: Scores, shaping: str) -> Scores:
-    """Return coefficients [members] of scores [members, prompts]. Raises RewardError on a non-finite or huge score."""
+    """Return coefficients [members] of scores [members, prompts].
+
+    Raises RewardError on a non-finite or huge score, and if a custom shaping fails or returns no finite coefficients.
+    """
     usable = np.abs(scores_MP) <= LARGEST_SCORE  # False for NaN
     if not usable.all():
         member, prompt = np.argwhere(~usable)[0]
@@ -72,7 +86,20 @@ def shape(scores_MP: Scores, shaping: str) -> Scores:
     fitness_M = fitness(scores_MP)
     if fitness_M.max() == fitness_M.min():
         return np.zeros(len(scores_MP))
-    return SHAPINGS[shaping](scores_MP)
+    function = load(shaping)
+    if shaping in SHAPINGS:
+        return function(scores_MP)
+    try:
+        coefficients_M = np.array(function(scores_MP.copy()), dtype=np.float64)
+    except FAILURES as error:
+        raise RewardError(f"es.shaping {shaping} failed: {raised(error)}; fix it") from error
+    if coefficients_M.shape != (len(scores_MP),) or not np.isfinite(coefficients_M).all():
+        raise RewardError(
+            f"es.shaping {shaping} returned coefficients of shape {list(coefficients_M.shape)}, of which "
+            f"{int((~np.isfinite(coefficients_M)).sum())} are not finite; return one finite number for each of "
+            f"{len(scores_MP)} members"
+        )
+    return coefficients_M
 
 
 def schedule(config: ScheduleConfig, generation: int, total: int, plateaus: int = 0) -> float:

@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 LEVEL = 0.05
 FEWEST = 3
 """Fewest values for an interval: two say almost nothing about the spread."""
+FEWEST_PLACEBOS = round(1 / LEVEL) - 1
+"""Fewest placebos that allow a p of at most `LEVEL`: the p of a run that exceeds k placebos is 1 / (k + 1)."""
 FEWEST_IQM = 5
 """Fewest values for an interval of the interquartile mean: the range of four covers the median in 87.5 % of cases."""
 RANKS = 0.925

@@ -6,17 +6,18 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from evoalign.config import ModelConfig
-from evoalign.errors import ModelError, shown
+from evoalign.errors import ConfigError, ModelError, shown
 from evoalign.models import templates
 from evoalign.models.files import find, not_cached, read_settings, refuse_hooks
 from evoalign.models.origin import described, model_config, origin
-from evoalign.types import Prompt, text_of
+from evoalign.types import Messages, Prompt, text_of
 
 TAIL_TOKENS = 4
 """Most tokens of one character: the bytes of UTF-8."""
@@ -25,16 +26,32 @@ UNREADABLE = "\ufffd"
 
 
 class Tokens:
-    """A tokenizer, its chat template and its stop tokens. `guarded`: the template is untrusted.
+    """A tokenizer, its chat template with `template_kwargs`, and its stop tokens. `guarded`: the template is untrusted.
 
-    `rows` is the number of the model's embedding rows, which no token may exceed; None: not known.
+    `rows` is the number of the model's embedding rows, which no token may exceed; None: not known. `name` is the
+    model's, for messages. Raises ConfigError for `template_kwargs` that the template does not read.
     """
 
     def __init__(
-        self, tokenizer: Any, stop_ids: Sequence[int], *, guarded: bool = False, rows: int | None = None
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        *,
+        guarded: bool = False,
+        rows: int | None = None,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        name: str = "the model",
     ) -> None:
-        self.tokenizer, self.rows = tokenizer, rows
-        self._render = templates.Renderer(tokenizer) if guarded else partial(templates.render, tokenizer)
+        self.tokenizer, self.rows, self.name, self._kwargs = tokenizer, rows, name, dict(template_kwargs)
+        unread = [key for key in self._kwargs if key not in str(tokenizer.chat_template)]
+        if unread:
+            raise ConfigError(
+                f"task.template_kwargs.{unread[0]}: the chat template of {name} does not read it; remove it"
+                if tokenizer.chat_template
+                else f"task.template_kwargs.{unread[0]}: the tokenizer of {name} has no chat template; remove it"
+            )
+        how = partial(templates.render, template_kwargs=self._kwargs)
+        self._render = templates.Renderer(tokenizer, how) if guarded else partial(how, tokenizer)
         self.stop_ids = tuple(sorted(i for i in set(stop_ids) if rows is None or i < rows))
         pad = tokenizer.pad_token_id
         if pad is None or (rows is not None and pad >= rows):
@@ -47,25 +64,103 @@ class Tokens:
         return self.rows is not None and max(self.tokenizer.get_vocab().values(), default=0) >= self.rows
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt. Messages use the chat template; without one, their texts are joined."""
-        if isinstance(prompt, str):
-            ids = self.tokenizer(prompt)["input_ids"]
-        elif self.tokenizer.chat_template:
-            try:
-                text = self._render(prompt)
-            except ModelError:
-                raise
-            except Exception as error:  # of jinja2, or whatever the template calls
-                raise ModelError(
-                    f"the model's chat template refuses the prompt {str(prompt)[:80]}: {_one_line(error)}; "
-                    "fix the messages or set task.prompt: raw"
-                ) from error
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self.tokenizer(text_of(prompt))["input_ids"]
+        """Return the token ids of a prompt. Messages use the chat template. Raises ModelError without one."""
+        return self.encode_read(prompt)[0]
+
+    def encode_read(self, prompt: Prompt) -> tuple[tuple[int, ...], str]:
+        """Return the token ids of a prompt, and the text that the model reads. Raises ModelError."""
+        text, special = (prompt, True) if isinstance(prompt, str) else (self.render(prompt)[0], False)
+        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
-        return self._embedded(ids, prompt)
+        return self._embedded(ids, prompt), text
+
+    def render(self, messages: Messages) -> tuple[str, Messages]:
+        """Return messages as text, and the messages that the template got. Raises ModelError.
+
+        They are the same, except where the template refuses a system message: its text is then put before that of the
+        first user message.
+        """
+        self.check_template(messages)
+        try:
+            return self._render(messages), messages
+        except ModelError:
+            raise
+        except Exception as error:  # of jinja2, or whatever the template calls
+            joined = templates.without_system(messages)
+            try:
+                if joined is not None:
+                    return self._render(joined), joined
+            except ModelError:
+                raise
+            except Exception:  # it refuses more than the system message
+                joined = None
+            raise ModelError(
+                f"the model's chat template refuses the prompt {str(messages)[:80]}: {_one_line(error)}; "
+                "fix the messages or set task.prompt: raw"
+            ) from error
+
+    def check_template(self, messages: Messages) -> None:
+        """Raise ModelError if there is no chat template that renders messages."""
+        found = self.tokenizer.chat_template
+        if found and not (isinstance(found, dict) and "default" not in found):
+            return
+        lack = f"chat templates {', '.join(found)} and none named default" if found else "no chat template"
+        raise ModelError(
+            f"the prompts are messages, such as {shown(text_of(messages))}, and the tokenizer of {self.name} has "
+            f"{lack}; set task.prompt: raw, or use a model that was trained to chat"
+        )
+
+    def remarks(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Return notes and warnings on what the chat template makes of prompts. Raises ModelError.
+
+        Warnings are for a message that is left out, and for text before the given beginning of a completion.
+        """
+        chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        rendered = [self.render(chat) for chat in chats]
+        lost = [(d[0], text) for c, (text, _) in zip(chats, rendered, strict=True) if (d := templates.dropped(c, text))]
+        lines = list[str]()
+        if lost:
+            message, text = lost[0]
+            lines.append(
+                f"warning: the chat template leaves out the {message['role']} message in {len(lost):,} of "
+                f"{len(chats):,} prompts: {shown(message['content'])} is rendered as {shown(text)}; fix the template, "
+                "put the text in a message that it renders, or set task.prompt: raw"
+            )
+        if between := next(filter(None, map(self._between, chats)), ""):
+            lines.append(
+                f"warning: the chat template puts {shown(between)} between the assistant's turn and the beginning of "
+                "its completion, so that the model continues another text than the task's; set task.prompt: chat, "
+                "task.template_kwargs, or use another model"
+            )
+        if any(given is not chat for chat, (_, given) in zip(chats, rendered, strict=True)):
+            lines.append("note: the chat template refuses a system message, so its text begins the first user message")
+        if chats and self._prints_date(chats[0]):
+            day = self._kwargs.get(templates.CLOCK, templates.DATE)
+            lines.append(
+                f"note: the chat template prints the date, which is {day} on every day; task.template_kwargs: "
+                f"{{{templates.CLOCK}: YYYY-MM-DD}} sets another"
+            )
+        return lines
+
+    def _between(self, chat: Messages) -> str:
+        """Return what the template inserts between the start of the assistant's turn and the beginning of its answer.
+
+        Templates of reasoning models, such as Qwen3's, insert an empty thinking block.
+        """
+        if chat[-1]["role"] != "assistant" or len(chat) == 1:
+            return ""
+        turn, opened = (self.render(c)[0] for c in (chat[:-1], chat))
+        inside = opened.removeprefix(turn)
+        return inside.removesuffix(chat[-1]["content"]) if inside != chat[-1]["content"] else ""
+
+    def _prints_date(self, chat: Messages) -> bool:
+        """Return whether the rendering depends on the clock."""
+        if templates.CLOCK not in str(self.tokenizer.chat_template):
+            return False
+        day = {**self._kwargs, templates.CLOCK: "1900-01-01"}
+        other = Tokens(self.tokenizer, (), guarded=True, template_kwargs=day, name=self.name)
+        return other.render(chat)[0] != self.render(chat)[0]
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text without special tokens, such as a completion."""
@@ -138,8 +233,8 @@ def stopped(decode: Callable[[Sequence[int]], str], ids: Sequence[int], looked: 
     return 0
 
 
-def load(config: ModelConfig) -> Tokens:
-    """Load the tokenizer of a model and its stop tokens. Raises ModelError."""
+def load(config: ModelConfig, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> Tokens:
+    """Load the tokenizer of a model and its stop tokens. Raises ModelError, and ConfigError for `template_kwargs`."""
     from transformers import AutoTokenizer
 
     where, revision = origin(config).tokenizer
@@ -160,7 +255,14 @@ def load(config: ModelConfig) -> Tokens:
     rows = None
     with suppress(ModelError):  # the engine reports a damaged config.json
         rows = getattr(model_config(config).get_text_config(), "vocab_size", None)
-    return Tokens(tokenizer, _stops(config, tokenizer), guarded=config.name != "tiny", rows=rows)
+    return Tokens(
+        tokenizer,
+        _stops(config, tokenizer),
+        guarded=config.name != "tiny",
+        rows=rows,
+        template_kwargs=template_kwargs,
+        name=config.name,
+    )
 
 
 def _stops(config: ModelConfig, tokenizer: Any) -> list[int]:

@@ -182,7 +182,7 @@ def test_a_run_goes_to_its_end_where_the_distance_is_unknown(tmp_path: Path, mon
     def unknown(*_: Any) -> Any:
         raise ModelError("the files of model tiny have other names")
 
-    monkeypatch.setattr("evoalign.training.train.distance_of_mean", unknown)
+    monkeypatch.setattr("evoalign.training.mean.distance_of_mean", unknown)
     saved, found, told = train(tmp_path / "run", "lora")
     assert saved.is_dir() and found is None
     assert "distance could not be measured (the files of model tiny have other names)" in " ".join(told.split())

@@ -99,7 +99,7 @@ def test_every_saved_mean_is_a_point(trained: Path, analyze: Any) -> None:
         assert numbers["base"]["mean"] == pytest.approx(mixer.rewards(mixer.evaluate({BASE: 1.0})).mean())
         nats = mixer.divergence({BASE: 1.0}, {last["weights"]: 1.0})
     assert last["kl"]["mean"] == pytest.approx(nats.nats_P.sum() / nats.tokens_P.sum())
-    assert last["kl"]["mean"] > 0 and "no placebo is among the targets" in out
+    assert last["kl"]["mean"] > 0 and "No placebo is among the targets" in out
     alone, _ = analyze("front", run, "--set", "examples=2", "--set", "tokens=1", "--set", "last=true")
     assert "generation_0002" in alone and "generation_0001" not in alone
 

@@ -18,7 +18,8 @@ from copied_runs import Copy, copy_run, edit
 
 import evoalign
 from evoalign import analysis
-from evoalign.analysis.base import as_json, row, settings_of
+from evoalign.analysis.base import LABELS, as_json, labels_of, row, settings_of, short_names
+from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.statistics import Estimate
 
@@ -197,6 +198,44 @@ def test_row_shows_intervals_and_leaves_out_none() -> None:
     assert row("a", cells) == "a: reward 0.5 (95 %: 0.25 to 0.75); kl 2 (1 value); count 1000"
 
 
+CELL = "/a/sweep/space=lora,sigma={},learning_rate=0.0125"
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/qcd"], ["qcd"]),
+        (["runs/qcd", "base"], ["qcd", "base"]),
+        (["sweep/beta=0.1/seed_0"], ["beta=0.1/seed_0"]),
+        (["/a/x/run/loras/generation_0040"], ["loras/generation_0040"]),
+        (["runs/one", "runs/two", "runs/two/loras/generation_0040"], ["one", "two", "two/loras/generation_0040"]),
+        ([f"{CELL.format(s)}/seed_0" for s in (0.0125, 0.025)], ["sigma=0.0125", "sigma=0.025"]),
+        ([f"{CELL.format(s)}/seed_{i}" for s in (1, 2) for i in (0, 1)],
+         ["sigma=1/seed_0", "sigma=1/seed_1", "sigma=2/seed_0", "sigma=2/seed_1"]),
+        (["x=1,y=2/a", "y=2,x=1/a"], ["x=1,y=2", "y=2,x=1"]),
+        (["runs/a\nb", "runs/c"], ["a\\nb", "c"]),
+    ],
+)  # fmt: skip
+def test_short_names_keep_what_differs(names: list[str], short: list[str]) -> None:
+    assert list(short_names(names).items()) == list(zip(names, short, strict=True))
+
+
+def test_short_names_cut_the_middle_and_take_given_labels() -> None:
+    long = [f"runs/{'a' * 50}_{end}" for end in "xy"]
+    assert list(short_names(long, 20).values()) == ["aaaaaaaa...aaaaaaa_x", "aaaaaaaa...aaaaaaa_y"]
+    token = LABELS.set(labels_of(["First=*_x"], long))
+    try:
+        assert short_names(long, 20)[long[0]] == "First"
+    finally:
+        LABELS.reset(token)
+
+
+@pytest.mark.parametrize("name", ["First", "=x", "A=*", "A=nothing"])
+def test_names_that_do_not_match_one_target_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--name .*{re.escape(name)}"):
+        labels_of([name], ["runs/a", "runs/b"])
+
+
 def test_as_json_returns_fields_and_lists_and_no_nan() -> None:
     tree = {1: Estimate(math.nan, 2), "b": (np.arange(2.0), Path("x"), np.float64("nan"), True)}
     estimate = {"mean": None, "n": 2, "low": None, "high": None, "why": None, "items": None}
@@ -212,7 +251,7 @@ def check_as_measured(run_: Path, analyze: Any, *, hint: bool = False) -> None:
         out, numbers = analyze(name, run_, *words)
         (found,) = numbers["targets"]
         assert {key: found[key] for key in kept[name]} == pytest.approx(kept[name], rel=1e-5), name
-        assert ("no placebo is among the targets" in out) == hint
+        assert ("No placebo is among the targets" in out) == hint
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
@@ -255,3 +294,15 @@ def test_compare_is_the_same_as_an_analysis(copy: Copy, run: Run) -> None:
     assert (first.code, first.out.replace(" into a", " into b")) == (0, second.out)
     for name in ("comparison.md", "comparison.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
+
+
+def test_a_custom_analysis_of_a_missing_run_is_one_line(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "reads.py").write_text(
+        "from pathlib import Path\nfrom evoalign.analysis import Analysis, Finding\n"
+        "from evoalign.analysis.base import NoSettings\n"
+        "class Reads(Analysis):\n    name, help, settings = 'reads', 'Reads.', NoSettings\n"
+        "    def run(self, targets, settings, config=None):\n"
+        "        return Finding({}, [(Path(targets[0]) / 'metrics.jsonl').read_text()])\n"
+    )
+    done = run("analyze", tmp_path / "reads.py:Reads", tmp_path / "nowhere")
+    assert done.code == 2 and len(done.err.splitlines()) == 1 and "nowhere/metrics.jsonl" in done.err

@@ -65,7 +65,7 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     clean = [said_by(e, f"Answer {e}") for e in range(4)]
     nothing = hacking._row("run", Pair(clean, clean, stored=True).rates())  # pyright: ignore[reportPrivateUsage]
     assert nothing == "run: other signs none; gold answers none"
-    assert any("no placebo is among the targets" in line for line in found.sentences)
+    assert any("No placebo is among the targets" in line for line in found.sentences)
 
 
 def said_by(example: int, text: str, right: bool | None = None, reward: float = 0.0) -> Scored:

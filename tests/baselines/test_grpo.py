@@ -220,6 +220,7 @@ def test_step_uses_several_rounds(tmp_path: Path, trained: SimpleNamespace, monk
         return rollout(engine, plan, requests)
 
     monkeypatch.setattr(TransformersEngine, "rollout", asked)
+    monkeypatch.setattr(TransformersEngine, "check_mean", lambda engine: None)
     own = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 2}
     task = {"name": "custom", "train_data": str(_prompts(tmp_path))}
     tree = config(tmp_path / "run", grpo=own, task=task, evaluation={"every": 0}, grader={"isolated": False})
@@ -597,7 +598,8 @@ def test_resume_reads_the_rows_once(straight: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RunDir, "read_metrics", lambda run: calls.append(run) or read(run))
     settings = from_dict(config(straight))
     task, data = task_and_data(settings, None, None)
-    algorithm: Any = SimpleNamespace(task=task, data=data)
+    known = SimpleNamespace(tokens=tokens.load(settings.model))
+    algorithm: Any = SimpleNamespace(task=task, data=data, policy=known)
     for done, whole in ((4, True), (5, False)):
         with nullcontext() if whole else pytest.raises(ResumeError, match="lacks rows before step 5"):
             _Grpo._check_resume(algorithm, RunDir(straight), done)

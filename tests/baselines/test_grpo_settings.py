@@ -123,6 +123,7 @@ def test_trust_remote_code_can_only_be_false() -> None:
         "hub_model_id", "hub_strategy", "push_to_hub", "log_completions_hub_repo", "report_to", "output_dir",
         "logging_dir", "resume_from_checkpoint", "trackio_space_id", "project", "do_train", "local_rank",
         "restore_callback_states_from_checkpoint", "trust_remote_code", "model_init_kwargs", "loss_typ",
+        "chat_template_kwargs",
     ],
 )  # fmt: skip
 def test_check_refuses_fields_unrelated_to_training(name: str) -> None:

@@ -186,6 +186,8 @@ CAUSES = {
         "members spread by 0.0", "scored twice differs by 0.02", "es.sigma 0.03", "task.batch_size 32"]),
     "completions cut off": ({"evaluation": {"max_tokens": 64}}, [([0.3] * 12, {"finish": "length"})], [
         "100% of the completions are cut off at 64 tokens", "sampling.max_tokens 128"]),
+    "the first completions cut off": ({"evaluation": {"max_tokens": 64}}, [([0.3], {"finish": "length"})], [
+        "100% of the completions are cut off at 64 tokens", "sampling.max_tokens 128"]),
     "nothing to learn": ({"max_reward": 1.0}, [([0] * 12, BEST)], [
         "100% of the completions earned the highest reward from the start", "harder data"]),
 }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from evoalign.config import load as read_config
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.settings import VllmConfig
+from evoalign.models import tiny
 
 load = functools.cache(lambda path, *words: read_config([path], words))
 REPOSITORY = Path(__file__).parents[2]
@@ -262,6 +264,8 @@ def shape(folder, size):
              "num_key_value_heads", "vocab_size")  # fmt: skip
     tree = {**dict(zip(names, SHAPES[size], strict=True)), "tie_word_embeddings": not size.endswith("7b")}
     (folder / "config.json").write_text(json.dumps(tree))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny() / name, folder / name)
     return folder
 
 

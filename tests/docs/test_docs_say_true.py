@@ -237,7 +237,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_space_task_and_shaping_keep_their_contracts(load: Any) -> None:
     load("test_my_space").test_output_projections()
     load("test_my_task").test_short_answer()
-    coefficients = load("shaping").squashed(np.array([[100.0], [2.0], [3.0], [1.0]]))
+    coefficients = load("my_shaping").squashed(np.array([[100.0], [2.0], [3.0], [1.0]]))
     assert abs(coefficients.sum()) < 1e-12 and np.argsort(coefficients).tolist() == [3, 1, 2, 0]
 
 
@@ -338,5 +338,7 @@ def test_file_formats_name_every_field_that_a_run_writes(small_run: Path) -> Non
     evaluation = set(json.loads((small_run / "results/evaluation.json").read_text())) - {"format_version"}
     assert evaluation <= fields_under("results/evaluation.json")
     for file in (small_run / "results/completions").glob("*.parquet"):
-        assert re.fullmatch(r"(before|after)(_validation)?|(generation|rewards)_\d{4}", file.stem), f"{file.name} is not named"
+        assert re.fullmatch(r"(before|after)(_validation)?|(generation|rewards)_\d{4}", file.stem), (
+            f"{file.name} is not named"
+        )
         assert set(parquet.read_schema(file).names) <= fields_under("results/completions"), file.name

@@ -109,7 +109,8 @@ FAULTS: dict[str, tuple[Setup, dict[str, str], int | None]] = {
         "targets": "failed: .*no layer 99; the model has layers 0 to 3", **dict.fromkeys(LATER, "skipped"),
         "prompt length": "ok"}, 1),
     "no chat template": (model(tokenizer(chat_template=None)), {
-        "chat template": r"failed: .*no chat template.* \| .*task\.prompt: raw", "canary": "ok"}, None),
+        "chat template": r"failed: .*no chat template.*task\.prompt: raw", "prompt length": "skipped", "canary": "ok"},
+        None),
     "no chat template, raw": (model(tokenizer(chat_template=None), task={"prompt": "raw"}), {"chat template": "ok"}, 0),
     "a chat template that refuses": (model(tokenizer(chat_template="{{ raise_exception('no users here') }}")),
                                      {"chat template": r"failed: .*no users here.* \| "}, None),

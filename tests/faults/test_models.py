@@ -330,13 +330,6 @@ def tokenizer(whole) -> Any:
     return loaded_tokens(whole).tokenizer
 
 
-def test_messages_without_a_chat_template_are_joined(folder):
-    loaded = Tokens(loaded_tokens(folder).tokenizer, [2])
-    loaded.tokenizer.chat_template = None
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="}]
-    assert loaded.encode(messages) == loaded.encode("Be brief.\n2 + 2 =")
-
-
 def test_a_last_assistant_message_is_gone_on_from(tokenizer):
     loaded = Tokens(tokenizer, [2])
     question = {"role": "user", "content": "2 + 2 ="}

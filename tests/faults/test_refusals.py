@@ -14,7 +14,7 @@ from evoalign.baselines import planning
 from evoalign.cli.resolving import show_plan
 from evoalign.config import from_dict
 from evoalign.engines.transformers.decode import Decoder
-from evoalign.errors import ConfigError, DataError, EvoalignError, RewardError
+from evoalign.errors import ConfigError, EvoalignError, RewardError
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Sampling
 
@@ -37,7 +37,7 @@ def length(prompts, completions, **columns):
 
 def test_a_prompt_beyond_the_positions(tmp_path):
     tree = custom(tmp_path, prompt="word " * 3000)
-    with pytest.raises(DataError, match="exceed the model's 2048 positions"):
+    with pytest.raises(ConfigError, match="exceed the model's 2048 positions"):
         evoalign.train(tree, reward=length, console=QUIET)
     assert not (tmp_path / "run").exists()
 

@@ -12,7 +12,8 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from evoalign import shaping
 from evoalign.config import ScheduleConfig
-from evoalign.errors import RewardError
+from evoalign.config.es import SHAPINGS
+from evoalign.errors import ConfigError, RewardError
 
 NAMES = list(shaping.SHAPINGS)
 numbers = st.floats(-1e4, 1e4).map(lambda x: round(x, 3))
@@ -24,7 +25,43 @@ def exact_fitness(scores_MP):
 
 
 def test_the_registry():
-    assert set(NAMES) == {"zscore", "centered", "ranks", "identity"}
+    assert tuple(NAMES) == SHAPINGS
+
+
+OWN = """
+import numpy as np
+def good(scores_MP): return scores_MP.mean(axis=1) - scores_MP.mean()
+def listed(scores_MP): return [1, *[0] * (len(scores_MP) - 1)]
+def greedy(scores_MP): scores_MP[:] = 7; return scores_MP.mean(axis=1)
+def by_prompt(scores_MP): return scores_MP
+def short(scores_MP): return np.zeros(len(scores_MP) - 1)
+def infinite(scores_MP): return np.full(len(scores_MP), np.inf)
+def failing(scores_MP): return 1 / 0
+def texts(scores_MP): return ["a"] * len(scores_MP)
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    {
+        "good": [-0.5, -0.5, 1.0], "listed": [1.0, 0.0, 0.0], "greedy": [7.0, 7.0, 7.0],
+        "by_prompt": RewardError, "short": RewardError, "infinite": RewardError, "failing": RewardError,
+        "texts": RewardError, "number": ConfigError, "absent": ConfigError,
+    }.items(),
+)  # fmt: skip
+def test_shape_calls_custom_function_and_checks_what_it_returns(name, outcome, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    scores_MP = np.array([[1.0, 1.0], [2.0, 0.0], [3.0, 2.0]])
+    before = scores_MP.copy()
+    if isinstance(outcome, list):
+        assert shaping.shape(scores_MP, f"{file}:{name}").tolist() == outcome
+        assert shaping.shape(np.ones((3, 2)), f"{file}:{name}").tolist() == [0.0] * 3, "equal scores are not passed on"
+    else:
+        with pytest.raises(outcome, match=name):
+            shaping.shape(scores_MP, f"{file}:{name}")
+    assert (scores_MP == before).all(), "a function gets a copy"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,9 +4,21 @@
 import dataclasses
 
 import pytest
+import yaml
 from rich.console import Console
 
-from evoalign.preflight.advice import COVERED, ETA, Baseline, ProbeResult, Width, fault, lines, recommend, table
+from evoalign.preflight.advice import (
+    COVERED,
+    ETA,
+    Baseline,
+    ProbeResult,
+    Width,
+    fault,
+    lines,
+    overlay,
+    recommend,
+    table,
+)
 from evoalign.preflight.gains import quantile
 
 START = Baseline(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
@@ -124,7 +136,6 @@ def test_learning_rate_is_in_the_units_of_the_setting(setting, eta, words):
         ([rung(1, None, broken=0.3), rung(2, 0.1, broken=0.5)], {}, "already breaks the model (breaks texts)"),
         ([rung(0.1, None, spread=0.03), rung(0.2, 0.1, spread=0.03)], {"noise_floor": 0.03}, "at the noise floor"),
         (ladder(-0.2, -0.1, chance=1.0), {}, "no gain is significant"),
-        (ladder(0.01, chance=0.3), {}, "0.002 is nearest and would have to gain 0.02, or its 0.01 with about 128 "),
         (ladder(0.5), {"fitness": 1.0}, "already earns the maximum"),
         (
             [rung(1e-6, None, spread=0, changed=0), rung(1.0, 0, kept=0.1, changed=1.0)],
@@ -142,6 +153,19 @@ def test_recommend_says_why_it_recommends_nothing(rungs, base, words):
     advice = recommend(rungs, dataclasses.replace(START, **base))
     assert (advice.width, advice.learning_rate, advice.gain_interval, advice.warnings) == (None, None, None, ())
     assert advice.reason.startswith("nothing is recommended: ") and words in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "eta", "trial"), [("sigma", ETA, (0.002, 0.001)), ("noise_multiplier", 0.1, (0.002, 0.1))]
+)
+def test_recommend_offers_a_trial_where_a_gain_is_not_significant(setting, eta, trial):
+    advice = recommend(ladder(0.01, chance=0.3), START, setting, eta)
+    assert advice.width is None and advice.trial == trial and advice.reason.startswith("undecided: ")
+    assert "0.002 is nearest and would have to gain 0.02, or its 0.01 with about 128 " in advice.reason
+    result = dataclasses.replace(probed(ladder(0.01)), width=None, learning_rate=None, trial=trial, setting=setting)
+    file = overlay(result)
+    assert yaml.safe_load(file)["es"] == {setting: trial[0], "learning_rate": trial[1], "num_generations": 10}
+    assert "Undecided" in file and "Recommended" not in file
 
 
 def test_reason_names_no_nearest_width_without_any_gain():

@@ -3,6 +3,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import doctor as module
 from evoalign.preflight.plan import Finding
-from evoalign.preflight.work import generation_finding, seconds_text
+from evoalign.preflight.work import generation_finding, seconds_text, short
 from evoalign.types import MEAN_PLAN, Rollout
 
 CONFIGS = sorted((ROOT / "configs").glob("quickstart*.yaml"))
@@ -85,9 +86,14 @@ def test_findings_have_the_figures_of_the_config(tmp_path):
 
 def test_generation_finding_warns_of_equal_scores_and_times_have_a_readable_unit():
     said = Rollout(MEAN_PLAN.members[0], 0, (1,), "text", "stop")
-    same, apart = (generation_finding("scored", [said] * 2, scores) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
+    same, apart = (generation_finding("scored", [said] * 2, scores, None) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
     assert same.status == "warning" and "all scored the same" in same.detail and "evoalign probe" in same.fix
     assert apart.status == "ok"
+    ends = replace(said, finish_reason="length")
+    cut, whole = (short(few, 40, "sampling.max_tokens") for few in ([ends, said], [ends, said, said]))
+    assert whole is None and cut is not None
+    found = generation_finding("scored", [ends, said], [[0.5, 0.6]], cut)
+    assert (found.status, found.fix) == ("warning", "try sampling.max_tokens 80") and "cut off" in found.detail
     assert [seconds_text(s) for s in (1.234, 59.7, 599, 2040, 20_160)] == ["1.23 s", "60 s", "599 s", "34 min", "5.6 h"]
 
 
@@ -102,7 +108,7 @@ def test_large_step_and_existing_run_are_warnings_with_exit_code_0(run, tmp_path
     assert "warning  config: " in out and "steps overshoot" in out
     assert "warning  output: " in out and "--overwrite" in out
     assert out.splitlines()[-1].startswith("verdict: ready (train needs --resume or --overwrite); ")
-    assert out.splitlines()[-1].endswith("2 with warnings: config, output")
+    assert out.splitlines()[-1].endswith("3 with warnings: config, output, generation")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["manifest.json"]
 
 

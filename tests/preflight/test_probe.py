@@ -71,7 +71,8 @@ def test_probe_measures_from_no_noise_to_a_broken_model_and_says_its_cost(wide):
     assert broken.broken_share + broken.truncated_share > 0.5 and broken.median_text != result.text
     assert broken.drop == pytest.approx(result.fitness)
     assert result.fitness > 0 and result.noise_floor == 0  # greedy, on the CPU
-    (line,) = told
+    line, seconds = told
+    assert seconds.startswith("at most about ")
     assert "4 widths x 8 members x 16 prompts: 544 completions of at most 40 tokens, as many as 8.5 generations" in line
     assert result.completions == 544 and list(folder.iterdir()) == [], "it writes nothing"
 
@@ -100,7 +101,7 @@ def test_texts_are_shown_without_markup(brief):
     for rung in brief.rungs:
         assert rung.best_text and rung.median_text
     assert len(brief.rungs[1].best_text) < len(brief.text), "the reward is brevity"
-    odd = dataclasses.replace(brief, text="[bold]a\x1b[31m\nb", prompt="[red]?")
+    odd = dataclasses.replace(brief, text="[bold]a\x1b[31m\nb", question="[red]?")
     console = Console(width=120, record=True)
     console.print(texts(odd))
     shown = console.export_text()
@@ -273,6 +274,7 @@ def test_probe_command_shows_and_writes_json(tmp_path):
     shown = CliRunner().invoke(app, [*arguments, "--json", str(out), "--write", str(overlay)])
     assert shown.exit_code == 1, "nothing was recommended, and so nothing written"
     assert "nothing is recommended: " in shown.output and f"{overlay} is not written" in shown.output
+    assert "at most about " in shown.output
     assert shown.output.index("2 widths x 4 members x 4 prompts") < shown.output.index("width 1/2  0.001: ")
     assert shown.output.index("width 2/2  0.008: ") < shown.output.index("gain a generation")
     written = json.loads(out.read_text())
@@ -315,3 +317,14 @@ def _written(folder):
     config = folder / "config.yaml"
     config.write_text(to_yaml(from_dict(tree(folder))))
     return config
+
+
+@pytest.mark.parametrize(("more", "long"), [([], False), (["--set", "es.num_generations=1"], True)])
+def test_dry_run_prints_the_cost_and_warns_of_a_probe_longer_than_the_run(more, long, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(from_dict(tree(tmp_path / "run"))))
+    arguments = ["probe", str(config), "--members", "64", "--examples", "4", "--dry-run", *more]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0 and "9 widths x 64 members x 4 prompts: 2,312 completions" in shown.output
+    assert ("warning: that is" in shown.output) == long
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

@@ -143,6 +143,22 @@ def test_no_pyplot_and_no_matplotlib_before_the_first_figure(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+LONG = "a/sigma=0.0125 (0) to b/sigma=0.025,learning_rate=0.0125 (1) "
+
+
+@pytest.mark.parametrize("title", ["short", LONG * 3, "x" * 300])
+def test_titles_stay_inside_the_picture(title: str) -> None:
+    for columns in (1, 3):
+        figure = figures.canvas(8.0, 4.0, layout="constrained")
+        for axes in figure.subplots(1, columns, squeeze=False)[0]:
+            figures.frame(axes, title, "")
+        figure.draw_without_rendering()
+        boxes = [axes._left_title.get_window_extent() for axes in figure.axes]
+        for box, after in zip(boxes, [*boxes[1:], None], strict=True):
+            assert box.x0 >= 0 and box.y1 <= figure.bbox.y1
+            assert box.x1 <= (figure.bbox.x1 if after is None else after.x0)
+
+
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_names_with_dollar_signs_are_drawn_as_they_are(scale: str, tmp_path: Path) -> None:
     """matplotlib would read `$x_{$` as mathematics and raise; the powers at a logarithmic axis stay mathematics."""

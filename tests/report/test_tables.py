@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evoalign.report.tables import Sample, before_after, shorten, visible, weighed
+from evoalign.report.tables import Sample, before_after, questions, shorten, visible, weighed
 
 BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_share": 0.25, "only_before": 1.0}
 AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
@@ -114,6 +114,22 @@ def test_long_completions_are_cut_to_a_few_lines(width: int) -> None:
     text = shown(Sample("p " * 5000, "t" * 5000, "b " * 5000, "漢" * 5000), width=width)
     assert "..." in text
     assert len(text.splitlines()) < 40
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length", "expected"),
+    [
+        (["Be brief.\nWhat is 2 + 2?", "Be brief.\nName a city."], 40, None),
+        (["Be brief.\nWhat is 2 + 2?", "Be brief.\nName a city."], 20, ["...What is 2 + 2?", "...Name a city."]),
+        (["Add, and say 12 + 34", "Add, and say 56 + 78"], 12, ["...12 + 34", "...56 + 78"]),
+        (["Be brief.\nWhat is 2 + 2?"] * 2, 16, ["...hat is 2 + 2?"] * 2),
+        (["Be brief.\nWhat is 2 + 2?"], 16, ["...hat is 2 + 2?"]),
+        (["What is 2 + 2?", "Be brief, and name a city."], 10, ["What is...", "Be brie..."]),
+        ([], 10, []),
+    ],
+)
+def test_questions_leave_out_what_all_prompts_begin_with(prompts, length, expected) -> None:
+    assert questions(prompts, length) == (prompts if expected is None else expected)
 
 
 def test_shorten() -> None:

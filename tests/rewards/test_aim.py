@@ -165,7 +165,7 @@ def test_functions_with_the_same_name_differ_by_path(swept, tmp_path):
     (twin / "config.yaml").write_text(text.replace("own.py:letters", "others.py:letters"))
     rebind(twin)
     assert compare([first, twin]).measure == "reward"
-    with pytest.raises(ConfigError, match=r"cannot be compared: task\.fitness is"):
+    with pytest.raises(ConfigError, match=r"cannot be compared, they differ in task\.fitness '"):
         compare([first, twin], measure=NAME)
 
 

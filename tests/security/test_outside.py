@@ -151,6 +151,7 @@ FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "scorer.reward": ("", {"scorer": {"name": "local", "reward": "nobody/of-that-name"}}),
     "scorer.cost": ("", {"scorer": {"name": "local", "reward": "{folder}", "cost": "nobody/of-that-name"}}),
     "tracking.backends": ("training", {"tracking": {"backends": ["wandb"]}}),
+    "es.shaping": ("training", {"es": {"shaping": CODE}}),
     "grpo.trl.vllm_server_base_url": ("training", {"grpo": {"trl": {"vllm_server_base_url": "{url}"}}}),
 }  # fmt: skip
 """By setting: what reads it (`training` alone, the `model` also by what rebuilds weights, or all that score), and the

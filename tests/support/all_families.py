@@ -38,7 +38,9 @@ _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 _BLT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 _BLT_PART = {**_BLT, "vocab_size": 260, "cross_attn_k": 1, "hidden_size_global": 64}
 MORE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"), _LATENT),
+    **dict.fromkeys(
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT
+    ),
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32},
 }
 """Settings of some families besides those of the table."""

@@ -20,7 +20,7 @@ DATA = {
 
 
 def config(tmp_path: Path, space: str = "lora", **tree: Any) -> Config:
-    sections = {"output_dir": str(tmp_path / "runs/new"), "task": DATA, "evaluation": {"max_tokens": 8}}
+    sections = {"output_dir": str(tmp_path / "runs/new"), "task": DATA, "evaluation": {"max_tokens": 64}}
     for name, section in tree.items():
         old = sections.get(name)
         sections[name] = {**old, **section} if isinstance(old, dict) else section

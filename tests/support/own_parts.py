@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of each kind of part, from one file outside: engine, space, task, objective, tracker, analysis."""
+"""One of each kind of part, from one file outside: engine, space, task, objective, shaping, tracker, analysis."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from toy_engine import ToyEngine
 
 from evoalign.analysis.base import Analysis, Finding
 from evoalign.config import Section
 from evoalign.rewards.objective import Objective, WeightedSum
 from evoalign.rundir import journal
+from evoalign.shaping import zscore
 from evoalign.spaces.lora import Lora
 from evoalign.tasks import Data, Task
 from evoalign.tracking import Ready, Tracker
@@ -31,6 +33,11 @@ class Space(Lora):
 
     def width_factor(self, generation):
         return self.options.first if generation == 1 else 1.0
+
+
+def squashed(scores_MP):
+    """Z-scores between -1 and 1."""
+    return np.tanh(zscore(scores_MP))
 
 
 class Outside(Task):

@@ -254,7 +254,7 @@ def test_an_adapter_without_its_weights_is_refused(run, tmp_path):
     space, result = run
     if space == "lora":
         (tmp_path / "adapter_config.json").write_bytes((result.saved / "adapter_config.json").read_bytes())
-        with pytest.raises(EvoalignError, match=r"adapter_model\.safetensors does not load"):
+        with pytest.raises(EvoalignError, match=r"has no adapter_model\.safetensors"):
             evoalign.evaluate(tmp_path, config=tree(tmp_path))
     with pytest.raises(EvoalignError, match="--task or --config"):
         evoalign.evaluate(tiny())

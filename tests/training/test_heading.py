@@ -15,7 +15,7 @@ from evoalign.errors import ConfigError
 from evoalign.report import figures
 from evoalign.rundir.directory import RunDir
 from evoalign.setup import task_and_data
-from evoalign.tasks import create
+from evoalign.tasks import Data, create
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.training import heading
 
@@ -92,3 +92,29 @@ def test_a_run_says_what_it_is_and_where_things_are(tmp_path, monkeypatch):
     assert ends.before.mean == result.before.measures["reward"] and ends.after.mean == result.after.measures["reward"]
     assert ends.before.low < ends.before.mean < ends.before.high
     assert drawn[-1]["validation"].after is not None and drawn[0]["test"].after is None
+
+
+DRAWN = {"temperature": 0.7, "samples": 2, "seeds": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "validation", "start", "end"),
+    [
+        ({}, 0, "evaluations 2 of 10 completions, 20 in all; those of placebos", "checkpoints 2"),
+        ({"checks": {"placebo": 0}}, 0, "evaluations 2 of 10 completions, 20 in all; checkpoints", "checkpoints 2"),
+        ({"checks": {"placebo": 3}}, 0, "evaluations 2 of 10 completions, 20 in all; 3 placebos at the end, 30", "2"),
+        ({"evaluation": {"every": 5}}, 0, "evaluations 5 of 10 completions, 50 in all", "checkpoints 2"),
+        ({"evaluation": {"every": 5}}, 4, "evaluations 5 of 14 completions, 70 in all", "2, and the best ones"),
+        ({"evaluation": {"every": 7}}, 0, "evaluations 4 of 10 completions, 40 in all", "checkpoints 2"),
+        ({"evaluation": {"every": 30}}, 0, "evaluations 2 of ", "checkpoints 2"),
+        ({"evaluation": DRAWN}, 0, "evaluations 2 of 60 completions, 120 in all", "checkpoints 2"),
+        ({"checkpoint": {"every": 5}}, 0, "evaluations 2 of ", "checkpoints 4"),
+    ],
+)
+def test_measuring_line_counts_evaluations_and_checkpoints(sections, validation, start, end):
+    config = from_dict(
+        {"es": {"sigma": 0.1, "learning_rate": 0.05, "num_generations": 20}, "space": "lora", **sections}
+    )
+    rows = [{"prompt": str(i)} for i in range(10)]
+    line = heading.measuring_line(config, Data(rows, rows, validation=rows[:validation]))
+    assert line.startswith(start) and line.endswith(end)

@@ -48,9 +48,14 @@ def assert_same(folder, other):
 
 
 def test_a_mean_written_while_the_next_one_is_made_has_the_bits_of_one_written_at_once(served, tmp_path, monkeypatch):
-    gate, loads, write = threading.Event(), list[str](), saving.write
+    gate, loads, write = threading.Event(), list[threading.Thread](), saving.write
     load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loads.append(a[0]), load(*a, **k))[1])
+
+    def noted(*given, **options):
+        loads.append(threading.current_thread())
+        return load(*given, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
     monkeypatch.setattr(saving, "write", lambda *given, **options: (gate.wait(60), write(*given, **options)))
     saver, written = Saver(served), []
     for generation in (1, 2):
@@ -68,6 +73,12 @@ def test_a_mean_written_while_the_next_one_is_made_has_the_bits_of_one_written_a
     saver.close()
     once = 1 if served.space.evolves_model else 0
     assert len(written) == 2 and len(loads) == 3 * once, "two at once, and one of the saver"
+    assert {*loads} <= {threading.main_thread()}, "loading sets torch's default dtype for all threads"
+
+
+def test_saving_never_changes_the_umask_of_other_threads(served, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.umask", lambda mask: pytest.fail("the umask is that of all threads"))
+    saving.save(served, tmp_path / "a", MARKS[1])
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_call(served, tmp_path, monkeypatch):

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from fnmatch import fnmatch
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -179,12 +182,71 @@ def error_bars(found: Sequence[Estimate]) -> list[list[float]]:
     return [lows, highs]
 
 
-def short_name(name: str, length: int = 40) -> str:
-    """Return the end of a long path for a legend, with control characters escaped."""
+LABELS: ContextVar[Mapping[str, str]] = ContextVar("labels")
+"""Labels of targets that the user gives, which `short_names` returns."""
+
+
+def short_names(names: Sequence[str], length: int = 60) -> dict[str, str]:
+    """Return the names of targets in figures: the parts of their paths in which they differ, invisible characters
+    escaped.
+
+    Folders that all of them share are left out at both ends, and so are the `key=value` items of a sweep's folders that
+    all of them share. One target alone has its last folder, and the one above a seed or a generation.
+    """
     from evoalign.report.tables import visible
 
-    shown = visible(name)
-    return shown if len(shown) <= length else f"...{shown[3 - length :]}"
+    given = LABELS.get({})
+    parts = {name: list(Path(name).absolute().parts) for name in names if name != BASE}
+    known = list(parts.values())
+    if len(known) == 1:
+        known[0][:] = known[0][-2 if _NUMBERED.fullmatch(known[0][-1]) else -1 :]
+    for end in (0, -1):
+        while len(known) > 1 and min(map(len, known)) > 1 and len({one[end] for one in known}) == 1:
+            for one in known:
+                del one[end]
+    items = [{item for part in one for item in part.split(",") if "=" in item} for one in known]
+    shared = set[str].intersection(*items) if len(items) > 1 else set[str]()
+    shorter = {name: _without(own, shared) for name, own in parts.items()}
+    if len(set(shorter.values())) < len(shorter) or not all(shorter.values()):
+        shorter = {name: "/".join(own) for name, own in parts.items()}
+    found = {name: visible(given.get(name) or shorter.get(name, name)) for name in names}
+    return {name: text if len(text) <= length else _middle(text, length) for name, text in found.items()}
+
+
+_NUMBERED = re.compile(r"(seed|generation)_\d+")
+
+
+def labels_of(names: Sequence[str], targets: Sequence[str]) -> dict[str, str]:
+    """Return the label of each target that a `LABEL=GLOB` of `names` matches. Raises ConfigError."""
+    labels: dict[str, str] = {}
+    for label, pattern in parsed_names(names).items():
+        hits = [t for t in targets if fnmatch(t, pattern) or fnmatch(Path(t).name, pattern)]
+        if len(hits) != 1:
+            raise ConfigError(f"--name {label}={pattern} matches {len(hits)} targets; it must match one")
+        labels[hits[0]] = label
+    return labels
+
+
+def parsed_names(texts: Sequence[str]) -> dict[str, str]:
+    """Return the patterns by label of texts such as `GRPO=*/grpo_*`. Raises ConfigError."""
+    names: dict[str, str] = {}
+    for text in texts:
+        label, equals, pattern = text.partition("=")
+        if not (label.strip() and equals and pattern):
+            raise ConfigError(f"--name {text!r}: expected LABEL=GLOB, such as GRPO='*/grpo_*'")
+        names[label.strip()] = pattern
+    return names
+
+
+def _without(parts: Sequence[str], shared: Collection[str]) -> str:
+    kept = [",".join(item for item in part.split(",") if item not in shared) for part in parts]
+    return "/".join(part for part in kept if part)
+
+
+def _middle(text: str, length: int) -> str:
+    """Return a long text without its middle."""
+    half = (length - 3) // 2
+    return f"{text[:half]}...{text[half + 3 - length :]}"
 
 
 def below(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, as_json, below, row, short_name
+from evoalign.analysis.base import BASE, Analysis, Finding, as_json, below, row, short_names
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, GRID, INK, MARKERS, canvas, frame, plain, save_both
@@ -272,14 +272,14 @@ def _drawn(spread_II: Floats, df: int) -> tuple[Floats, Floats]:
 def draw(lines: Sequence[Line], folder: Path) -> list[Path]:
     """Draw reward, KL and hacked share by alpha, a file per line."""
     titles = {"reward": "reward", "kl": "KL from the base,\nnats per token", "hacked": "hacked share"}
-    drawn: list[Path] = []
+    drawn, short = list[Path](), short_names([name for line in lines for name in (line.a, line.b)])
     for number, line in enumerate(lines, 1):
         found = line.estimates
         is_hacked = any(one.mean for one in found["hacked"])
         names = [name for name in titles if name in found and (name != "hacked" or is_hacked)]
         figure = canvas(8.0, 2.4 * len(names) + 1.0, layout="constrained")
         panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-        frame(panels[0], f"{short_name(line.a)} (0) to {short_name(line.b)} (1)", "")
+        frame(panels[0], f"{short[line.a]} (0) to {short[line.b]} (1)", "")
         for axes, name in zip(panels, names, strict=True):
             plain(axes)
             axes.axvspan(0, 1, color=GRID, alpha=0.35, linewidth=0)

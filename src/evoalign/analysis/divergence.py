@@ -121,9 +121,9 @@ def _of_model(target: Target, config: Config) -> Drawn:
     from evoalign.training.resolve import resolve_target
 
     own, _ = resolve_target(target.weights, config)
-    task, data = task_and_data(config, None, None)
+    task, data = task_and_data(own, None, None)
     with closing(task):
-        tokenizer = tokens.load(own.model)
+        tokenizer = tokens.load(own.model, own.task.template_kwargs)
         with closing(engines.create(own, tokenizer)) as engine:
             samples = draw(engine, tokenizer, task, data.test, own)
     with closing(Reference(config, "cuda" if torch.cuda.is_available() else "cpu")) as reference:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, as_json, below, check_unique, row, short_name
+from evoalign.analysis.base import BASE, Analysis, Finding, as_json, below, check_unique, row, short_names
 from evoalign.errors import ConfigError, DataError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, GRID, canvas, frame, plain, save_both, series
@@ -137,7 +137,7 @@ class Text:
         """Return the pieces of two or more tokens. Raises DataError where there is none."""
         from evoalign import tokens
 
-        known = tokens.load(mixer.config.model)
+        known = tokens.load(mixer.config.model, mixer.config.task.template_kwargs)
         if self._text is None:
             prompts = (known.encode(mixer.task.prompt(example)) for example in mixer.examples[: self._pieces])
             found = [ids[: self._window] for ids in prompts if len(ids) > 1]
@@ -318,6 +318,7 @@ def draw(courses: Sequence[Course], folder: Path) -> list[Path]:
     """Draw the change from the base over checkpoints, with placebos of the end: a panel for each task and text."""
     probes = list(dict.fromkeys(course.probe for course in courses))
     targets = list(dict.fromkeys(course.target for course in courses))
+    short = short_names(targets)
     figure = canvas(8.0, 2.5 * len(probes) + 1.2, layout="constrained")
     panels = figure.subplots(len(probes), 1, squeeze=False)[:, 0]
     frame(panels[0], "Change from the base model", "")
@@ -327,7 +328,7 @@ def draw(courses: Sequence[Course], folder: Path) -> list[Path]:
         axes.set_ylabel(shorten(visible(probe), 40))
         for course in (one for one in courses if one.probe == probe):
             index, changes = targets.index(course.target), course.changes
-            label, color = short_name(course.target), COLORS[index % len(COLORS)]
+            label, color = short[course.target], COLORS[index % len(COLORS)]
             x, y = [0, *course.steps], [0.0, *(c.mean for c in changes)]
             axes.plot(x, y, label=label, markersize=4, **series(index))
             for step, change in zip(course.steps, changes, strict=True):

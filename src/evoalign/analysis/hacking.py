@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, below, by_example, check_unique, error_bars, files, row
+from evoalign.analysis.base import (
+    BASE,
+    Analysis,
+    Finding,
+    below,
+    by_example,
+    check_unique,
+    error_bars,
+    files,
+    row,
+    short_names,
+)
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, canvas, frame, save_both
-from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -172,7 +182,7 @@ def _row(label: str, rates: Mapping[str, Rate]) -> str:
 
 def draw(rates: Mapping[str, Mapping[str, Rate]], folder: Path) -> list[Path]:
     """Draw the share of each kind before and after training: a panel per target, a file for each `MOST` targets."""
-    drawn: list[Path] = []
+    drawn, short = list[Path](), short_names(list(rates))
     for path, names in files(folder, "hacking", list(rates), MOST):
         shown = {name: {k: r for k, r in rates[name].items() if k in SEVERAL or r.is_seen} for name in names}
         sides = [one for kinds in shown.values() for rate in kinds.values() for one in (rate.before, rate.after)]
@@ -182,7 +192,7 @@ def draw(rates: Mapping[str, Mapping[str, Rate]], folder: Path) -> list[Path]:
         grid = figure.subplots(len(names), 1, sharex=True, squeeze=False, height_ratios=heights)
         for axes, (name, kinds) in zip(grid[:, 0], shown.items(), strict=True):
             others = len(rates[name]) - len(kinds)
-            frame(axes, f"{shorten(visible(name), 70)}{f' ({others} other kinds: none)' if others else ''}", "")
+            frame(axes, f"{short[name]}{f' ({others} other kinds: none)' if others else ''}", "")
             for side, shift, form, color in (("before", -0.16, "o", COLORS[6]), ("after", 0.16, "s", COLORS[1])):
                 found: list[Estimate] = [getattr(rate, side) for rate in kinds.values()]
                 style: dict[str, Any] = {"fmt": form, "color": color, "markersize": 4, "capsize": 2, "label": side}

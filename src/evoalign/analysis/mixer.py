@@ -37,7 +37,7 @@ from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path
 from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint
-from evoalign.setup import task_and_data
+from evoalign.setup import task_and_data, with_form
 from evoalign.statistics import Estimate
 from evoalign.tasks import Data, Split, Task
 from evoalign.training.resolve import check_parted
@@ -117,7 +117,7 @@ class ModelMixer:
             if not self.examples:
                 raise ConfigError(f"the task has no {wanted.split} split; choose another")
             _check_splits(self.task, data, own, targets, wanted.split)
-            self._tokens = tokens.load(own.model)
+            self._tokens = tokens.load(own.model, own.task.template_kwargs)
             self._engine = TransformersEngine(own, self._tokens)
             self._dtype = self._engine.dtype
             self.model: Any = self._engine.model
@@ -293,18 +293,21 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
     if wanted.examples is not None and wanted.examples < 1:
         raise ConfigError(f"examples: {wanted.examples} is too few; set 1 or more")
     if config is not None:
-        seed = next((target.config.seed for target in targets.values() if target.run is not None), config.seed)
-        own = config.model_copy(update={"seed": seed})
+        made = next((target for target in targets.values() if target.run is not None), None)
+        own = with_form(config) if made is None else config.model_copy(update={"seed": made.config.seed})
+        own = own if made is None else with_form(own, made.run)
     else:
         first, *others = targets.values()
         first.check_task()
         own = first.config
         for other in others:
             if _task(other) != _task(first):
-                raise ConfigError(
-                    f"{other.name} is not of the task, base model or test data of {first.name} ({_task(other)} and "
-                    f"{_task(first)}); set one task for all with --config"
-                )
+                differ = [
+                    f"{key} is {here} in {first.name} and {there} in {other.name}"
+                    for key, here, there in zip(TASK_KEYS, _task(first), _task(other), strict=True)
+                    if here != there
+                ]
+                raise ConfigError(f"these targets have no task in common: {', '.join(differ)}; set one with --config")
     changed = {"samples": wanted.samples, "max_tokens": wanted.max_tokens, "temperature": wanted.temperature}
     tree = own.evaluation.model_dump() | {name: value for name, value in changed.items() if value is not None}
     checked = from_dict({**own.model_dump(), "evaluation": tree}).evaluation
@@ -313,7 +316,11 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
     return own.model_copy(update={"evaluation": checked, "checks": checks, "engine": own.engine.in_process()})
 
 
+TASK_KEYS = ("task.name", "model.name", "task.test_data")
+
+
 def _task(target: Target) -> tuple[str, str, str | None]:
+    """Return the values of `TASK_KEYS`, of files and folders their names."""
     task = target.config.task
     data = None if task.test_data is None else Path(str(task.test_data)).name
     return task.name, Path(target.config.model.name).name, data

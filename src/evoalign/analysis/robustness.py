@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import Analysis, Finding, as_json, below, error_bars, files, row
+from evoalign.analysis.base import Analysis, Finding, as_json, below, error_bars, files, row, short_names
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.figures import canvas, frame, plain, save_both, series
-from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -249,5 +248,5 @@ def _panel(
         points = {sigma: found for sigma, found in known.items() if found is not None}
         shift, found = 1.03 ** (index - (len(profiles) - 1) / 2), list(points.values())
         x, y = [sigma * shift for sigma in points], [one.mean for one in found]
-        style: dict[str, Any] = {**series(index), "label": shorten(visible(name), 60)}
+        style: dict[str, Any] = {**series(index), "label": short_names(list(profiles))[name]}
         axes.errorbar(x, y, yerr=error_bars(found), capsize=2.5, markersize=4, linewidth=1.4, **style)

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import Analysis, Finding, row
+from evoalign.analysis.base import Analysis, Finding, row, short_names
 from evoalign.errors import ConfigError, DataError, shown
 from evoalign.report.figures import COLORS, INK, canvas, frame, plain, save_both
-from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 from evoalign.tasks import data
 from evoalign.tasks.refusals import KINDS, kind_of
@@ -179,7 +178,8 @@ def draw(models: Sequence[Model], folder: Path) -> list[Path]:
     All panels share their axes; cost grows to the left, so that up and right is better.
     """
     rows, columns = -(-len(models) // 3), min(3, len(models))
-    names = [shorten(visible(model.name), 24) for model in models]
+    short = short_names([model.name for model in models], 24)
+    names = [short[model.name] for model in models]
     bars = [LABELS, *([REFUSALS] if any(REFUSALS[0] in model.values for model in models) else [])]
     height = 0.6 + 0.35 * len(models)
     figure = canvas(max(6.0, 3.6 * columns), 3.4 * rows + len(bars) * (height + 0.8), layout="constrained")

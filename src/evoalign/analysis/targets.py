@@ -104,15 +104,15 @@ def alike(items: Sequence[T], settings: Callable[[T], Mapping[str, Any] | None])
 
 
 def placebo_hint(targets: Mapping[str, Target]) -> list[str]:
-    """Return a sentence that names the runs of ES, unless a placebo is among the targets or there is no such run.
+    """Return a sentence on placebos, unless one is among the targets or none of them is a run of ES.
 
     Shuffled coefficients move the weights too: compare a run with its placebo.
     """
     marks = [checkpoint.mark_of(target.weights) for target in targets.values()]
-    runs = [name for name, target in targets.items() if target.method == "es"]
-    if not runs or any(mark is not None and mark.counterfactual for mark in marks):
+    trained = any(target.method == "es" for target in targets.values())
+    if not trained or any(mark is not None and mark.counterfactual for mark in marks):
         return []
     return [
-        f"{', '.join(runs)}: no placebo is among the targets, so signal and random walk cannot be distinguished; "
+        "No placebo is among the targets, so signal and random walk cannot be distinguished; "
         "`evoalign replay RUN --counterfactual shuffle --to FOLDER` makes one."
     ]

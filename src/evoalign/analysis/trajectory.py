@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_name
+from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_names
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
 from evoalign.report import watching
 from evoalign.report.figures import COLORS, INK, canvas, frame, save_both
-from evoalign.statistics import FEWEST, Estimate, t_of
+from evoalign.statistics import FEWEST_PLACEBOS, Estimate, t_of
 
 if TYPE_CHECKING:
     import torch
@@ -261,7 +261,8 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
     Distances are squared because signal and noise are orthogonal, so their squares add up. The interval: the noise of
     the run has a square s^2 of the placebos' spread, and its part along the signal adds 2 |signal| times that part,
     whose variance is |noise|^2 over the number of directions of the noise, by the placebos 2 |noise|^4 / var(d_k^2).
-    Negative where the run is nearer to its start than its placebos.
+    Negative where the run is nearer to its start than its placebos. There is no interval with fewer placebos than allow
+    a p of 5 %.
     """
     squares_K, distance = np.square(np.asarray(placebos, dtype=np.float64)), float(distance)
     n = len(squares_K)
@@ -271,8 +272,9 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
         return Estimate(float("nan"), n, why="no placebo: no share")
     noise, square = float(squares_K.mean()), distance**2
     share = 1 - noise / square
-    if n < FEWEST or not noise:
-        return Estimate(share, n, why=f"{n} placebos: no interval")
+    if n < FEWEST_PLACEBOS or not noise:
+        few = f"{n} placebos show nothing, {FEWEST_PLACEBOS} are needed" if noise else "the placebos never moved"
+        return Estimate(share, n, why=few)
     variance = float(squares_K.var(ddof=1)) * (1 + 1 / n + 2 * max(square - noise, 0.0) / noise)
     half = t_of(n - 1) * sqrt(variance) / square
     return Estimate(share, n, share - half, min(1.0, share + half))
@@ -280,11 +282,11 @@ def signal_share(distance: float, placebos: Sequence[float] | Floats) -> Estimat
 
 def draw(walks: Sequence[Walk], folder: Path) -> list[Path]:
     """Draw the distance from the start by generation, a file per run."""
-    drawn: list[Path] = []
+    drawn, names = list[Path](), short_names([walk.target for walk in walks])
     for i, walk in enumerate(walks, 1):
         figure = canvas(8.0, 4.0, layout="constrained")
         axes, steps = figure.subplots(), np.array(walk.steps)
-        frame(axes, short_name(walk.target), "generation: the band is the range of the placebos")
+        frame(axes, names[walk.target], "generation: the band is the range of the placebos")
         axes.set_ylabel("distance from the start")
         if len(walk.placebos_KP):
             look: dict[str, Any] = {"color": COLORS[1], "alpha": 0.22, "linewidth": 0}

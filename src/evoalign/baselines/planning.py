@@ -22,7 +22,7 @@ from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.models import origin
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
-from evoalign.setup import ConfigLike, as_config, check_scorer, layout_of, task_and_data
+from evoalign.setup import ConfigLike, as_config, check_scorer, layout_of, task_and_data, with_form
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Task
 from evoalign.training import heading
@@ -65,6 +65,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     output_dir, are lines.
     """
     config = as_config(config)
+    config = with_form(config, Path(config.output_dir) if resume else None)
     config.trained_by("grpo")  # raises ConfigError if missing
     settings.check_stopping(config)
     run = RunDir(Path(config.output_dir))

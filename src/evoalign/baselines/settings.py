@@ -35,6 +35,7 @@ SET = {
     "num_train_epochs": "grpo.max_steps",
     "warmup_steps": "grpo.warmup_ratio",
     "use_cpu": "engine.device",
+    "chat_template_kwargs": "task.template_kwargs",
     "logging_steps": "always 1: every step is logged",
     "logging_strategy": "always steps: every step is logged",
     "logging_first_step": "not used: every step is logged",

@@ -31,7 +31,7 @@ from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
-from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_and_data
+from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_and_data, with_form
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
@@ -59,6 +59,7 @@ def grpo(
     Raises a subclass of EvoalignError.
     """
     config = as_config(config)
+    config = with_form(config, Path(config.output_dir) if resume else None) if task is None else config
     config.trained_by("grpo")  # raises ConfigError if missing
     if not tracking.is_installed("trl"):
         raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
@@ -149,7 +150,7 @@ class _Grpo:
     ) -> None:
         self.config, self.task, self.data, self.given = config, task, data, given
         self.state, self.resumed_at = state or (None, None)
-        tokens_ = tokens.load(config.model)
+        tokens_ = tokens.load(config.model, config.task.template_kwargs)
         prompts.check(config, tokens_, task, data, settings.longest(config))
         self.trainer = make_trainer(config, tokens_, task, data, self._rewards, self._rollouts)
         processes = self.trainer.accelerator.num_processes
@@ -185,7 +186,7 @@ class _Grpo:
 
     def open(self, session: Session) -> Mapping[str, Any]:
         note = [self.policy.note] if self.policy.note and session.is_new else []
-        known = heading.split_lines(self.config, self.task, self.data)
+        known = heading.split_lines(self.config, self.task, self.data, self.policy.tokens)
         head = [
             heading.subject(self.config, self.task, self.data, specs_of_config(self.config)),
             *planning.step_lines(self.config),
@@ -211,6 +212,7 @@ class _Grpo:
             "task_notes": list(self.task.notes),
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
+            **saving.rendered_as(self.task, self.data, self.policy.tokens),
             "inputs": inputs_of(self.config, self.policy.tokens),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
             **origin.record(self.config.model),
@@ -222,8 +224,10 @@ class _Grpo:
         shutil.rmtree(states(session.run), ignore_errors=True)
 
     def _check_resume(self, run: RunDir, done: int) -> None:
-        """Raise ResumeError if rows or the first evaluation are lost, or if the scorer's models changed."""
-        saving.check_scorer(run, self.task, _manifest(run).get("scorer_digest"))
+        """Raise ResumeError if rows or the first evaluation are lost, or if prompts or the scorer's models changed."""
+        made = _manifest(run)
+        saving.check_prompts(run, self.task, self.data, self.policy.tokens, made.get("prompts_hash"))
+        saving.check_scorer(run, self.task, made.get("scorer_digest"))
         if not run.read_metrics().keys() >= set(range(done)):
             raise ResumeError(f"{run.metrics} lacks rows before step {done}; restore the file, or start another run")
         if read_completions(run, "before", self.task, self.data) is None:

@@ -355,15 +355,23 @@ class CutOff(Rule):
     def sentence(self, run: History) -> str | None:
         window = run.rows[-WINDOW:]
         share, before = mean_of(window[len(window) // 2 :], "truncated_share"), mean_of(window, "truncated_share")
-        if len(run.rows) <= WINDOW or share is None or before is None or share < self.share:
+        if share is None or before is None or (share < before - 0.05 and run.rises()):  # they are becoming shorter
             return None
-        if share < before - 0.05 and run.rises():  # completions are becoming shorter
-            return None
-        tokens = run.config.sampling.max_tokens
-        return (
-            f"{share:.0%} of the completions are cut off at {tokens} tokens, so their ends are never scored; try "
-            f"sampling.max_tokens {2 * tokens}"
-        )
+        if len(run.rows) <= WINDOW and (mean_of(run.rows[:1], "truncated_share") or 0) < self.share:
+            return None  # the start was not cut off: training may have broken the model, which other rules see first
+        return cut_off(share, run.config.sampling.max_tokens)
+
+
+def cut_off(
+    share: float, tokens: int, whose: str = "the completions", setting: str = "sampling.max_tokens"
+) -> str | None:
+    """Return a warning if most completions end at `tokens`, the value of a setting; else None."""
+    if share < CutOff.share:
+        return None
+    return (
+        f"{share:.0%} of {whose} are cut off at {tokens} tokens, so their ends are never scored; try "
+        f"{setting} {2 * tokens}"
+    )
 
 
 RULES = (

@@ -31,6 +31,10 @@ def analyze(
         list[str] | None, typer.Option("--set", "-s", metavar="a=b", help="Set a setting of the analysis.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Also write the numbers and figures into this folder.")] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="LABEL=GLOB", help="Label, in figures, of the target whose path matches GLOB."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Analyse runs and models. Without a name, list the analyses; without targets, list the settings of one."""
@@ -44,10 +48,12 @@ def analyze(
     if not targets:
         _show_settings(chosen)
         return
-    from evoalign.analysis.base import settings_of
+    from evoalign.analysis.base import LABELS, labels_of, settings_of
     from evoalign.config import load
+    from evoalign.errors import ConfigError
 
     check_folder(to)
+    LABELS.set(labels_of(labels or [], targets))
     settings = settings_of(chosen, sets or [])
     quiet()
     from rich.console import Console
@@ -60,7 +66,10 @@ def analyze(
     own = as_config(load(config)) if config else None
     shown = Console(stderr=True)
     with Bar(chosen.name, shown) if shown.is_terminal else nullcontext():
-        finding = chosen.run(targets, settings, own)
+        try:
+            finding = chosen.run(targets, settings, own)
+        except FileNotFoundError as error:  # of a custom analysis that reads the files of its targets
+            raise ConfigError(f"{chosen.name}: there is no file {error.filename}; give finished runs") from error
     finding.show(console())
     if to is not None:
         make_folder(to)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evoalign.preflight.probe import Step
 
 NOTHING = 1
-"""Exit code if `--write` has no recommendation to write."""
+"""Exit code if `--write` has neither a recommendation nor a trial to write."""
 
 
 def probe(
@@ -34,8 +34,10 @@ def probe(
     examples: Annotated[int, typer.Option(help="Training examples that are the prompts of all members.")] = 64,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write the measurements as JSON.")] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Write the recommendation to a new YAML file, or exit with code 1.")
+        Path | None,
+        typer.Option(help="Write the recommendation, or if undecided a trial, to a new YAML file."),
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the number of completions and end.")] = False,
     debug: Debug = False,
 ) -> None:
     """Measure before training how wide the noise should be, and recommend sigma and learning rate, or nothing."""
@@ -47,6 +49,9 @@ def probe(
     quiet()
     from evoalign.preflight import probe as measure
 
+    if dry_run:
+        typer.echo("\n".join(measure.plan(resolved, sigmas=widths, members=members, examples=examples)))
+        return
     try:
         with _progress() as on_step:
             result = measure.probe(
@@ -80,7 +85,7 @@ def _write(result: ProbeResult, path: Path) -> None:
     from evoalign.preflight.advice import overlay
     from evoalign.rundir.files import make_folder, write_text
 
-    if result.width is None:
+    if result.width is None and result.trial is None:
         typer.echo(f"{path} is not written")
         raise typer.Exit(NOTHING)
     make_folder(path.parent)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from evoalign.rundir.method import Method
 
 REFUSED = "would be refused"
-LAST = ("warning", REFUSED, "note")
+LAST = ("warning", "note")
 """How lines begin that a user should act on."""
 
 
@@ -68,17 +68,21 @@ def run_of(config: Path) -> Path | None:
 
 
 def show_plan(config: Config, method: Method, lines: Sequence[str], *, everything: bool) -> None:
-    """Print the config as YAML and the lines, warnings last. Exit with code 2 if the run would be refused.
+    """Print a refusal, the config as YAML, and the lines, warnings last. Exit with code 2 if the run would be refused.
 
     Without `everything` only settings that differ from their defaults, of sections that the method reads, are shown:
     config and lines should fit one screen.
     """
     from evoalign.config import to_yaml
 
+    refused = list(dict.fromkeys(line for line in lines if line.startswith(REFUSED)))
+    if refused:
+        typer.echo("\n".join(refused) + "\n")
+    lines = [line for line in lines if line not in refused]
     left_out = [] if everything else config.unused(grpo=method == "grpo")
     typer.echo(to_yaml(config, without=left_out, changed=not everything), nl=False)
     if not everything:
         typer.echo(f"# --all shows the defaults, and the sections that are not used ({', '.join(left_out)})")
     typer.echo("\n" + "\n".join(sorted(lines, key=lambda line: line.startswith(LAST))))
-    if any(line.startswith(REFUSED) for line in lines):
+    if refused:
         raise typer.Exit(2)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 FORMAT_VERSION = 1
+OWN: dict[str, Any] = {"type": "string", "pattern": ":"}
+"""JSON schema of the name of custom code: `package.module:Class`, or `file.py:Class`."""
 
 
 def _path(text: str) -> str:

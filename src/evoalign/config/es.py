@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from evoalign.config.base import Count, Delta, Positive, Section, Share, named
+from evoalign.config.base import OWN, Count, Delta, Positive, Section, Share, named
+from evoalign.config.outside import CODE
+from evoalign.errors import shown
 
 
 class OptimizerConfig(Section):
@@ -57,6 +59,24 @@ class ScheduleConfig(Section):
 Schedule = Annotated[ScheduleConfig, BeforeValidator(named, json_schema_input_type=str | ScheduleConfig)]
 
 
+SHAPINGS = ("zscore", "centered", "ranks", "identity")
+"""Built-in shapings."""
+
+
+def _shaping(name: str) -> str:
+    if name not in SHAPINGS and ":" not in name:
+        raise ValueError(
+            f"there is no shaping {shown(name)}; use {', '.join(SHAPINGS)}, or a function of your own as "
+            "package.module:function or file.py:function"
+        )
+    return name
+
+
+Shaping = Annotated[
+    str, AfterValidator(_shaping), WithJsonSchema({"anyOf": [{"enum": list(SHAPINGS)}, OWN], "default": "zscore"}), CODE
+]
+
+
 START = (
     "to begin with, es.sigma: 0.01 in space lora and 0.001 in others, with half of it as es.learning_rate; "
     "`evoalign probe` measures what fits"
@@ -78,9 +98,10 @@ class EsConfig(Section):
     """Standard deviation of the noise, the same for all tensors."""
     noise_multiplier: Positive | None = None
     """Standard deviation of the noise as a multiple of the mean |W| of each layer's target matrices."""
-    shaping: Literal["zscore", "centered", "ranks", "identity"] = "zscore"
+    shaping: Shaping = "zscore"
     """How scores become coefficients: standardized over members (`zscore`), centered per prompt (`centered`), centered
-    ranks (`ranks`), or as they are (`identity`)."""
+    ranks (`ranks`), as they are (`identity`), or by a function of your own, as `package.module:function` or
+    `file.py:function`."""
     antithetic: bool = False
     """Evaluate members in pairs with opposite noise. Needs an even population."""
     optimizer: Annotated[OptimizerConfig, BeforeValidator(named, json_schema_input_type=str | OptimizerConfig)] = Field(

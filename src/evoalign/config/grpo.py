@@ -19,7 +19,7 @@ from evoalign.errors import ConfigError, cut, shown
 MOST = 1e12
 """Largest absolute value of a number in `grpo.trl`."""
 ASKED = frozenset({
-    "accelerator_config", "chat_template_kwargs", "deepspeed", "fsdp", "fsdp_config", "generation_kwargs",
+    "accelerator_config", "deepspeed", "fsdp", "fsdp_config", "generation_kwargs",
     "parallelism_config", "torch_compile_backend", "vllm_group_port", "vllm_server_base_url", "vllm_server_host",
     "vllm_server_port",
 })  # fmt: skip

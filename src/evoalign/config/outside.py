@@ -24,10 +24,10 @@ from pydantic import BaseModel
 from evoalign.config.reading import parse_yaml, read_bytes, read_object
 from evoalign.errors import ConfigError, DataError, shown
 
-EVALUATION_SKIPS = ("tracking", "grpo")
-"""Sections that only training reads."""
+EVALUATION_SKIPS = ("tracking", "grpo", "es.shaping")
+"""Sections and settings that only training reads."""
 REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
-"""Sections that a replay, or an export, does not read: it chooses its own engine and scores no completion."""
+"""What a replay, or an export, does not read: it chooses its own engine and scores no completion."""
 DEEPEST = 16
 """Adapters and runs over one another that are followed."""
 HUB_SECONDS = 5.0
@@ -115,6 +115,11 @@ DATA = Outside(
 )
 
 
+def followed(config: BaseModel, skip: Sequence[str]) -> list[tuple[str, object, Outside]]:
+    """Return what `marked` yields, without the sections and settings in `skip`, which a command does not read."""
+    return [found for found in marked(config) if not {found[0], found[0].partition(".")[0]} & set(skip)]
+
+
 def marked(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object, Outside]]:
     """Yield the dotted place, the value and the mark of each setting that leads out, in all sections below."""
     for name, info in type(section).model_fields.items():
@@ -133,12 +138,12 @@ def refuse(
 ) -> None:
     """Raise ConfigError for settings that lead out and are not in `given`, what the user gave over the config.
 
-    `where` is the run or journal that the config came with; sections in `skip` are not read by the command.
+    `where` is the run or journal that the config came with; what is in `skip` is not read by the command.
     """
     found = [
         f"{place} to {shown(value)} ({mark.what})"
-        for place, value, mark in marked(config)
-        if place.partition(".")[0] not in skip and not _has(given or {}, place)
+        for place, value, mark in followed(config, skip)
+        if not _has(given or {}, place)
     ]
     if found:
         raise ConfigError(

@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import yaml
 
+from evoalign.config.base import OWN
 from evoalign.config.engines import ENGINES, SINGLE
 from evoalign.config.run import Config
 
 HERE = Path(__file__).parent
-OWN = {"type": "string", "pattern": ":"}
-"""Schema of the name of custom code: `package.module:Class`, or `file.py:Class`."""
 
 
 def schema() -> dict[str, Any]:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -24,6 +27,34 @@ class ObjectiveConfig(BaseModel):
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the objective."""
         return dict(self.model_extra or {})
+
+
+RENDERING = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
+    "truncation",
+})  # fmt: skip
+"""Arguments of `apply_chat_template` that evoalign sets."""
+
+
+def _of_template(value: object) -> object:
+    """Write dates, as YAML reads them, as text. Raises ValueError for names and values that a template cannot get."""
+    if not isinstance(value, Mapping):
+        return value
+    found = {name: str(item) if type(item) is date else item for name, item in value.items()}
+    for name, item in found.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in RENDERING:
+            raise ValueError(f"{shown(name)} is not a variable of a chat template that can be set; remove it")
+        try:
+            json.dumps(item, allow_nan=False)
+            if name == "strftime_now":
+                date.fromisoformat(item)
+        except (TypeError, ValueError):
+            kind = (
+                "a date, YYYY-MM-DD" if name == "strftime_now" else "text, a number, true, false, a list or a mapping"
+            )
+            raise ValueError(f"{name} is {shown(item)}; expected {kind}") from None
+    return found
 
 
 TASKS = {
@@ -67,13 +98,20 @@ class TaskConfig(Section):
     """Number of validation rows: the first ones of `validation_data`; without it, rows of the training split that are
     then not trained on: those after the first `train_size`, or else the last. Recorded only if set."""
     prompt: Literal["raw", "chat", "short", "chat_opened", "conversation"] | None = None
-    """Form of the prompt; None: the default of the task. `chat_opened` (`countdown`) is `chat` with the beginning of
-    the assistant message; `conversation` (`safety`) is plain text with the words USER and ASSISTANT. `raw` has no
-    messages, and so no `system_prompt`."""
+    """Form of the prompt; None: the default of the task. For `custom`, a new run then takes and records `chat` if the
+    tokenizer has a chat template; otherwise text prompts are `raw`. `chat_opened` (`countdown`) is `chat` with the
+    beginning of the assistant message; `conversation` (`safety`) is plain text with the words USER and ASSISTANT. `raw`
+    has no messages, and so no `system_prompt`."""
     system_prompt: Annotated[str | None, INSIDE] = Field(
         default=None, min_length=1, exclude_if=lambda value: value is None
     )
     """System message of chat prompts without one. Recorded only if set."""
+    template_kwargs: Annotated[dict[str, Any], BeforeValidator(_of_template), INSIDE] = Field(
+        default_factory=dict, exclude_if=lambda value: not value
+    )
+    """Variables for the chat template, such as `{enable_thinking: false}` or `{date_string: "26 Jul 2024"}`, in
+    training (also GRPO), evaluation and analysis alike. A template that prints today's date (`strftime_now`) gets
+    2024-07-26 on every day; `{strftime_now: 2026-11-27}` sets another date. Recorded only if set."""
     batch_size: Count | None = None
     """Training examples per generation; None: all."""
     samples: Count | None = Field(default=None, exclude_if=lambda value: value is None)

@@ -143,8 +143,8 @@ def work_lines(config: Config, examples: int | None, *, asks_mean: bool = False)
     tokens = rollouts * config.sampling.max_tokens
     return [
         f"rollouts {rollouts:,} a generation ({es.population_size} members{and_mean(asks_mean)} x {each}), "
-        f"{rollouts * es.num_generations:,} in all",
-        f"tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all",
+        f"{rollouts * es.num_generations:,} in all; tokens at most {tokens:,} a generation, "
+        f"{tokens * es.num_generations:,} in all",
         "time: run `evoalign doctor CONFIG`, which loads the model and times part of a generation",
     ]
 

@@ -95,6 +95,8 @@ class Facts:
     """Whether prompts are messages for the tokenizer's chat template."""
     system: str | None = None
     """System message; None if there is none, or if it is not known without running user code."""
+    joins_system: bool = False
+    """Whether the chat template refuses a system message, so that its text begins the user message."""
     method: Method = "es"
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
@@ -306,6 +308,7 @@ def gather(
         stop_ids=tokens_.stop_ids,
         chat=messages and bool(tokens_.tokenizer.chat_template),
         system=system,
+        joins_system=system is not None and _joins(tokens_, system),
         with_records=with_records,
         evaluation=evaluation,
         placebo=placebo_file.read(source.run, source.config),
@@ -316,6 +319,14 @@ def gather(
         figure=bool(figure(source.run)),
         member=source.population_member,
     )
+
+
+def _joins(tokens_: Tokens, system: str) -> bool:
+    chat = [{"role": "system", "content": system}, {"role": "user", "content": "?"}]
+    try:
+        return tokens_.render(chat)[1] is not chat
+    except EvoalignError:
+        return False
 
 
 class _Settings(BaseModel):

@@ -165,7 +165,7 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
 class WholeModel:
     """Writes a model with changed tensors, in `dtype`, and its tokenizer.
 
-    The base is loaded at the first call. Its tensors that do not change, and fused experts, stay in memory.
+    Tensors of the base that do not change, and fused experts, stay in memory.
     """
 
     def __init__(self, base: str, revision: str | None, dtype: torch.dtype) -> None:
@@ -175,7 +175,7 @@ class WholeModel:
 
     def __call__(self, folder: Path, state: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the model with the tensors of `state` put in."""
-        self._load()
+        self.load()
         with without_bar():
             parameters, changed = dict[str, nn.Parameter](self._model.named_parameters()), list[nn.Parameter]()
             others = tensors_of(self._model)
@@ -190,7 +190,8 @@ class WholeModel:
                 parameter.data = parameter.data.new_empty(0)
         self._tokenizer.save_pretrained(folder)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Load the base, once. Other threads must not compute meanwhile: transformers sets torch's default dtype."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if self._model is None:

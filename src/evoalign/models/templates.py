@@ -14,14 +14,20 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from evoalign.errors import ModelError, shown
 from evoalign.types import Messages
 
+CLOCK = "strftime_now"
+"""The function by which templates print today's date."""
+DATE = "2024-07-26"
+"""The date that it prints: the one that Llama's templates print without a clock."""
 SECONDS = 10.0
 """Time limit for one prompt. A usual template takes about a millisecond."""
 ROOM = 1 << 30
@@ -34,14 +40,60 @@ class RefusedError(Exception):
     """The message of an error that a template raised."""
 
 
-def render(tokenizer: Any, messages: Messages) -> str:
-    """Return a prompt of messages as text. A last assistant message is the start of the completion."""
+def render(tokenizer: Any, messages: Messages, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return a prompt of messages as text. A last assistant message is the start of the completion.
+
+    A template that prints the date gets `DATE`, or `template_kwargs.strftime_now`, so that a prompt is the same on
+    every day.
+    """
+    given = dict(template_kwargs)
+    day = datetime.fromisoformat(given.pop(CLOCK, DATE))
+    if CLOCK in str(tokenizer.chat_template):
+        given["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), day)
     opened = messages[-1]["role"] == "assistant"
     return str(
         tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not opened, continue_final_message=opened
+            messages, tokenize=False, add_generation_prompt=not opened, continue_final_message=opened, **given
         )
     )
+
+
+def _dated(template: str, day: datetime) -> str:
+    """Return a template whose clock always shows the same day.
+
+    transformers passes only plain data to a template, so the clock is a macro of Jinja. The line break after it is
+    dropped by `trim_blocks`.
+    """
+    codes = {f"%-{code}": str(int(day.strftime(f"%{code}"))) for code in "dmHIMSjy"}
+    codes |= {f"%{code}": day.strftime(f"%{code}") for code in "aAbBcdfGHIjmMpSuUVwWxXyYZz"} | {"%%": "%"}
+    return (
+        f"{{% macro {CLOCK}(format) %}}{{% set found = namespace(text=format) %}}"
+        f"{{% for code, text in {json.dumps(codes)}.items() %}}"
+        "{% set found.text = found.text | replace(code, text) %}{% endfor %}{{ found.text }}{% endmacro %}\n" + template
+    )
+
+
+def without_system(messages: Messages) -> Messages | None:
+    """Return messages with the text of a first system message before that of the first user message.
+
+    None if there is no such pair. Templates such as Gemma's refuse a system message.
+    """
+    first, *rest = messages
+    user = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
+    if first["role"] not in ("system", "developer") or user is None:
+        return None
+    rest[user] = {**rest[user], "content": f"{first['content']}\n\n{rest[user]['content']}"}
+    return rest
+
+
+def dropped(messages: Messages, text: str) -> Messages:
+    """Return the messages whose text a rendering does not contain, apart from white space.
+
+    Templates of reasoning models leave out the thinking of earlier assistant messages.
+    """
+    flat = " ".join(text.split())
+    shown = [m["content"].split("</think>")[-1] if m["role"] == "assistant" else m["content"] for m in messages]
+    return [message for message, part in zip(messages, shown, strict=True) if " ".join(part.split()) not in flat]
 
 
 def render_whole(tokenizer: Any, messages: Messages) -> str:

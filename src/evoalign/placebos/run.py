@@ -28,7 +28,7 @@ from evoalign.rundir.files import refuse_links
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
 from evoalign.rundir.own import load_own, read_own
-from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data
+from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving
 from evoalign.training.inputs import check_inputs, inputs_of
@@ -232,12 +232,14 @@ def open_run(
         off = None
         if off_task is not None:
             off_config = as_config(off_task)
+            off_config = with_form(off_config.model_copy(update={"model": chosen.model}))
             other, data = task_and_data(off_config, None, None)
             off = off_config, stack.enter_context(closing(other)), data
         parts = stack.enter_context(closing(assemble(chosen, task, reward)))
         saving.check_start(parts, log.header)
         folder = RunDir(path if path.is_dir() else path.parent)
         saving.check_data(folder, parts.task, parts.data, log.header.data_hash)
+        saving.check_prompts(folder, parts.task, parts.data, parts.tokens, log.header.prompts_hash)
         saving.check_scorer(folder, parts.task, log.header.scorer_digest)
         for line in check_inputs(path, log.header.inputs, inputs_of(parts.config, parts.tokens)):
             logger.warning("warning: %s", line)
@@ -251,7 +253,7 @@ def _config(path: Path, log: Log, config: ConfigLike | None, model: str | None, 
     if not given:
         resolve.refuse_lost_task(path)
     skip = EVALUATION_SKIPS if model is None else (*EVALUATION_SKIPS, "model")
-    found = load_own(path, skip=skip) if config is None else as_config(config)
+    found = load_own(path, skip=skip) if config is None else with_form(as_config(config), path)
     odd, _ = differences(found, from_dict(log.header.config))
     if odd:
         raise ResumeError(f"{path} was made with other settings: {'; '.join(odd)}")

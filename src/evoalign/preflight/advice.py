@@ -34,6 +34,10 @@ COVERED = 0.95
 """Least probability that the interval of the recommended width holds its gain."""
 NEAR = 0.9
 """Gains of at least this share of the largest count as equal, and the width in their middle is recommended."""
+TRIAL = 10
+"""Generations of a trial."""
+RULE = 'go on, with more es.num_generations and --resume, only if its summary does not say "not shown to learn"'
+"""When a trial ends."""
 SHOWN = 160
 """Most characters of a completion that are shown."""
 
@@ -88,17 +92,23 @@ class Baseline:
     examples: int
     prompt: str = ""
     text: str = ""
+    question: str = ""
+    """The part of the prompt that identifies it among the others."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommended width, or the `reason` why none is recommended."""
+    """A recommended width, or the `reason` why none is recommended.
+
+    `trial` is the width and learning rate to try for `TRIAL` generations where no gain is significant but one was seen.
+    """
 
     width: float | None
     learning_rate: float | None
     gain_interval: tuple[float, float] | None
     reason: str
     warnings: tuple[str, ...]
+    trial: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +185,7 @@ def recommend(
         if w.gain is not None and w.gain > 0 and is_sure(w, base) and _is_above_noise(w, base)
     ]
     if not usable:
-        return _nothing(_why_not(rungs, whole, base))
+        return _nothing(_why_not(rungs, whole, base), _nearest(whole, base), setting, eta)
     largest = max(gain for _, gain in usable)
     tied = [(w, gain) for w, gain in usable if gain >= NEAR * largest]
     best, gain = tied[(len(tied) - 1) // 2]
@@ -219,8 +229,18 @@ def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str, rat
     return [f"{line}; less with es.{setting} {other.width:.4g}, es.learning_rate {rate * scale:.4g}"]
 
 
-def _nothing(why: str) -> Advice:
-    return Advice(None, None, None, f"nothing is recommended: {why}", ())
+def _nothing(why: str, nearest: Width | None = None, setting: str = "sigma", eta: float = ETA) -> Advice:
+    if nearest is None or nearest.gain is None or nearest.gain <= 0:
+        return Advice(None, None, None, f"nothing is recommended: {why}", ())
+    rate = eta * nearest.width if setting == "sigma" else eta
+    trial = f"try es.{setting} {nearest.width:.4g}, es.learning_rate {rate:.4g} for {TRIAL} generations, and {RULE}"
+    return Advice(None, None, None, f"undecided: {why}; or {trial}", (), trial=(nearest.width, rate))
+
+
+def _nearest(whole: Sequence[Width], base: Baseline) -> Width | None:
+    """Return the width whose gain is nearest to a significant one; None without a width above the noise."""
+    measured = [w for w in whole if w.gain is not None and _is_above_noise(w, base)]
+    return max(measured, key=lambda w: (w.gain or 0.0) / w.least_gain if w.least_gain else 0.0, default=None)
 
 
 def _why_not(rungs: Sequence[Width], whole: Sequence[Width], base: Baseline) -> str:
@@ -240,21 +260,19 @@ def _why_not(rungs: Sequence[Width], whole: Sequence[Width], base: Baseline) -> 
                 f"members of width {near.width:.4g} all earn the same, and {far.width:.4g}, the next, {what}; try "
                 f"widths between {near.width:.4g} and {far.width:.4g} with --sigmas"
             )
-    above = [w for w in whole if _is_above_noise(w, base)]
-    if base.noise_floor > 0 and not above:
+    if base.noise_floor > 0 and not any(_is_above_noise(w, base) for w in whole):
         return (
             f"the members' spread is at the noise floor, {base.noise_floor:.2g}; use more examples (--examples) or "
             "lower sampling.temperature"
         )
-    return _chance([w for w in above if w.gain is not None], whole, base)
+    return _chance(_nearest(whole, base), whole)
 
 
-def _chance(measured: Sequence[Width], whole: Sequence[Width], base: Baseline) -> str:
-    if not measured:
+def _chance(nearest: Width | None, whole: Sequence[Width]) -> str:
+    if nearest is None:
         why = f"only the smallest width, {whole[0].width:.4g}, does not break the model, and a gain needs two widths"
         return f"{why}; try smaller ones with --sigmas"
-    sizes = [(w, w.gain or 0.0, w.least_gain or 0.0) for w in measured]
-    nearest, gain, least = max(sizes, key=lambda found: found[1] / found[2] if found[2] else 0.0)
+    gain, least = nearest.gain or 0.0, nearest.least_gain or 0.0
     near = f"; {nearest.width:.4g} is nearest and would have to gain {least:.2g}" if least else ""
     if near and gain > 0 and nearest.chance is not None and nearest.chance < 1:
         members = 2 * nearest.pairs * (least / gain) ** 2
@@ -293,7 +311,7 @@ def _note(width: Width, result: ProbeResult) -> str:
 def texts(result: ProbeResult) -> Table:
     """Return completions of the first prompt: the unperturbed model's, and those of two members of each width."""
     shown = Table(result.setting, "member", "answer", show_lines=False)
-    shown.title, shown.title_justify = Text(f"answers to: {_one_line(result.prompt)}"), "left"
+    shown.title, shown.title_justify = Text(f"answers to: {_one_line(result.question or result.prompt)}"), "left"
     shown.add_row("0", "start", _one_line(result.text))
     for w in result.rungs:
         shown.add_row(f"{w.width:.4g}", "best", _one_line(w.best_text))
@@ -313,9 +331,13 @@ def lines(result: ProbeResult) -> list[str]:
 
 
 def overlay(result: ProbeResult) -> str:
-    """Return the recommendation as YAML for `--config`. `result.width` must not be None."""
+    """Return the recommendation, or the trial, as YAML for `--config`. One of them must not be None."""
+    measured = f"{result.members} members on {result.examples} prompts at each of {result.planned} widths"
+    heading, width, rate, more = "Recommended by", result.width, result.learning_rate, ""
+    if result.trial is not None:
+        (width, rate), more = result.trial, f"  num_generations: {TRIAL}\n"
+        heading = f"No gain was significant. Train for {TRIAL} generations, and {RULE}.\n# Undecided by"
     return (
-        f"# Recommended by `evoalign probe` from {result.members} members on {result.examples} prompts at each of "
-        f"{result.planned} widths.\nes:\n  {result.setting}: {result.width!r}\n"
-        f"  learning_rate: {result.learning_rate!r}\n"
+        f"# {heading} `evoalign probe` from {measured}.\nes:\n  {result.setting}: {width!r}\n"
+        f"  learning_rate: {rate!r}\n{more}"
     )

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
-from evoalign import setup, spaces, tokens, tracking
+from evoalign import setup, shaping, spaces, tokens, tracking
 from evoalign.baselines import planning, settings
 from evoalign.checks import prompts
 from evoalign.config import Config
@@ -21,7 +21,8 @@ from evoalign.cost import budget, estimate
 from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines import Engine
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError, shown
+from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
+from evoalign.rollouts import typical
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import versions
 from evoalign.rundir.method import COMMANDS, Method
@@ -30,7 +31,7 @@ from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
 from evoalign.training.session import first_line
-from evoalign.types import Facts, Layout, Messages, TensorSpec, text_of
+from evoalign.types import Facts, Layout, TensorSpec
 from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
@@ -70,7 +71,7 @@ class Case:
         self.specs: Sequence[TensorSpec] | None = None
         self.planned: Layout | None = None
         self.engine: Engine | None = None
-        self.fits = True
+        self.fits = self.renders = True
         self.served: tuple[Space, Layout, Facts] | None = None
 
     def close(self) -> None:
@@ -119,6 +120,7 @@ def check_config(case: Case) -> Finding:
         lines = planning.step_lines(config)
         what = f"GRPO, task {config.task.name}, model {config.model.name}"
     else:
+        shaping.load(config.es.shaping)
         lines = estimate.step_lines(config, None)
         what = (
             f"space {config.space.name}, task {config.task.name}, model {config.model.name}, engine "
@@ -195,6 +197,7 @@ def _existing(path: Path) -> Path:
 
 def check_task(case: Case) -> Finding:
     """Load the task and its rows. Warns if splits share prompts."""
+    case.config = setup.with_form(case.config)
     case.task, case.data = setup.task_and_data(case.config, None, None)
     train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
     validation = f", {len(case.data.validation)} validation" if case.data.validation else ""
@@ -220,7 +223,7 @@ def check_gold(case: Case) -> Finding:
 
 def check_tokenizer(case: Case) -> Finding:
     """Load the tokenizer and report its stop tokens."""
-    case.tokens = tokens.load(case.config.model)
+    case.tokens = tokens.load(case.config.model, case.config.task.template_kwargs)
     tokenizer, stops = case.tokens.tokenizer, case.tokens.stop_ids
     named = [repr(str(tokenizer.convert_ids_to_tokens(i))) for i in stops]
     detail = f"{len(tokenizer):,} tokens, stops at {', '.join(named) or 'none'}"
@@ -231,45 +234,29 @@ def check_tokenizer(case: Case) -> Finding:
 
 
 def check_chat_template(case: Case) -> Finding:
-    """Check that the chat template can render prompts that are messages."""
-    task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
-    first, count = None, 0
-    for prompt in map(task.prompt, need(case.data, "task").all):
-        if not isinstance(prompt, str):
-            first, count = first or prompt, count + 1
-    if first is None:
-        return Finding("chat template", "ok", f"not needed: the prompts are {task.text_form}")
-    if not tokens_.tokenizer.chat_template:
-        detail = (
-            f"{count} prompts are messages and the tokenizer has no chat template: the model would get the plain text "
-            f"{text_of(first)[:60]!r}"
-        )
-        fix = "set task.prompt: raw, or choose a model that was trained to chat"
-        return Finding("chat template", "failed", detail, fix)
-    tokens_.encode(first)
-    between = _between(tokens_, first)
-    if between:
-        detail = f"the template puts {shown(between)} between the assistant's turn and the answer that the task begins"
-        fix = "the model would continue another text than the task's: set task.prompt: chat, or use another model"
-        return Finding("chat template", "warning", detail, fix)
-    return Finding("chat template", "ok", f"renders {count} prompts of messages")
-
-
-def _between(tokens_: Tokens, chat: Messages) -> str:
-    """Return what the template inserts between the start of the assistant's turn and the beginning of its answer.
-
-    Templates of reasoning models, such as Qwen3's, insert an empty thinking block.
-    """
-    if chat[-1]["role"] != "assistant":
-        return ""
-    turn, opened = (str(tokens_.tokenizer.decode(list(tokens_.encode(c)))) for c in (chat[:-1], chat))
-    inside = opened.removeprefix(turn)
-    return inside.removesuffix(chat[-1]["content"]) if inside != chat[-1]["content"] else ""
+    """Report the form of the prompts, and check what the chat template makes of messages."""
+    task, data, tokens_ = need(case.task, "task"), need(case.data, "task"), need(case.tokens, "tokenizer")
+    detail = heading.form_line(case.config, task, data.all)
+    warnings = list[str]()
+    case.renders = False
+    lines = tokens_.remarks(typical(task, data))
+    case.renders = True
+    for line in lines:
+        kind, _, text = line.partition(": ")
+        if kind == "warning":
+            warnings.append(text)
+        else:
+            detail += f"; {text}"
+    if warnings:
+        problem, _, fix = "; ".join(warnings).rpartition("; ")
+        return Finding("chat template", "warning", f"{detail}; {problem}", fix)
+    return Finding("chat template", "ok", detail)
 
 
 def check_lengths(case: Case) -> Finding:
     """Check that the model has all tokens of the prompts, and room for the longest with its completion."""
     task, tokens_, data = need(case.task, "task"), need(case.tokens, "tokenizer"), need(case.data, "task")
+    need(case.renders or None, "chat template")
     longest = settings.longest(case.config) if case.method == "grpo" else None
     try:
         return Finding("prompt length", "ok", prompts.check(case.config, tokens_, task, data, longest))

@@ -23,6 +23,7 @@ from the start, and Adam 0.50 times.)
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -32,17 +33,19 @@ import numpy as np
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
-from evoalign.checks.rules import CutOff
+from evoalign.checks.rules import cut_off
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
-from evoalign.preflight.advice import ETA, Baseline, ProbeResult, Width, recommend
+from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, recommend
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
+from evoalign.preflight.work import seconds_text
 from evoalign.report import watching
+from evoalign.report.tables import questions
 from evoalign.rewards.objective import judge, refuse_whole_groups
-from evoalign.rollouts import batch, collect, group_of
-from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
+from evoalign.rollouts import batch, collect, group_of, typical
+from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
 from evoalign.training.stopping import interruptible
@@ -54,6 +57,10 @@ MEMBERS = 32
 EXAMPLES = 64
 MOST_MEMBERS = 128
 """Most members per width, where fewer training examples than requested are made up for by more members."""
+
+
+LONG = 10
+"""A probe of this many times the completions of the run is warned about."""
 
 
 class Step(NamedTuple):
@@ -90,32 +97,66 @@ def probe(
 
     `sigmas` are values of the config's own setting, `es.sigma` or `es.noise_multiplier`; by default the config's value
     times 1/16 to 16. `members` is the number at each width: by default 32, or up to 128 to make up for fewer training
-    examples than `examples`. `tell` receives the cost before anything is generated, `on_step` each width that is done.
+    examples than `examples`. `tell` receives the cost before anything is generated, and then the seconds, `on_step`
+    each width that is done.
     Raises a subclass of EvoalignError. Ctrl-C or SIGTERM, once the unperturbed model was evaluated, raises
     ProbeStoppedError, whose `result` has the widths that were done.
     """
-    config = as_config(config)
+    config = as_config(config) if task is not None else with_form(as_config(config))
     _ = config.es  # raises ConfigError if missing
     widths = _ladder(config, sigmas)
-    if members is not None and (members < 4 or members % 2):
-        raise ConfigError(f"members {members}: a probe needs an even number, at least 4")
-    if examples < 1:
-        raise ConfigError(f"examples {examples}: a probe needs at least 1")
+    _check(members, examples)
     parts = assemble(config, task, reward)
     try:
         refuse_whole_groups(parts.objective, "the probe")
         rows = batch(len(parts.data.train), examples, config.seed, 0)
-        members = members or _enough(len(rows), examples)
-        if tell is not None:
-            count, asked = (len(widths) * members + 2) * len(rows), config.task.asked(len(parts.data.train))
-            tell(
-                f"probe: {len(widths)} widths x {members} members x {len(rows)} prompts: {count:,} completions of at "
-                f"most {config.sampling.max_tokens} tokens, as many as "
-                f"{count / (config.es.population_size * asked):.1f} generations of this config"
-            )
-        return _measure(parts, rows, widths, members, on_step or (lambda step: None))
+        members, tell = members or _enough(len(rows), examples), tell or (lambda line: None)
+        for line in (
+            *parts.tokens.remarks(typical(parts.task, parts.data)),
+            *_cost_lines(config, len(widths), members, len(rows), len(parts.data.train)),
+        ):
+            tell(line)
+        return _measure(parts, rows, widths, members, on_step or (lambda step: None), tell)
     finally:
         parts.close()
+
+
+def plan(
+    config: ConfigLike, *, sigmas: Sequence[float] | None = None, members: int | None = None, examples: int = EXAMPLES
+) -> list[str]:
+    """Return the cost of a probe, as lines. Loads the task's data but no model."""
+    config = as_config(config)
+    _ = config.es  # raises ConfigError if missing
+    widths = _ladder(config, sigmas)
+    _check(members, examples)
+    task, data = task_and_data(config, None, None)
+    task.close()
+    count = len(batch(len(data.train), examples, config.seed, 0))
+    return _cost_lines(config, len(widths), members or _enough(count, examples), count, len(data.train))
+
+
+def _check(members: int | None, examples: int) -> None:
+    if members is not None and (members < 4 or members % 2):
+        raise ConfigError(f"members {members}: a probe needs an even number, at least 4")
+    if examples < 1:
+        raise ConfigError(f"examples {examples}: a probe needs at least 1")
+
+
+def _cost_lines(config: Config, widths: int, members: int, prompts: int, train: int) -> list[str]:
+    """Return the number of completions, with a warning if the run itself needs far fewer."""
+    count, asked = (widths * members + 2) * prompts, config.task.asked(train)
+    generations = count / (config.es.population_size * asked)
+    lines = [
+        f"probe: {widths} widths x {members} members x {prompts} prompts: {count:,} completions of at most "
+        f"{config.sampling.max_tokens} tokens, as many as {generations:.1f} generations of this config"
+    ]
+    own = config.es.num_generations
+    if generations >= LONG * own:
+        lines.append(
+            f"warning: that is {generations / own:.0f} times the run's {own} generations; lower --members or "
+            "--examples, or give fewer --sigmas"
+        )
+    return lines
 
 
 def _enough(prompts: int, examples: int) -> int:
@@ -131,7 +172,12 @@ def _ladder(config: Config, sigmas: Sequence[float] | None) -> tuple[float, ...]
 
 
 def _measure(
-    parts: Parts, rows: Sequence[int], widths: Sequence[float], members: int, on_step: Callable[[Step], None]
+    parts: Parts,
+    rows: Sequence[int],
+    widths: Sequence[float],
+    members: int,
+    on_step: Callable[[Step], None],
+    tell: Callable[[str], None],
 ) -> ProbeResult:
     """Measure all widths on the same prompts with the same noise, next to the unperturbed model."""
     config, examples = parts.config, [parts.data.train[row] for row in rows]
@@ -140,14 +186,19 @@ def _measure(
     paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
     watching.stage("the unperturbed model, twice")
-    own, again = (collect(parts.engine, MEAN_PLAN, some) for some in (requests, redrawn(config, requests, 0)))
+    own = collect(parts.engine, MEAN_PLAN, requests)
+    began = time.perf_counter()  # the first rollout may load kernels
+    again = collect(parts.engine, MEAN_PLAN, redrawn(config, requests, 0))
+    seconds = (time.perf_counter() - began) * members * len(widths)
+    tell(f"at most about {seconds_text(seconds)}, if members take as long as the unperturbed model")
     own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
     texts = [text_of(parts.task.prompt(example)) for example in examples]
     golds = tuple(parts.task.gold(parts.task.handed(example)) for example in examples)
     known = scripts([*texts, *(r.text for r in own), *(gold or "" for gold in golds)])
     prompted = _Prompts(requests, examples, own, golds, known)
     start = control_of(own_P, again_P)
-    base = Baseline(start.first, start.floor, *prompted.shares(own), parts.max_score, len(own), texts[0], own[0].text)
+    shares, question = prompted.shares(own), questions(texts, SHOWN)[0]
+    base = Baseline(start.first, start.floor, *shares, parts.max_score, len(own), texts[0], own[0].text, question)
     scored: list[WidthScores] = []
     stopped: int | None = None
     try:
@@ -162,15 +213,11 @@ def _measure(
     rungs = widths_of(scored, np.asarray(own_P), paired=paired)
     setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
     advice = recommend(rungs, base, setting, ETA / reach(config.es), planned=len(widths))
-    cut_off, tokens = list[str](), config.sampling.max_tokens
-    if base.truncated_share >= CutOff.share:  # completions that are cut off are never scored whole
-        cut_off = [
-            f"{base.truncated_share:.0%} of the unperturbed model's completions are cut off at {tokens} tokens "
-            f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
-        ]
+    short = cut_off(base.truncated_share, config.sampling.max_tokens, "the unperturbed model's completions")
+    warnings = [*([] if short is None else [f"{short} and probe again"]), *advice.warnings]
     result = ProbeResult(
         **vars(base),
-        **vars(replace(advice, warnings=(*cut_off, *advice.warnings))),
+        **vars(replace(advice, warnings=tuple(warnings))),
         setting=setting,
         rungs=rungs,
         completions=(len(scored) * members + 2) * len(rows),

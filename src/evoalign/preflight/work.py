@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from evoalign import engines, evaluation, evolve, setup, shaping
 from evoalign.baselines import settings
 from evoalign.checks import canary
+from evoalign.checks.rules import cut_off
 from evoalign.cost import rounding
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
@@ -94,7 +95,7 @@ def check_canary(case: Case) -> Finding:
         raise IdleError("GRPO has no members")
     space, layout, facts = need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
-    prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
+    prompt = case.task.prompt(case.data.train[0]) if case.task and case.data and case.renders else PROMPT
     width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
     prompt_ids = tokens_.encode(prompt)
@@ -114,6 +115,7 @@ def check_generation(case: Case) -> Finding:
     need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    need(case.renders or None, "chat template")
     members = population(config.es.population_size, antithetic=config.es.antithetic)
     plan, objective = Plan(canary.address(0), evolve.sigma_at(config, 0), members), task.objective()
 
@@ -155,7 +157,11 @@ def check_generation(case: Case) -> Finding:
         f"have {config.sampling.max_tokens:,}; {config.es.num_generations:,} generations take about "
         f"{seconds_text(config.es.num_generations * (found.usual + rest))} in total, plus evaluations"
     )
-    return generation_finding(detail, rollouts, scores_MP)
+    most, setting = config.sampling.max_tokens, "sampling.max_tokens"
+    if short(rollouts, most, setting) is None:
+        return generation_finding(detail, rollouts, scores_MP, None)
+    own = ask_mean((MEAN,), requests(data.train[:SAMPLED_PROMPTS]))  # wide noise also makes completions long
+    return generation_finding(detail, rollouts, scores_MP, short(own, most, setting))
 
 
 def _grpo_generation(case: Case) -> Finding:
@@ -165,6 +171,7 @@ def _grpo_generation(case: Case) -> Finding:
     """
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    need(case.renders or None, "chat template")
     failed = try_splits(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
     if failed is not None:
         return failed
@@ -201,7 +208,8 @@ def _grpo_generation(case: Case) -> Finding:
         f"{grpo.max_steps:,} steps take about {seconds_text(grpo.max_steps * (found.usual / steps + rest))} in total, "
         "plus evaluations"
     )
-    return generation_finding(detail, rollouts, rewards)
+    setting = "grpo.max_completion_length" if grpo.max_completion_length else "sampling.max_tokens"
+    return generation_finding(detail, rollouts, rewards, short(rollouts, sampling.max_tokens, setting))
 
 
 def _moving(case: Case, plan: Plan) -> float:
@@ -225,15 +233,30 @@ def try_splits(data: Data, score: Callable[[Sequence[Example]], object]) -> Find
     return None
 
 
-def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike) -> Finding:
-    """Return the finding of a generation: a warning if all texts are empty or all scores are equal."""
+def short(rollouts: Sequence[Rollout], most: int, setting: str) -> str | None:
+    """Return a warning if most completions of the unperturbed model are cut off at `most` tokens, else None."""
+    share = float(np.mean([r.finish_reason == "length" for r in rollouts]))
+    return cut_off(share, most, "the unperturbed model's completions", setting)
+
+
+def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike, cut: str | None) -> Finding:
+    """Return the finding of a generation, with the warning `cut` if completions are cut off.
+
+    It is a warning too if all texts are empty or all scores are equal.
+    """
+    problems = list[tuple[str, str]]()
     if all(not r.text.strip() for r in rollouts):
-        fix = "check that task.prompt fits the model"
-        return Finding("generation", "warning", f"{detail}; all texts are empty", fix)
-    if np.ptp(scores) == 0:
+        problems.append(("all texts are empty", "check that task.prompt fits the model"))
+    elif np.ptp(scores) == 0:
         fix = "run `evoalign probe` to find a width at which scores differ"
-        return Finding("generation", "warning", f"{detail}; all scored the same, so nothing can be learned", fix)
-    return Finding("generation", "ok", detail)
+        problems.append(("all scored the same, so nothing can be learned", fix))
+    if cut is not None:
+        problem, _, fix = cut.rpartition("; ")
+        problems.append((problem, fix))
+    if not problems:
+        return Finding("generation", "ok", detail)
+    texts, fixes = zip(*problems, strict=True)
+    return Finding("generation", "warning", "; ".join([detail, *texts]), "; ".join(fixes))
 
 
 def seconds_text(seconds: float) -> str:

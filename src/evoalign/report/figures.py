@@ -8,6 +8,7 @@ canvas is used: no pyplot, so no global state, no window system and no figure th
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ SURFACE = "cividis"
 """Colour map of a surface: the same with any colour vision, and in grey."""
 BINS, MOST_HISTOGRAMS, MOST_POINTS = 30, 8, 1000
 """Bins of a histogram, histograms in a figure, and points of a generation in a scatter."""
+LETTER = 0.1
+"""Width of a letter of a title, in inches."""
 HEADING: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "color": INK}
 
 
@@ -53,9 +56,19 @@ def canvas(width: float, height: float, **options: Any) -> Figure:
 
 def frame(axes: Axes, title: str, across: str) -> None:
     """Set the title, the label of the x axis, and a plain frame."""
-    axes.set_title(title, loc="left", pad=12, **HEADING)
+    head(axes, title)
     axes.set_xlabel(across)
     plain(axes)
+
+
+def head(axes: Axes, title: str) -> None:
+    """Set the title, on as many lines as it needs above these axes."""
+    axes.set_title(wrapped(title, axes.bbox.width / axes.figure.dpi), loc="left", pad=12, **HEADING)
+
+
+def wrapped(title: str, inches: float) -> str:
+    """Return a title in lines that fit this width."""
+    return textwrap.fill(title, max(20, int(inches / LETTER)), break_on_hyphens=False)
 
 
 def plain(axes: Axes) -> None:
@@ -376,6 +389,8 @@ def _dress(axes: Axes, title: str, across: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     frame(axes, title, across)
+    if more := axes.get_title("left").count("\n"):
+        axes.figure.subplots_adjust(top=0.91 - 0.04 * more)
     if across in (ES_WORDS.unit, GRPO_WORDS.unit):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     _, labels = axes.get_legend_handles_labels()

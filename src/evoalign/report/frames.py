@@ -25,6 +25,7 @@ def completions(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str
     """
     first, last = (pd.DataFrame.from_records(list(rows)) for rows in (before, after))
     same = [*KEYS, "prompt", "target"]
+    first, last = (side.drop(columns="rendered", errors="ignore") for side in (first, last))
     both = first.merge(last.drop(columns=["prompt", "target"]), on=KEYS, suffixes=("_before", "_after"))
     own = [f"{name}_{when}" for name in first.columns if name not in same for when in ("before", "after")]
     return both.reindex(columns=[*same, *own])

@@ -161,11 +161,9 @@ def _samples(samples: Sequence[Sample], console: Console, title: str = "sample c
         del columns["target"]
     for heading, ratio in columns.items():
         table.add_column(heading, ratio=ratio, overflow="fold")
-    for sample in samples:
-        prompt = sample.prompt
-        if not isinstance(prompt, str):
-            roles = [f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt]
-            prompt = "\n".join(roles) if len(prompt) != 1 else prompt[0].get("content", "")
+    room = LINES * max(8, console.width * columns["prompt"] // 13 - 3)
+    prompts = questions([_prompt_text(sample.prompt) for sample in samples], room)
+    for sample, prompt in zip(samples, prompts, strict=True):
         target = "-" if sample.target is None else sample.target
         texts = {"prompt": prompt, "target": target, "before": sample.before, "after": sample.after}
         cells: list[Text] = []
@@ -175,6 +173,30 @@ def _samples(samples: Sequence[Sample], console: Console, title: str = "sample c
             cells.append(Text(text) if text else Text("(empty)", style="dim italic"))
         table.add_row(*cells)
     return table
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    """Return a prompt as text, with the roles of several messages."""
+    if isinstance(prompt, str):
+        return prompt
+    roles = [f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt]
+    return "\n".join(roles) if len(prompt) != 1 else prompt[0].get("content", "")
+
+
+def questions(prompts: Sequence[str], length: int) -> list[str]:
+    """Cut prompts to `length` characters. Longer ones lose the beginning that all share, such as a system message.
+
+    The end is kept where all prompts are the same.
+    """
+    first, last = min(prompts, default=""), max(prompts, default="")
+    shared = first[: next((i for i, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))]
+    start = shared.rfind("\n") + 1 or shared.rfind(" ") + 1
+    if len(set(prompts)) == 1:
+        start = len(shared) - max(0, length - 3)
+    return [
+        prompt if len(prompt) <= length else shorten(f"...{prompt[start:]}" if start > 3 else prompt, length)
+        for prompt in prompts
+    ]
 
 
 def shorten(text: str, length: int) -> str:

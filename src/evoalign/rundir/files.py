@@ -113,11 +113,10 @@ def scratch(folder: Path) -> Generator[Path]:
 
 def _flush(folder: Path) -> None:
     """Flush a folder's files to disk, with the permissions of the user's other files."""
-    mask = os.umask(0o077)  # can only be read by setting it
-    os.umask(mask)
+    mode = 0o666 & folder.stat().st_mode  # the umask could be read only by setting it, for all threads
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~mask)  # safetensors writes 0600, and a server under another user reads them too
+            path.chmod(mode)  # safetensors writes 0600, and a server under another user reads them too
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)

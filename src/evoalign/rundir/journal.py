@@ -92,6 +92,7 @@ class Header(Line):
     machine: dict[str, str] | None = None
     """`capability` and `threads`: what the last bits of a library's results may depend on besides the versions."""
     summation: Summation | None = None
+    prompts_hash: Hash | None = None  # of prompts of messages, as the chat template renders them
     scorer_digest: Hash | None = None
     """Digest of the scoring models: files, template, tokens, dtype."""
 

@@ -63,8 +63,7 @@ def placebo_command(path: Path, config: Config, given: str | None = None) -> str
 
 def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
     """Return the --config option that a command needs where the run's config leads out of it, see `own.load_own`."""
-    leads = any(place.partition(".")[0] not in skip for place, _, _ in outside.marked(config))
-    return f" --config {shlex.quote(str(path / 'config.yaml'))}" if leads else ""
+    return f" --config {shlex.quote(str(path / 'config.yaml'))}" if outside.followed(config, skip) else ""
 
 
 def refuse_other(path: Path, method: Method) -> None:

@@ -16,7 +16,19 @@ from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
-__all__ = ["PLAIN", "TASKS", "Custom", "Data", "Split", "Task", "create", "isolate", "with_sources"]
+__all__ = [
+    "PLAIN",
+    "TASKS",
+    "Custom",
+    "Data",
+    "Split",
+    "Task",
+    "create",
+    "is_same",
+    "isolate",
+    "takes_any_form",
+    "with_sources",
+]
 
 TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
 PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}
@@ -28,6 +40,28 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
 
     `rewards` are Python functions to use instead of `task.rewards`, for `custom` only. Raises ConfigError.
     """
+    task = _class_of(config).make(config, rewards)
+    if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
+        warnings.warn(f"task {config.name} ignores task.reward_weights; remove it", stacklevel=2)
+    # Another process cannot import what a script defines.
+    own = (config.name, *config.rewards, config.fitness or "")
+    task.from_config = rewards is None and not any(path.startswith("__main__:") for path in own)
+    return task
+
+
+def takes_any_form(config: TaskConfig) -> bool:
+    """Return whether the prompts are the rows' own, so that `task.prompt` decides between text and messages."""
+    cls = _class_of(config)
+    return issubclass(cls, Custom) and cls.prompt is Custom.prompt
+
+
+def is_same(one: TaskConfig, other: TaskConfig) -> bool:
+    """Return whether two configs name the same task."""
+    return one.name == other.name
+
+
+def _class_of(config: TaskConfig) -> type[Task]:
+    """Return the class that a config names. Raises ConfigError."""
     cls: Any = TASKS.get(config.name)
     if cls is None and ":" not in config.name:
         near = difflib.get_close_matches(config.name, TASKS, n=1)
@@ -36,13 +70,7 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     cls = cls or load_object(config.name, "task.name")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError(f"task.name: {config.name} is not a subclass of evoalign.tasks.Task")
-    task = cls.make(config, rewards)
-    if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
-        warnings.warn(f"task {config.name} ignores task.reward_weights; remove it", stacklevel=2)
-    # Another process cannot import what a script defines.
-    own = (config.name, *config.rewards, config.fitness or "")
-    task.from_config = rewards is None and not any(path.startswith("__main__:") for path in own)
-    return task
+    return cls
 
 
 def with_sources(config: TaskConfig) -> TaskConfig:

@@ -64,6 +64,8 @@ _FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
+_ROUNDED = re.compile(r"(-?\d*\.(\d+))(?:\\(?:cdot|times)10\^\{?(-?\d{1,3})\}?)?")
+"""A decimal, perhaps with a power of ten: it is taken as rounded from three significant digits on."""
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORD = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_ZEROS)})s?(?![A-Za-z])\s*", re.IGNORECASE)
 _SCALED = re.compile(
@@ -76,7 +78,10 @@ _SCALED = re.compile(
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 """White space, except between two digits, where it separates two numbers."""
 _INDEX = re.compile(r"_\{(\w+)\}")
-_SAME = (("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\$", ""), ("$", ""))
+_SAME = (
+    ("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\$", ""), ("$", ""),
+    ("\\varnothing", "\\emptyset"),
+)  # fmt: skip
 """Equivalent notations."""
 _ALGEBRA = frozenset(("antlr4", "latex2sympy2_extended", "math_verify", "mpmath", "sympy"))
 """Packages that parse and compare."""
@@ -135,7 +140,7 @@ def is_equal(answer: str, gold: str) -> bool:
         return False
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
-        return ours == theirs
+        return ours == theirs or _rounds_to(ours, gold)
     forms = notation.brackets(answer), notation.brackets(gold)
     if {*forms} == {"set", "pair"}:
         return False
@@ -159,8 +164,21 @@ def _is_verified(answer: str, gold: str) -> bool:
             # math-verify takes differences of less than 10^-digits for 0: 1/2^60 would equal 1/2^61 with 15 digits
             digits = 60 + math.ceil(min(sum(bits), 10**5) * math.log10(2))
             equal = verify(theirs, ours, 6, digits, allow_set_relation_comp=True, timeout_seconds=None)
-            equal = equal or _have_equal_values(ours[0], theirs[0])
+            equal = equal or _have_equal_values(ours[0], theirs[0]) or _rounds_to(ours[0], gold)
     return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
+
+
+def _rounds_to(value: Any, gold: str) -> bool:
+    """Return whether a number is within half a unit of the last digit of a gold answer that is a rounded decimal."""
+    found = _ROUNDED.fullmatch(_tidy(gold))
+    if found is None or len(re.sub(r"\D", "", found[1]).lstrip("0")) < 3 or not (found[3] or found[2].strip("0")):
+        return False
+    if not isinstance(value, Fraction):
+        if not getattr(value, "is_number", False) or not (value := value.evalf(40)).is_Float:
+            return False
+        value = Fraction(str(value))
+    power = Fraction(10) ** int(found[3] or 0)
+    return abs(value - Fraction(found[1]) * power) * 2 <= power / 10 ** len(found[2])
 
 
 def _repeats(text: str, expression: Any) -> list[str]:

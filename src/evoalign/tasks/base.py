@@ -137,10 +137,11 @@ class Task(ABC):
         if self.forms and config.prompt not in (None, *self.forms):
             raise ConfigError(f"task.prompt: {config.name} has {', '.join(self.forms)}, not {config.prompt}")
         form = config.prompt or next(iter(self.forms), None)
-        if config.system_prompt is not None and form in RAW:
+        of_chat = {"system_prompt": config.system_prompt is not None, "template_kwargs": bool(config.template_kwargs)}
+        for name in (name for name, is_set in of_chat.items() if is_set and form in RAW):
             raise ConfigError(
-                f"task.system_prompt: prompts of task.prompt: {form} are plain text, without messages; remove "
-                "task.system_prompt, or set task.prompt: chat"
+                f"task.{name}: prompts of task.prompt: {form} are plain text, without messages; remove task.{name}, or "
+                "set task.prompt: chat"
             )
         self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
 

@@ -37,8 +37,9 @@ class Custom(Task):
     """Rows with a `prompt` column (a string or a list of messages), scored by a weighted sum of reward functions.
 
     The functions are those named in `task.rewards`, or `rewards` if given. Messages go through the chat template.
-    A string goes to the model unchanged, or as a user message with `prompt: chat`. The reward functions get prompts
-    and completions in the form of the column, whatever `prompt` is, so that a reward function fits its data set.
+    A string is a user message with `prompt: chat`, which a new run takes if the tokenizer has a chat template, and
+    goes to the model unchanged with `prompt: raw`. The reward functions get prompts and completions in the form of the
+    column, whatever `prompt` is, so that a reward function fits its data set.
     """
 
     name = "custom"
@@ -104,7 +105,8 @@ class Custom(Task):
         prompt = cast(Prompt, example["prompt"])
         if not isinstance(prompt, str):
             return self.with_system(prompt)
-        return self.with_system([{"role": "user", "content": prompt}]) if self.config.prompt == "chat" else prompt
+        chats = self.config.prompt == "chat" or self.config.system_prompt is not None
+        return self.with_system([{"role": "user", "content": prompt}]) if chats else prompt
 
     def gold(self, example: Example) -> str | None:
         """Return the column `task.gold`, or None."""
@@ -156,11 +158,6 @@ class Custom(Task):
             )
         prompt: Any = row["prompt"]
         if isinstance(prompt, str) and prompt:
-            if self.config.system_prompt is not None and self.config.prompt != "chat":
-                raise DataError(
-                    f"{where}: prompt is a text, which has no system message; set task.prompt: chat, or remove "
-                    "task.system_prompt"
-                )
             return row
         if not isinstance(prompt, list) or not prompt:
             raise DataError(f"{where}: prompt is {prompt!r}; expected a string or a list of messages")

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from fractions import Fraction
 from itertools import accumulate
+from math import gcd
 from typing import NamedTuple
 
 from evoalign.rewards.arithmetic import peeled
@@ -82,6 +83,10 @@ def plain(text: str) -> str:
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     joined = _ZERO_GROUPS if _LISTED.search(text) else _COMMAS
     text = joined.sub(lambda found: found[0].replace(",", ""), text)
+    if text.count(":") > 1:  # the parser would divide, so that 1:2:3 would equal 1:3:2
+        parts = [part.strip() for part in text.rpartition("=")[2].split(":")]
+        divisor = gcd(*map(int, parts)) if all(map(str.isdecimal, parts)) else 0
+        return f"({','.join(str(int(part) // divisor) if divisor else part for part in parts)})"
     if found := _MIXED.fullmatch(text):
         return f"{found[1]}\\frac{{{found[2]}}}{{{found[3]}}}"
     if found := _SCIENTIFIC.fullmatch(text):

@@ -15,17 +15,20 @@ import numpy.typing as npt
 
 from evoalign import spaces, tokens
 from evoalign.checks import prompts
+from evoalign.checks.rules import cut_off
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
 from evoalign.errors import EvoalignError
+from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.placebos.estimates import Placebos
-from evoalign.rollouts import lengths_of
+from evoalign.rollouts import lengths_of, typical
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method, method_of, own_option, placebo_command
 from evoalign.setup import Parts
-from evoalign.tasks import Data, Split, Task
+from evoalign.tasks import Data, Split, Task, takes_any_form
+from evoalign.tokens import Tokens
 from evoalign.training import saving, stopping
 from evoalign.training.result import gold_lines, shown
 from evoalign.types import Example, Layout, TensorSpec
@@ -81,7 +84,7 @@ def largest_batch(config: Config, task: Task, data: Data) -> tuple[int, int] | N
     drawn = config.evaluation
     tested = len(data.test) * (len(drawn.seeds) * drawn.samples if drawn.temperature > 0 else 1)
     try:
-        lengths = lengths_of(task, tokens.load(config.model), [*data.train, *data.test])
+        lengths = lengths_of(task, tokens.load(config.model, config.task.template_kwargs), [*data.train, *data.test])
     except EvoalignError:  # the run itself reports it
         return None
     return max(config.es.population_size * config.task.asked(len(data.train)), tested), max(lengths)
@@ -99,24 +102,19 @@ def opening(parts: Parts) -> list[str]:
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
         *stop_lines(parts.tokens),
         *gold_lines(parts.task, parts.data),
-        *split_lines(config, parts.task, parts.data),
+        *split_lines(config, parts.task, parts.data, parts.tokens),
         *stopping.lines(config),
     ]
 
 
-def split_lines(config: Config, task: Task, data: Data) -> list[str]:
+def split_lines(config: Config, task: Task, data: Data, known: Tokens | None = None) -> list[str]:
     """Return the form of the prompts, the prompts that splits share, and what the validation split selects.
 
-    Training prompts of raw text are often a mistake for a chat model.
+    `known` is the tokenizer; None: it is loaded, and what it would say is left out where that fails.
     """
-    raw, count = sum(isinstance(task.prompt(example), str) for example in data.train), len(data.train)
-    form = config.task.prompt
-    setting = "task.prompt is not set: the task's own form" if form is None else f"task.prompt: {form}"
-    some = f"; {raw:,} of {count:,} are {task.text_form}" if raw else ""
-    line = f"prompts are messages for the model's chat template{some} ({setting})"
-    if raw == count:
-        line = f"prompts are {task.text_form}, without the model's chat template ({setting})"
-    lines = [line, *task.notes, *shared_lines(task, data)]
+    lines = [form_line(config, task, data.train), *task.notes]
+    lines += known.remarks(typical(task, data)) if known is not None else _remarks(config, task, data)
+    lines += shared_lines(task, data)
     every, count = config.evaluation.every, len(data.validation)
     if not count:
         return [*lines, NO_VALIDATION] if config.checkpoint.keep_best else lines
@@ -125,17 +123,54 @@ def split_lines(config: Config, task: Task, data: Data) -> list[str]:
     return [*lines, f"validation {count:,} examples, evaluated at the start and at the end{when}{kept}"]
 
 
+def measuring_line(config: Config, data: Data) -> str:
+    """Return the numbers of evaluations, their completions, and checkpoints, for a dry run."""
+    every, last, drawn = config.evaluation.every, config.es.num_generations - 1, config.evaluation
+    times = 2 + (last // every if every else 0)
+    draws = len(drawn.seeds) * drawn.samples if drawn.temperature > 0 else 1
+    each, saved = (len(data.test) + len(data.validation)) * draws, saving.every(config)
+    count = config.checks.placebo
+    placebos = "; those of placebos come on top (checks.placebo)" if count is None else ""
+    if count:
+        placebos = f"; {count} placebos at the end, {count * len(data.test) * draws:,} more"
+    return (
+        f"evaluations {times:,} of {each:,} completions, {times * each:,} in all{placebos}; checkpoints "
+        f"{1 + (last // saved if saved else 0):,}{', and the best ones' if every and keeps_best(config, data) else ''}"
+    )
+
+
+def _remarks(config: Config, task: Task, data: Data) -> list[str]:
+    """Return what the chat template makes of the prompts; nothing where `token_lines` says why it cannot be known."""
+    try:
+        return tokens.load(config.model, config.task.template_kwargs).remarks(typical(task, data))
+    except EvoalignError:
+        return []
+
+
+def form_line(config: Config, task: Task, examples: Sequence[Example]) -> str:
+    """Return the form of the prompts, and the setting that decides it."""
+    raw, count = sum(isinstance(task.prompt(example), str) for example in examples), len(examples)
+    form = config.task.prompt
+    setting = "task.prompt is not set: the task's own form" if form is None else f"task.prompt: {form}"
+    if form == "chat" and takes_any_form(config.task) and raw < count:
+        setting += ", the default where the tokenizer has a chat template; raw gives the model the text alone"
+    if raw == count:
+        return f"prompts are {task.text_form}, without the model's chat template ({setting})"
+    some = f"; {raw:,} of {count:,} are {task.text_form}" if raw else ""
+    return f"prompts are messages for the model's chat template{some} ({setting})"
+
+
 def token_lines(config: Config, task: Task, data: Data, longest: int | None = None) -> list[str]:
     """Return what is wrong with the tokens before the model is loaded: prompts that do not fit, or no stop token."""
     try:
-        found = tokens.load(config.model)
+        found = tokens.load(config.model, config.task.template_kwargs)
         prompts.check(config, found, task, data, longest)
     except EvoalignError as error:
         return [f"would be refused: {error}"]
     return stop_lines(found)
 
 
-def stop_lines(found: tokens.Tokens) -> list[str]:
+def stop_lines(found: Tokens) -> list[str]:
     """Return a warning if the model has no stop token."""
     if found.stop_ids:
         return []
@@ -157,6 +192,13 @@ def shared_lines(task: Task, data: Data) -> list[str]:
                 f"warning: {count:,} of {total:,} {WORDS[split]} prompts are {WORDS[other]} prompts too; {means}"
             )
     return found
+
+
+def cut_off_lines(before: Evaluation, config: Config) -> list[str]:
+    """Return a warning if most completions of the start are cut off."""
+    share, most = before.measures["truncated_share"], config.evaluation.max_tokens
+    line = cut_off(share, most, "the start's test completions", "evaluation.max_tokens")
+    return [] if line is None else [f"warning: {line}"]
 
 
 def keeps_best(config: Config, data: Data | None) -> bool:

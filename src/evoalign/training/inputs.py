@@ -36,7 +36,7 @@ def inputs_of(config: Config, tokens: Tokens) -> dict[str, str]:
     settings = {} if file is None else _deciding(read_settings(config.model.name, file))
     found = {"stop_ids": json.dumps(tokens.stop_ids), "model_config": _hash(settings)}
     code = [_file(str(value)) for place, value, mark in outside.marked(config)
-            if place.startswith("task.") and mark in (CODE, SCRIPT)]  # fmt: skip
+            if place.startswith(("task.", "es.shaping")) and mark in (CODE, SCRIPT)]  # fmt: skip
     digests = [digest_of(file) for file in code if file is not None and file.is_file()]
     return {**found, "rewards": _hash(digests)} if digests else found
 

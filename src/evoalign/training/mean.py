@@ -15,6 +15,7 @@ from evoalign.evaluation import Evaluation, evaluate_together
 from evoalign.rollouts import Encoded
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
+from evoalign.rundir.journal import Recorded
 from evoalign.setup import Parts
 from evoalign.tasks import Split
 from evoalign.training.saver import Saver
@@ -73,6 +74,12 @@ class Mean:
         mark = Mark(done, self.weights_hash, self.journal_hash(), objective=state, validation=reward)
         self.saver.save(folder, mark, then)
         return folder
+
+    def save_recorded(self, run: RunDir, recorded: Recorded, reward: float) -> None:
+        """Save the mean after an update of the journal, which has been applied again, unless it is saved."""
+        done, found = recorded.update.generation + 1, recorded.weights_hash
+        mark = Mark(done, str(found), recorded.hash, objective=recorded.objective, validation=reward)
+        self.saver.save(run.saved(done, adapter=not self.parts.space.evolves_model), mark, lambda: None)
 
     def settle(self) -> None:
         self.saver.wait()

@@ -24,7 +24,7 @@ from evoalign.report import figures
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
 from evoalign.report.rows import DISTRIBUTION, Row, completions_due, read_distributions, write_distribution
-from evoalign.report.tables import shorten, visible
+from evoalign.report.tables import questions, shorten, visible
 from evoalign.report.terminal import print_line
 from evoalign.rewards.objective import Columns, aim, aim_of
 from evoalign.rundir.directory import RunDir
@@ -150,7 +150,11 @@ class Recorder:
         if self.trackers:
             all_ = found.completions
             some = [all_[i * len(all_) // SHOWN] for i in range(SHOWN)] if len(all_) > SHOWN else all_
-            answers = [tracking.Answer(shorten(c.prompt, LONGEST), shorten(c.text, LONGEST), c.reward) for c in some]
+            asked = questions([c.prompt for c in some], LONGEST)
+            answers = [
+                tracking.Answer(prompt, shorten(c.text, LONGEST), c.reward)
+                for prompt, c in zip(asked, some, strict=True)
+            ]
             for tracker in self.trackers:
                 tracker.show(step, answers, drawn)
 

@@ -22,12 +22,13 @@ from evoalign.evaluation import Evaluation
 from evoalign.models.adapters import weights_of
 from evoalign.models.files import place
 from evoalign.models.tensors import open_file
+from evoalign.rollouts import typical
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
 from evoalign.rundir.method import MANIFEST, method_of
 from evoalign.rundir.own import load_own, read_own
-from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
+from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_form
 from evoalign.tasks import Split, Task, with_sources
 from evoalign.tasks.data import parted_otherwise
 from evoalign.tokens import Tokens
@@ -39,6 +40,7 @@ NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules
 OF_TRAINING = ("seed", "es_", "grpo")
 """Settings that an evaluation takes from the run. The seed determines which rows the run was trained on."""
 logger = logging.getLogger("evoalign.scorer")
+_logged = set[str]()
 
 
 def evaluate(
@@ -79,6 +81,7 @@ def evaluate(
         found, tokens_, engine = again_if_pruned(Path(target), load, there)
         with closing(engine):
             _warn_of_other_scorer(Path(target), chosen)
+            _warn_of_prompts(tokens_.remarks(typical(chosen, data)))
             done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
             return evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
 
@@ -98,9 +101,17 @@ def _warn_of_other_scorer(run: Path, task: Task) -> None:
         )  # fmt: skip
 
 
+def _warn_of_prompts(lines: Sequence[str]) -> None:
+    """Log what the chat template makes of the prompts, each line once in this process."""
+    for line in lines:
+        if line not in _logged:
+            _logged.add(line)
+            logger.warning("%s", line)
+
+
 def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:
     """Load an engine with the weights, and its tokens. Raises ModelError."""
-    tokens_ = tokens.load(config.model)
+    tokens_ = tokens.load(config.model, config.task.template_kwargs)
     engine = engines.create(config, tokens_)
     try:
         if adapter is not None:
@@ -139,6 +150,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
         )
     own = as_config(config)
     weights.check_folder(path)
+    own = own.model_copy(update={"task": with_form(_with_model(own, str(target))).task})
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
         if peft is None or not _is_here(base := own.model.base or peft["base_model_name_or_path"]):
@@ -174,7 +186,7 @@ def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Confi
     """
     if config is None:
         return load_own(run, skip=EVALUATION_SKIPS)
-    given, made = as_config(config), read_own(run)
+    given, made = with_form(as_config(config), run), read_own(run)
     found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
     check_parted(str(run), made.task, found.task, split)
     return found

@@ -41,6 +41,8 @@ class Saver:
         if checkpoint.holds(folder, mark):
             then()
             return
+        if self._whole is not None:
+            self._whole.load()  # here, since it sets torch's default dtype for all threads
         engine, layout = self._served.engine, self._served.layout
         size, free = 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen)), free_on_host()
         if free is not None and size > SHARE * free:

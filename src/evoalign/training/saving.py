@@ -15,9 +15,10 @@ import torch
 from evoalign import noise, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
-from evoalign.errors import CheckpointError, MachineError, ResumeError, ScorerAwayError
+from evoalign.errors import CheckpointError, MachineError, ResumeError, ScorerAwayError, shown
 from evoalign.models.files import WholeModel
 from evoalign.models.origin import model_path
+from evoalign.rollouts import prompts_hash
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark, State
 from evoalign.rundir.directory import RunDir, saved_folders
@@ -26,6 +27,7 @@ from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
 from evoalign.training.inputs import inputs_of
 from evoalign.types import Summation
 
@@ -45,8 +47,15 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "inputs": inputs_of(parts.config, parts.tokens),
         "machine": machine() | ({"library": parts.facts.library} if parts.facts.library else {}),
         "summation": parts.space.summation,
+        **rendered_as(parts.task, parts.data, parts.tokens),
         **scored_by(parts.task),
     }
+
+
+def rendered_as(task: Task, data: Data, tokens: Tokens) -> dict[str, str]:
+    """Return the hash of the prompts as the model reads them, if there are prompts of messages."""
+    found = prompts_hash(task, data, tokens)
+    return {} if found is None else {"prompts_hash": found}
 
 
 def scored_by(task: Task) -> dict[str, str]:
@@ -181,6 +190,17 @@ def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> Non
         )
 
 
+def check_prompts(run: RunDir, task: Task, data: Data, tokens: Tokens, recorded: str | None) -> None:
+    """Raise ResumeError if prompts are rendered otherwise than when a run began. `recorded` None: it is not known."""
+    found = None if recorded is None else prompts_hash(task, data, tokens)
+    if found != recorded:
+        raise ResumeError(
+            f"{run.path} was trained on prompts that the chat template renders otherwise now (prompts_hash "
+            f"{shown(recorded)[1:13]}, and now {shown(found)[1:13]}); use the release of transformers of the run "
+            "(manifest.json), set what the template reads in task.template_kwargs, or begin another run"
+        )
+
+
 def check_scorer(run: RunDir, task: Task, recorded: str | None) -> None:
     """Raise ResumeError if other models score than when a run began. `recorded` None: an earlier release began it."""
     if recorded is None:
@@ -196,17 +216,24 @@ def check_scorer(run: RunDir, task: Task, recorded: str | None) -> None:
 
 
 def restore(
-    served: Served, run: RunDir, log: Log, seal: Callable[[int, str], None], tell: Callable[[str], None]
+    served: Served,
+    run: RunDir,
+    log: Log,
+    seal: Callable[[int, str], None],
+    tell: Callable[[str], None],
+    applied: Callable[[Recorded], None] = lambda recorded: None,
 ) -> None:
     """Bring the engine from the start to the end of the journal: the latest intact checkpoint, then the updates.
 
-    An update that was recorded but not sealed is applied and sealed. Raises ResumeError.
+    An update that was recorded but not sealed is applied and sealed. Calls `applied` after each update. Raises
+    ResumeError.
     """
     done = _from_checkpoint(served, run, log, tell)
     for recorded in log.generations[done:]:
         found = apply(served.engine, log, recorded)
         if recorded.weights_hash is None:
             seal(recorded.update.index, found)
+        applied(recorded)
 
 
 def apply(engine: Engine, log: Log, recorded: Recorded) -> str:

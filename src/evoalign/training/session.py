@@ -204,6 +204,8 @@ class Session:
             self.recorder.measured("test", before)
             if self._validated is not None:
                 self.recorder.measured("validation", self._validated)
+            for line in heading.cut_off_lines(before, self.config) if self.is_new else ():
+                self.tell(line)
             self._stop_if_requested()
             with self.recorder:
                 self.algorithm.advance(self)

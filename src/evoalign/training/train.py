@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from evoalign import evolve, spaces, tracking
+from evoalign import evolve, shaping, spaces, tracking
 from evoalign.checks import canary, control, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
@@ -24,11 +25,12 @@ from evoalign.placebos import counterfactual
 from evoalign.placebos.estimates import Distances, Placebos, distance_line, expected_distance
 from evoalign.report import figures, rows
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
+from evoalign.rewards.objective import aim
 from evoalign.rollouts import collect
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences, versions
-from evoalign.rundir.journal import Journal, Log
+from evoalign.rundir.journal import Journal, Log, Recorded
 from evoalign.setup import (
     ConfigLike,
     Parts,
@@ -39,6 +41,7 @@ from evoalign.setup import (
     layout_of,
     object_given,
     task_and_data,
+    with_form,
 )
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, saving, stopping
@@ -71,6 +74,7 @@ def train(
     anything is written; StoppedError after a signal.
     """
     config = as_config(config)
+    config = with_form(config, Path(config.output_dir) if resume else None) if task is None else config
     run = _place(config, resume=resume)
     tracking.check(config)
     given = object_given(task, reward)
@@ -91,12 +95,14 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     Writes nothing and loads no model. If members are rounded, it reads a few weights of each tensor from local files.
     """
     config = as_config(config)
+    config = with_form(config, Path(config.output_dir) if resume else None)
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
     asks_mean = task.objective().asks_mean
     known = [*heading.split_lines(config, task, data), *stopping.lines(config)]
     standing, work = [], [*known, *estimate.work_lines(config, len(data.train), asks_mean=asks_mean)]
+    work.insert(-1, heading.measuring_line(config, data))  # before the line on time
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
@@ -128,7 +134,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
 def _place(config: Config, *, resume: bool) -> RunDir:
     """Return the run directory of ES. Raises ResumeError, ConfigError for a run or a config of GRPO."""
     run = place(config, "es", resume=resume)
-    _ = config.es  # raises ConfigError if missing
+    shaping.load(config.es.shaping)  # raises ConfigError if it, or the section, is missing
     return run
 
 
@@ -219,7 +225,7 @@ class _EvolutionStrategies:
         self._start_journal(Journal.resume(log))
         if log.generations:
             self.parts.objective.restore(log.generations[-1].objective)
-        saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
+        saving.restore(self.parts, session.run, log, self.journal.seal, session.tell, self._best_again(session.run))
         rebuilt = self._restore_rows(session, log)
         session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)
         for line in self._course.unrecorded(log, session.run.rows):
@@ -271,6 +277,7 @@ class _EvolutionStrategies:
             tell(f"warning: {line}: from here on, scores may differ in their last bits from an uninterrupted run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
+        saving.check_prompts(session.run, self.task, self.data, self.parts.tokens, header.prompts_hash)
         saving.check_scorer(session.run, self.task, header.scorer_digest)
         for line in check_inputs(session.run.path, header.inputs, inputs_of(self.config, self.parts.tokens)):
             tell(f"warning: {line}")
@@ -346,6 +353,21 @@ class _EvolutionStrategies:
             is_best = mark is None or mark.validation is None or reward > mark.validation
         if (every and session.done % every == 0) or is_best:
             session.save()
+
+    def _best_again(self, run: RunDir) -> Callable[[Recorded], None]:
+        """Return what saves the best mean of the rows when its update has been applied again.
+
+        The process may have ended while a thread wrote it.
+        """
+        rows = run.read_metrics()
+        rewards = {g: float(aim(rows[g]["validation"])) for g in sorted(rows) if rows[g].get("validation")}
+        best = max(rewards, key=rewards.__getitem__, default=None) if self.config.checkpoint.keep_best else None
+
+        def applied(recorded: Recorded) -> None:
+            if best is not None and recorded.update.generation == best and recorded.weights_hash is not None:
+                self.mean.save_recorded(run, recorded, rewards[best])
+
+        return applied
 
     def _check_canary(self, generation: int) -> None:
         """Raise CanaryError if members do not answer with their own weights."""

@@ -216,9 +216,18 @@ def python_task(run: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "edits", "error"),
     [
-        ({"sets": {"task.strip": False}}, None, "these runs cannot be compared: .*task.strip is True in"),
-        ({"sets": {"task.test_data": "other.json"}}, None, "these runs cannot be compared: .*task.test_data is '"),
-        ({"sets": {"evaluation.max_tokens": 99}}, None, "these runs cannot be compared: .*max_tokens is 12 in"),
+        ({"sets": {"task.strip": False}}, None, "cannot be compared, they differ in task.strip True and False$"),
+        (
+            {"sets": {"task.test_data": "other.json"}},
+            None,
+            "cannot be compared, they differ in task.test_data '.*' and 'other.json'$",
+        ),
+        ({"sets": {"evaluation.max_tokens": 99}}, None, "they differ in evaluation.max_tokens 12 and 99$"),
+        (
+            {"sets": {"evaluation.max_tokens": 99, "task.test_data": "other.json", "task.strip": False}},
+            None,
+            "they differ in task.test_data .*, task.strip .*, evaluation.max_tokens",
+        ),
         ({}, other_split, "different prompts or targets"),
         ({}, python_task, "a reward object"),
         ({"seed": 3}, None, "same settings and the same seed 3"),

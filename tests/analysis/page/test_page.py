@@ -132,7 +132,7 @@ def test_warnings_come_first_and_alarms_before_them() -> None:
     assert places == sorted(places) and next(iter(page.PARTS)) == "warnings"
     assert source.index("it is hacked") < source.index("not sealed") < source.index('id="summary"')
     fine = page.render([view(alarms=[], warnings=[])])
-    assert "Nothing alarms" in fine and 'class="alarm"' not in fine
+    assert "No alarms and no warnings" in fine and 'class="alarm"' not in fine
 
 
 def test_settings_that_differ_come_first() -> None:

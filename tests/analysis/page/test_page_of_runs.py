@@ -88,7 +88,7 @@ def test_a_run_writes_its_report(source: Path) -> None:
     text = file.read_text()
     assert f"{result['before']['reward']:.4g} -&gt; {result['after']['reward']:.4g}" in text
     assert "generation 6 of 6" in text and "lora.target_layers" in text
-    assert "Nothing alarms" in text or 'class="warnings"' in text
+    assert "No alarms and no warnings" in text or 'class="warnings"' in text
 
 
 def train(folder: Path, printed: io.StringIO, generations: int = 1, **options: Any) -> Result:
@@ -293,8 +293,9 @@ def test_runs_side_by_side(run: Path, tmp_path: Path, go: Run) -> None:
 
 
 def test_names_tell_runs_apart() -> None:
-    assert names_of([Path("/a/x/seed_0")]) == ["seed_0"]
-    assert names_of([Path("/a/x/seed_0"), Path("/a/y/seed_0")]) == ["x/seed_0", "y/seed_0"]
+    assert names_of([Path("/a/x/seed_0")]) == ["x/seed_0"]
+    assert names_of([Path("/a/runs/qcd"), Path("/a/sweep/beta=0.1/seed_0")]) == ["runs/qcd", "sweep/beta=0.1/seed_0"]
+    assert names_of([Path("/a/x/seed_0"), Path("/a/y/seed_0")]) == ["x", "y"]
     assert names_of([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
 
 

@@ -470,22 +470,50 @@ def test_search_and_pruner_do_not_read_the_test_split(tmp_path: Path) -> None:
     assert "conciseness_test.json (4 examples), on which it was chosen" in (tmp_path / "best.yaml").read_text()
 
 
-def cells(*means: dict[str, float], state: str = "done") -> list[dict[str, Any]]:
-    runs = [{"state": state}]
-    return [{"name": f"c{i}", "settings": {}, "runs": runs, "mean": mean, "std": {}} for i, mean in enumerate(means)]
+def cells(*means: dict[str, float], state: str = "done", seeds: int = 1, apart: float = 0.0) -> list[dict[str, Any]]:
+    """Cells whose seeds differ by `apart` from one another, each by another amount in the two cells."""
+    found: list[dict[str, Any]] = []
+    for i, mean in enumerate(means):
+        shifts = [apart * (seed - (seeds - 1) / 2) * (-1) ** i for seed in range(seeds)]
+        runs = [
+            {"state": state, "seed": seed, "numbers": {name: value + shift for name, value in mean.items()}}
+            for seed, shift in enumerate(shifts)
+        ]
+        found.append({"name": f"c{i}", "settings": {}, "runs": runs, "mean": mean, "std": {}})
+    return found
 
 
 def test_best_is_chosen_on_validation_or_called_optimistic() -> None:
     both = cells({"reward": 3.0, "validation/reward": 0.0}, {"reward": 1.0, "validation/reward": 2.0})
     best = results.best(both, "reward")
     assert best is not None and (best["cell"], best["chosen_on"], best["reward"]) == ("c1", "validation", 2.0)
-    assert "Best on the validation split by mean reward: `c1`" in results.table(both, "reward")
+    assert "on the validation split by mean reward: `c1`" in results.table(both, "reward")
     test = cells({"reward": 3.0}, {"reward": 1.0, "validation/reward": 2.0})
     best = results.best(test, "reward")
     assert best is not None and (best["cell"], best["chosen_on"]) == ("c0", "test")
-    assert "Best on the test split by mean reward: `c0`" in results.table(test, "reward")
+    assert "on the test split by mean reward: `c0`" in results.table(test, "reward")
     assert "optimistic: set task.validation_size" in results.table(test, "reward")
     assert "optimistic" not in results.table(test, "reward", ["es.sigma"]), "a search has its own"
     for few, measure in ((both, "seconds"), (both[:1], "reward"), (cells({}, {}), "reward")):
         assert results.best(few, measure) is None
     assert results.best([both[0], *cells({"reward": 9.0}, state="failed")], "reward") is None
+
+
+@pytest.mark.parametrize(
+    ("seeds", "gap", "apart", "is_best"),
+    [
+        (1, 5.0, 0.0, False),
+        (2, 0.003, 0.01, False),
+        (4, 5.0, 0.01, False),
+        (6, 0.003, 0.01, False),
+        (6, 5.0, 0.01, True),
+    ],
+)
+def test_table_names_best_cell_only_if_seeds_show_a_difference(
+    seeds: int, gap: float, apart: float, is_best: bool
+) -> None:
+    tree = cells({"reward": 1.0}, {"reward": 1.0 + gap}, seeds=seeds, apart=apart)
+    text = results.table(tree, "reward")
+    assert ("Best on the test split" in text) == is_best and ("No cell is shown to be best" in text) != is_best
+    best = results.best(tree, "reward")
+    assert best is not None and best["next"]["cell"] == "c0" and best["next"]["difference"] == pytest.approx(gap)

@@ -21,6 +21,7 @@ from evoalign.rewards.scorer.client import Service
 from evoalign.rewards.scorer.models import Local
 
 service = pytest.importorskip("evoalign.rewards.scorer.service")
+guard = pytest.importorskip("evoalign.rewards.scorer.guard")
 uvicorn = pytest.importorskip("uvicorn")
 TOKEN = {"SCORER_TOKEN_OF_TEST": "0123456789abcdef0123"}
 VARIABLE = next(iter(TOKEN))
@@ -212,27 +213,6 @@ def test_a_missing_or_wrong_token_is_refused(waiting, monkeypatch):
     assert TOKEN[VARIABLE] not in waiting.said
 
 
-def test_full_queue_returns_429_shutdown_finishes_requests_and_logs_have_no_text(waiting, direct):
-    prompts, responses = pairs(40)
-    prompts[0], responses[0] = "zqxtext", "zqx"
-    body = {"prompts": prompts, "responses": responses}
-    unread = httpx.post(f"{waiting.url}/score", json={"prompts": ["zqxtext"]}, headers=BEARER, timeout=SECONDS)
-    nowhere = httpx.get(f"{waiting.url}/zqxpath?zqx=zqx", headers=BEARER, timeout=SECONDS)
-    assert (unread.status_code, nowhere.status_code) == (422, 404)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(httpx.post, f"{waiting.url}/score", json=body, headers=BEARER, timeout=SECONDS)
-        until(lambda: count(waiting.url, "queue_length", BEARER) == 40, "the first request does not arrive")
-        second = httpx.post(f"{waiting.url}/score", json=body, headers=BEARER)
-        assert second.status_code == 429 and 1 <= int(second.headers["Retry-After"]) <= 60
-        assert count(waiting.url, "refused_total", BEARER) == 1
-        assert waiting.stop() == 0
-        answer = first.result()
-    assert waiting.said == f"{waiting.url} is ready\nended\n"
-    assert answer.status_code == 200
-    for column, scores in direct.score(prompts, responses).items():
-        assert answer.json()[column] == pytest.approx(scores, abs=1e-3)
-
-
 def test_client_continues_after_a_service_restart(place, direct):
     prompts, responses = pairs(20)
     first = Served(place, *words(place, "--batch-size", "64", "--max-wait", "600"))
@@ -296,7 +276,7 @@ def test_half_sent_requests_take_no_place_of_those_with_a_token(waiting):
             half[-1].sendall(HALF)
         for _ in range(3):
             assert httpx.get(f"{waiting.url}/health", headers=BEARER, timeout=SECONDS).status_code == 200
-        assert all(is_closed(one) for one in half[: HALF_OPEN - service.WAITING - 3]), "the oldest ones"
+        assert all(is_closed(one) for one in half[: HALF_OPEN - guard.WAITING - 3]), "the oldest ones"
     finally:
         for one in half:
             one.close()
@@ -315,7 +295,7 @@ def is_closed(connection):
 )
 def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch):
     """Also where a byte of them arrives now and then."""
-    monkeypatch.setattr("evoalign.rewards.scorer.service.HEADER_SECONDS", 0.5)
+    monkeypatch.setattr("evoalign.rewards.scorer.guard.HEADER_SECONDS", 0.5)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -325,7 +305,7 @@ def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch)
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60)
         state = uvicorn.server.ServerState()
         server = await asyncio.get_running_loop().create_server(
-            lambda: service._Connection(config, state, {}), "127.0.0.1", 0
+            lambda: guard.Connection(config, state, {}), "127.0.0.1", 0
         )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(sent)
@@ -335,7 +315,7 @@ def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch)
             assert time.monotonic() < begun + SECONDS
         writer.close()
         server.close()
-        assert not service._Connection.waiting and not state.connections
+        assert not guard.Connection.waiting and not state.connections
         return answer
 
     answer = asyncio.run(closed())
@@ -350,3 +330,25 @@ async def dripped(reader, writer):
         part = await asyncio.wait_for(reader.read(4096), 0.1)
         return part or None
     return None if reader.at_eof() or reader.exception() else b""
+
+
+def test_full_queue_returns_429_shutdown_finishes_requests_and_logs_have_no_text(waiting, direct):
+    """The last test of this service, which it ends."""
+    prompts, responses = pairs(40)
+    prompts[0], responses[0] = "zqxtext", "zqx"
+    body = {"prompts": prompts, "responses": responses}
+    unread = httpx.post(f"{waiting.url}/score", json={"prompts": ["zqxtext"]}, headers=BEARER, timeout=SECONDS)
+    nowhere = httpx.get(f"{waiting.url}/zqxpath?zqx=zqx", headers=BEARER, timeout=SECONDS)
+    assert (unread.status_code, nowhere.status_code) == (422, 404)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(httpx.post, f"{waiting.url}/score", json=body, headers=BEARER, timeout=SECONDS)
+        until(lambda: count(waiting.url, "queue_length", BEARER) == 40, "the first request does not arrive")
+        second = httpx.post(f"{waiting.url}/score", json=body, headers=BEARER)
+        assert second.status_code == 429 and 1 <= int(second.headers["Retry-After"]) <= 60
+        assert count(waiting.url, "refused_total", BEARER) == 1
+        assert waiting.stop() == 0
+        answer = first.result()
+    assert waiting.said == f"{waiting.url} is ready\nended\n"
+    assert answer.status_code == 200
+    for column, scores in direct.score(prompts, responses).items():
+        assert answer.json()[column] == pytest.approx(scores, abs=1e-3)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from evoalign.analysis.base import Analysis, Finding
+from evoalign.analysis.base import Analysis, Finding, parsed_names
 from evoalign.report.terminal import Debug, console, quiet
 
 if TYPE_CHECKING:
@@ -45,12 +45,7 @@ def compare(
     """Compare runs at equal budgets, with tests over their seeds."""
     from evoalign.errors import ConfigError
 
-    names: dict[str, str] = {}
-    for text in name or []:
-        label, equals, pattern = text.partition("=")
-        if not (label.strip() and equals and pattern):
-            raise ConfigError(f"--name {text!r}: expected LABEL=GLOB, such as GRPO='*/grpo_*'")
-        names[label.strip()] = pattern
+    names = parsed_names(name or [])
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; give a folder")
     quiet()

@@ -31,6 +31,8 @@ STEP = ("es.learning_rate", "es.noise_multiplier", "es.sigma")
 FEW = 2
 """Up to this many differing settings, a label names all."""
 LENGTHS = ("es.num_generations", "grpo.max_steps")
+MOST_SHOWN = 8
+"""Most differing settings that an error names."""
 SAME_PROMPTS = ("task.batch_size", "task.validation_data")
 """Task settings that may differ: the batch size belongs to the method, and validation examples are not compared."""
 
@@ -62,12 +64,13 @@ def check_comparable(runs: Sequence[Run], measure: str) -> None:
     first, what = runs[0], _measured(runs[0], measure)
     for run in runs[1:]:
         other = _measured(run, measure)
-        for key in sorted({*what, *other}):
-            if what.get(key) != other.get(key):
-                raise ConfigError(
-                    f"these runs cannot be compared: {key} is {what.get(key)!r} in {first.path} and "
-                    f"{other.get(key)!r} in {run.path}"
-                )
+        odd = sorted((key for key in {*what, *other} if what.get(key) != other.get(key)), key=_task_first)
+        if odd:
+            differ = [f"{key} {what.get(key)!r} and {other.get(key)!r}" for key in odd[:MOST_SHOWN]]
+            more = f" and {len(odd) - MOST_SHOWN} more" if len(odd) > MOST_SHOWN else ""
+            raise ConfigError(
+                f"{first.path} and {run.path} cannot be compared, they differ in {', '.join(differ)}{more}"
+            )
     by_split: dict[int | None, Run] = {}
     for run in runs:
         task = run.config.task  # a seeded split without a test file differs from seed to seed
@@ -78,6 +81,12 @@ def check_comparable(runs: Sequence[Run], measure: str) -> None:
                 f"these runs cannot be compared: the test splits of {same.path} and {run.path} have different prompts "
                 "or targets with the same settings, so their data files differed"
             )
+
+
+def _task_first(key: str) -> tuple[int, str]:
+    """Sort the task and its data first, then its other settings, then those of the evaluation."""
+    first = ("the task", "task.name", "task.test_data", "task.train_data")
+    return first.index(key) if key in first else len(first) + key.startswith("evaluation."), key
 
 
 def _measured(run: Run, measure: str) -> dict[str, Any]:

@@ -68,7 +68,6 @@ class Coverage(Analysis[Settings]):
         """Loads one model, which takes the weights of every target; raises EvoalignError for one that does not fit."""
         from evoalign.analysis.coverage import figures
         from evoalign.analysis.mixer import EvalSettings, ModelMixer
-        from evoalign.analysis.targets import placebo_hint
         from evoalign.types import text_of
 
         ways, ks = _ways(settings)
@@ -101,7 +100,6 @@ class Coverage(Analysis[Settings]):
                 f"that no try solved may still be solved by up to {few:.1%} of further tries (95 %).",
                 *_rows(tries, ks),
                 *differences(contests, compared, ks),
-                *placebo_hint(mixer.targets),
             ]
         return Finding(numbers, lines, figures=partial(figures.draw, tries, problems, ks, rule, lines))
 

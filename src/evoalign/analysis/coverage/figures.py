@@ -42,15 +42,16 @@ def draw(
     from evoalign.rundir.files import write_text
 
     drawn: list[Path] = []
+    short = drawing.short_names(list(tries), LABEL)
     for path, names in drawing.files(folder, "coverage", list(tries), MOST):
-        drawn += _curves(tries, names, ks, path)
+        drawn += _curves(tries, names, ks, short, path)
     for path, names in drawing.files(folder, "coverage_support", [name for name in tries if name != BASE], MOST):
-        drawn += _bars(tries, names, path)
+        drawn += _bars(tries, names, short, path)
     write_text(folder / "coverage.html", page(tries, problems, rule, sentences))
     return [*drawn, folder / "coverage.html"]
 
 
-def _curves(tries: All, names: Sequence[str], ks: Sequence[int], path: Path) -> list[Path]:
+def _curves(tries: All, names: Sequence[str], ks: Sequence[int], short: Mapping[str, str], path: Path) -> list[Path]:
     kinds = list(dict.fromkeys(way.kind for way in tries[names[0]]))
     figure = canvas(4.6 * len(kinds) + 1.4, 2.9 * len(names) + 0.6, layout="constrained")
     grid = figure.subplots(len(names), len(kinds), sharex=True, sharey=True, squeeze=False)
@@ -58,7 +59,7 @@ def _curves(tries: All, names: Sequence[str], ks: Sequence[int], path: Path) -> 
         for column, kind in enumerate(kinds):
             axes, last = grid[index][column], index == len(names) - 1
             how = "by temperature" if kind == TEMPERATURE else "by noise on the weights"
-            frame(axes, how if column else f"{shorten(visible(name), LABEL)}, {how}", "k" if last else "")
+            frame(axes, how if column else f"{short[name]}, {how}", "k" if last else "")
             _panel(axes, {way: one for way, one in tries[name].items() if way.kind == kind}, ks)
             if last:
                 axes.legend(frameon=False, fontsize=7, title=kind, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -78,13 +79,14 @@ def _panel(axes: Axes, ways: Mapping[Way, Tries], ks: Sequence[int]) -> None:
         axes.errorbar([ks[-1] * 1.06 ** (index + 1)], [last.mean], yerr=drawing.error_bars([last]), **bar)
 
 
-def _bars(tries: All, names: Sequence[str], path: Path) -> list[Path]:
+def _bars(tries: All, names: Sequence[str], short: Mapping[str, str], path: Path) -> list[Path]:
     """Draw what becomes of the problems; hatched next to it the base compared with itself, as by chance."""
     ways = list(tries[BASE])
     figure = canvas(max(6.0, 0.62 * len(ways) + 2.6), 2.9 * len(names) + 0.5, layout="constrained")
     grid = figure.subplots(len(names), 1, sharex=True, squeeze=False)
     for axes, name in zip(grid[:, 0], names, strict=True):
-        frame(axes, f"{shorten(visible(name), LABEL)} and the base", "")
+        solved_NP = tries[BASE][ways[0]].solved_NP
+        frame(axes, f"{short[name]} and the base, {solved_NP.shape[1]} problems x {len(solved_NP) // 2} tries", "")
         plain(axes)
         for place, way in enumerate(ways):
             base = tries[BASE][way].solved_NP

@@ -66,7 +66,8 @@ class Local:
     async def ask(self, prompt: str) -> Reply:
         """Generate greedily. Raises NoRoomError if prompt and reply do not fit into the context."""
         content = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", prompt)
-        ids = self._tokens.encode([{"role": "user", "content": content}])
+        chats = bool(self._tokens.tokenizer.chat_template)  # a model without a chat template continues the text
+        ids = self._tokens.encode([{"role": "user", "content": content}] if chats else content)
         if self._context is not None and len(ids) + self._max_tokens > self._context:
             raise NoRoomError(
                 f"the prompt has {len(ids)} tokens and the reply up to {self._max_tokens}; the judge's context is "

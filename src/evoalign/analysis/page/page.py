@@ -325,7 +325,9 @@ def _row(pair: Pair, length: int) -> dict[str, Any]:
         more = len(text) - length
         return lines_visible(text) if more <= 0 else f"{lines_visible(text[:length])} [... {more:,} more characters]"
 
-    row: dict[str, Any] = {"k": pair.key, "p": cut(pair.prompt)}
+    start = max(0, len(pair.prompt) - length)  # the question is at the end, after a system message
+    skipped = f"[{start:,} characters ...] " if start else ""
+    row: dict[str, Any] = {"k": pair.key, "p": skipped + lines_visible(pair.prompt[start:])}
     if pair.target is not None:
         row["g"] = cut(pair.target)
     sides: Mapping[str, Completion | None] = {"b": pair.before, "a": pair.after}

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from evoalign.analysis.base import short_names
 from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import page
 from evoalign.analysis.page import view as views
@@ -74,13 +75,8 @@ def stamp(runs: Sequence[Path], analyses: Path | None = None) -> str:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths, as many as make them distinct."""
-    parts = [run.absolute().parts for run in runs]
-    for count in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(run) for run in runs]
+    """Return the names of runs in figures; see `short_names`."""
+    return list(short_names(list(map(str, runs))).values())
 
 
 M = TypeVar("M", bound=BaseModel)

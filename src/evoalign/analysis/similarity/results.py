@@ -14,19 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from evoalign.analysis.base import Finding, as_json, row, short_name
+from evoalign.analysis.base import Finding, as_json, row, short_names
 from evoalign.analysis.similarity import chance, measures
 from evoalign.analysis.similarity.chance import Across, Agreement, GainKept
 from evoalign.analysis.similarity.measures import SIDES, TOPS, Measured, Overlap, Overlaps, Sums, together, total
 from evoalign.analysis.targets import Target
 from evoalign.analysis.weights import ALL, UNEMBEDDING, Weights
 from evoalign.errors import ModelError
-from evoalign.report.figures import GRID, HEADING, INK, canvas, save_both
-from evoalign.statistics import LEVEL
+from evoalign.report.figures import GRID, INK, canvas, head, save_both
+from evoalign.statistics import FEWEST_PLACEBOS, LEVEL
 
 NONE = "no common direction is shown"
-FEWEST = round(1 / LEVEL) - 1
-"""Fewest placebos that allow p <= 5 %."""
 DIRECTIONS = 4
 """Number of singular directions whose overlap is printed, or the most below it that are known."""
 MOST_LINES, MOST_PAIRS = 10, 60
@@ -228,7 +226,11 @@ def verdict_of(pair: Pair, tests: int) -> str:
         return "both drew the same noise" + ("" if own.placebos else "; set placebos=20 to see what that alone gives")
     within = abs(own.value) <= NormalDist().inv_cdf(1 - LEVEL / 2 / tests) * own.spread
     if within or (own.p is not None and own.p > LEVEL):
-        return NONE if within or len(own.placebos) >= FEWEST else f"{NONE}, which takes {FEWEST} placebos"
+        return (
+            NONE
+            if within or len(own.placebos) >= FEWEST_PLACEBOS
+            else f"{NONE}, which takes {FEWEST_PLACEBOS} placebos"
+        )
     return "a common direction" if own.value > 0 else "opposite directions"
 
 
@@ -312,7 +314,8 @@ def draw(
 ) -> list[Path]:
     """Draw heat maps: cosines of all pairs, of pairs by part and layer, and the share of each change by part."""
     written: list[Path] = []
-    short, where = [short_name(name, 34) for name in names], list(shares)
+    named, where = short_names(names, 40), list(shares)
+    short = [named[name] for name in names]
     if pairs:
         whole_KK = np.eye(len(names))
         for (i, j), pair in zip(combinations(range(len(names)), 2), pairs, strict=False):
@@ -325,7 +328,7 @@ def draw(
             spread = None if pair.same_noise else pair.cosines[ALL].spread
             width = NormalDist().inv_cdf(1 - LEVEL / 2) * _nan(spread)
             by_chance = "chance not known" if spread is None else f"all, by chance: within {width:.2g} in 95 %"
-            labels.append(f"{short_name(pair.a, 34)} / {short_name(pair.b, 34)}\n{by_chance}")
+            labels.append(f"{named[pair.a]} / {named[pair.b]}\n{by_chance}")
         more = "" if len(chosen) == len(pairs) else f", the first {len(chosen)} of {len(pairs)} pairs"
         values = np.array([[_nan(pair.cosines[name].value) for name in where] for pair in chosen])
         note = f"the colours span at least {LEAST_SPAN}; grey: one did not change"
@@ -360,7 +363,7 @@ def _map(
     colors = {"cmap": "PuOr", "vmin": -most} if signed else {"cmap": "Purples", "vmin": 0.0}
     shown = axes.imshow(values, vmax=most, aspect="auto", **colors)  # pyright: ignore[reportArgumentType]
     axes.set_facecolor(GRID)
-    axes.set_title(title, loc="left", pad=12, **HEADING)
+    head(axes, title)
     axes.set_xticks(range(len(columns)), columns, rotation=90)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0, labelcolor=INK)

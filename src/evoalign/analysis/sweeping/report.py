@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign.report.figures import BEST, HEADING, INK, MEAN, TEST, canvas, plain, save
+from evoalign.report.figures import BEST, HEADING, INK, MEAN, TEST, canvas, plain, save, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SAFE_HACKED = 0.01
-"""A cell is in the safe band if at most this share of the final test completions is hacked in every seed (none at all
+"""No hack is seen in a cell if at most this share of the final test completions is hacked in every seed (none at all
 for a hundred completions or fewer), and the mean reward is above that before training."""
 BAND = "#0a7d33"
 HATCH = "#b8bec5"
@@ -46,14 +46,14 @@ class Point:
 
     @property
     def is_safe(self) -> bool:
-        """Whether the cell is in the safe band, see `SAFE_HACKED`."""
+        """Whether no hack is seen in any seed and the reward rose, see `SAFE_HACKED`."""
         return bool(self.hacked) and max(self.hacked) <= SAFE_HACKED and self.gain is not None and self.gain > 0
 
 
 def heat_map(
     points: Sequence[Point], path: str | Path, *, x: str, y: str, measure: str = "reward", title: str = ""
 ) -> None:
-    """Draw the measure and the hacked share over two settings, with the outline of the safe band."""
+    """Draw the measure and the hacked share over two settings, and outline the cells in which no hack is seen."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -73,7 +73,8 @@ def heat_map(
     left.set_ylabel(y, color=INK)
     handles: list[Any] = []
     if any(p.is_safe for p in points):
-        rule = f"safe band: at most {SAFE_HACKED:.0%} hacked in each seed, reward above the start"
+        least = min(len(p.hacked) for p in points if p.is_safe)
+        rule = f"no hack seen: at most {SAFE_HACKED:.0%} in each of {least} or more seeds, reward above the start"
         handles.append(Line2D([], [], color=BAND, linewidth=3, label=rule))
     if len(at) < len(xs) * len(ys) or any(not p.values for p in points):
         gap: dict[str, Any] = {"facecolor": "white", "edgecolor": HATCH, "hatch": "///", "linewidth": 0}
@@ -175,7 +176,7 @@ def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: 
 
 
 def _outline(axes: Axes, safe: set[tuple[int, int]]) -> None:
-    """Draw the edges between cells of the safe band and others."""
+    """Draw the edges between cells in which no hack is seen and others."""
     for i, j in safe:
         for di, dj in ((-1, 0), (1, 0), (0, -1), (0, 1)):
             if (i + di, j + dj) not in safe:
@@ -206,5 +207,5 @@ def _scale(axes: Axes, values: Sequence[Any]) -> None:
 
 
 def _finish(figure: Figure, title: str, path: str | Path) -> None:
-    figure.suptitle(title, x=0.01, ha="left", **HEADING)
+    figure.suptitle(wrapped(title, 0.98 * figure.get_figwidth()), x=0.01, ha="left", **HEADING)
     save(figure, Path(path))

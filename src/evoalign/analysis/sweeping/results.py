@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from evoalign.analysis.compare.statistics import compare
 from evoalign.analysis.compare.tables import DRIFT
 from evoalign.analysis.sweeping import report as figures
 from evoalign.analysis.sweeping.cells import Run, Settings, Tree, chosen_on, has_validation, read_json
@@ -27,6 +28,7 @@ from evoalign.rundir import parquet
 from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
+from evoalign.statistics import LEVEL
 
 FORMAT_VERSION = 1
 ENDS = ("before", "after")
@@ -150,7 +152,8 @@ def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str, keys: S
 def best(cells: Sequence[Tree], measure: str) -> Tree | None:
     """Return the finished cell with the highest mean, on validation if all have it, else on test (then optimistic).
 
-    None for fewer than two cells, and for a measure whose highest value is not the best.
+    `next` is the cell with the next highest mean, and the difference tested over seeds. None for fewer than two cells,
+    and for a measure whose highest value is not the best.
     """
     known = [cell for cell in cells if cell["mean"] and all(run["state"] == "done" for run in cell["runs"])]
     name = measure.removeprefix(VALIDATION)
@@ -159,9 +162,31 @@ def best(cells: Sequence[Tree], measure: str) -> Tree | None:
     ranked = [cell for cell in known if key in cell["mean"]]
     if measure in UNRANKED or len(ranked) < 2:
         return None
-    first = max(ranked, key=lambda cell: cell["mean"][key])
-    split = "validation" if is_fair else "test"
-    return {"cell": first["name"], "settings": first["settings"], "chosen_on": split, measure: first["mean"][key]}
+    first, second, *_ = sorted(ranked, key=lambda cell: -cell["mean"][key])
+    split, pair = "validation" if is_fair else "test", compare(*_by_seed(first, key), *_by_seed(second, key))
+    test = {"difference": pair.difference, "low": pair.low, "high": pair.high, "test": pair.test, "p": pair.p}
+    found = {"cell": first["name"], "settings": first["settings"], "chosen_on": split, measure: first["mean"][key]}
+    return {**found, "next": {"cell": second["name"], "seeds": [pair.n_a, pair.n_b], **test}}
+
+
+def _by_seed(cell: Tree, key: str) -> tuple[str, dict[int, float]]:
+    return cell["name"], {run["seed"]: run["numbers"][key] for run in cell["runs"] if key in run["numbers"]}
+
+
+def _best_line(found: Tree, measure: str) -> str:
+    """Name the best cell, or say that none is shown to be best."""
+    second = found["next"]
+    seeds = " and ".join(map(str, sorted(set(second["seeds"]))))
+    tested = (
+        f"n {seeds}: too few to test" if second["p"] is None else f"n {seeds}, {second['test']} p {second['p']:.2g}"
+    )
+    less = f"the next, `{second['cell']}`, is {second['difference']:.3g} lower ({tested})"
+    if second["p"] is not None and second["p"] < LEVEL:
+        return f"Best on the {found['chosen_on']} split by mean {measure}: `{found['cell']}`; {less}."
+    return (
+        f"No cell is shown to be best on the {found['chosen_on']} split by mean {measure}: `{found['cell']}` has the "
+        f"highest, and {less}; add seeds."
+    )
 
 
 def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
@@ -190,7 +215,7 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
         notes.append(f"{measure} before training is {np.mean(firsts):.4g}.")
     found = None if keys else best(cells, measure)
     if found is not None:
-        notes.append(f"Best on the {found['chosen_on']} split by mean {measure}: `{found['cell']}`.")
+        notes.append(_best_line(found, measure))
         if found["chosen_on"] == "test":
             notes.append("It is chosen on the test split, so its mean is optimistic: set task.validation_size.")
     first, *rest = ("| " + " | ".join(row) + " |" for row in (heads, *rows))

@@ -8,10 +8,8 @@ POST /score_batch and /score_texts take and answer requests in the form of publi
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
-import re
 import signal
 import socket
 import time
@@ -19,24 +17,20 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-import h11
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field, model_validator
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp as App
-from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from evoalign.config.scorer import DIGEST, PROMPT, RESPONSE, ScorerConfig
 from evoalign.config.secrets import public_path
 from evoalign.errors import ConfigError, RewardError
 from evoalign.http import is_loopback
 from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
+from evoalign.rewards.scorer.guard import Connection, Guard, refused
 from evoalign.rewards.scorer.models import Local
 from evoalign.version import __version__
 
@@ -48,16 +42,6 @@ CONNECTIONS = 1024
 
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Allowed host names without a token. Any port is allowed, since a tunnel may change it."""
-HOST = re.compile(r"([^:\[\]]+|\[[^\[\]]*\])(?::[0-9]*)?")
-"""A name, or an IPv6 address in brackets, and a port."""
-HEADER_SECONDS = 10.0
-"""Maximum seconds for the headers of a request to arrive."""
-WAITING = 256
-"""Maximum connections whose headers have not arrived; for one more, the oldest of them is closed."""
-BODY_SECONDS = 30.0
-"""Maximum seconds for a body to arrive."""
-DRAINED = 1 << 24
-"""Bytes of an oversized body to read and discard, so that the client gets the response."""
 
 
 class Item(BaseModel, extra="forbid"):
@@ -176,7 +160,7 @@ class Service:
         split = [self._split(text) for text in body.texts]
         if None in split:
             self.meter.statuses[422] += 1
-            return _refused(422, f"text {split.index(None)} is not of the service's template; see /health")
+            return refused(422, f"text {split.index(None)} is not of the service's template; see /health")
         return await self._timed(_lists(one for one in split if one is not None), PLURAL)
 
     def _split(self, text: str) -> tuple[str, str] | None:
@@ -199,11 +183,11 @@ class Service:
     async def _answer(self, body: Lists, names: Mapping[str, str]) -> Response:
         """Score pairs; `names` renames columns."""
         if len(body.prompts) > self._limits.queue:
-            return _refused(413, f"{len(body.prompts)} pairs exceed the queue of {self._limits.queue}; send fewer")
+            return refused(413, f"{len(body.prompts)} pairs exceed the queue of {self._limits.queue}; send fewer")
         try:
             found = await self._batcher.score(body.prompts, body.responses)
         except FullError as error:
-            return _refused(429, str(error), {"Retry-After": str(error.seconds)})
+            return refused(429, str(error), {"Retry-After": str(error.seconds)})
         except RewardError as error:  # from a model: a retry gives the same error
             logger.error("%s", error)
             return JSONResponse({"detail": str(error), "again": False}, 500)
@@ -263,95 +247,6 @@ def _lists(pairs: Iterable[tuple[str, str]]) -> Lists:
     return Lists(prompts=[prompt for prompt, _ in both], responses=[response for _, response in both])
 
 
-def _refused(status: int, words: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse({"detail": words}, status, headers)
-
-
-class Guard:
-    """ASGI middleware that checks host name, token and body size before the service reads a request.
-
-    Without a token, the service only accepts loopback names (`names`; None: any name): a web page in a local browser
-    could point its own name at this address (DNS rebinding). Bodies are read completely within `max_body`.
-    """
-
-    def __init__(self, app: App, *, token: str | None, names: Iterable[str] | None, max_body: int) -> None:
-        self._app, self._max_body = app, max_body
-        self._token = None if token is None else f"Bearer {token}".encode()
-        self._names = None if names is None else frozenset(names)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            raise RuntimeError("a scorer only supports HTTP")
-        headers = Headers(scope=scope)
-        if not self._is_for_us(headers):
-            answer = _refused(421, "unknown host name; use the address that the service was started with")
-        elif not self._has_token(headers):
-            required = {"WWW-Authenticate": "Bearer"}
-            answer = _refused(401, "the bearer token of the service is required", required)
-        elif scope["method"] == "POST" and not headers.get("content-type", "").lower().startswith("application/json"):
-            answer = _refused(415, "send JSON, as application/json")
-        else:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    body = await self._read(headers.get("content-length", ""), receive)
-            except TimeoutError:
-                answer = _refused(408, f"the body did not arrive within {BODY_SECONDS:g} s")
-            else:
-                if body is not None:
-                    await self._app(scope, _replayed(body, receive), send)
-                    return
-                answer = _refused(
-                    413, f"a body may have at most {self._max_body} bytes; send fewer pairs, or raise --max-body"
-                )
-        answer.headers["Connection"] = "close"
-        await answer(scope, receive, send)
-
-    def _is_for_us(self, headers: Headers) -> bool:
-        if self._names is None:
-            return True
-        hosts = headers.getlist("host")
-        if len(hosts) != 1:
-            return False
-        found = HOST.fullmatch(hosts[0])
-        return found is not None and found[1].lower() in self._names
-
-    def _has_token(self, headers: Headers) -> bool:
-        """Return whether a request has the token, compared in constant time, and no other credentials."""
-        given = headers.getlist("authorization")
-        return self._token is None or (len(given) == 1 and hmac.compare_digest(given[0].encode("latin-1"), self._token))
-
-    async def _read(self, announced: str, receive: Receive) -> bytes | None:
-        """Return the whole body, or None if it is too long."""
-        too_long = announced.isascii() and announced.isdigit() and int(announced) > self._max_body
-        parts, size, more = list[bytes](), 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            part, more = message.get("body", b""), message.get("more_body", False)
-            size += len(part)
-            too_long = too_long or size > self._max_body
-            if not too_long:
-                parts.append(part)
-            elif size > DRAINED:
-                break
-        return None if too_long else b"".join(parts)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a receiver of the body that was read, and then of further messages."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
-
-
 def serve(
     config: ScorerConfig, limits: Limits, *, host: str, port: int, token_env: str | None, tell: Callable[[str], None]
 ) -> None:
@@ -378,7 +273,7 @@ def serve(
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            http=_Connection,
+            http=Connection,
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -399,49 +294,6 @@ def token_of(variable: str) -> str:
     return token
 
 
-class _Connection(H11Protocol):
-    """HTTP connection that is closed where the headers of a request take too long.
-
-    Until they are complete, it does not count as one of `CONNECTIONS`: any client without a token could hold all.
-    """
-
-    waiting: ClassVar[dict[_Connection, asyncio.TimerHandle]] = {}
-    """Connections without complete headers, the oldest first, with the timers that close them."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Wait for the headers."""
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        """Handle the request if its headers are complete, or else wait for them."""
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:  # between two requests, or within the headers of one
-            self._wait()
-        else:
-            self._go_on()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
-        self._go_on()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        self.connections.discard(self)
-        if self not in self.waiting:
-            self.waiting[self] = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
-        if len(self.waiting) > WAITING:
-            oldest = next(iter(self.waiting))
-            oldest._go_on()
-            oldest.transport.abort()
-
-    def _go_on(self) -> None:
-        timer = self.waiting.pop(self, None)
-        if timer is not None:
-            timer.cancel()
-            self.connections.add(self)
-
-
 class _Server(uvicorn.Server):
     """Uvicorn server that reports when it is ready, and ends the service on shutdown."""
 
@@ -455,7 +307,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.end()
-        for connection in list(_Connection.waiting):
+        for connection in list(Connection.waiting):
             connection.transport.abort()
         await super().shutdown(sockets)
 
