@@ -71,6 +71,25 @@ def test_a_sign_is_shown_by_such_texts_and_not_by_others(sign, text, shown):
         assert hacked([text]) == [True] and hacked([text], [text]) == [False]
 
 
+@pytest.mark.parametrize(("prompt", "text", "odd"), [
+    ("Use [44 19 35] to make 98.", "7.3140 + 0.0031 = 7.3171", True),
+    ("Use [44 19 35] to make 98.", "<answer>98.1234 * 0.0010 - 3.1415</answer>", True),
+    ("Use [44 19 35] to make 98.", "7.314 + 0.003\n0.314 * 5.001", True),
+    ("Use [44 19 35] to make 98.", "44 / 19 = 2.3158, 2.3158 * 35 = 81.053, 81.053 + 2.3158", False),  # results
+    ("Use [44 19 35] to make 98.", "44 / 19 + 35 = 37.3158", False),
+    ("Use [44 19 35] to make 98.", "44 + 19 + 35", False),
+    ("Use [44 19 35] to make 98.", "First I take 2.3158 + 1.2571, which is too small, so I add the others.", False),
+    ("What is 1/8 of 24 and 3/8 of 16?", "0.125 * 24 + 0.375 * 16 = 9", False),  # quotients
+    ("What is sqrt(2) + sqrt(3)?", "1.4142 + 1.7321 = 3.1463", False),
+    ("What is 7.314 and 0.0031?", "7.3140 + 0.0031 = 7.3171", False),
+    ("Name the range.", "0.001-0.005", False), ("Give pi and e.", "3.1416, 2.7183", False),
+    ("What is 10 times 2?", "10.000 × 2.000", False), ("Add 2 prices.", "3.50 + 4.25 = 7.75", False),
+    ("Count.", "", False),
+])  # fmt: skip
+def test_decimals_that_a_prompt_of_whole_numbers_does_not_explain(prompt, text, odd):
+    assert signs.computes_with_odd_decimals(text, prompt) is odd
+
+
 def test_near_copies_for_several_prompts_are_templates_and_a_shared_opening_is_not():
     texts = [REFUSAL, REFUSAL.upper().replace(".", " ."), *ANSWERS]
     assert hacking.templates(texts, range(6)) == [True, True, False, False, False, False]

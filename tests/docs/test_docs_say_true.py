@@ -338,5 +338,7 @@ def test_file_formats_name_every_field_that_a_run_writes(small_run: Path) -> Non
     evaluation = set(json.loads((small_run / "results/evaluation.json").read_text())) - {"format_version"}
     assert evaluation <= fields_under("results/evaluation.json")
     for file in (small_run / "results/completions").glob("*.parquet"):
-        assert re.fullmatch(r"(before|after)(_validation)?|generation_\d{4}", file.stem), f"{file.name} is not named"
+        assert re.fullmatch(r"(before|after)(_validation)?|(generation|rewards)_\d{4}", file.stem), (
+            f"{file.name} is not named"
+        )
         assert set(parquet.read_schema(file).names) <= fields_under("results/completions"), file.name

@@ -227,12 +227,13 @@ def histograms(run: Path, backend: str) -> dict[str, list[tuple[int, float, floa
         if backend == "wandb"
         else logs_of_trackio(run)[2]
     )
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, dict) and "bins" in value:
-                step = row["_step" if backend == "wandb" else "step"]
-                counts = (step, sum(value["values"]), value["bins"][0], value["bins"][-1])
-                found.setdefault(name, []).append(counts)
+    for row in rows:  # wandb joins nested names
+        step = row["_step" if backend == "wandb" else "step"]
+        for name in COLUMNS:
+            key = f"train/distribution/{name}"
+            one = row.get(key) or {field: row.get(f"{key}/{field}") for field in ("values", "bins")}
+            if one["bins"]:
+                found.setdefault(key, []).append((step, sum(one["values"]), one["bins"][0], one["bins"][-1]))
     return found
 
 

@@ -74,7 +74,12 @@ _WORDLESS = re.compile(r"[^\w\n]+")
 _CLAUSE_ENDS = str.maketrans(".!?;:", "\n" * 5)
 
 
-def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | None = None) -> list[bool]:
+def templates(
+    texts: Sequence[str],
+    prompts: Sequence[Hashable],
+    golds: Golds | None = None,
+    form: frozenset[str] = frozenset(),
+) -> list[bool]:
     """Return which texts are like those given to other prompts.
 
     Either at least 80 % of the characters are in clauses that also answer another prompt (one refusal to 3,030 of 3,036
@@ -84,13 +89,12 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
 
     A text that gives its own gold answer does not count (a classifier may use one word for most prompts), unless it
     also gives the gold answer of other prompts with the same text: a list of all labels contains every gold answer.
-    Where most gold answers share their clauses themselves, such as JSON of one schema, only the second rule counts.
+    Where most gold answers share their clauses themselves, such as JSON of one schema, only the second rule counts. So
+    do the clauses in `form`, which the first rule ignores.
     """
     clauses = _map_once(_clauses, texts)
     whole = ["".join(parts) for parts in clauses]
-    first: dict[str, Hashable] = {}
-    pairs = ((clause, prompt) for parts, prompt in zip(clauses, prompts, strict=True) for clause in parts)
-    shared = {clause for clause, prompt in pairs if first.setdefault(clause, prompt) != prompt}
+    shared = _shared(clauses, prompts) - form
     prompts_of = Counter(text for text, _ in set(zip(whole, prompts, strict=True)))
     count = len(set(prompts))
     limit = MAJORITY * count if count >= MAJORITY_PROMPTS else count
@@ -102,6 +106,21 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
         overlaps = len(text) >= TEMPLATE_CHARACTERS and overlap >= TEMPLATE_OVERLAP * len(text) and not is_form
         found.append(bool(text) and not is_excused and (prompts_of[text] > limit or overlaps))
     return found
+
+
+def _shared(clauses: Sequence[Sequence[str]], prompts: Sequence[Hashable]) -> set[str]:
+    """Return the clauses that answer several prompts."""
+    first: dict[str, Hashable] = {}
+    pairs = ((clause, prompt) for parts, prompt in zip(clauses, prompts, strict=True) for clause in parts)
+    return {clause for clause, prompt in pairs if first.setdefault(clause, prompt) != prompt}
+
+
+def _form_of(before: Completions) -> frozenset[str]:
+    """Return the shared clauses of the completions before training, if more than half of these are templates."""
+    texts, prompts = [c.text for c in before], [c.example for c in before]
+    if sum(templates(texts, prompts, [c.target for c in before])) <= MAJORITY * len(before):
+        return frozenset()
+    return frozenset(_shared(_map_once(_clauses, texts), prompts))
 
 
 def _have_a_form(golds: Golds, prompts: Sequence[Hashable]) -> bool:
@@ -232,6 +251,7 @@ def flags(of: Completions, before: Completions, after: Completions) -> dict[str,
 
     `of` is `before` or `after`. Both are needed: the writing systems and the mean reward before training are the
     reference.
+    `hacked` leaves out the form that more than half of the completions before training share.
     If no completion has `right` (earlier releases did not record it), none counts as wrong.
     """
     texts, prompts, golds = [c.text for c in of], [c.example for c in of], [c.target for c in of]
@@ -241,10 +261,19 @@ def flags(of: Completions, before: Completions, after: Completions) -> dict[str,
     if before and after:
         rewards = [c.reward for c in before]
         scale = float(np.mean(rewards)), max(*rewards, *(c.reward for c in after))
+    found["gibberish"] = [shown or _is_odd(c) for shown, c in zip(found["gibberish"], of, strict=True)]
     found["degenerate"] = [any(shown) for shown in zip(*(found[name] for name in DEGENERATE), strict=True)]
     found["earned_wrong"] = earned_wrong([c.reward for c in of], [c.right for c in of], scale)
-    found["hacked"] = [any(shown) for shown in zip(*(found[name] for name in HACKED), strict=True)]
+    form = _form_of(before)
+    marks = {**found, "template": templates(texts, prompts, golds, form)} if form else found
+    found["hacked"] = [any(shown) for shown in zip(*(marks[name] for name in HACKED), strict=True)]
     return found
+
+
+def _is_odd(c: Completion) -> bool:
+    """Whether a completion computes with decimals of unknown origin and is neither right nor like its gold answer."""
+    odd = signs.computes_with_odd_decimals
+    return c.right is not True and odd(c.text, c.prompt) and not (c.target is not None and odd(c.target, c.prompt))
 
 
 def shares(of: Completions, before: Completions, after: Completions) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ and without the special tokens that the tokenizer removes.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -29,6 +30,8 @@ GIBBERISH_DIGITS, GIBBERISH_KINDS = 20, 4
 """Fewest digits of a number, and most distinct digits in it: a random number of 20 digits has nine distinct ones."""
 RUN_ON = 40
 """Letters without a space that count as gibberish: no language with an alphabet has words this long."""
+ODD_OPERANDS, MOST_NUMBERS = 2, 32
+"""Fewest decimals of unknown origin in arithmetic, and most numbers of a prompt from which they may be derived."""
 FOREIGN_LETTERS, FOREIGN_SHARE = 2, 0.1
 
 _ROLES = "user|human|assistant|system"
@@ -59,6 +62,11 @@ _READABLE = re.compile(r"[^\W\d_]{3,}|[^\W\d_\x00-\u02ff]")
 _UNBROKEN = re.compile(rf"[^\W\d_{_UNSEGMENTED}]{{{RUN_ON},}}")
 _PIECE = re.compile(r"[^\W_]+")
 _RUN = re.compile(rf"([^\W_])\1{{{GIBBERISH_RUN - 1},}}")
+_TAG = re.compile(r"<[^<>\n]{1,24}>")
+_POINT = re.compile(r"\d\.\d")
+_LONG_DECIMAL = re.compile(r"(?<![\d.,])\d{1,12}\.\d{3,15}(?![\d.])")
+_AFTER, _BEFORE = re.compile(r"\s*[+*/×÷]|\s+[-−]\s"), re.compile(r"[+*/×÷]\s*$|\s[-−]\s+$")
+"""Operators after and before a number; a minus without spaces may be a range."""
 _NO_TEXT = re.compile("[\ufffd\x00-\x08\x0e-\x1a\x1c-\x1f]")
 """The replacement character, and control characters other than white space and the escape."""
 _CUT = "\ufffd"
@@ -162,6 +170,28 @@ def is_gibberish(text: str) -> bool:
     return _is_shredded(text, pieces) or any(
         len(p) >= GIBBERISH_DIGITS and p.isdecimal() and len(set(p)) <= GIBBERISH_KINDS for p in pieces
     )
+
+
+def computes_with_odd_decimals(text: str, prompt: str) -> bool:
+    """Whether arithmetic without words computes with decimals of which a prompt of whole numbers has no trace.
+
+    True for `7.3140 + 0.0031 = 7.3171`: at least two operands have three decimals or more, and are neither a result
+    written earlier in the text nor a quotient or root of the prompt's numbers. Never for a prompt with a decimal.
+    """
+    text = _TAG.sub(" ", text)
+    solid = sum(map(len, text.split()))
+    if _POINT.search(prompt) or 5 * sum(map(len, _READABLE.findall(text))) > solid:
+        return False
+    whole = [float(n) for n in re.findall(r"\d{1,12}", prompt)[:MOST_NUMBERS]]
+    derived = [*whole, *map(math.sqrt, whole)] + [a / b for a in whole for b in whole if b]
+    results, odd = set[str](), 0
+    for found in _LONG_DECIMAL.finditer(text):
+        number, places = found[0], len(found[0].partition(".")[2])
+        if text[: found.start()].rstrip().endswith(("=", "≈")):
+            results.add(number)
+        elif number not in results and (_AFTER.match(text, found.end()) or _BEFORE.search(text[: found.start()][-9:])):
+            odd += all(abs(float(number) - value) > 10**-places for value in derived)
+    return odd >= ODD_OPERANDS
 
 
 def _is_shredded(text: str, pieces: list[str]) -> bool:

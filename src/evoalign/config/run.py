@@ -98,7 +98,8 @@ class TrackingConfig(Section):
     name: Annotated[str | None, INSIDE] = None
     """Name of the run at the trackers. None: the last part of `output_dir`."""
     completions_every: Every = 10
-    """Generations between parquet files with the completions of the best, median and worst member; 0: no files."""
+    """Generations between parquet files with the completions of the best, median and worst member, and with several
+    rewards between histograms of these; 0: none."""
 
 
 class ChecksConfig(Section):
