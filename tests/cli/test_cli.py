@@ -107,7 +107,7 @@ SAFETY = ["task.name=safety", "task.train_data=mixed.json", "task.test_data=test
       "model's chat template (task.prompt is not set: the task's own form)"),
      ([*SAFETY, "task.prompt=raw"], "raw text, without the model's chat template (task.prompt: raw)"),
      (["task.name=custom", "task.train_data=mixed.json", "task.test_data=mixed.json", "task.rewards=r.py:r"],
-      "messages for the model's chat template; 1 of 2 are raw text (task.prompt is not set")],
+      "messages for the model's chat template (task.prompt: chat, the default where the tokenizer has a chat ")],
 )  # fmt: skip
 def test_a_dry_run_says_which_form_the_prompts_have(settings: list[str], said: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def r(prompts, completions): return [0.0 for _ in completions]\n")

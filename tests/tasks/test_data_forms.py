@@ -229,8 +229,6 @@ FORMS = [
      "line 1: a message is from 'function_call'; expected human, gpt or system"),
     ("a picture", jsonl({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}), {},
      "line 1: a message has a part of type 'image_url'; only parts of type 'text' are read"),
-    ("a system prompt of a raw text", jsonl(*ROWS), {"system_prompt": "Be brief."},
-     "line 1: prompt is a text, which has no system message; set task.prompt: chat"),
 ]  # fmt: skip
 
 
