@@ -103,10 +103,12 @@ def with_form(config: Config, run: Path | None = None) -> Config:
     It is `chat` if the tokenizer has a chat template, else None, which is `raw` for text. A run of an earlier release
     recorded None, and its text prompts stay raw.
     """
-    if config.task.prompt is not None or not tasks.takes_any_form(config.task):
+    if config.task.prompt is not None:
         return config
     form = None
     with suppress(EvoalignError):  # whatever cannot be read is reported where it is used
+        if not tasks.takes_any_form(config.task):
+            return config
         made = None if run is None or not (run / "config.yaml").is_file() else load([run / "config.yaml"]).task
         if made is not None and tasks.is_same(made, config.task):
             form = made.prompt

@@ -331,3 +331,18 @@ def test_gold_column_does_not_affect_scores(tmp_path, isolated):
         assert found.is_right("4", unknown) is None and found.compute_reward("four", known) == 4.0
         found.self_check([known, unknown])
         assert task(length).gold(known) is None, "not asked for"
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        ({}, None),
+        ({"prompt": "raw"}, None),
+        ({"prompt": "chat"}, ["user"]),
+        ({"system_prompt": "Be brief."}, ["system", "user"]),
+    ],
+)
+def test_a_text_is_a_user_message_of_a_chat(settings, roles):
+    """A system message is of a chat, also where `task.prompt` is not set."""
+    prompt = task(**settings).prompt(PLAIN)
+    assert prompt == PLAIN["prompt"] if roles is None else [message["role"] for message in prompt] == roles
