@@ -46,7 +46,9 @@ def start(folder: Path, space: str = "lora", damage: Callable[[Any], object] | N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float16"))]
+)
 @pytest.mark.parametrize("kind", RIGHT)
 def test_start_accepts_families_that_are_computed_correctly(kind, dtype, tmp_path):
     start(all_families.build(kind, tmp_path), model={"dtype": dtype}).close()
