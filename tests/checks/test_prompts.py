@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.small_runs import UNCHECKED
+from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import tokens

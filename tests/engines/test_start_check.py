@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import all_families
 import pytest
 import torch
-from tests.support import all_families
-from tests.support.families import build, make_config
+from families import build, make_config
 from torch.nn import functional
 
 from evoalign import engines, setup, tokens
