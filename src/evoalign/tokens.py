@@ -78,8 +78,8 @@ class Tokens:
     def render(self, messages: Messages) -> tuple[str, Messages]:
         """Return messages as text, and the messages that the template got. Raises ModelError.
 
-        They are the same, except where the template refuses a system message: its text is then put before that of the
-        first user message.
+        They are the same, except where the template refuses a system message: the first user message then begins with
+        its text.
         """
         self.check_template(messages)
         try:

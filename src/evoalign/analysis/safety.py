@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`evoalign analyze safety`: how helpful and how safe the completions of several models are, compared by prompt.
 
-Means are over completions; intervals are for new prompts, so that completions of one prompt count as one cluster.
+Means are over completions; intervals are for new prompts: the completions of a prompt are a cluster.
 Suffixes: N points, P prompts.
 """
 

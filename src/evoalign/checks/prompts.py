@@ -15,8 +15,8 @@ from evoalign.tokens import Tokens
 from evoalign.types import text_of
 
 LONGEST = 1000
-"""Of a larger split this many prompts with the most characters are tokenised, unless the tokenizer has tokens that the
-model has not."""
+"""Number of prompts, those with the most characters, that are tokenised of a larger split. All are if the tokenizer has
+tokens without an embedding."""
 
 
 def check(config: Config, tokens: Tokens, task: Task, data: Data, longest: int | None = None) -> str:

@@ -27,7 +27,7 @@ from evoalign.errors import ConfigError, DataError, shown
 EVALUATION_SKIPS = ("tracking", "grpo", "es.shaping")
 """Sections and settings that only training reads."""
 REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
-"""What a replay, or an export, does not read: it chooses its own engine and scores no completion."""
+"""Sections and settings that a replay or an export does not read: it chooses its own engine and scores nothing."""
 DEEPEST = 16
 """Adapters and runs over one another that are followed."""
 HUB_SECONDS = 5.0

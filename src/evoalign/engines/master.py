@@ -94,7 +94,7 @@ class Master:
             part.start = part.master.clone() if here else _pinned(part.master.shape).copy_(part.master)
         self._by_name = {p.name: p.master for p in self.parts}
         self._sampled: dict[int, list[tuple[Part, int, torch.Tensor, torch.Tensor]]] = {}
-        """By the argument of `probe`: each part, its tensor's place in the order, and the sampled places in both."""
+        """Parts by the argument of `probe`, with the tensor's position and the places in the sample and in the part."""
         away = any(p.master.device.type != device.type for p in self.parts)
         mean = [MeanPart(p.name, p.slices, p.master, p.start, p.served) for p in self.moving]
         self._move = None if optimizer is not None or away else space.mover(layout, mean)

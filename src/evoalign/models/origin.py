@@ -278,8 +278,8 @@ def check_layers(name: str, config: Any) -> None:
     count = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(count, int):
         raise ModelError(
-            f"model {name} ({config.model_type}) has no num_hidden_layers in its config.json: it is not one stack of "
-            "layers; choose another model"
+            f"model {name} ({config.model_type}) has no num_hidden_layers in its config.json, as a single stack of "
+            "layers has; choose another model"
         )
     if count < 1:
         raise ModelError(f"model {name}: its config.json has {count} layers; fetch it again")

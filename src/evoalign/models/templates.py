@@ -74,7 +74,7 @@ def _dated(template: str, day: datetime) -> str:
 
 
 def without_system(messages: Messages) -> Messages | None:
-    """Return messages with the text of a first system message before that of the first user message.
+    """Return messages in which the first user message begins with the text of the system message before it.
 
     None if there is no such pair. Templates such as Gemma's refuse a system message.
     """

@@ -36,7 +36,7 @@ NEAR = 0.9
 """Gains of at least this share of the largest count as equal, and the width in their middle is recommended."""
 TRIAL = 10
 """Generations of a trial."""
-RULE = 'go on, with more es.num_generations and --resume, only if its summary does not say "not shown to learn"'
+RULE = 'resume it with more es.num_generations only if its summary does not say "not shown to learn"'
 """When a trial ends."""
 SHOWN = 160
 """Most characters of a completion that are shown."""

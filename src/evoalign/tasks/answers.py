@@ -66,6 +66,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
 _ROUNDED = re.compile(r"(-?\d*\.(\d+))(?:\\(?:cdot|times)10\^\{?(-?\d{1,3})\}?)?")
 """A decimal, perhaps with a power of ten: it is taken as rounded from three significant digits on."""
+MOST_DECIMALS = 60
+"""Most decimal places of a fraction that a decimal can write exactly."""
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORD = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_ZEROS)})s?(?![A-Za-z])\s*", re.IGNORECASE)
 _SCALED = re.compile(
@@ -169,16 +171,23 @@ def _is_verified(answer: str, gold: str) -> bool:
 
 
 def _rounds_to(value: Any, gold: str) -> bool:
-    """Return whether a number is within half a unit of the last digit of a gold answer that is a rounded decimal."""
+    """Return whether a number rounds to a gold answer that is a decimal of three or more significant digits.
+
+    A number that a decimal can write has to be the gold answer itself (12.46 is not 12.5), unless that has a power of
+    ten, as measured values do.
+    """
     found = _ROUNDED.fullmatch(_tidy(gold))
     if found is None or len(re.sub(r"\D", "", found[1]).lstrip("0")) < 3 or not (found[3] or found[2].strip("0")):
         return False
-    if not isinstance(value, Fraction):
-        if not getattr(value, "is_number", False) or not (value := value.evalf(40)).is_Float:
+    if getattr(value, "is_Rational", False):
+        value = Fraction(int(value.p), int(value.q))
+    if isinstance(value, Fraction):
+        if found[3] is None and 10**MOST_DECIMALS % value.denominator == 0:
             return False
-        value = Fraction(str(value))
+    elif not getattr(value, "is_number", False) or not (value := value.evalf(40)).is_Float:
+        return False
     power = Fraction(10) ** int(found[3] or 0)
-    return abs(value - Fraction(found[1]) * power) * 2 <= power / 10 ** len(found[2])
+    return abs(Fraction(str(value)) - Fraction(found[1]) * power) * 2 <= power / 10 ** len(found[2])
 
 
 def _repeats(text: str, expression: Any) -> list[str]:

@@ -10,10 +10,10 @@ of a completion is its last `\boxed{..}`, and for GSM8K also `####` if that come
 Deviations: for GSM8K, published graders compare digits; here `$1,200`, `1200.00` and `\frac{2400}{2}` equal 1200, a
 unit after the number is ignored, and `6 million` and `6k` are 6,000,000 and 6,000 instead of 6. For MATH, the paper
 compares normalised text; here math-verify compares mathematics. A decimal is exactly the number that it writes (0.333
-is not 1/3), but a right answer of three or more significant digits is taken as rounded, as Minerva's are (1/12 is right
-for 0.0833). Units are compared if both answers have one, a list without brackets has no order but has repetitions, and
-a numeral in another base equals only itself. `answer` may be a number (142.0, AMC) or a list of texts
-(["9.6"], OlympiadBench).
+is not 1/3), but a gold answer of three or more significant digits is taken as rounded, as Minerva's are, for numbers
+that no decimal writes (1/12 is right for 0.0833, and 12.46 is not 12.5). Units are compared if both answers have one, a
+list without brackets has no order but has repetitions, and a numeral in another base equals only itself. `answer` may
+be a number (142.0, AMC) or a list of texts (["9.6"], OlympiadBench).
 """
 
 from __future__ import annotations

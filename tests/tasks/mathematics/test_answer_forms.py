@@ -2,7 +2,7 @@
 r"""Forms of answers that a reader accepts, and forms that a reader rejects.
 
 A list without brackets has no order, since MATH lists solutions that way, but it has repetitions. A decimal is the
-number that it writes: 0.333 is not 1/3; but a right answer of three or more digits is rounded. Units are compared
+number that it writes: 0.333 is not 1/3; but a gold one of three or more digits is rounded. Units are compared
 where both have one. A numeral in another base equals only itself.
 """
 
@@ -26,8 +26,8 @@ RIGHT = {
         ("0.125", "2^{-3}"), ("\\frac{2}{\\sqrt{2}}", "\\sqrt2"), ("3.5x", "\\frac{7x}{2}"), ("x^{0.5}", "\\sqrt{x}"),
     ],
     "rounded right answers": [
-        ("1/12", "0.0833"), ("3.14159", "3.14"), ("-\\frac{1}{12}", "-0.0833"), ("\\frac13", "0.33333333"),
-        ("4.488 \\times 10^{33}", "4.49e33"), ("1.299e4", "1.30e4"), ("\\ln 2", "0.693"), ("33.33", "33.3"),
+        ("1/12", "0.0833"), ("\\pi", "3.14"), ("-\\frac{1}{12}", "-0.0833"), ("\\frac13", "0.33333333"),
+        ("4.488 \\times 10^{33}", "4.49e33"), ("1.299e4", "1.30e4"), ("\\ln 2", "0.693"),
     ],
     "unicode": [
         ("−5", "-5"), ("5−3", "2"), ("½", "\\frac{1}{2}"), ("2¾", "\\frac{11}{4}"), ("√2", "\\sqrt{2}"), ("π", "\\pi"),
@@ -72,6 +72,7 @@ RIGHT = {
 }  # fmt: skip
 REFUSED = [
     ("10_2", "2"), ("\\frac{\\pi}{2}", "90^\\circ"), ("Y(x)=A+\\frac{B}{x}-x", "Y(x)=-x+C+\\frac{D}{x}"), ("5 m", "5"),
+    ("3.14159", "3.14"),
 ]  # fmt: skip
 """Known limits: right, and not accepted. `5 m` is also the product of 5 and m."""
 WRONG = {
@@ -92,6 +93,7 @@ WRONG = {
         ("D = (0, 1.5)", "D = (0, 1)"), ("0.5\\%", "0.5"), ("2.71828183", "e"),
         ("0.34", "0.333"), ("0.3336", "0.333"), ("142.03", "142.0"), ("0.52", "0.5"), ("4.5e33", "4.49e33"),
         ("-0.0833", "0.0833"), ("0.333i", "0.333"), ("0.333,0.334", "0.333"),
+        ("12.46", "12.5"), ("33.33", "33.3"), ("\\frac{249}{20}", "12.5"),
     ],
     "units": [
         ("10 \\text{ cm}", "10 \\text{ m}"), ("5 \\text{ hours}", "5 \\text{ minutes}"), ("5 hours", "5 \\text{ min}"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request to the scorer service passes before the service reads it: the connection, and `Guard`."""
+"""Checks of a request before the scorer service reads it: the time of its headers, and those of `Guard`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 class Connection(H11Protocol):
     """HTTP connection that is closed where the headers of a request take too long.
 
-    Until they are complete, it does not count as one of `CONNECTIONS`: any client without a token could hold all.
+    Until they are complete, it is not counted in `CONNECTIONS`: any client without a token could hold all.
     """
 
     waiting: ClassVar[dict[Connection, asyncio.TimerHandle]] = {}
