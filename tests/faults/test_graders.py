@@ -5,7 +5,9 @@ Real processes throughout. Each function writes down the pids it ran in, so that
 """
 
 import asyncio
+import io
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -16,9 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kill_points
 import psutil
 import pytest
+from rich.console import Console
+from small_runs import UNCHECKED
 
+import evoalign
 from evoalign import rollouts, tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
@@ -693,3 +699,47 @@ def test_ctrl_c_reaches_the_trainer_and_not_the_worker(tmp_path, log, kind):
     first, second = pids(log)
     assert first == second
     assert_gone([first])
+
+
+def _pooled(completions: list[str], **_: Any) -> list[float]:
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # ended by SIGTERM
+        return [float(size) for size in pool.map(len, completions)]
+
+
+def _left_in_a_fork(completions: list[str], **_: Any) -> list[float]:
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    return [float(len(c)) for c in completions]
+
+
+def _returned_in_a_fork(completions: list[str], **_: Any) -> list[float]:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return [float(len(c)) for c in completions]
+
+
+def _train_in_place(reward: Callable[..., list[float]], run: Path) -> None:
+    rows = run.with_suffix(".jsonl")
+    rows.write_text("".join(json.dumps({"prompt": f"What is {a} + 1?"}) + "\n" for a in range(8)), encoding="utf-8")
+    tree = {"output_dir": str(run), "lora": {"rank": 1, "target_layers": [3]}, "grader": {"isolated": False},
+            "task": {"name": "custom", "train_data": str(rows)}, "evaluation": {"max_tokens": 4}, "report": False,
+            "checkpoint": {"every": 1}, "checks": UNCHECKED,
+            "es": {"sigma": 0.05, "num_generations": 2, "population_size": 2}}  # fmt: skip
+    evoalign.train(tree, reward=reward, console=Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("reward", [_pooled, _left_in_a_fork, _returned_in_a_fork])
+def test_a_reward_that_forks_this_process_neither_hangs_nor_ends_the_run(reward, tmp_path):
+    process = kill_points.PROCESSES.Process(target=_train_in_place, args=(reward, tmp_path / "run"))
+    process.start()
+    process.join(90)
+    if process.is_alive():
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2

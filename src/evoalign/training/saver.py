@@ -81,8 +81,20 @@ class Saver:
             writing.result()
 
     def close(self) -> None:
-        """Wait for the thread, whatever it raises, and end it."""
+        """Wait for the thread, whatever it raises, and end it.
+
+        A signal does not shorten the wait, since the lock of the run is released next; it is raised afterwards.
+        """
+        raised: BaseException | None = None
+        while True:
+            try:
+                self._pool.submit(int).result()  # a signal in Thread.join would mark the thread as ended (Python 3.11)
+                break
+            except (KeyboardInterrupt, SystemExit) as error:
+                raised = error
         self._pool.shutdown()
+        if raised is not None:
+            raise raised
 
     def _write(
         self,

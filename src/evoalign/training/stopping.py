@@ -34,7 +34,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        self._since = 0.0
+        self._since, self._pid = 0.0, os.getpid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -48,6 +48,10 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a process that a reward function forked, as multiprocessing.Pool does
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+            return
         if self.asked is not None:
             if number == signal.SIGTERM and time.monotonic() - self._since < SAME_SECONDS:
                 return

@@ -185,7 +185,12 @@ class Isolated(Task):
         `more` is its third argument: the columns of a point, or the sets of completions that the fitness scores.
         """
         if self._worker is None:
-            return work(self.task, op, texts, [fresh(example) for example in examples], more)
+            pid = os.getpid()
+            try:
+                return work(self.task, op, texts, [fresh(example) for example in examples], more)
+            finally:
+                if os.getpid() != pid:  # user code forked and returned in the child, which must not end this run
+                    os._exit(1)
         if op == "fitness":
             more = [list(one) for one in more]
         ask = partial(self._attempt, self._worker, op, more, self._grader.timeout if limit is None else limit)
