@@ -117,7 +117,7 @@ def test_both_methods_compare_what_decides_scores(method, folder):
 
     def resumed(steps: int, *, resume: bool = True) -> str:
         own = {"max_steps": steps, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine",
-               "lr_scheduler_type": "constant"}  # fmt: skip
+               "lr_scheduler_type": "constant", "tune": "lora"}  # fmt: skip
         told = io.StringIO()
         given = config(folder, steps) | {"grpo": own, "checkpoint": {"every": 1}}
         begin(given, resume=resume, console=Console(file=told, width=300))
@@ -125,7 +125,7 @@ def test_both_methods_compare_what_decides_scores(method, folder):
 
     resumed(1, resume=False)
     for steps in (1, 2):  # finished, and unfinished
-        for file, other, error in RESUMED.values():
+        for name, (file, other, error) in RESUMED.items():
             text = (folder / file).read_text()
             assert other(text) != text
             (folder / file).write_text(other(text))
@@ -134,6 +134,9 @@ def test_both_methods_compare_what_decides_scores(method, folder):
             else:
                 with pytest.raises(ResumeError, match=error):
                     resumed(steps)
+            if name == "template":
+                with pytest.raises(ResumeError, match="renders otherwise now"):
+                    evoalign.evaluate(folder / "run", config=config(folder))
             (folder / file).write_text(text)
 
 
