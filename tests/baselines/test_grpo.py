@@ -41,7 +41,7 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
-from evoalign.types import Plan, Request, Sampling, population
+from evoalign.types import Plan, Request, Sampling, population, text_of
 
 pytest.importorskip("trl")
 
@@ -109,6 +109,7 @@ def test_grpo_prompts_are_those_of_the_task_and_made_per_batch(tmp_path: Path, m
     assert asked and all([m["role"] for m in prompt] == ["system", "user"] for prompt in asked)
     assert {prompt[0]["content"] for prompt in asked} == {"Be brief."}
     assert {c["prompt"] for c in completions(path, 0)} == {f"Be brief.\n{prompt[1]['content']}" for prompt in asked}
+    assert all(c["rendered"].startswith("<|im_start|>system\nBe brief.<|im_end|>") for c in completions(path, 0))
 
 
 def test_grpo_writes_the_files_of_an_es_run(straight: Path, tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def backward(path: Path, step: int, times: int, policy: Policy) -> float | None:
     """Return the FLOPs of training `times` times on each completion of a step, with those of AdamW."""
-    lengths = {policy.shown(row): len(ids) for row, ids in policy.lengths.items()}
+    lengths = {text_of(policy.task.prompt(policy.data.train[row])): len(ids) for row, ids in policy.lengths.items()}
     prompts, drawn = ([c[key] for c in completions(path, step)] for key in ("prompt", "tokens"))
     ids = [lengths[p] for p in prompts]
     return budget.grpo_update(

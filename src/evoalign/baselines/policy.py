@@ -52,7 +52,7 @@ from evoalign.spaces import Space
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Sampling, population, text_of
+from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Sampling, population
 
 Source = Callable[[Sequence[Any], Any], dict[str, Any]]
 """A function that TRL calls as `rollout_func`: prompts and the trainer to token ids and log-probabilities."""
@@ -243,10 +243,6 @@ class Policy:
     def adapted(self) -> Adapted | None:
         """Rank and weights of the trained adapter; None if all weights are trained."""
         return Adapted(self.config.lora.rank, self.tuned) if self.tuned else None
-
-    def shown(self, row: int) -> str:
-        """Return a training prompt as text."""
-        return text_of(self.task.prompt(self.data.train[row]))
 
     def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
         """Save a PEFT adapter or a Hugging Face checkpoint, unless the same one is there, and return its folder."""

@@ -332,7 +332,7 @@ class _EvolutionStrategies:
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
-            rows.write_completions(file, generation, examples, self.task)
+            rows.write_completions(file, generation, examples, self.task, self.parts.tokens)
         if self.hook is not None:
             self.hook(generation)
 
