@@ -124,7 +124,7 @@ def test_distributions_have_the_rewards_of_every_completion(straight: Path) -> N
         f"rewards_{step:04d}.parquet" for step in range(4)
     }
     assert (straight / "figures/distribution.png").is_file()
-    assert "distribution" in (straight / "report.html").read_text()
+    assert "Histograms of the rewards" in (straight / "report.html").read_text()
     assert all(c["rendered"].endswith("assistant\n") for c in completions(straight, 0))
 
 

@@ -39,6 +39,7 @@ from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import CheckpointError, ConfigError, DataError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
+from evoalign.models.files import without_bar
 from evoalign.rollouts import Encoded, collect, derive_seed
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
@@ -249,7 +250,7 @@ class Policy:
         folder = run.saved(done, adapter=self.is_adapter)
         mark = Mark(done, self.fingerprint(), NO_JOURNAL, validation=reward)
         if not checkpoint.holds(folder, mark):
-            with filled(folder, replace=True) as temporary:
+            with filled(folder, replace=True) as temporary, without_bar():
                 self.model.save_pretrained(temporary)
                 if not self.is_adapter:
                     self.tokens.tokenizer.save_pretrained(temporary)
