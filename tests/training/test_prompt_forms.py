@@ -145,6 +145,9 @@ def test_commands_on_a_run_refuse_prompts_that_are_rendered_otherwise(name, tmp_
     if name != "placebo":  # which has the run's own settings
         other = tree(tmp_path, template_kwargs={"date_string": "1 Jan 2026"}) | space
         COMMANDS[name](tmp_path / "run", other)
+    if name == "eval":  # as a model, it is evaluated on the present rendering
+        rendered = evaluate(tmp_path / "run/loras/generation_0001", config=config).completions[0].rendered
+        assert rendered is not None and "27 Jul 2024" in rendered
 
 
 def test_training_dry_run_doctor_and_evaluation_warn_of_what_a_template_leaves_out(tmp_path, caplog):

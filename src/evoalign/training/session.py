@@ -369,7 +369,8 @@ class Session:
             return self.evaluate(split)
 
     def _stop_if_requested(self) -> None:
-        if self.is_stopping:
+        # A last step of GRPO inside a round is not saved: stopping there would lose it.
+        if self.is_stopping and (self.done < self.total or self.resumable == self.done):
             self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
             end = ""

@@ -46,7 +46,7 @@ def draw(comparison: Comparison, folder: Path) -> dict[str, Path]:
             _draw(drawn[match.by], _budget_painter(comparison, match, known), len(known) + 1, right)
     if any(len(_trail(run, comparison.measure)) > 1 for group in comparison.groups for run in group.runs):
         drawn["divergence"] = folder / f"{_file(comparison.measure)}_by_divergence.png"
-        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), len(comparison.groups), right=0.97)
+        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), len(comparison.groups), 0.97)
     return drawn
 
 
