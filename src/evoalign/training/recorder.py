@@ -36,8 +36,8 @@ DRAW_SHARE = 400
 """Figures are redrawn after this many times the last drawing's duration, and at the end."""
 SHOWN, LONGEST = 8, 1000
 """Number of completions sent to trackers at the start and at the end, and their length in characters."""
-FIRST_DRAWING = 0.2
-"""Assumed seconds of the first drawing."""
+FIRST_DRAWING = 1.5
+"""Assumed seconds of the first drawing, so that it comes after 10 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
