@@ -23,7 +23,6 @@ from evoalign.tasks import create
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Generation, Prompt, Rollout, Update, population
 
-
 TOKENS = tokens.load(ModelConfig(name="tiny"))
 
 

@@ -29,7 +29,7 @@ from evoalign.rundir.directory import RunDir, again_if_pruned, saved_folders
 from evoalign.rundir.method import JOURNAL, MANIFEST, method_of
 from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_form
-from evoalign.tasks import Data, Split, Task, with_sources
+from evoalign.tasks import Data, Split, Task, prompts_alike, with_sources
 from evoalign.tasks.data import parted_otherwise
 from evoalign.tokens import Tokens
 from evoalign.training import saving, weights
@@ -39,8 +39,6 @@ NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules
 """Settings of PEFT under which an adapter is not a plain LoRA."""
 OF_TRAINING = ("seed", "es_", "grpo")
 """Settings that an evaluation takes from the run. The seed determines which rows the run was trained on."""
-OF_PROMPTS = ("name", "prompt", "system_prompt", "template_kwargs", "options")
-"""Settings of a task that decide its prompts besides its rows."""
 logger = logging.getLogger("evoalign.scorer")
 _logged = set[str]()
 
@@ -100,7 +98,7 @@ def check_prompts(run: Path, config: Config, task: Task, data: Data, known: Toke
     made, recorded = None if method is None else read_own(run).task, dict[str, Any]()
     with suppress(DataError):  # a manifest that cannot be read
         recorded |= journal.read_header(run / JOURNAL).model_dump() if method == "es" else read_object(run / MANIFEST)
-    if made is None or any(getattr(made, name) != getattr(config.task, name) for name in OF_PROMPTS):
+    if made is None or not prompts_alike(made, config.task):
         return
     if recorded.get("prompts_hash") is not None and recorded.get("data_hash") == saving.data_hash(data):
         saving.check_prompts(RunDir(run), task, data, known, recorded["prompts_hash"])

@@ -370,7 +370,7 @@ class Session:
 
     def _stop_if_requested(self) -> None:
         # A last step of GRPO inside a round is not saved: stopping there would lose it.
-        if self.is_stopping and (self.done < self.total or self.resumable == self.done):
+        if self.stop.asked is not None and (self.done < self.total or self.resumable == self.done):
             self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
             end = ""
