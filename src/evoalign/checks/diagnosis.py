@@ -163,8 +163,8 @@ def _searched(generation: Generation) -> Sequence[Rollout]:
 
 
 def changed_share(generation: Generation) -> float | None:
-    """Return the share of completions that are not the most common one of their prompt."""
-    counts = Counter((rollout.request, rollout.token_ids) for rollout in generation.rollouts)
+    """Return the share of completions whose text is not the most common one of their prompt."""
+    counts = Counter((rollout.request, rollout.text) for rollout in generation.rollouts)
     if not counts:
         return None
     most = dict[int, int]()
