@@ -45,6 +45,7 @@ def test_example(name: str, said: list[str], runs: list[str], tmp_path: Path) ->
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "Loading weights" not in done.stderr, "a progress bar"
     for pattern in said:
         assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout
     for run in runs:

@@ -75,6 +75,10 @@ class Tokens:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return self._embedded(ids, prompt), text
 
+    def read_of(self, prompt: Prompt) -> str | None:
+        """Return the text that the model reads if the prompt is of messages; None for text. Raises ModelError."""
+        return None if isinstance(prompt, str) else self.render(prompt)[0]
+
     def render(self, messages: Messages) -> tuple[str, Messages]:
         """Return messages as text, and the messages that the template got. Raises ModelError.
 

@@ -41,7 +41,7 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
-from evoalign.types import Plan, Request, Sampling, population
+from evoalign.types import Plan, Request, Sampling, population, text_of
 
 pytest.importorskip("trl")
 
@@ -109,6 +109,7 @@ def test_grpo_prompts_are_those_of_the_task_and_made_per_batch(tmp_path: Path, m
     assert asked and all([m["role"] for m in prompt] == ["system", "user"] for prompt in asked)
     assert {prompt[0]["content"] for prompt in asked} == {"Be brief."}
     assert {c["prompt"] for c in completions(path, 0)} == {f"Be brief.\n{prompt[1]['content']}" for prompt in asked}
+    assert all(c["rendered"].startswith("<|im_start|>system\nBe brief.<|im_end|>") for c in completions(path, 0))
 
 
 def test_grpo_writes_the_files_of_an_es_run(straight: Path, tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def backward(path: Path, step: int, times: int, policy: Policy) -> float | None:
     """Return the FLOPs of training `times` times on each completion of a step, with those of AdamW."""
-    lengths = {policy.shown(row): len(ids) for row, ids in policy.lengths.items()}
+    lengths = {text_of(policy.task.prompt(policy.data.train[row])): len(ids) for row, ids in policy.lengths.items()}
     prompts, drawn = ([c[key] for c in completions(path, step)] for key in ("prompt", "tokens"))
     ids = [lengths[p] for p in prompts]
     return budget.grpo_update(
@@ -543,20 +544,28 @@ def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, stra
     assert_equal(tmp_path / "run", straight, but=("evaluation", "validation"))
 
 
-def test_signal_stops_grpo_after_a_complete_step(straight: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [2, 4])
+def test_signal_stops_grpo_after_a_complete_step(last: int, tmp_path: Path) -> None:
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        if len(completions) == 8 and (tmp_path / "run" / "metrics.jsonl").is_file():
+        if len(completions) == 8 and len(rows_so_far(tmp_path / "run")) == last - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return _length(prompts, completions)
 
     tree = config(
         tmp_path / "run", grader={"isolated": False}, task={"name": "custom", "train_data": str(_prompts(tmp_path))}
     )
-    with pytest.raises(StoppedError, match="stopped after step 2 of 4; resume with grpo") as error:
+    with pytest.raises(StoppedError, match=f"stopped after step {last} of 4; resume with grpo") as error:
         grpo(tree, reward=reward)
     assert error.value.signal == signal.SIGTERM
-    assert len(rows(tmp_path / "run")) == 2
-    assert json.loads((tmp_path / "run/results/budget.json").read_text())["training"]["completions"] == 16
+    assert len(rows(tmp_path / "run")) == last
+    assert json.loads((tmp_path / "run/results/budget.json").read_text())["training"]["completions"] == 8 * last
+    assert not (tmp_path / "run/results/evaluation.json").exists()
+    found = grpo(tree, reward=_length, resume=True)
+    assert len(rows(found.path)) == 4 and (found.path / "results/evaluation.json").is_file()
+
+
+def rows_so_far(path: Path) -> list[dict[str, Any]]:
+    return rows(path) if (path / "metrics.jsonl").is_file() else []
 
 
 def _prompts(folder: Path) -> Path:

@@ -447,7 +447,7 @@ def test_files_page_names_the_fields_of_grpo(runs: dict[str, Path]) -> None:
     manifest = text.split("## manifest.json\n")[1].split("## ")[0]
     assert all(f"`{name}`" in manifest for name in json.loads((runs["full"] / "manifest.json").read_text()))
     columns = set(completions(runs["full"], 0)[0])
-    assert columns == {"generation", "score", "prompt", "target", "text", "finish_reason", "tokens"}
+    assert columns == {"generation", "score", "prompt", "target", "rendered", "text", "finish_reason", "tokens"}
 
 
 def test_trackers_end_where_the_run_ends(runs: dict[str, Path], es_run: Path, tmp_path: Path) -> None:

@@ -112,6 +112,22 @@ def test_the_evaluation_stays_the_weighted_sum_whatever_lambda_is(straight: Path
     assert states(straight)[-1]["lambda"] != pytest.approx(1.0)
 
 
+def test_distributions_have_the_rewards_of_every_completion(straight: Path) -> None:
+    for step, row in enumerate(rows(straight)):
+        texts = [c["text"].strip() for c in completions(straight, step)]
+        wanted = [{"reward": float(sum(c in "aeiou" for c in text)), "cost": cost(text)} for text in texts]
+        found = completions(straight, f"rewards_{step:04d}")
+        assert len(found) == 8 and found == wanted
+        for name, mean in row["rewards"].items():
+            assert math.fsum(values[name] for values in found) / 8 == pytest.approx(mean)
+    assert {f.name for f in (straight / "results/completions").glob("rewards_*")} == {
+        f"rewards_{step:04d}.parquet" for step in range(4)
+    }
+    assert (straight / "figures/distribution.png").is_file()
+    assert "Histograms of the rewards" in (straight / "report.html").read_text()
+    assert all(c["rendered"].endswith("assistant\n") for c in completions(straight, 0))
+
+
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
 @pytest.mark.first("engine")
 def test_lambda_resumes_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:

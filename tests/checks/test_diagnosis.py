@@ -372,6 +372,13 @@ def test_a_short_run_is_compared_with_its_own_beginning():
     assert "completions, first to last 5 generations: empty 0% to 100%" in summary(run.diagnosis.history)[3]
 
 
+def test_the_summary_of_a_few_generations_compares_one_with_one():
+    run = Run()
+    for k in range(4):
+        run.generation(0.3, texts=lambda m, p, k=k: "" if k > 2 else text(run.rng))
+    assert summary(run.diagnosis.history)[3] == "completions, first to last generation: empty 0% to 100%"
+
+
 def test_signs_that_nothing_shows_are_left_out_of_the_summary():
     run = Run()
     for k in range(40):

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import UNCHECKED
 
+from evoalign.baselines import planning
 from evoalign.cost.budget import resident
+from evoalign.cost.estimate import by_name
 from evoalign.training.train import dry_run
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
@@ -49,6 +52,32 @@ def stated(lines: list[str]) -> tuple[float, str]:
     found = re.match(r"memory (?:about|up to|at least) ([\d.]+) (\wiB): ", line)
     assert found, line
     return float(found[1]) * UNITS[found[2]], line
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "13.04 GiB, if 7B "),
+        ("SmolLM2-135M", "0.25 GiB, if 135M "),
+        ("google/gemma-2-2b-it", "3.73 GiB, if 2b "),
+        ("Qwen3-30B-A3B", "55.88 GiB, if 30B "),
+        ("Llama-3.2-1.5B", "2.79 GiB, if 1.5B "),
+        ("Mixtral-8x7B-v0.1", None),
+        ("some-4bit", None),
+        ("of7b/phi-3.5-mini", None),
+    ],
+)
+def test_a_model_that_is_not_here_is_estimated_by_the_size_in_its_name(name: str, told: str | None) -> None:
+    line = by_name(name, torch.bfloat16)
+    assert (line == "memory: not estimated") if told is None else (f"its weights alone take about {told}" in line)
+
+
+def test_dry_runs_of_a_model_that_is_not_here_give_its_weights(tmp_path: Path) -> None:
+    given = tree(tmp_path, 4, model={"name": "nobody/there-7B", "dtype": "bfloat16"}, grpo={"max_steps": 2})
+    for lines in (dry_run(given), planning.dry_run(given)):
+        assert any("take about 13.04 GiB" in line for line in lines)
+        assert any(line.startswith("time: run `evoalign doctor") for line in lines)
+        assert any(line.startswith("would be refused: ") for line in lines)
 
 
 def test_memory_of_a_small_model_is_below_its_limit(tmp_path: Path) -> None:

@@ -326,5 +326,6 @@ def test_dry_run_prints_the_cost_and_warns_of_a_probe_longer_than_the_run(more, 
     arguments = ["probe", str(config), "--members", "64", "--examples", "4", "--dry-run", *more]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0 and "9 widths x 64 members x 4 prompts: 2,312 completions" in shown.output
+    assert "time: the probe prints an estimate" in shown.output
     assert ("warning: that is" in shown.output) == long
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

@@ -14,13 +14,16 @@ from pyarrow import parquet
 from rich.console import Console
 
 import evoalign
-from evoalign.config import TaskConfig
+from evoalign import tokens
+from evoalign.config import ModelConfig, TaskConfig
 from evoalign.errors import DataError
 from evoalign.report import rows
 from evoalign.rundir.parquet import read as table_of
 from evoalign.tasks import create
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Generation, Prompt, Rollout, Update, population
+
+TOKENS = tokens.load(ModelConfig(name="tiny"))
 
 
 class Echo(Task):
@@ -54,7 +57,7 @@ def generation(scores: list[list[float]], index: int = 3, *, antithetic: bool = 
 
 
 def written(path: Path, one: Generation) -> list[dict[str, Any]]:
-    rows.write_completions(path, one, [{"word": "four"}, {"word": "two"}], Echo(TaskConfig()))
+    rows.write_completions(path, one, [{"word": "four"}, {"word": "two"}], Echo(TaskConfig()), TOKENS)
     return table_of(path)
 
 
@@ -68,12 +71,16 @@ def test_rows_in_a_fixed_order_with_what_each_member_said(tmp_path: Path) -> Non
     assert [row["score"] for row in rows] == [9.0, 9.5, 1.0, 2.0, 0.0, -1.0]
     assert [row["fitness"] for row in rows] == [9.25, 9.25, 1.5, 1.5, -0.5, -0.5]
     assert [row["prompt"] for row in rows] == ["Say it.\nfour", "Say it.\ntwo"] * 3
+    assert [row["rendered"] for row in rows] == [
+        f"<|im_start|>system\nSay it.<|im_end|>\n<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"
+        for word in ("four", "two")
+    ] * 3
     assert [row["text"] for row in rows[:2]] == ["text 1 0\x00\n", "text 1 1\x00\n"]
     assert [(row["finish_reason"], row["tokens"]) for row in rows[:2]] == [("stop", 1), ("length", 2)]
     assert all(row["generation"] == 3 and row["target"] is None for row in rows)
     schema = parquet.read_schema(path)
-    assert schema.names == ["generation", "role", "member", "sign", "fitness", "prompt", "target", "text", "score",
-                            "finish_reason", "tokens"]  # fmt: skip
+    assert schema.names == ["generation", "role", "member", "sign", "fitness", "prompt", "target", "rendered", "text",
+                            "score", "finish_reason", "tokens"]  # fmt: skip
     assert schema.field("score").type == schema.field("fitness").type == pyarrow.float64()
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"], "no temporary file is left"
 
@@ -132,11 +139,12 @@ def test_a_real_run_keeps_what_its_members_said(tmp_path: Path) -> None:
     train = task.load_data(1).train
     for one in seen:
         examples = [train[i] for i in one.rows]
-        rows.write_completions(tmp_path / f"{one.index}.parquet", one, examples, task)
+        rows.write_completions(tmp_path / f"{one.index}.parquet", one, examples, task, TOKENS)
         found = table_of(tmp_path / f"{one.index}.parquet")
         assert len(found) == 3 and len(examples) == 1
         for row, example in zip(found, examples * 3, strict=True):
             assert row["prompt"] == example["prompt"] and row["target"] == task.gold(example)
+            assert row["rendered"] == TOKENS.render([{"role": "user", "content": example["prompt"]}])[0]
             assert row["score"] == task.rewards([row["text"]], [example])[0]
         ranked = sorted(one.fitness_M)
         means = [np.mean([r["score"] for r in found if r["role"] == role]) for role in ("best", "median", "worst")]

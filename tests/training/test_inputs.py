@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that decide scores besides weights, data and settings: a resumed run has the ones it began with."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from small_runs import UNCHECKED, told_by, write_rows
 
 import evoalign
-from evoalign import tokens
+from evoalign import tokens, tracking
 from evoalign.config import from_dict
 from evoalign.errors import ResumeError
 from evoalign.models import tiny
@@ -93,6 +95,49 @@ def test_resumed_run_has_the_files_it_began_with(folder):
             file.write_bytes(raw)
     change(folder, "reward")
     assert "the files of the custom rewards or task changed" in told_by(config(folder, 2), resume=True)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] + '!' }}{% endfor %}"
+RESUMED = {
+    "data": ("rows.jsonl", lambda text: text.replace("question 3", "question 33"), "trained on other data"),
+    "epsilon": ("model/config.json", lambda text: text.replace("1e-06", "0.125"), "was trained with other settings"),
+    "stop tokens": ("model/generation_config.json", lambda _: '{"eos_token_id": 5}', "trained with the stop tokens"),
+    "template": ("model/tokenizer_config.json", lambda text: json.dumps(json.loads(text) | {"chat_template": TEMPLATE}),
+                 "chat template"),
+    "reward": ("own.py", lambda text: text.replace("-", ""), None),
+}  # fmt: skip
+"""File, its other text, and the error of a resumed run; None: a warning."""
+
+
+@pytest.mark.parametrize("method", ["es", "grpo"])
+def test_both_methods_compare_what_decides_scores(method, folder):
+    if method == "grpo" and not tracking.is_installed("trl"):
+        pytest.skip("needs trl")
+    begin = evoalign.train if method == "es" else evoalign.grpo
+
+    def resumed(steps: int, *, resume: bool = True) -> str:
+        own = {"max_steps": steps, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine",
+               "lr_scheduler_type": "constant", "tune": "lora"}  # fmt: skip
+        told = io.StringIO()
+        given = config(folder, steps) | {"grpo": own, "checkpoint": {"every": 1}}
+        begin(given, resume=resume, console=Console(file=told, width=300))
+        return told.getvalue()
+
+    resumed(1, resume=False)
+    for steps in (1, 2):  # finished, and unfinished
+        for name, (file, other, error) in RESUMED.items():
+            text = (folder / file).read_text()
+            assert other(text) != text
+            (folder / file).write_text(other(text))
+            if error is None:
+                assert resumed(steps).count("the files of the custom rewards or task changed") == 1
+            else:
+                with pytest.raises(ResumeError, match=error):
+                    resumed(steps)
+            if name == "template":
+                with pytest.raises(ResumeError, match="renders otherwise now"):
+                    evoalign.evaluate(folder / "run", config=config(folder))
+            (folder / file).write_text(text)
 
 
 def test_resumed_run_names_a_table_that_it_was_killed_before_writing(folder):

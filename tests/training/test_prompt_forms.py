@@ -14,6 +14,10 @@ from small_runs import UNCHECKED, told_by, write_rows
 from transformers.utils import chat_template_utils
 
 import evoalign
+from evoalign.analysis.divergence import divergence_of
+from evoalign.analysis.mixer import ModelMixer
+from evoalign.analysis.targets import locate
+from evoalign.config import from_dict
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.preflight import doctor
 from evoalign.training import train
@@ -118,6 +122,32 @@ def test_a_run_has_the_same_date_in_its_prompts_on_every_day(tmp_path, monkeypat
     monkeypatch.setattr("evoalign.models.templates.DATE", "2024-07-27")
     with pytest.raises(ResumeError, match="renders otherwise now"):
         evoalign.train(tree(tmp_path, generations=3), resume=True)
+
+
+COMMANDS = {
+    "eval": lambda run, config: evaluate(run, config=config),
+    "placebo": lambda run, config: evoalign.placebo(run, config=config, shuffles=1),
+    "mixtures": lambda run, config: ModelMixer([str(run)], from_dict(config)).__exit__(),
+    "divergence": lambda run, config: divergence_of(locate(str(run), from_dict(config)), 2, 2),
+    "divergence of a whole model": lambda run, config: divergence_of(locate(str(run), from_dict(config)), 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_on_a_run_refuse_prompts_that_are_rendered_otherwise(name, tmp_path, monkeypatch):
+    space = {"space": "full"} if "whole" in name else {}
+    config = tree(tmp_path, LLAMA) | space
+    told_by(config)
+    COMMANDS[name](tmp_path / "run", config)
+    monkeypatch.setattr("evoalign.models.templates.DATE", "2024-07-27")
+    with pytest.raises(ResumeError, match="renders otherwise now"):
+        COMMANDS[name](tmp_path / "run", config)
+    if name != "placebo":  # which has the run's own settings
+        other = tree(tmp_path, template_kwargs={"date_string": "1 Jan 2026"}) | space
+        COMMANDS[name](tmp_path / "run", other)
+    if name == "eval":  # as a model, it is evaluated on the present rendering
+        rendered = evaluate(tmp_path / "run/loras/generation_0001", config=config).completions[0].rendered
+        assert rendered is not None and "27 Jul 2024" in rendered
 
 
 def test_training_dry_run_doctor_and_evaluation_warn_of_what_a_template_leaves_out(tmp_path, caplog):

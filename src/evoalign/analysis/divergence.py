@@ -105,6 +105,7 @@ def _of_adapter(target: Target, config: Config) -> Drawn:
     config, adapter = resolve_target(target.weights, config)
     assert adapter is not None
     with closing(assemble(config)) as parts, closing(Reference.of(parts)) as reference:
+        target.check_prompts(config, parts.task, parts.data, parts.tokens)
         parts.engine.load(checked_adapter(adapter, parts.layout))
         samples = draw(parts.engine, parts.tokens, parts.task, parts.data.test, parts.config)
         return samples, reference.sums(parts, samples)
@@ -124,6 +125,7 @@ def _of_model(target: Target, config: Config) -> Drawn:
     task, data = task_and_data(own, None, None)
     with closing(task):
         tokenizer = tokens.load(own.model, own.task.template_kwargs)
+        target.check_prompts(own, task, data, tokenizer)
         with closing(engines.create(own, tokenizer)) as engine:
             samples = draw(engine, tokenizer, task, data.test, own)
     with closing(Reference(config, "cuda" if torch.cuda.is_available() else "cpu")) as reference:

@@ -118,6 +118,8 @@ class ModelMixer:
                 raise ConfigError(f"the task has no {wanted.split} split; choose another")
             _check_splits(self.task, data, own, targets, wanted.split)
             self._tokens = tokens.load(own.model, own.task.template_kwargs)
+            for target in targets.values():
+                target.check_prompts(own, self.task, data, self._tokens)
             self._engine = TransformersEngine(own, self._tokens)
             self._dtype = self._engine.dtype
             self.model: Any = self._engine.model

@@ -15,8 +15,9 @@ from evoalign.errors import ConfigError
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import Method, method_of
-from evoalign.tasks import Split
-from evoalign.training.resolve import check_saved, last_saved, refuse_lost_task, to_ask
+from evoalign.tasks import Data, Split, Task
+from evoalign.tokens import Tokens
+from evoalign.training.resolve import check_prompts, check_saved, last_saved, refuse_lost_task, to_ask
 
 T = TypeVar("T")
 
@@ -64,6 +65,11 @@ class Target:
         """Raise ConfigError where the run's task was a Python object, which its config cannot recreate."""
         if self.run is not None:
             refuse_lost_task(self.run)
+
+    def check_prompts(self, config: Config, task: Task, data: Data, known: Tokens) -> None:
+        """Raise ResumeError where its run's prompts are rendered otherwise than in training."""
+        if self.run is not None:
+            check_prompts(self.run, config, task, data, known)
 
 
 def locate(name: str, config: Config | None, base: str | None = None, split: Split = "test") -> Target:

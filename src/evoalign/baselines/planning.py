@@ -16,6 +16,7 @@ from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, refuse_differences
 from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
+from evoalign.cost import estimate
 from evoalign.cost.estimate import gib, second_copy_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
@@ -75,12 +76,13 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     refusals = _refusals(config, len(data.train), task)
     starting += heading.token_lines(config, task, data, settings.longest(config))
     known = [*heading.split_lines(config, task, data), *default_lines(config)]
-    lines = [*known, *step_lines(config), *work_lines(config)]
+    lines = [*known, *step_lines(config), *work_lines(config), estimate.TIME]
+    dtype = getattr(torch, config.model.trained_dtype)
     try:
         lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*starting, *refusals, *lines, "memory: not estimated", f"would be refused: {error}"]
+        return [*starting, *refusals, *lines, estimate.by_name(config.model.name, dtype), f"would be refused: {error}"]
     head = heading.subject(config, task, data, specs)
     return [*starting, *refusals, head, *lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
 

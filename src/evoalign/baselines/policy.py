@@ -39,6 +39,7 @@ from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import CheckpointError, ConfigError, DataError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
+from evoalign.models.files import without_bar
 from evoalign.rollouts import Encoded, collect, derive_seed
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
@@ -52,7 +53,7 @@ from evoalign.spaces import Space
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Sampling, population, text_of
+from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Sampling, population
 
 Source = Callable[[Sequence[Any], Any], dict[str, Any]]
 """A function that TRL calls as `rollout_func`: prompts and the trainer to token ids and log-probabilities."""
@@ -244,16 +245,12 @@ class Policy:
         """Rank and weights of the trained adapter; None if all weights are trained."""
         return Adapted(self.config.lora.rank, self.tuned) if self.tuned else None
 
-    def shown(self, row: int) -> str:
-        """Return a training prompt as text."""
-        return text_of(self.task.prompt(self.data.train[row]))
-
     def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
         """Save a PEFT adapter or a Hugging Face checkpoint, unless the same one is there, and return its folder."""
         folder = run.saved(done, adapter=self.is_adapter)
         mark = Mark(done, self.fingerprint(), NO_JOURNAL, validation=reward)
         if not checkpoint.holds(folder, mark):
-            with filled(folder, replace=True) as temporary:
+            with filled(folder, replace=True) as temporary, without_bar():
                 self.model.save_pretrained(temporary)
                 if not self.is_adapter:
                     self.tokens.tokenizer.save_pretrained(temporary)

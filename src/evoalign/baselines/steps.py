@@ -19,7 +19,7 @@ from evoalign.baselines.settings import cycle, save_every
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.report import watching
-from evoalign.report.rows import WEIGHTS, Row, spread
+from evoalign.report.rows import WEIGHTS, Row, asked, spread
 from evoalign.rewards.objective import Columns, means, move
 from evoalign.rollouts import alone, columns_of, scores_of
 from evoalign.rundir import parquet
@@ -187,11 +187,12 @@ class Steps(TrainerCallback):
         every, step = self.config.tracking.completions_every, session.done - 1
         if not every or not answers or (step % every and session.done < session.total):
             return
+        policy = self.policy
+        known = asked(policy.task, policy.tokens, {a.row: policy.data.train[a.row] for a in answers})
         rows = [
             {
                 "generation": step,
-                "prompt": self.policy.shown(a.row),
-                "target": self.policy.task.gold(self.policy.task.handed(self.policy.data.train[a.row])),
+                **known[a.row],
                 "text": a.text,
                 "score": a.reward,
                 "finish_reason": "length" if a.truncated else "stop",

@@ -105,7 +105,7 @@ class _EarlierRun:
         saved = finished(run, self.config)
         if saved is None:
             return None
-        self._refuse_other()
+        self._refuse_other(console)
         before, after = (read_completions(run, name, self.task, self.data) for name in ("before", "after"))
         if before is None or after is None:
             return None
@@ -118,12 +118,12 @@ class _EarlierRun:
     def state(self, console: Console) -> tuple[Path, int] | None:
         """Return the latest intact trainer state and its step; None without a state.
 
-        Raises ResumeError if the run has other settings, data or objects, or if every state is damaged.
+        Raises ResumeError if the run has other settings, data, inputs or objects, or if every state is damaged.
         """
         if last_state(self.run) is None:
             return None
         refuse_differences(self.run, self.config)
-        self._refuse_other()
+        self._refuse_other(console)
         state = sound_state(self.run, lambda line: tell(console, line))
         if state is not None and state[1] > self.config.grpo.max_steps:
             raise ResumeError(
@@ -131,15 +131,19 @@ class _EarlierRun:
             )
         return state
 
-    def _refuse_other(self) -> None:
-        """Raise ResumeError if the run had other data, or another `task` or `reward` object."""
-        made = _manifest(self.run)
+    def _refuse_other(self, console: Console) -> None:
+        """Raise ResumeError if what decides scores changed, as a run of ES does; print what is only warned about."""
+        made, known = _manifest(self.run), tokens.load(self.config.model, self.config.task.template_kwargs)
         saving.check_data(self.run, self.task, self.data, made.get("data_hash"))
         if made.get("given_as") != self.given:
             raise ResumeError(
                 f"{self.run.path} was started with {made.get('given_as') or 'no'} object and is resumed with "
                 f"{self.given or 'no'} object; pass the same one"
             )
+        saving.check_prompts(self.run, self.task, self.data, known, made.get("prompts_hash"))
+        saving.check_scorer(self.run, self.task, made.get("scorer_digest"))
+        for line in check_inputs(self.run.path, made.get("inputs"), inputs_of(self.config, known)):
+            tell(console, f"warning: {line}")
 
 
 class _Grpo:
@@ -180,8 +184,9 @@ class _Grpo:
             raise StoppedError("stopped before the first step; no files were written", self.steps.stop.asked)
         self._train()
         done = int(self.trainer.state.global_step)
-        if self.steps.stop.asked is not None and done < self.config.grpo.max_steps:
-            raise StoppedError(f"stopped after step {done} of {self.config.grpo.max_steps}", self.steps.stop.asked)
+        grpo = self.config.grpo
+        if self.steps.stop.asked is not None and (done < grpo.max_steps or done % settings.cycle(grpo) == 0):
+            raise StoppedError(f"stopped after step {done} of {grpo.max_steps}", self.steps.stop.asked)
         return Result(Path(self.config.output_dir), Path(self.config.output_dir), before, before)
 
     def open(self, session: Session) -> Mapping[str, Any]:
@@ -203,9 +208,6 @@ class _Grpo:
         self.policy.check_mean()
         if not session.is_new:
             self._check_resume(session.run, session.done)
-            recorded, found = _manifest(session.run).get("inputs"), inputs_of(self.config, self.policy.tokens)
-            for line in check_inputs(session.run.path, recorded, found):
-                session.tell(f"warning: {line}")
         dtype = str(self.policy.dtype).removeprefix("torch.")
         return {  # with the data's hash, as there is no journal to record it
             "task": {"name": self.task.name, "given_as": self.given},
@@ -224,10 +226,7 @@ class _Grpo:
         shutil.rmtree(states(session.run), ignore_errors=True)
 
     def _check_resume(self, run: RunDir, done: int) -> None:
-        """Raise ResumeError if rows or the first evaluation are lost, or if prompts or the scorer's models changed."""
-        made = _manifest(run)
-        saving.check_prompts(run, self.task, self.data, self.policy.tokens, made.get("prompts_hash"))
-        saving.check_scorer(run, self.task, made.get("scorer_digest"))
+        """Raise ResumeError if rows or the first evaluation are lost."""
         if not run.read_metrics().keys() >= set(range(done)):
             raise ResumeError(f"{run.metrics} lacks rows before step {done}; restore the file, or start another run")
         if read_completions(run, "before", self.task, self.data) is None:

@@ -271,4 +271,5 @@ def _completions(history: History) -> str:
         if change not in ("", "0% to 0%"):
             changes.append(f"{name.replace('_', ' ')} {change}")
     found = ", ".join(changes) or "no signs of broken text"
-    return f"completions, first to last {len(first)} generations: {found}"
+    ends = "generation" if len(first) == 1 else f"{len(first)} generations"
+    return f"completions, first to last {ends}: {found}"

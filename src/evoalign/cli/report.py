@@ -28,13 +28,15 @@ def report(
     """Show runs on an HTML page that loads nothing: warnings, curves, completions, settings, analyses."""
     from evoalign.analysis.compare.runs import find_in_order
     from evoalign.analysis.page import page
-    from evoalign.analysis.page.run import shared, stamp, views_of
+    from evoalign.analysis.page.run import not_shown, shared, stamp, views_of
     from evoalign.analysis.page.serving import Server
     from evoalign.errors import ConfigError
     from evoalign.rundir.directory import REPORT
     from evoalign.rundir.files import make_folder, refuse_links, refuse_links_above, write_text
 
     found = find_in_order(runs)
+    for path in not_shown(analyses, found) if analyses else ():
+        typer.echo(f"warning: --analyses {analyses} is also of {path}, which is not on the page; add it", err=True)
 
     def render(tag: str | None = None) -> str:
         return page.render(views_of(found), tag, shared(analyses) if analyses else ())

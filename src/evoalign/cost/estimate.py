@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,24 @@ FEW = 8
 ETA_USUAL = (0.05, 2.0)
 PAPERS = 0.5
 """eta of arXiv 2509.24372: alpha = sigma / 2."""
+
+
+TIME = "time: run `evoalign doctor CONFIG`, which loads the model and times part of a generation"
+"""How a dry run answers how long a run takes."""
+_COUNT = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", re.IGNORECASE)
+"""A number of parameters in a model's name, such as 7B; not the 8x7B of a mixture, nor 4bit."""
+
+
+def by_name(name: str, dtype: torch.dtype) -> str:
+    """Return the line on the memory of a model whose files are not here, by the size in its name if there is one."""
+    found = _COUNT.search(name.rpartition("/")[2])
+    if found is None:
+        return "memory: not estimated"
+    parameters = float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]
+    return (
+        f"memory: not estimated without the model's files; its weights alone take about "
+        f"{gib(parameters * dtype.itemsize)}, if {found[0]} in its name is the number of parameters"
+    )
 
 
 def step_lines(config: Config, layout: Layout | None) -> list[str]:
@@ -145,7 +164,7 @@ def work_lines(config: Config, examples: int | None, *, asks_mean: bool = False)
         f"rollouts {rollouts:,} a generation ({es.population_size} members{and_mean(asks_mean)} x {each}), "
         f"{rollouts * es.num_generations:,} in all; tokens at most {tokens:,} a generation, "
         f"{tokens * es.num_generations:,} in all",
-        "time: run `evoalign doctor CONFIG`, which loads the model and times part of a generation",
+        TIME,
     ]
 
 

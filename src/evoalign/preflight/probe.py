@@ -132,7 +132,8 @@ def plan(
     task, data = task_and_data(config, None, None)
     task.close()
     count = len(batch(len(data.train), examples, config.seed, 0))
-    return _cost_lines(config, len(widths), members or _enough(count, examples), count, len(data.train))
+    lines = _cost_lines(config, len(widths), members or _enough(count, examples), count, len(data.train))
+    return [*lines, "time: the probe prints an estimate once the unperturbed model is evaluated"]
 
 
 def _check(members: int | None, examples: int) -> None:

@@ -15,6 +15,7 @@ from evoalign.rewards.objective import Columns
 from evoalign.rundir import parquet
 from evoalign.rundir.journal import Recorded
 from evoalign.tasks.base import Task
+from evoalign.tokens import Tokens
 from evoalign.types import Example, Generation, Update, text_of
 
 Row = dict[str, Any]
@@ -88,16 +89,29 @@ def completions_due(every: int, index: int, total: int) -> bool:
     return every > 0 and (index % every == 0 or index + 1 == total)
 
 
-def write_completions(path: Path, generation: Generation, examples: Sequence[Example], task: Task) -> None:
+def write_completions(
+    path: Path, generation: Generation, examples: Sequence[Example], task: Task, tokens: Tokens
+) -> None:
     """Write one row per role and prompt. `examples` are those of `generation.rows`, in order.
 
-    Columns: generation, role (best, median or worst), member, sign, fitness, prompt, target (null if the task
-    has none), text, score, finish_reason, tokens.
+    Columns: generation, role (best, median or worst), member, sign, fitness, those of `asked`, text, score,
+    finish_reason, tokens.
     """
-    shown = [
-        {"prompt": text_of(task.prompt(example)), "target": task.gold(task.handed(example))} for example in examples
-    ]
-    parquet.write(path, list(_completion_rows(generation, shown)))
+    known = asked(task, tokens, dict(zip(generation.rows, examples, strict=True)))
+    parquet.write(path, list(_completion_rows(generation, [known[row] for row in generation.rows])))
+
+
+def asked(task: Task, tokens: Tokens, examples: Mapping[int, Example]) -> dict[int, Row]:
+    """Return prompt, target (None if the task has none) and rendered (None for text prompts) of examples by row."""
+    prompts = {row: task.prompt(example) for row, example in examples.items()}
+    return {
+        row: {
+            "prompt": text_of(prompts[row]),
+            "target": task.gold(task.handed(example)),
+            "rendered": tokens.read_of(prompts[row]),
+        }
+        for row, example in examples.items()
+    }
 
 
 def write_distribution(path: Path, columns: Columns) -> None:

@@ -26,11 +26,14 @@ __all__ = [
     "create",
     "is_same",
     "isolate",
+    "prompts_alike",
     "takes_any_form",
     "with_sources",
 ]
 
 TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
+OF_PROMPTS = ("name", "prompt", "system_prompt", "template_kwargs", "options")
+"""Settings of a task that decide its prompts besides its rows."""
 PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}
 """Tasks without user code, whose measures are known in advance."""
 
@@ -58,6 +61,11 @@ def takes_any_form(config: TaskConfig) -> bool:
 def is_same(one: TaskConfig, other: TaskConfig) -> bool:
     """Return whether two configs name the same task."""
     return one.name == other.name
+
+
+def prompts_alike(one: TaskConfig, other: TaskConfig) -> bool:
+    """Return whether two configs make the same prompts of the same rows."""
+    return all(getattr(one, name) == getattr(other, name) for name in OF_PROMPTS)
 
 
 def _class_of(config: TaskConfig) -> type[Task]:

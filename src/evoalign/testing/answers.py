@@ -12,6 +12,7 @@ import torch
 
 from evoalign.config import Config
 from evoalign.engines import Engine
+from evoalign.models.files import loading
 from evoalign.models.origin import model_path
 from evoalign.models.tensors import tensors_of
 from evoalign.spaces import Space
@@ -99,12 +100,14 @@ def plain_model(bench: StartedEngine) -> Any:
     """Load the plain Hugging Face model on the CPU in the served dtype."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        model_path(bench.config.model),
-        revision=bench.config.model.revision,
-        dtype=bench.engine.dtype,
-        trust_remote_code=False,
-    )
+    path = model_path(bench.config.model)
+    with loading(path):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=bench.config.model.revision,
+            dtype=bench.engine.dtype,
+            trust_remote_code=False,
+        )
     return model.eval().requires_grad_(False)
 
 

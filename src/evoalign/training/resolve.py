@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from evoalign.models.tensors import open_file
 from evoalign.rollouts import typical
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
-from evoalign.rundir.directory import again_if_pruned, saved_folders
-from evoalign.rundir.method import MANIFEST, method_of
+from evoalign.rundir.directory import RunDir, again_if_pruned, saved_folders
+from evoalign.rundir.method import JOURNAL, MANIFEST, method_of
 from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_form
-from evoalign.tasks import Split, Task, with_sources
+from evoalign.tasks import Data, Split, Task, prompts_alike, with_sources
 from evoalign.tasks.data import parted_otherwise
 from evoalign.tokens import Tokens
 from evoalign.training import saving, weights
@@ -57,7 +57,8 @@ def evaluate(
     A run is evaluated with its own config, or with `config`, except for the seed and the training settings. For a
     model, `config` names the task (its `model` section is replaced by `target`). `overrides` replaces fields of the
     `evaluation` section, such as samples, temperature and seeds. Raises ConfigError for a missing validation split, and
-    if the split may contain rows that the run was trained on.
+    if the split may contain rows that the run was trained on, and ResumeError if the chat template renders the run's
+    prompts otherwise than in training.
     """
 
     def resolve() -> tuple[Config, Path | None]:
@@ -80,10 +81,27 @@ def evaluate(
             raise ConfigError(f"task {chosen.name} has no {split} split; set task.validation_size or validation_data")
         found, tokens_, engine = again_if_pruned(Path(target), load, there)
         with closing(engine):
+            if task is None:
+                check_prompts(Path(target), found, chosen, data, tokens_)
             _warn_of_other_scorer(Path(target), chosen)
             _warn_of_prompts(tokens_.remarks(typical(chosen, data)))
             done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
             return evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
+
+
+def check_prompts(run: Path, config: Config, task: Task, data: Data, known: Tokens) -> None:
+    """Raise ResumeError if a run's prompts are rendered otherwise than in its training.
+
+    Compared are the run's own rows in its own form: a given config may have others. A path that is no run is accepted.
+    """
+    method = method_of(run) if (run / "config.yaml").is_file() else None
+    made, recorded = None if method is None else read_own(run).task, dict[str, Any]()
+    with suppress(DataError):  # a manifest that cannot be read
+        recorded |= journal.read_header(run / JOURNAL).model_dump() if method == "es" else read_object(run / MANIFEST)
+    if made is None or not prompts_alike(made, config.task):
+        return
+    if recorded.get("prompts_hash") is not None and recorded.get("data_hash") == saving.data_hash(data):
+        saving.check_prompts(RunDir(run), task, data, known, recorded["prompts_hash"])
 
 
 def _warn_of_other_scorer(run: Path, task: Task) -> None:

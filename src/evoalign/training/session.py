@@ -217,7 +217,7 @@ class Session:
     @property
     def is_stopping(self) -> bool:
         """Whether the algorithm must save its mean and return."""
-        return self.stop.asked is not None and self.done < self.total
+        return self.stop.asked is not None
 
     def end(self, ending: Ending) -> None:
         """End the run here, before its last step; it is then finished as usual."""
@@ -369,11 +369,12 @@ class Session:
             return self.evaluate(split)
 
     def _stop_if_requested(self) -> None:
-        if self.stop.asked is not None and self.done < self.total:
+        # A last step of GRPO inside a round is not saved: stopping there would lose it.
+        if self.stop.asked is not None and (self.done < self.total or self.resumable == self.done):
             self.algorithm.mean.settle()
             at = f"{self.labels.unit} {self.done} of {self.total}"
             end = ""
-            if self.done and self.given is None and self.config.es_ is not None:
+            if 0 < self.done < self.total and self.given is None and self.config.es_ is not None:
                 end = f"; add {FINISH} to end it here instead, with its final test"
             raise StoppedError(f"stopped after {at}; {how_to_resume(self)}{end}", self.stop.asked)
 

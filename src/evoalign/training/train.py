@@ -120,8 +120,8 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
     except ModelError as error:
-        refused = f"would be refused: {error}"
-        return [*standing, *estimate.step_lines(config, None), *work, "memory: not estimated", refused]
+        work += [estimate.by_name(config.model.name, dtype), f"would be refused: {error}"]
+        return [*standing, *estimate.step_lines(config, None), *work]
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
@@ -332,7 +332,7 @@ class _EvolutionStrategies:
             examples = [self.data.train[i] for i in generation.rows]
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
-            rows.write_completions(file, generation, examples, self.task)
+            rows.write_completions(file, generation, examples, self.task, self.parts.tokens)
         if self.hook is not None:
             self.hook(generation)
 

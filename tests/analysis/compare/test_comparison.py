@@ -625,6 +625,20 @@ def test_draw_skips_the_divergence_figure_without_data(copy: Copy, tmp_path: Pat
     assert set(figures.draw(compare(run), tmp_path)) == set(MATCHINGS)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_matched_budget_is_drawn_only_if_groups_are_compared(
+    groups: int, copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(groups):
+        copy(f"run{i}", sets={"es.learning_rate": 0.1 + i})
+    names, rights, dress, draw = list[str](), list[float](), figures._dress, figures._draw
+    monkeypatch.setattr(figures, "_dress", lambda *given: (names.extend(given[-1]), dress(*given)))
+    monkeypatch.setattr(figures, "_draw", lambda *given: (rights.append(given[3]), draw(*given)))
+    figures.draw(compare(tmp_path / "runs", "wall"), tmp_path)
+    assert ("matched budget" in names) == (groups > 1)
+    assert rights[0] > 0.9 if groups == 1 else 0.78 <= rights[0] <= 0.9
+
+
 def test_spread_keeps_labels_apart() -> None:
     crowded = sorted(figures._spread([1.0, 1.0, 0.99]))
     assert crowded[-1] <= 1.0 and min(np.diff(crowded)) >= figures.NEAREST - 1e-12

@@ -271,6 +271,9 @@ def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path,
     assert go("analyze", "distance", run, tmp_path / "other", "--to", "both").code == 0
     done = go("report", run, tmp_path / "other", "--analyses", "both", "--to", "page.html")
     assert (done.code, done.err) == (0, "")
+    alone = go("report", run, "--analyses", "both", "--to", "alone.html")
+    assert alone.code == 0 and alone.err.count("\n") == 1
+    assert f"both is also of {tmp_path / 'other'}, which is not on the page" in alone.err
     part = section(tmp_path / "page.html", "analyses")
     summary = json.loads((tmp_path / "both/comparison.json").read_text())["summary"]
     assert (

@@ -25,6 +25,8 @@ AXES: dict[Matching, str] = {**TITLES, "wall": f"{TITLES['wall']} (s)"}
 LOG_SPAN = 30
 """Ratio of budgets above which the axis is logarithmic."""
 LABEL = 34
+LETTER = 0.0105
+"""Width of a letter of a label at a line's end, as a fraction of the figure."""
 LEGEND_COLUMNS = 3
 NEAREST = 0.05
 """Minimum distance of labels at line ends, as a fraction of the axis."""
@@ -39,10 +41,12 @@ def draw(comparison: Comparison, folder: Path) -> dict[str, Path]:
         known = [(i, group, found) for i, group, found in curves if found is not None]
         if known:
             drawn[match.by] = folder / f"{_file(comparison.measure)}_by_{match.by}.png"
-            _draw(drawn[match.by], _budget_painter(comparison, match, known), len(known) + 1)
+            longest = max(len(_name(group)) for _, group, _ in known)
+            right = max(0.78, 0.97 - LETTER * longest)
+            _draw(drawn[match.by], _budget_painter(comparison, match, known), len(known) + 1, right)
     if any(len(_trail(run, comparison.measure)) > 1 for group in comparison.groups for run in group.runs):
         drawn["divergence"] = folder / f"{_file(comparison.measure)}_by_divergence.png"
-        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), len(comparison.groups), right=0.97)
+        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), len(comparison.groups), 0.97)
     return drawn
 
 
@@ -68,7 +72,7 @@ def _budget_painter(
     def paint(axes: Axes) -> None:
         handles: list[Any] = [_curve(axes, index, found) for index, _, found in curves]
         names = [f"{_name(group)} ({len(group.runs)} seed{'s'[: len(group.runs) > 1]})" for _, group, _ in curves]
-        if match.limit is not None:
+        if match.limit is not None and sum(one.estimate is not None for one in match.standings) > 1:
             handles.append(axes.axvline(match.limit, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1))
             names.append("matched budget")
         _scale(axes, [found for _, _, found in curves])
@@ -185,7 +189,7 @@ def _divergence(axes: Axes, comparison: Comparison) -> None:
 # --- all figures ------------------------------------------------------------------------------------------------------
 
 
-def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float = 0.78) -> None:
+def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float) -> None:
     """Draw a figure whose height grows with the `entries` of its legend; `right` leaves room for labels."""
     width, height = SIZE_INCHES
     legend = 0.22 * -(-entries // LEGEND_COLUMNS)

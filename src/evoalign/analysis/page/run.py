@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -36,7 +37,7 @@ from evoalign.rewards.objective import aim_of
 from evoalign.rundir import checksums, parquet
 from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
 from evoalign.rundir.files import ANALYSES, refuse_links, write_text
-from evoalign.rundir.method import NAMES, Method, is_run, method_of
+from evoalign.rundir.method import MANIFEST, NAMES, Method, is_run, method_of
 from evoalign.rundir.own import read_own
 
 DISTRIBUTION = "figures/distribution.png"
@@ -277,6 +278,34 @@ def shared(folder: Path) -> list[Analysed]:
         write = f"evoalign analyze NAME RUN... --to {folder}"
         raise ConfigError(f"--analyses {folder} holds no analysis; {write} writes one")
     return found
+
+
+def not_shown(folder: Path, runs: Sequence[Path]) -> list[str]:
+    """Return the runs that analyses in a folder are of, and that are not among `runs`. Their files are not opened.
+
+    A run that was moved since is not found.
+    """
+    known, found = {os.path.realpath(run) for run in runs}, list[str]()
+    for file in sorted(folder.glob("*.json"))[:MOST_ANALYSES]:
+        for name in _named(parse(read_bytes(file, MOST_JSON), str(file))):
+            path = Path(os.path.realpath(name))
+            run = next((str(p) for p in (path, path.parent.parent) if os.path.isfile(p / MANIFEST)), None)  # noqa: PTH113
+            if run is not None and run not in known:
+                found.append(run)
+    return list(dict.fromkeys(found))
+
+
+def _named(tree: object) -> Iterator[str]:
+    """Yield the names of targets in the JSON of an analysis, at any depth."""
+    if isinstance(tree, dict):
+        for key, value in cast("dict[str, object]", tree).items():
+            if key in ("target", "path") and isinstance(value, str) and "\0" not in value:
+                yield value
+            elif key != "left_out":
+                yield from _named(value)
+    elif isinstance(tree, list):
+        for value in cast("list[object]", tree):
+            yield from _named(value)
 
 
 def _figures(folder: Path, name: str, finding: _Finding) -> list[str]:
