@@ -9,14 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from matplotlib.figure import Figure
-
-from evoalign.models import tiny
-from evoalign.preflight import work
 
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
@@ -31,16 +25,34 @@ PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/"
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-whole_figure, pixels = Figure.savefig, True
-imported = 0
+pixels, prepared, imported = True, False, 0
 
 
-def save_figure(figure: Figure, file: Any, **options: Any) -> None:
-    """As matplotlib does, or one pixel."""
-    whole_figure(figure, file, **options) if pixels else file.write(BLANK)
+def blank_figures() -> None:
+    """Make `Figure.savefig` write one pixel, except where `pixels` is set."""
+    from matplotlib.figure import Figure
+
+    whole_figure = Figure.savefig
+
+    def save_figure(figure: Figure, file: Any, **options: Any) -> None:
+        whole_figure(figure, file, **options) if pixels else file.write(BLANK)
+
+    Figure.savefig = save_figure  # type: ignore[method-assign]
 
 
-Figure.savefig = save_figure  # type: ignore[method-assign]
+def pytest_collectstart() -> None:
+    """Import what takes seconds, in processes that collect tests only: the one that starts xdist's workers does not."""
+    global prepared
+    if not prepared:
+        prepared = True
+        gc.disable()  # tests that are collected stay, and a tenth of the time would be spent on looking through them
+        import interpreted  # noqa: F401  before anything that imports Triton
+
+        blank_figures()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a generation that the doctor times two members answer: its pieces are most of what it takes."""
+    from evoalign.preflight import work
+
     monkeypatch.setattr(work, "BUDGET", 0.0)
 
 
@@ -92,7 +106,10 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def random_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 model with random weights and the tiny model's tokenizer: one layer, about 20,000 parameters."""
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from evoalign.models import tiny
 
     folder = tmp_path_factory.mktemp("random_qwen2")
     torch.manual_seed(0)
