@@ -3,6 +3,7 @@
 
 import base64
 import gc
+import os
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell star
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
-# every test that is long, and in all processes but the tests' own.
+# every test that is long, and in all processes but the tests' own. The texts of ticks are made for pixels alone.
 PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/")
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -32,12 +33,24 @@ def blank_figures() -> None:
     """Make `Figure.savefig` write one pixel, except where `pixels` is set."""
     from matplotlib.figure import Figure
 
-    whole_figure = Figure.savefig
+    from evoalign.report import figures
+
+    whole_figure, disable_math = Figure.savefig, figures._disable_math
 
     def save_figure(figure: Figure, file: Any, **options: Any) -> None:
         whole_figure(figure, file, **options) if pixels else file.write(BLANK)
 
     Figure.savefig = save_figure  # type: ignore[method-assign]
+    figures._disable_math = lambda figure: disable_math(figure) if pixels else None
+
+
+def write_through() -> None:
+    """Make `os.fsync` wait for no disk: no test cuts the power. A handle that is none, or closed, still fails."""
+
+    def fsync(handle: Any) -> None:
+        os.fstat(handle if isinstance(handle, int) else handle.fileno())
+
+    os.fsync = fsync
 
 
 def pytest_collectstart() -> None:
@@ -49,6 +62,7 @@ def pytest_collectstart() -> None:
         import interpreted  # noqa: F401  before anything that imports Triton
 
         blank_figures()
+        write_through()
 
 
 def pytest_collection_finish() -> None:
