@@ -20,26 +20,32 @@ settings.load_profile("evoalign")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background: Ctrl-C is tested
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
-# every test that is long, and in all processes but the tests' own. The texts of ticks are made for pixels alone.
+# Figures of a run are painted in tests that are slow or long and in those of PAINTED; others get an empty picture.
+# Pixels, which take most of the time, are made of figures where tests look at them (PIXELS) and in every test that is
+# long. In processes other than the tests' own all of it is done.
+PAINTED = ("analysis/", "report/", "training/test_api_train", "training/test_result")
 PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/")
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-pixels, prepared, imported = True, False, 0
+painted, pixels, prepared, imported = True, True, False, 0
 
 
 def blank_figures() -> None:
-    """Make `Figure.savefig` write one pixel, except where `pixels` is set."""
+    """Make `Figure.savefig` write one pixel unless `pixels`, and leave a run's figures empty unless `painted`."""
     from matplotlib.figure import Figure
 
     from evoalign.report import figures
 
-    whole_figure, disable_math = Figure.savefig, figures._disable_math
+    whole_figure, whole_draw, disable_math = Figure.savefig, figures._draw, figures._disable_math
 
     def save_figure(figure: Figure, file: Any, **options: Any) -> None:
         whole_figure(figure, file, **options) if pixels else file.write(BLANK)
 
+    def draw(path: str | Path, *given: Any, **named: Any) -> None:
+        whole_draw(path, *given, **named) if painted else figures.save(Figure(), Path(path))
+
+    figures._draw = draw
     Figure.savefig = save_figure  # type: ignore[method-assign]
     figures._disable_math = lambda figure: disable_math(figure) if pixels else None
 
@@ -71,12 +77,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global pixels, imported
+    global painted, pixels, imported
     if len(sys.modules) != imported:  # TRL collects garbage often, and would look through all that was imported
         gc.freeze()
         imported = len(sys.modules)
     within = item.path.relative_to(Path(__file__).parent).as_posix()
     pixels = within.startswith(PIXELS) or item.get_closest_marker("long") is not None
+    painted = pixels or within.startswith(PAINTED) or item.get_closest_marker("slow") is not None
 
 
 @pytest.hookimpl(tryfirst=True)
