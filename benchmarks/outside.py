@@ -8,8 +8,9 @@ Trains with `train` as a user does: space `lowrank`, rank 1, custom task, `--mem
 of 128 tokens, 400 test and 100 validation rows that are evaluated every 10 generations, a checkpoint every 10, and the
 default checks. Weights of a shape are random (benchmarks/decoding.py); `tiny` is the shipped model. The first
 generation, which compiles kernels, does not count. Each part (calls, seconds of all, median) is timed where it is
-called; a part inside another is in both. `blocks` is the longest time that the loop waited for a checkpoint, and
-`finish` the seconds after the last generation.
+called; a part inside another is in both. `blocks` is the longest time that the loop waited for a checkpoint before the
+last one, which is waited for, `finish` the seconds after the last generation, and `check` the seconds of the start-up
+check, and of a second one, which uses no kernel for the first time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ PARTS = {
     "evaluations, completions": "evoalign.evaluation:collect",
     "evaluations, measures": "evoalign.evaluation:summarise",
     "prompts to tokens": "evoalign.tokens:Tokens.encode",
-    "start-up check": "evoalign.engines.transformers.engine:TransformersEngine.check_mean",
     "control": "evoalign.training.train:_EvolutionStrategies._control",
     "canary": "evoalign.training.train:_EvolutionStrategies._check_canary",
     "figures": "evoalign.training.recorder:Recorder._draw",
@@ -47,8 +47,11 @@ PARTS = {
 """Name of each part, and the method that is timed."""
 
 
-def timed(place: str, calls: list[float]) -> None:
-    """Replace a method by one that appends the seconds of each call."""
+CHECK = "evoalign.engines.transformers.engine:TransformersEngine.check_mean"
+
+
+def timed(place: str, calls: list[float], times: int = 1) -> None:
+    """Replace a method by one that is called `times` times and appends the seconds of each."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
     where = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -56,11 +59,14 @@ def timed(place: str, calls: list[float]) -> None:
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return method(*arguments, **named)
-        finally:
-            calls.append(time.perf_counter() - began)
+        found = None
+        for _ in range(times):
+            began = time.perf_counter()
+            try:
+                found = method(*arguments, **named)
+            finally:
+                calls.append(time.perf_counter() - began)
+        return found
 
     setattr(where, name, call)
 
@@ -92,6 +98,8 @@ def main() -> None:
     calls: dict[str, list[float]] = defaultdict(list)
     for name, place in PARTS.items():
         timed(place, calls[name])
+    checks = list[float]()
+    timed(CHECK, checks, 2)
     from evoalign.config import from_dict
     from evoalign.training.train import train
 
@@ -125,7 +133,8 @@ def main() -> None:
             name: [len(some), round(sum(some), 3), round(statistics.median(some), 4)]
             for name, some in calls.items() if some
         },
-        "blocks": round(max(calls["checkpoint"], default=0.0), 3),
+        "blocks": round(max(calls["checkpoint"][: (options.generations - 1) // options.every], default=0.0), 3),
+        "check": [round(seconds, 3) for seconds in checks],
         "finish": round(sum(calls["finish"]), 3),
         "torch": torch.__version__,
     }  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from evoalign.checks import hacking
 from evoalign.checks.control import Control
@@ -56,9 +57,9 @@ class Diagnosis:
     ) -> None:
         self.config, self.max_score = config, max_score
         self._gold, self._known = cache(gold), known
-        self._start = start.double()
-        self._last: torch.Tensor | None = self._start
-        self._step: torch.Tensor | None = None
+        self._start = start.double().numpy()
+        self._last: NDArray[np.float64] | None = self._start
+        self._step: NDArray[np.float64] | None = None
         self._scale = math.sqrt(layout.parameters / max(1, len(start)))
         self._noise_norm = config.es.width * math.sqrt(sum(math.prod(t.shape) * t.scale**2 for t in layout.tensors))
         self.history = History(config, deterministic=deterministic, given=given)
@@ -117,7 +118,7 @@ class Diagnosis:
             if count % every == 0 or count == len(rows):
                 self._reported |= set(causes(self.history))
         self._step = None
-        self._last = None if sample is None else sample.double()
+        self._last = None if sample is None else sample.double().numpy()
 
     def warnings(self) -> list[str]:
         """Return new warnings: one sentence each with the figure, the likely cause and the setting to change."""
@@ -127,13 +128,14 @@ class Diagnosis:
 
     def _movement(self, sample: torch.Tensor) -> tuple[float | None, float]:
         """Return the cosine of the last two updates and the distance from the start, scaled up from the sample."""
-        now = sample.double()
+        now, cosine = sample.double().numpy(), None
         step = None if self._last is None else now - self._last
-        cosine = None
-        if step is not None and self._step is not None and bool(step.any()) and bool(self._step.any()):
-            cosine = float(torch.dot(step, self._step) / (step.norm() * self._step.norm()))
+        if step is not None and self._step is not None:
+            norms = math.sqrt(_dot(step, step) * _dot(self._step, self._step))
+            cosine = _dot(step, self._step) / norms if norms else None
         self._last, self._step = now, step
-        return cosine, float((now - self._start).norm()) * self._scale
+        moved = now - self._start
+        return cosine, math.sqrt(_dot(moved, moved)) * self._scale
 
     def _text_shares(self, generation: Generation) -> Row:
         rollouts = _searched(generation)
@@ -143,6 +145,11 @@ class Diagnosis:
         texts, reasons = [r.text for r in rollouts], [r.finish_reason for r in rollouts]
         shares = hacking.text_shares(texts, reasons, rows, list(map(self._gold, rows)), self._known)
         return {f"{name}_share": share for name, share in shares.items()}
+
+
+def _dot(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Return the inner product. In this thread: to wake the threads of torch or BLAS would take longer."""
+    return float(np.einsum("i,i->", one, other))
 
 
 def _searched(generation: Generation) -> Sequence[Rollout]:
@@ -156,13 +163,14 @@ def _searched(generation: Generation) -> Sequence[Rollout]:
 
 
 def changed_share(generation: Generation) -> float | None:
-    """Return the share of completions that are not the most common one of their prompt."""
-    texts: dict[int, Counter[tuple[int, ...]]] = {}
-    for rollout in generation.rollouts:
-        texts.setdefault(rollout.request, Counter())[rollout.token_ids] += 1
-    if not texts:
+    """Return the share of completions whose text is not the most common one of their prompt."""
+    counts = Counter((rollout.request, rollout.text) for rollout in generation.rollouts)
+    if not counts:
         return None
-    return 1 - sum(max(counts.values()) for counts in texts.values()) / len(generation.rollouts)
+    most = dict[int, int]()
+    for (request, _), count in counts.items():
+        most[request] = max(count, most.get(request, 0))
+    return 1 - sum(most.values()) / len(generation.rollouts)
 
 
 def _population_minus_mean(generation: Generation, control: Control | None, *, paired: bool) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -54,6 +55,11 @@ class EngineDefaults(Protocol):
 
         `start` does the same. By default, for engines without the weights in this process, nothing is checked.
         """
+
+    def copy_state(self, mean: dict[str, torch.Tensor], slots: dict[str, torch.Tensor]) -> None:
+        """Fill `mean` and `slots`, empty or of an earlier call, with copies of `state` and `optimizer_state`."""
+        mean.update(cast(Engine, self).state())
+        slots.update(cast(Engine, self).optimizer_state())
 
     def parts(self) -> Sequence[Answering]:
         """Return the engines that this one consists of, such as replicas; by default the engine itself."""
@@ -160,21 +166,23 @@ def check_members(plan: Plan, requests: Sequence[Request]) -> None:
             )
 
 
-def sampled_places(layout: Layout, count: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a sample of `count` evolving weights as (tensor name, places), in the layout's order.
+@lru_cache(maxsize=2)
+def sampled_places(layout: Layout, count: int) -> Sequence[tuple[str, torch.Tensor]]:
+    """Return a sample of `count` evolving weights as (tensor name, places), in the layout's order.
 
     Places are row-major indices (int64, on the CPU). The weights are divided into `count` equal strata with one place
     each, so every tensor has its share. The offset within a stratum follows the golden ratio, so that the places do not
-    align with any row length. Yields all places if there are at most `count` weights.
+    align with any row length. Returns all places if there are at most `count` weights.
     """
     total = layout.parameters
     index = torch.arange(min(count, total), dtype=torch.float64)
     shift = (index * _GOLDEN_RATIO).frac() if total > count else 0.0
     places = ((index + shift) * max(1.0, total / count)).to(torch.int64).clamp_(max=total - 1)
-    first = 0
+    first, found = 0, list[tuple[str, torch.Tensor]]()
     for tensor in layout.tensors:
         end = first + math.prod(tensor.shape)
         low, high = torch.searchsorted(places, torch.tensor([first, end])).tolist()
         if high > low:
-            yield tensor.name, places[low:high] - first
+            found.append((tensor.name, places[low:high] - first))
         first = end
+    return found

@@ -205,9 +205,7 @@ class Master:
         if not found:
             return []
         # One copy from the device: one for each of hundreds of tensors takes ten times as long.
-        values = torch.cat(
-            [part.master.flatten().index_select(0, local).to(self.device) for part, _, _, local in found]
-        ).to("cpu")
+        values = torch.cat([torch.take(part.master, local) for part, _, _, local in found]).to("cpu")
         split = values.split([len(local) for *_, local in found])
         return [(order, inside, own) for (_, order, inside, _), own in zip(found, split, strict=True)]
 
@@ -215,6 +213,14 @@ class Master:
         """Return the optimizer's slots, copied to the CPU."""
         state = self.optimizer.state() if self.optimizer is not None else ()
         return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in state]
+
+    def copy_state(self, mean: dict[str, torch.Tensor], slots: dict[str, torch.Tensor]) -> None:
+        """Copy whole tensors of the mean and the optimizer's slots into host memory that is kept between calls."""
+        order = (*self.layout.tensors, *self.layout.frozen)
+        _copy_into(mean, ((t.name, self._by_name[t.name]) for t in order))
+        _copy_into(slots, self.optimizer.state() if self.optimizer is not None else ())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Load one whole tensor of the mean and serve it."""
@@ -303,6 +309,9 @@ class KeepsMean(MeanMethods):
         """Move the mean and serve it, so that served weights equal round(master)."""
         self.mean.apply(update)
 
+    def copy_state(self, mean: dict[str, torch.Tensor], slots: dict[str, torch.Tensor]) -> None:
+        self.mean.copy_state(mean, slots)
+
     def close(self) -> None:
         """Free the mean. An engine that overrides this also frees its model."""
         self._mean = None
@@ -341,11 +350,15 @@ def joined(shape: Sequence[int], workers: Iterable[Sequence[tuple[Slices, torch.
 
 def gathered(layout: Layout, count: int, workers: Iterable[Probed]) -> torch.Tensor:
     """Return float32 [<= count]: the mean at `sampled_places`, from the `probe` of all workers."""
-    found = [torch.empty(len(places)) for _, places in sampled_places(layout, count)]
+    places, found = sampled_places(layout, count), dict[int, torch.Tensor]()
     for probed in workers:
         for order, inside, values in probed:
-            found[order][inside] = values
-    return torch.cat(found)
+            wanted = len(places[order][1])
+            if len(values) == wanted:
+                found[order] = values
+            else:
+                found.setdefault(order, torch.empty(wanted))[inside] = values
+    return torch.cat([found[order] for order in range(len(places))])
 
 
 def _all(shape: Sequence[int]) -> Slices:
@@ -372,6 +385,14 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor.to("cpu", copy=True)
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor).clone()
+
+
+def _copy_into(kept: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors into those of the same names; the first call allocates them, which takes longer than the copies."""
+    for name, tensor in tensors:
+        if name not in kept:
+            kept[name] = _pinned(tensor.shape) if tensor.is_cuda else torch.empty_like(tensor)
+        kept[name].copy_(tensor.detach(), non_blocking=True)
 
 
 def _pinned(shape: Sequence[int]) -> torch.Tensor:

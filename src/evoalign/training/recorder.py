@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,8 @@ DRAW_SHARE = 400
 """Figures are redrawn after this many times the last drawing's duration, and at the end."""
 SHOWN, LONGEST = 8, 1000
 """Number of completions sent to trackers at the start and at the end, and their length in characters."""
-FIRST_DRAWING = 0.2
-"""Assumed seconds of the first drawing."""
+FIRST_DRAWING = 1.5
+"""Assumed seconds of the first drawing, so that it comes after 10 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,11 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self._display.spent = stopping.seconds(self.run.rows)
         self._display.__enter__()
+        gc.freeze()  # else each full collection of garbage, every few generations, visits the libraries' objects: 0.2 s
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        gc.unfreeze()
         self._display.__exit__(kind, *raised)
         if not self.run.rows or not self.run.is_here:
             return

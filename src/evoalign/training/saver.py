@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from evoalign.cost.budget import free_on_host
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
@@ -21,9 +23,10 @@ SHARE = 0.5
 class Saver:
     """Saves the means of one run, one after the other.
 
-    `save` copies the mean to host memory and returns; a thread writes the copy. A mean that takes more than `SHARE` of
-    the free memory is written at once instead, tensor by tensor. Errors of the thread are raised by the next call. The
-    base model, from which a whole checkpoint takes the tensors that do not evolve, is loaded once.
+    `save` copies the mean to host memory, which is kept for the next copy, and returns; a thread writes the copy. A
+    mean that takes more than `SHARE` of the free memory is written at once instead, tensor by tensor. Errors of the
+    thread are raised by the next call. The base model, from which a whole checkpoint takes the tensors that do not
+    evolve, is loaded once.
     """
 
     def __init__(self, served: Served) -> None:
@@ -32,14 +35,17 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._last: tuple[Path, Mark] | None = None
+        self._mean, self._slots = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def prepare(self) -> None:
-        """Load the base model, so that the first checkpoint does not wait for it.
+        """Load the base model and allocate the copy, so that the first checkpoint does not wait for them.
 
         Not in the thread: transformers sets torch's default dtype for all threads while it loads.
         """
         if self._whole is not None:
             self._whole.load()
+        if not self._mean and self._fits():
+            self._served.engine.copy_state(self._mean, self._slots)
 
     def save(self, folder: Path, mark: Mark, then: Callable[[], None]) -> None:
         """Save the engine's mean in `folder`, unless it is there, and call `then` once it is written."""
@@ -50,14 +56,18 @@ class Saver:
             then()
             return
         self.prepare()
-        engine, layout = self._served.engine, self._served.layout
-        size, free = 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen)), free_on_host()
-        if free is not None and size > SHARE * free:
+        engine = self._served.engine
+        if not self._mean:
             self._write(folder, mark, engine.state, list(engine.optimizer_state()), then)
             return
-        state, optimizer = list(engine.state()), list(engine.optimizer_state())
+        engine.copy_state(self._mean, self._slots)
         self._last = folder, mark
-        self._writing = self._pool.submit(self._write, folder, mark, lambda: state, optimizer, then)
+        self._writing = self._pool.submit(self._write, folder, mark, self._mean.items, self._slots.items(), then)
+
+    def _fits(self) -> bool:
+        layout, free = self._served.layout, free_on_host()
+        size = 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen))
+        return free is None or size <= SHARE * free
 
     def check(self) -> None:
         """Raise what the thread raised, if it has ended."""
