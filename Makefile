@@ -36,12 +36,10 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with two threads each would take turns on two cores. Modules are compiled once, and not
 # by each process that a test starts.
-# Which of the tests that need no vLLM `make test` runs; .ci/run asks for all but the long ones at once.
-TESTS ?= not slow and not long
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang
 
 test: $(STAMP)
-	$(PYTEST) -m "$(TESTS)"
+	$(PYTEST) -m "not slow and not long"
 
 test-all: $(STAMP)
 	$(PYTEST) -m "slow and not long"

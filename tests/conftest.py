@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,10 +67,6 @@ def pytest_collectstart() -> None:
         gc.disable()  # tests that are collected stay, and a tenth of the time would be spent on looking through them
         import interpreted  # noqa: F401  before anything that imports Triton
 
-        from evoalign.training import recorder
-
-        # What is imported stays frozen: the end of a run would give it back.
-        recorder.gc = SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[assignment]
         blank_figures()
         write_through()
 
