@@ -178,6 +178,9 @@ class EvolvedTensor:
     module: str
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # a space may pass a list, which has no hash
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -195,6 +198,8 @@ class Layout:
     by_name: Mapping[str, EvolvedTensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        object.__setattr__(self, "frozen", tuple(self.frozen))
         object.__setattr__(self, "by_name", {t.name: t for t in (*self.tensors, *self.frozen)})
 
     def __getitem__(self, name: str) -> EvolvedTensor:

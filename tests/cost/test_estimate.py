@@ -16,7 +16,7 @@ from small_runs import UNCHECKED
 
 from evoalign.baselines import planning
 from evoalign.cost.budget import resident
-from evoalign.cost.estimate import by_name
+from evoalign.cost.estimate import memory_by_name
 from evoalign.training.train import dry_run
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
@@ -68,7 +68,7 @@ def stated(lines: list[str]) -> tuple[float, str]:
     ],
 )
 def test_a_model_that_is_not_here_is_estimated_by_the_size_in_its_name(name: str, told: str | None) -> None:
-    line = by_name(name, torch.bfloat16)
+    line = memory_by_name(name, torch.bfloat16)
     assert (line == "memory: not estimated") if told is None else (f"its weights alone take about {told}" in line)
 
 

@@ -27,7 +27,7 @@ from small_runs import UNCHECKED
 import evoalign
 from evoalign import rollouts, tasks
 from evoalign.config import GraderConfig, TaskConfig
-from evoalign.errors import ConfigError, RewardError
+from evoalign.errors import ConfigError, RewardError, StoppedError
 from evoalign.plugins import load_object
 from evoalign.tasks import Data, Task
 from evoalign.tasks.isolated import connection, worker
@@ -721,18 +721,37 @@ def _returned_in_a_fork(completions: list[str], **_: Any) -> list[float]:
     return [float(len(c)) for c in completions]
 
 
+def _slowly_measured(text: str) -> int:
+    time.sleep(0.3)
+    return len(text)
+
+
+def _interrupted(completions: list[str], **_: Any) -> list[float]:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        sizes = pool.map_async(_slowly_measured, completions)
+        time.sleep(0.1)
+        os.killpg(0, signal.SIGINT)  # as a terminal sends it, to the pool too
+        return [float(size) for size in sizes.get(60)]
+
+
 def _train_in_place(reward: Callable[..., list[float]], run: Path) -> None:
+    os.setpgid(0, 0)
     rows = run.with_suffix(".jsonl")
     rows.write_text("".join(json.dumps({"prompt": f"What is {a} + 1?"}) + "\n" for a in range(8)), encoding="utf-8")
     tree = {"output_dir": str(run), "lora": {"rank": 1, "target_layers": [3]}, "grader": {"isolated": False},
             "task": {"name": "custom", "train_data": str(rows)}, "evaluation": {"max_tokens": 4}, "report": False,
             "checkpoint": {"every": 1}, "checks": UNCHECKED,
             "es": {"sigma": 0.05, "num_generations": 2, "population_size": 2}}  # fmt: skip
-    evoalign.train(tree, reward=reward, console=Console(file=io.StringIO()))
+    try:
+        evoalign.train(tree, reward=reward, console=Console(file=io.StringIO()))
+    except StoppedError:
+        os._exit(130)
 
 
-@pytest.mark.parametrize("reward", [_pooled, _left_in_a_fork, _returned_in_a_fork])
-def test_a_reward_that_forks_this_process_neither_hangs_nor_ends_the_run(reward, tmp_path):
+@pytest.mark.parametrize(
+    ("reward", "code"), [(_pooled, 0), (_left_in_a_fork, 0), (_returned_in_a_fork, 0), (_interrupted, 130)]
+)
+def test_a_reward_that_forks_this_process_neither_hangs_nor_ends_the_run(reward, code, tmp_path):
     process = kill_points.PROCESSES.Process(target=_train_in_place, args=(reward, tmp_path / "run"))
     process.start()
     process.join(90)
@@ -741,5 +760,5 @@ def test_a_reward_that_forks_this_process_neither_hangs_nor_ends_the_run(reward,
             child.kill()
         process.kill()
         process.join()
-    assert process.exitcode == 0
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    assert process.exitcode == code
+    assert code or len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2

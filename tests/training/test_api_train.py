@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of two or three generations on the tiny model, through the Python API, and what they leave."""
 
+import gc
 import io
 import json
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +48,22 @@ def train(config, **arguments):
 def run(request, tmp_path_factory):
     space = request.param
     return space, train(tree(tmp_path_factory.mktemp(space) / "run", space))
+
+
+def test_garbage_of_an_earlier_run_is_not_kept_in_the_loop(tmp_path):
+    class Circle:
+        def __init__(self):
+            self.itself = self
+
+    gc.unfreeze()
+    gc.disable()
+    try:
+        garbage, told = weakref.ref(Circle()), []
+        train(tree(tmp_path / "run"), on_generation=lambda _: told.append((garbage(), gc.get_freeze_count() > 0)))
+        assert told == [(None, True)] * 2 and not gc.get_freeze_count()
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.mark.first("lora")

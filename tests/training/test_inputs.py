@@ -135,7 +135,7 @@ def test_both_methods_compare_what_decides_scores(method, folder):
                 with pytest.raises(ResumeError, match=error):
                     resumed(steps)
             if name == "template":
-                with pytest.raises(ResumeError, match="renders otherwise now"):
+                with pytest.raises(ResumeError, match="prompts_hash"):
                     evoalign.evaluate(folder / "run", config=config(folder))
             (folder / file).write_text(text)
 

@@ -76,6 +76,24 @@ def test_a_mean_written_while_the_next_one_is_made_has_the_bits_of_one_written_a
     assert {*loads} <= {threading.main_thread()}, "loading sets torch's default dtype for all threads"
 
 
+def test_the_next_mean_is_not_copied_over_one_that_is_being_written(served, tmp_path, monkeypatch):
+    gate, write = threading.Event(), saving.write
+    saving.save(served, tmp_path / "at_once", MARKS[1])
+    monkeypatch.setattr(saving, "write", lambda *given, **options: (gate.wait(60), write(*given, **options)))
+    saver = Saver(served)
+    saver.save(tmp_path / "first", MARKS[1], lambda: None)
+    move(served, 1)
+    second = threading.Thread(target=saver.save, args=(tmp_path / "second", MARKS[2], lambda: None))
+    second.start()
+    second.join(0.2)
+    gate.set()
+    second.join()
+    saver.free()
+    saver.close()
+    assert_same(tmp_path / "first", tmp_path / "at_once")
+    assert checkpoint.verify(tmp_path / "second") == MARKS[2]
+
+
 def test_saving_never_changes_the_umask_of_other_threads(served, tmp_path, monkeypatch):
     monkeypatch.setattr("os.umask", lambda mask: pytest.fail("the umask is that of all threads"))
     saving.save(served, tmp_path / "a", MARKS[1])

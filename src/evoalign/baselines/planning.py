@@ -82,7 +82,8 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*starting, *refusals, *lines, estimate.by_name(config.model.name, dtype), f"would be refused: {error}"]
+        lines += [estimate.memory_by_name(config.model.name, dtype), f"would be refused: {error}"]
+        return [*starting, *refusals, *lines]
     head = heading.subject(config, task, data, specs)
     return [*starting, *refusals, head, *lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
 

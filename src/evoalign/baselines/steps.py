@@ -19,7 +19,7 @@ from evoalign.baselines.settings import cycle, save_every
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.report import watching
-from evoalign.report.rows import WEIGHTS, Row, asked, spread
+from evoalign.report.rows import WEIGHTS, Row, prompt_columns, spread
 from evoalign.rewards.objective import Columns, means, move
 from evoalign.rollouts import alone, columns_of, scores_of
 from evoalign.rundir import parquet
@@ -61,6 +61,8 @@ class Steps(TrainerCallback):
         self.policy, self.config, self.trainer, self.stop = policy, policy.config, trainer, stop
         self.objective = policy.task.objective()
         self.session: Session | None = None
+        self.saved = 0
+        """The last step that was saved, in each process."""
         self._pending: list[Completion] = []
         self._round: list[Completion] = []
         self._score_seconds = self._began = self._spent = 0.0
@@ -137,6 +139,7 @@ class Steps(TrainerCallback):
 
         A run that dies in between resumes from the state before, and saves this policy again.
         """
+        self.saved = int(state.global_step)
         self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.session is not None:
             self.session.save()
@@ -188,7 +191,7 @@ class Steps(TrainerCallback):
         if not every or not answers or (step % every and session.done < session.total):
             return
         policy = self.policy
-        known = asked(policy.task, policy.tokens, {a.row: policy.data.train[a.row] for a in answers})
+        known = prompt_columns(policy.task, policy.tokens, {a.row: policy.data.train[a.row] for a in answers})
         rows = [
             {
                 "generation": step,

@@ -184,9 +184,9 @@ class _Grpo:
             raise StoppedError("stopped before the first step; no files were written", self.steps.stop.asked)
         self._train()
         done = int(self.trainer.state.global_step)
-        grpo = self.config.grpo
-        if self.steps.stop.asked is not None and (done < grpo.max_steps or done % settings.cycle(grpo) == 0):
-            raise StoppedError(f"stopped after step {done} of {grpo.max_steps}", self.steps.stop.asked)
+        total = self.config.grpo.max_steps
+        if self.steps.stop.asked is not None and (done < total or self.steps.saved == done):
+            raise StoppedError(f"stopped after step {done} of {total}", self.steps.stop.asked)
         return Result(Path(self.config.output_dir), Path(self.config.output_dir), before, before)
 
     def open(self, session: Session) -> Mapping[str, Any]:

@@ -31,12 +31,12 @@ PAPERS = 0.5
 
 
 TIME = "time: run `evoalign doctor CONFIG`, which loads the model and times part of a generation"
-"""How a dry run answers how long a run takes."""
+"""Line of a dry run on the time that the run takes."""
 _COUNT = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", re.IGNORECASE)
 """A number of parameters in a model's name, such as 7B; not the 8x7B of a mixture, nor 4bit."""
 
 
-def by_name(name: str, dtype: torch.dtype) -> str:
+def memory_by_name(name: str, dtype: torch.dtype) -> str:
     """Return the line on the memory of a model whose files are not here, by the size in its name if there is one."""
     found = _COUNT.search(name.rpartition("/")[2])
     if found is None:

@@ -205,7 +205,7 @@ class Master:
         if not found:
             return []
         # One copy from the device: one for each of hundreds of tensors takes ten times as long.
-        values = torch.cat([torch.take(part.master, local) for part, _, _, local in found]).to("cpu")
+        values = torch.cat([torch.take(part.master, local).to(self.device) for part, _, _, local in found]).to("cpu")
         split = values.split([len(local) for *_, local in found])
         return [(order, inside, own) for (_, order, inside, _), own in zip(found, split, strict=True)]
 
@@ -310,6 +310,7 @@ class KeepsMean(MeanMethods):
         self.mean.apply(update)
 
     def copy_state(self, mean: dict[str, torch.Tensor], slots: dict[str, torch.Tensor]) -> None:
+        """Copy `state` and `optimizer_state` over what `mean` and `slots` hold; the first call allocates it."""
         self.mean.copy_state(mean, slots)
 
     def close(self) -> None:

@@ -94,14 +94,14 @@ def write_completions(
 ) -> None:
     """Write one row per role and prompt. `examples` are those of `generation.rows`, in order.
 
-    Columns: generation, role (best, median or worst), member, sign, fitness, those of `asked`, text, score,
+    Columns: generation, role (best, median or worst), member, sign, fitness, those of `prompt_columns`, text, score,
     finish_reason, tokens.
     """
-    known = asked(task, tokens, dict(zip(generation.rows, examples, strict=True)))
+    known = prompt_columns(task, tokens, dict(zip(generation.rows, examples, strict=True)))
     parquet.write(path, list(_completion_rows(generation, [known[row] for row in generation.rows])))
 
 
-def asked(task: Task, tokens: Tokens, examples: Mapping[int, Example]) -> dict[int, Row]:
+def prompt_columns(task: Task, tokens: Tokens, examples: Mapping[int, Example]) -> dict[int, Row]:
     """Return prompt, target (None if the task has none) and rendered (None for text prompts) of examples by row."""
     prompts = {row: task.prompt(example) for row, example in examples.items()}
     return {

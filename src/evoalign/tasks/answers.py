@@ -68,6 +68,8 @@ _ROUNDED = re.compile(r"(-?\d*\.(\d+))(?:\\(?:cdot|times)10\^\{?(-?\d{1,3})\}?)?
 """A decimal, perhaps with a power of ten: it is taken as rounded from three significant digits on."""
 MOST_DECIMALS = 60
 """Most decimal places of a fraction that a decimal can write exactly."""
+SIGNIFICANT = 40
+"""Digits of a number that is computed to be rounded; one with fewer is a decimal."""
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORD = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_ZEROS)})s?(?![A-Za-z])\s*", re.IGNORECASE)
 _SCALED = re.compile(
@@ -184,7 +186,11 @@ def _rounds_to(value: Any, gold: str) -> bool:
     if isinstance(value, Fraction):
         if found[3] is None and 10**MOST_DECIMALS % value.denominator == 0:
             return False
-    elif not getattr(value, "is_number", False) or not (value := value.evalf(40)).is_Float:
+    elif (
+        not getattr(value, "is_number", False)
+        or not (value := value.evalf(SIGNIFICANT)).is_Float
+        or (found[3] is None and len(str(value).rstrip("0")) < SIGNIFICANT)  # a decimal, such as 2 * 6.23
+    ):
         return False
     power = Fraction(10) ** int(found[3] or 0)
     return abs(Fraction(str(value)) - Fraction(found[1]) * power) * 2 <= power / 10 ** len(found[2])

@@ -321,6 +321,19 @@ def check_state(bench: Bench) -> None:
     _same_answers(answers, _greedy(bench, MEAN_PLAN), "load does not restore the completions")
 
 
+def check_copies(bench: Bench) -> None:
+    """Require that `copy_state` fills and refills dictionaries with the mean and the optimizer's slots."""
+    kept = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for index in range(2):
+        bench.engine.apply(dataclasses.replace(bench.update(), index=index))
+        bench.engine.copy_state(*kept)
+        whole = dict(bench.engine.state()), dict(bench.engine.optimizer_state())
+        for what, copied, now in zip(("mean", "optimizer's state"), kept, whole, strict=True):
+            assert list(copied) == list(now), f"copy_state copies other tensors of the {what} than it has"
+            for name, tensor in now.items():
+                assert torch.equal(copied[name], tensor), f"copy_state copies another {name} of the {what}"
+
+
 def check_sample(bench: Bench) -> None:
     """Require that `probe_weights` returns the mean at `sampled_places`, or all of it if it is small."""
     bench.engine.apply(bench.update())
@@ -366,6 +379,7 @@ CHECKS: tuple[Check, ...] = (
     check_apply,
     check_zero_coefficients,
     check_state,
+    check_copies,
     check_sample,
     check_canary,
 )

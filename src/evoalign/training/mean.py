@@ -82,7 +82,7 @@ class Mean:
         self.saver.save(run.saved(done, adapter=not self.parts.space.evolves_model), mark, lambda: None)
 
     def settle(self) -> None:
-        self.saver.wait()
+        self.saver.free()
 
     def fingerprint(self) -> str:
         return self.parts.engine.fingerprint()

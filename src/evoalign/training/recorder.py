@@ -92,6 +92,7 @@ class Recorder:
         self._display.spent = stopping.seconds(self.run.rows)
         self._display.__enter__()
         if not self._frozen:  # else each full collection of garbage visits the libraries' objects, which takes 0.2 s
+            gc.collect()  # what is garbage now, such as the model of an earlier run, would stay until the end
             gc.freeze()
         return self
 

@@ -57,8 +57,8 @@ def evaluate(
     A run is evaluated with its own config, or with `config`, except for the seed and the training settings. For a
     model, `config` names the task (its `model` section is replaced by `target`). `overrides` replaces fields of the
     `evaluation` section, such as samples, temperature and seeds. Raises ConfigError for a missing validation split, and
-    if the split may contain rows that the run was trained on, and ResumeError if the chat template renders the run's
-    prompts otherwise than in training.
+    if the split may contain rows that the run was trained on, and ResumeError if the run's prompts are other ones than
+    in training, which is not compared for a `task` that is passed.
     """
 
     def resolve() -> tuple[Config, Path | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from evoalign.cost.budget import free_on_host
+from evoalign.engines.master import KeepsMean
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.setup import Served
@@ -23,10 +24,10 @@ SHARE = 0.5
 class Saver:
     """Saves the means of one run, one after the other.
 
-    `save` copies the mean to host memory, which is kept for the next copy, and returns; a thread writes the copy. A
-    mean that takes more than `SHARE` of the free memory is written at once instead, tensor by tensor. Errors of the
-    thread are raised by the next call. The base model, from which a whole checkpoint takes the tensors that do not
-    evolve, is loaded once.
+    `save` copies the mean to host memory and returns; a thread writes the copy. If the engine keeps the mean in this
+    process, that memory is kept for the next copy, until `free`. A mean that takes more than `SHARE` of the free memory
+    is written at once instead, tensor by tensor. Errors of the thread are raised by the next call. The base model, from
+    which a whole checkpoint takes the tensors that do not evolve, is loaded once.
     """
 
     def __init__(self, served: Served) -> None:
@@ -35,6 +36,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._last: tuple[Path, Mark] | None = None
+        self._keeps = isinstance(served.engine, KeepsMean)
         self._mean, self._slots = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def prepare(self) -> None:
@@ -44,7 +46,7 @@ class Saver:
         """
         if self._whole is not None:
             self._whole.load()
-        if not self._mean and self._fits():
+        if self._keeps and not self._mean and self._fits():
             self._served.engine.copy_state(self._mean, self._slots)
 
     def save(self, folder: Path, mark: Mark, then: Callable[[], None]) -> None:
@@ -57,12 +59,13 @@ class Saver:
             return
         self.prepare()
         engine = self._served.engine
-        if not self._mean:
+        if not self._mean and not self._fits():
             self._write(folder, mark, engine.state, list(engine.optimizer_state()), then)
             return
-        engine.copy_state(self._mean, self._slots)
+        mean, slots = (self._mean, self._slots) if self._keeps else ({}, {})
+        engine.copy_state(mean, slots)
         self._last = folder, mark
-        self._writing = self._pool.submit(self._write, folder, mark, self._mean.items, self._slots.items(), then)
+        self._writing = self._pool.submit(self._write, folder, mark, mean.items, slots.items(), then)
 
     def _fits(self) -> bool:
         layout, free = self._served.layout, free_on_host()
@@ -79,6 +82,12 @@ class Saver:
         writing, self._writing, self._last = self._writing, None, None
         if writing is not None:
             writing.result()
+
+    def free(self) -> None:
+        """Wait, and free the copy and the base model."""
+        self.wait()
+        self._mean, self._slots = {}, {}
+        self._whole = saving.whole_of(self._served)
 
     def close(self) -> None:
         """Wait for the thread, whatever it raises, and end it.

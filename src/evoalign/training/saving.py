@@ -194,10 +194,12 @@ def check_prompts(run: RunDir, task: Task, data: Data, tokens: Tokens, recorded:
     """Raise ResumeError if prompts are rendered otherwise than when a run began. `recorded` None: it is not known."""
     found = None if recorded is None else prompts_hash(task, data, tokens)
     if found != recorded:
+        now = found[:12] if found else "none, as they are text"
         raise ResumeError(
-            f"{run.path} was trained on prompts that the chat template renders otherwise now (prompts_hash "
-            f"{shown(recorded)[1:13]}, and now {shown(found)[1:13]}); use the release of transformers of the run "
-            "(manifest.json), set what the template reads in task.template_kwargs, or begin another run"
+            f"{run.path} was trained on other prompts than its task and chat template make now (prompts_hash "
+            f"{shown(recorded)[1:13]}, and now {now}); put the task's code back, use the release of transformers of "
+            "the run (manifest.json), set what the template reads in task.template_kwargs, or begin another run; a "
+            "checkpoint can be evaluated with --config nevertheless"
         )
 
 

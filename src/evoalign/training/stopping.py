@@ -49,8 +49,9 @@ class Stop:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a process that a reward function forked, as multiprocessing.Pool does
-            signal.signal(number, self._before[number])
-            os.kill(os.getpid(), number)
+            if number == signal.SIGTERM:  # Ctrl-C reaches it too, but the run finishes its generation
+                signal.signal(number, self._before[number])
+                os.kill(os.getpid(), number)
             return
         if self.asked is not None:
             if number == signal.SIGTERM and time.monotonic() - self._since < SAME_SECONDS:

@@ -120,7 +120,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
     except ModelError as error:
-        work += [estimate.by_name(config.model.name, dtype), f"would be refused: {error}"]
+        work += [estimate.memory_by_name(config.model.name, dtype), f"would be refused: {error}"]
         return [*standing, *estimate.step_lines(config, None), *work]
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
@@ -350,7 +350,7 @@ class _EvolutionStrategies:
         every, reward = saving.every(self.config, self.journal.summation), session.reward()
         is_best = False
         if self.config.checkpoint.keep_best and reward is not None:
-            self.mean.settle()
+            self.mean.saver.wait()
             best = saving.best_saved(session.run)
             mark = None if best is None else checkpoint.mark_of(best)
             is_best = mark is None or mark.validation is None or reward > mark.validation
@@ -358,7 +358,7 @@ class _EvolutionStrategies:
             session.save()
 
     def _best_again(self, run: RunDir) -> Callable[[Recorded], None]:
-        """Return what saves the best mean of the rows when its update has been applied again.
+        """Return a function that saves the best mean of the rows once its update has been applied again.
 
         The process may have ended while a thread wrote it.
         """
