@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from evoalign.cost.budget import free_on_host
+from evoalign.errors import EvoalignError, is_out_of_memory
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.setup import Served
@@ -104,5 +105,12 @@ class Saver:
         optimizer: checkpoint.State,
         then: Callable[[], None],
     ) -> None:
-        saving.write(self._served, folder, mark, state, optimizer, self._whole)
+        try:
+            saving.write(self._served, folder, mark, state, optimizer, self._whole)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise EvoalignError(
+                f"no host memory to save {folder}; end other programs that use it, or set checkpoint.every 0"
+            ) from error
         then()
