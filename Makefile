@@ -26,6 +26,7 @@ VLLM_VENV := .venv-vllm/$(VLLM)
 SGLANG_VENV := .venv-sglang
 # Which of the tests; .ci/run asks the older end for those whose outcome a release may change.
 VLLM_TESTS ?= not long
+VLLM_WORKERS ?= 2
 
 .PHONY: demo test test-all test-long test-real test-vllm test-vllm-long test-sglang test-sglang-long lint docs bench clean FORCE
 
@@ -61,7 +62,7 @@ $(HARNESS): $(STAMP)
 
 # What vLLM caches of one release is wrong for another.
 VLLM_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_VENV)/cache \
-  $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm
+  $(VLLM_VENV)/bin/python -m pytest -n $(VLLM_WORKERS) --dist loadfile tests/engine_vllm
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_PYTEST) -m "$(VLLM_TESTS)"

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from baseline import check
 from decoding import saved
 
 PARTS = {
@@ -143,6 +144,11 @@ def main() -> None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         with options.json.open("a") as file:
             file.write(json.dumps(row) + "\n")
+    check({
+        f"outside {options.shape}, share of a generation": row["shares"]["other"],
+        f"outside {options.shape}, seconds that a checkpoint blocks": row["blocks"],
+        f"outside {options.shape}, seconds of the start-up check": row["check"][-1],
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,20 +3,15 @@
 
 import base64
 import gc
+import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from matplotlib.figure import Figure
-
-from evoalign.models import tiny
-from evoalign.preflight import work
 
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
@@ -25,32 +20,70 @@ settings.load_profile("evoalign")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background: Ctrl-C is tested
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
-# every test that is long, and in all processes but the tests' own.
+# Figures of a run are painted in tests that are slow or long and in those of PAINTED; others get an empty picture.
+# Pixels, which take most of the time, are made of figures where tests look at them (PIXELS) and in every test that is
+# long. In processes other than the tests' own all of it is done.
+PAINTED = ("analysis/", "report/", "training/test_api_train", "training/test_result")
 PIXELS = ("report/", "analysis/sweeping/", "analysis/page/", "analysis/compare/")
 BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-whole_figure, pixels = Figure.savefig, True
-imported = 0
+painted, pixels, prepared, imported = True, True, False, 0
 
 
-def save_figure(figure: Figure, file: Any, **options: Any) -> None:
-    """As matplotlib does, or one pixel."""
-    whole_figure(figure, file, **options) if pixels else file.write(BLANK)
+def blank_figures() -> None:
+    """Make `Figure.savefig` write one pixel unless `pixels`, and leave a run's figures empty unless `painted`."""
+    from matplotlib.figure import Figure
+
+    from evoalign.report import figures
+
+    whole_figure, whole_draw, disable_math = Figure.savefig, figures._draw, figures._disable_math
+
+    def save_figure(figure: Figure, file: Any, **options: Any) -> None:
+        whole_figure(figure, file, **options) if pixels else file.write(BLANK)
+
+    def draw(path: str | Path, *given: Any, **named: Any) -> None:
+        whole_draw(path, *given, **named) if painted else figures.save(Figure(), Path(path))
+
+    figures._draw = draw
+    Figure.savefig = save_figure  # type: ignore[method-assign]
+    figures._disable_math = lambda figure: disable_math(figure) if pixels else None
 
 
-Figure.savefig = save_figure  # type: ignore[method-assign]
+def write_through() -> None:
+    """Make `os.fsync` wait for no disk: no test cuts the power. A handle that is none, or closed, still fails."""
+
+    def fsync(handle: Any) -> None:
+        os.fstat(handle if isinstance(handle, int) else handle.fileno())
+
+    os.fsync = fsync
+
+
+def pytest_collectstart() -> None:
+    """Import what takes seconds, in processes that collect tests only: the one that starts xdist's workers does not."""
+    global prepared
+    if not prepared:
+        prepared = True
+        gc.disable()  # tests that are collected stay, and a tenth of the time would be spent on looking through them
+        import interpreted  # noqa: F401  before anything that imports Triton
+
+        blank_figures()
+        write_through()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global pixels, imported
+    global painted, pixels, imported
     if len(sys.modules) != imported:  # TRL collects garbage often, and would look through all that was imported
         gc.freeze()
         imported = len(sys.modules)
     within = item.path.relative_to(Path(__file__).parent).as_posix()
     pixels = within.startswith(PIXELS) or item.get_closest_marker("long") is not None
+    painted = pixels or within.startswith(PAINTED) or item.get_closest_marker("slow") is not None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,6 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a generation that the doctor times two members answer: its pieces are most of what it takes."""
+    from evoalign.preflight import work
+
     monkeypatch.setattr(work, "BUDGET", 0.0)
 
 
@@ -92,7 +127,10 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def random_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 model with random weights and the tiny model's tokenizer: one layer, about 20,000 parameters."""
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from evoalign.models import tiny
 
     folder = tmp_path_factory.mktemp("random_qwen2")
     torch.manual_seed(0)

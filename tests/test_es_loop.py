@@ -60,6 +60,7 @@ def test_example_fits_on_a_few_pages_and_imports_no_loop() -> None:
     assert imports == ["evoalign import noise", "evoalign.models import tiny"]
 
 
+@pytest.mark.slow
 def test_evolve_equals_the_library(example: ModuleType, tmp_path: Path) -> None:
     generations: list[Generation] = []
     evoalign.train(settings(example, tmp_path), on_generation=generations.append)

@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 config="configs/experiments/${1:-}.yaml"
 if [[ ! -f $config ]]; then
   echo "usage: scripts/experiments/run.sh NAME [OPTIONS]; ${1:+no experiment \"$1\"; }NAME is one of" >&2
+  LC_ALL=C # the same order on every machine
   for file in configs/experiments/*.yaml; do echo "  $(basename "$file" .yaml)" >&2; done
   exit 2
 fi

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
 from command_line import Run, caller
 from copied_runs import STEPS, Copy, copy_run, real_run

@@ -252,7 +252,7 @@ def test_mixed_precision_keeps_the_model_at_learning_rate_zero(tune: str, tmp_pa
 MIXED = {"bf16": True, "max_steps": 2}
 
 
-@pytest.mark.first("full")
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_path: Path) -> None:
     """Evaluations before, between and after the steps equal those of `evaluate` and `analyze divergence`.

@@ -128,7 +128,7 @@ def hub_row(split, number):
 
 
 @pytest.mark.parametrize("path", UNTRAINED, ids=lambda p: p.stem)
-@pytest.mark.first("countdown_l", "vllm_countdown", "gsm8k")
+@pytest.mark.first("countdown_lowrank_1.5b", "vllm_countdown", "gsm8k")
 def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, capsys):
     """Without a hub: the model has the shape that the config names and no weights; rows of a hub are made up."""
     config, sets = load(path), ["output_dir=run"]

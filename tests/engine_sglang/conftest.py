@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["*"]
 else:
+    import interpreted  # noqa: F401  before anything that imports Triton
     import pytest
     from served import KEY, config
 

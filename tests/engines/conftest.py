@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models by family, built when first used."""
 
+import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
 from families import build
 

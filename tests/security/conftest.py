@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
 from command_line import Run, caller
 

@@ -61,7 +61,7 @@ class Popen:
             self._process.start()
         Popen.latest = self
         while self.poll() is None and os.getpgid(self.pid) != self.pid:  # who asks for its session finds it
-            time.sleep(0.001)
+            time.sleep(0.01)
 
     @property
     def pid(self) -> int:

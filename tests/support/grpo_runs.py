@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from forked import Popen
 from rich.console import Console
 
 import evoalign
@@ -61,9 +62,9 @@ def _command(tree: Tree, *launcher: str) -> list[str]:
 
 def killed_when(is_there: Callable[[], bool], tree: Tree) -> None:
     """Run in a child process, and kill it once a condition holds."""
-    child = subprocess.Popen(_command(tree), stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    child = Popen(_command(tree), env=ENVIRONMENT)
     while not is_there():
-        assert child.poll() is None or child.returncode == 0
+        assert child.poll() in (None, 0)
         time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     child.wait()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of training without what takes a fifth of their time and is looked at in few of these tests."""
 
+import interpreted  # noqa: F401  before anything that imports Triton
 import pytest
 
 from evoalign.report import figures

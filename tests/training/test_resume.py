@@ -115,6 +115,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copy):
     assert kill_points.traces(copy)["journal"].count(b"\n") == 9
 
 
+def test_a_damaged_evaluation_is_named_before_it_is_made_again(copy):
+    keep_lines(copy, 3)
+    file = copy / "results/completions/before.parquet"
+    file.write_bytes(b"no")
+    told = go_on(copy)
+    assert f"warning: {file} was altered" in told and "budget.json was altered" not in told
+
+
 @pytest.mark.slow
 def test_a_saved_mean_of_another_run_is_passed_over(copy, tmp_path):
     other = kill_points.config("lora", tmp_path / "other") | {"seed": 6}

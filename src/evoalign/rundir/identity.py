@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,13 @@ def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:
 
 def versions(method: Method = "es") -> dict[str, str]:
     """Return the versions of the libraries that a run's numbers depend on."""
-    libraries = {name: importlib.metadata.version(name) for name in (*LIBRARIES, *MORE_LIBRARIES[method])}
+    libraries = {name: _installed(name) for name in (*LIBRARIES, *MORE_LIBRARIES[method])}
     return {"python": platform.python_version(), "evoalign": __version__, **libraries}
+
+
+@cache
+def _installed(library: str) -> str:
+    return importlib.metadata.version(library)
 
 
 def make_manifest(

@@ -77,6 +77,7 @@ class Recorder:
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
         self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
+        self._frozen = gc.get_freeze_count() > 0  # by the caller, whose objects stay so
         stops, words = config.stopping, labels.words
         limit = math.inf if stops is None or stops.max_hours is None else 3600 * stops.max_hours
         self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=words.aim, limit=limit)
@@ -90,11 +91,13 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self._display.spent = stopping.seconds(self.run.rows)
         self._display.__enter__()
-        gc.freeze()  # else each full collection of garbage, every few generations, visits the libraries' objects: 0.2 s
+        if not self._frozen:  # else each full collection of garbage visits the libraries' objects, which takes 0.2 s
+            gc.freeze()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        gc.unfreeze()
+        if not self._frozen:
+            gc.unfreeze()
         self._display.__exit__(kind, *raised)
         if not self.run.rows or not self.run.is_here:
             return

@@ -275,14 +275,14 @@ class Session:
         return before
 
     def _resume(self) -> Evaluation:
-        self.recorder.evaluations = budget.read_evaluation(self.run.budget)
-        if self.algorithm.data.validation:
-            self._validated = self._start_of(BEFORE_VALIDATION, "validation")
-        before = self._start_of("before", "test")
         try:
             checksums.verify(self.run.path)
         except DataError as error:
             self.tell(f"warning: {error}")
+        self.recorder.evaluations = budget.read_evaluation(self.run.budget)
+        if self.algorithm.data.validation:
+            self._validated = self._start_of(BEFORE_VALIDATION, "validation")
+        before = self._start_of("before", "test")
         checksums.forget(self.run.path)
         self.run.sweep()
         missed = self.algorithm.resume(self)

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from command_line import Run, caller
+from forked import Popen
 from judging_server import Answer, Say, Server, by_length, completion, parts, serving, slow
 from tournaments import written
 
@@ -432,11 +432,10 @@ def test_ask_resumes(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_stopped_process_keeps_all_judgments(number: signal.Signals, tmp_path: Path, run: Run) -> None:
+def test_stopped_process_keeps_all_judgments(number: signal.Signals, run: Run) -> None:
     with serving(slow(0.05)) as server:
         words = ["judge", "ask", *TWO, *endpoint(server.url), "--to", "out", "--concurrency", "1"]
-        command, quiet = [sys.executable, "-m", "evoalign.cli", *words], subprocess.DEVNULL
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=quiet, stderr=quiet)
+        process = Popen([sys.executable, "-m", "evoalign.cli", *map(str, words)])
         deadline = time.monotonic() + 120
         while len(server.prompts) < 4 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -272,7 +272,7 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
     """A real run in a process of its own; what was typed and opened stays while the page goes on."""
     config = {
         "output_dir": str(tmp_path / "run"),
-        "es": {"num_generations": 12, "population_size": 6, "sigma": 0.05, "learning_rate": 0.02},
+        "es": {"num_generations": 4, "population_size": 4, "sigma": 0.05, "learning_rate": 0.02},
         "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
         "evaluation": {"max_tokens": 8}, "engine": {"threads": 1},
         "checks": {**UNCHECKED, "placebo": 2},
@@ -284,17 +284,8 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
     serving = None
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file())
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "evoalign.cli",
-            "report",
-            str(tmp_path / "run"),
-            "--serve",
-            "--port",
-            "0",
-        ]
+        words = ["report", str(tmp_path / "run"), "--serve", "--port", "0"]
+        command = [sys.executable, "-u", "-m", "evoalign.cli", *words]
         serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert serving.stdout is not None
         url = serving.stdout.readline().split()[0]
@@ -304,9 +295,9 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         tab.page.get_by_label("Search").fill("what")
         tab.page.locator("#made-0 summary").click()
         (tmp_path / "open").touch()
-        tab.page.get_by_text("generation 12 of 12").wait_for(timeout=120_000)
+        tab.page.get_by_text("generation 4 of 4").wait_for(timeout=120_000)
         tab.page.locator("#placebo").wait_for(timeout=120_000)
-        tab.page.get_by_text("done; generation 12 of 12").wait_for(timeout=120_000)
+        tab.page.get_by_text("done; generation 4 of 4").wait_for(timeout=120_000)
         assert training.wait(timeout=120) == 0
         assert tab.page.get_by_label("Search").input_value() == "what"
         assert tab.page.evaluate("document.getElementById('made-0').open")

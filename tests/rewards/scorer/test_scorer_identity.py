@@ -65,6 +65,7 @@ def manifest(folder):
     return json.loads((folder / "run/manifest.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_other_scoring_models(tmp_path, caplog):
     """An evaluation only says so: the models may have been chosen. `auto` is the dtype that it was."""
     scorer = local(tmp_path)

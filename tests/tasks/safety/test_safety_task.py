@@ -180,6 +180,7 @@ def train(tree, scorer, **arguments):
     return task_runs.train(tree, task=Safety(from_dict(tree).task, scorer), **arguments)
 
 
+@pytest.mark.slow
 def test_a_run_trains_evaluates_and_resumes_after_its_scorer_died(files, tmp_path):
     scorer = RuleScorer()
     result, _ = train(config(tmp_path / "run", files), scorer)
