@@ -239,7 +239,7 @@ def check_chat_template(case: Case) -> Finding:
     detail = heading.form_line(case.config, task, data.all)
     warnings = list[str]()
     case.renders = False
-    lines = tokens_.remarks(typical(task, data))
+    lines = tokens_.remarks(typical(task, data), case.config.sampling.stop)
     case.renders = True
     for line in lines:
         kind, _, text = line.partition(": ")
