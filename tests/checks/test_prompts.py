@@ -136,7 +136,7 @@ ENDS: dict[str, tuple[str | None, dict[str, Any], dict[str, Any], bool]] = {
     "ordinary text": (MARKED.replace("END", "the end"), {}, {}, False),
     "no finished answer": (MARKED.replace("END", "{{ raise_exception('no') }}"), {}, {}, False),
 }
-"""What ends an assistant message: the template (None: <|im_end|>), generation_config.json, more of the config, warned."""
+"""The chat template (None: tiny's), generation_config.json, more of the config, and whether it is warned."""
 
 
 @pytest.mark.parametrize("case", ENDS)

@@ -283,6 +283,20 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path, monkeypatch):
     assert plan.free_memory(config(tmp_path)) == 7 * 2**30
 
 
+@pytest.mark.parametrize(("body", "messages", "fix"), [
+    ("return [float(len(c)) for c in completions]", True, r"completion\[0\]\['content'\].*probe"),
+    ("return [1.0 for c in completions]", False, "^run `evoalign probe`[^:]*$"),
+    ("return [float(len(c[0]['content'])) for c in completions]", True, "^(?!.*probe)"),
+])  # fmt: skip
+def test_a_reward_that_takes_a_list_of_one_message_for_the_text(body, messages, fix, tmp_path, folder, monkeypatch):
+    tree = reward(body)(tmp_path, folder, monkeypatch)
+    prompts = [f"Solve: {i} + 1 =" for i in range(9)]
+    rows = [{"prompt": [{"role": "user", "content": p}] if messages else p} for p in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = of(doctor.findings(config(tmp_path, sampling={"max_tokens": 16, "temperature": 1.0}, **tree)), "generation")
+    assert ("all scored the same" in found.detail) == ("probe" in found.fix) and re.search(fix, found.fix)
+
+
 @pytest.mark.parametrize(("space", "dtype", "helps", "not_here"), [
     ("full", "auto", {"space lora", "model.dtype bfloat16"}, set()),
     ("full", "bfloat16", {"space lora"}, {"bfloat16"}),
@@ -290,7 +304,7 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path, monkeypatch):
     ("lora", "bfloat16", {"a smaller model"}, {"space lora", "bfloat16"}),
     ("lowrank", "auto", {"a smaller model"}, {"space lora", "bfloat16"}),
 ])  # fmt: skip
-def test_train_dry_run_and_doctor_refuse_a_model_that_does_not_fit(space, dtype, helps, not_here, tmp_path, monkeypatch):
+def test_train_and_dry_run_refuse_what_doctor_refuses_for_memory(space, dtype, helps, not_here, tmp_path, monkeypatch):
     made = config(tmp_path, space)
     made = made.model_copy(update={"model": made.model.model_copy(update={"dtype": dtype})})
     finding = last_of(made, plan.check_targets, plan.check_memory)

@@ -99,7 +99,8 @@ def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: t
 def memory_words(need: Memory, free: int | None) -> str:
     """Describe the memory that a run takes and what is free. `free` None: not known."""
     known = "free memory is not known" if free is None else f"{gib(free)} free"
-    return f"{gib(need.kept)} for weights and mean, {need.own.bound} {gib(need.own.cache)} for the cache and logits; {known}"
+    cache = f"{need.own.bound} {gib(need.own.cache)} for the cache and logits"
+    return f"{gib(need.kept)} for weights and mean, {cache}; {known}"
 
 
 def lighter(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> str:
