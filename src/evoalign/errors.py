@@ -95,6 +95,11 @@ class NotFiniteError(EvoalignError):
     """A model's logits are not finite, because of its weights or the noise on them."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or torch, of which the CPU's allocator raises a RuntimeError, could not get memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error))
+
+
 class _Short(reprlib.Repr):
     """Shortens values of any size for messages."""
 

@@ -17,7 +17,7 @@ from evoalign.config import Config, from_dict, load
 from evoalign.cost import estimate
 from evoalign.engines import Engine
 from evoalign.engines.specs import refuse_not_finite, specs_of_config
-from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, shown
+from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, is_out_of_memory, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
@@ -232,7 +232,7 @@ def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
     try:
         facts = engine.start(space, layout, moved_by, config.decays)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise ModelError(
             f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {space.smaller}"

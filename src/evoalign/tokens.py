@@ -114,7 +114,7 @@ class Tokens:
         lack = f"chat templates {', '.join(found)} and none named default" if found else "no chat template"
         raise ModelError(
             f"the prompts are messages, such as {shown(text_of(messages))}, and the tokenizer of {self.name} has "
-            f"{lack}; set task.prompt: raw, or use a model that was trained to chat"
+            f"{lack}; use a model that was trained to chat, or write the prompts as texts and set task.prompt: raw"
         )
 
     def _renderer(self, render: Callable[..., str]) -> Callable[[Messages], str]:

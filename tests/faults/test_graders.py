@@ -706,6 +706,17 @@ def _pooled(completions: list[str], **_: Any) -> list[float]:
         return [float(size) for size in pool.map(len, completions)]
 
 
+def _ended_at_once(completions: list[str], **_: Any) -> list[float]:
+    for _ in range(20):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)  # before the child has run a line
+        os.waitpid(child, 0)
+    return [float(len(c)) for c in completions]
+
+
 def _left_in_a_fork(completions: list[str], **_: Any) -> list[float]:
     child = os.fork()
     if not child:
@@ -749,7 +760,8 @@ def _train_in_place(reward: Callable[..., list[float]], run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "code"), [(_pooled, 0), (_left_in_a_fork, 0), (_returned_in_a_fork, 0), (_interrupted, 130)]
+    ("reward", "code"),
+    [(_pooled, 0), (_ended_at_once, 0), (_left_in_a_fork, 0), (_returned_in_a_fork, 0), (_interrupted, 130)],
 )
 def test_a_reward_that_forks_this_process_neither_hangs_nor_ends_the_run(reward, code, tmp_path):
     process = kill_points.PROCESSES.Process(target=_train_in_place, args=(reward, tmp_path / "run"))

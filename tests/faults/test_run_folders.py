@@ -285,7 +285,8 @@ def test_a_hook_may_change_the_working_directory(tmp_path, monkeypatch):
 
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
-HELP = "allocate 1 GiB; lower engine.memory_gib or engine.max_rows"
+LOWER = "lower engine.memory_gib or engine.max_rows"
+HELP = f"allocate 1 GiB; {LOWER}"
 
 
 @pytest.mark.first("memory")
@@ -294,6 +295,8 @@ HELP = "allocate 1 GiB; lower engine.memory_gib or engine.max_rows"
     [
         (TimeoutError(), ""), (OSError(28, "No space left on device"), ""), (EvoalignError("a judge is out"), ""),
         pytest.param(FULL, f"{HELP}; ", id="memory"),
+        pytest.param(MemoryError(), f"MemoryError; {LOWER}; ", id="MemoryError"),
+        pytest.param(RuntimeError("can't allocate memory: error code 12"), f"12; {LOWER}; ", id="torch's on a CPU"),
     ],
 )  # fmt: skip
 def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path, error, message):

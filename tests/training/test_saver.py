@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from evoalign import setup
 from evoalign.config import from_dict
-from evoalign.errors import CheckpointError
+from evoalign.errors import CheckpointError, EvoalignError
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.training import saver as module
@@ -112,6 +112,26 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(served, tmp_path, mon
     saver.save(tmp_path / "b", MARKS[2], lambda: None)
     with pytest.raises(OSError, match="No space left"):
         saver.save(tmp_path / "c", MARKS[1], lambda: None)
+    saver.close()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "value"),
+    [
+        (MemoryError(), EvoalignError, r"checkpoint\.every 0"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), EvoalignError, r"checkpoint\.every 0"),
+        (RuntimeError("a mistake"), RuntimeError, "a mistake"),
+    ],
+)
+def test_running_out_of_memory_in_the_thread_names_the_setting(raised, expected, value, served, tmp_path, monkeypatch):
+    def write(*given):
+        raise raised
+
+    monkeypatch.setattr(saving, "write", write)
+    saver = Saver(served)
+    saver.save(tmp_path / "a", MARKS[1], lambda: None)
+    with pytest.raises(expected, match=value):
+        saver.wait()
     saver.close()
 
 

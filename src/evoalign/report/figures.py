@@ -138,7 +138,7 @@ class Words:
     mean: str = "mean of the members"
     best: str = "best member"
     still: str = "members alike, no update"
-    tested: str = "test split, unperturbed model"
+    tested: str = "test split, trained model"
     aim: str = "reward"
 
 
@@ -298,7 +298,7 @@ def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
 
     x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
     axes.plot(x, y, color=TEST, linewidth=0.9, alpha=0.5)
-    label = "test split, unperturbed model; the numbers are generations done"
+    label = "test split, trained model; the numbers are generations done"
     axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white", label=label)
     wide, high = 0.04 * (max(x) - min(x)), 0.08 * (max(y) - min(y))
     style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": INK, "fontsize": 9}

@@ -12,6 +12,7 @@ import torch
 
 from evoalign.cost.budget import free_on_host
 from evoalign.engines.master import KeepsMean
+from evoalign.errors import EvoalignError, is_out_of_memory
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.setup import Served
@@ -113,5 +114,12 @@ class Saver:
         optimizer: checkpoint.State,
         then: Callable[[], None],
     ) -> None:
-        saving.write(self._served, folder, mark, state, optimizer, self._whole)
+        try:
+            saving.write(self._served, folder, mark, state, optimizer, self._whole)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise EvoalignError(
+                f"no host memory to save {folder}; end other programs that use it, or set checkpoint.every 0"
+            ) from error
         then()

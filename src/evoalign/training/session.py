@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from rich.console import Console
 
 from evoalign.checks import divergence
@@ -32,6 +31,7 @@ from evoalign.errors import (
     RunGoneError,
     ScorerAwayError,
     StoppedError,
+    is_out_of_memory,
 )
 from evoalign.evaluation import Evaluation, with_points, with_resampled
 from evoalign.placebos import file as placebo_file
@@ -392,7 +392,7 @@ class Session:
         except BaseException as error:
             if isinstance(error, OSError):  # a missing file, if the folder was removed during a write
                 self.run.check()
-            smaller = f"; {self.labels.smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
+            smaller = f"; {self.labels.smaller}" if is_out_of_memory(error) else ""
             if not self.done:
                 self.run.undo()
                 if isinstance(error, ScorerAwayError):
@@ -402,7 +402,7 @@ class Session:
                     raise EvoalignError(first_line(error) + smaller) from error
             elif isinstance(error, EvoalignError) and not isinstance(error, ResumeError):  # that names its own mend
                 error.add_note(self._kept())
-            elif isinstance(error, OSError | torch.OutOfMemoryError):
+            elif smaller or isinstance(error, OSError):
                 raise EvoalignError(f"{first_line(error)}{smaller}; {self._kept()}") from error
             raise
 

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -28,31 +28,66 @@ SAME_SECONDS = 0.02
 """A second SIGTERM within this time is ignored: `timeout` sends it to the process and to its group."""
 
 
+_before: list[tuple[int, Any]] = []
+"""Signals that `_handled` handles, each with its handler from before."""
+_mask = threading.local()
+
+
+def _hold() -> None:
+    # Python drops a signal that reaches a new process before its own set-up after the fork.
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {number for number, _ in _before})
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _release_child() -> None:
+    while _before:
+        number, before = _before.pop()
+        # Ctrl-C at a terminal reaches this process too, and the run finishes its generation.
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else before)
+    _release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_child)
+
+
+@contextmanager
+def _handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Handle signals in the main thread. A process that a reward forks, as multiprocessing.Pool does, has the handler
+    of SIGTERM from before, which ends it, also at once, and ignores SIGINT."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own = [(number, signal.signal(number, handler)) for number in numbers]
+    _before.extend(own)
+    try:
+        yield
+    finally:
+        for number, before in own:
+            signal.signal(number, before)
+        del _before[-len(own) :]
+
+
 class Stop:
     """Context manager in which a signal sets `asked` to its number. A second signal raises KeyboardInterrupt, or
     SystemExit for SIGTERM. Signals arrive in the main thread only."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        self._since, self._pid = 0.0, os.getpid()
-        self._before: dict[int, Any] = {}
+        self._since = 0.0
+        self._handling = _handled((signal.SIGINT, signal.SIGTERM), self._hear)
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._hear)
+        self._handling.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.__exit__(None, None, None)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process that a reward function forked, as multiprocessing.Pool does
-            if number == signal.SIGTERM:  # Ctrl-C reaches it too, but the run finishes its generation
-                signal.signal(number, self._before[number])
-                os.kill(os.getpid(), number)
-            return
         if self.asked is not None:
             if number == signal.SIGTERM and time.monotonic() - self._since < SAME_SECONDS:
                 return
@@ -74,14 +109,8 @@ def interruptible() -> Generator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with _handled((signal.SIGTERM,), interrupt):
         yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def waited(rewards: Sequence[float], min_delta: float) -> int:

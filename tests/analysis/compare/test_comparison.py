@@ -533,7 +533,7 @@ def test_verdict_has_n_and_p(copy: Copy, tmp_path: Path) -> None:
         report.summary(compare([p for p in (tmp_path / "runs").iterdir() if int(p.name[-1]) < n], "completions"))[0]
         for n in (1, 5, 6)
     )
-    assert "not significant" in one and "no test" in one and "n = 1 and 1 runs" in one
+    assert "not tested: " in one and "significant" not in one and "n = 1 and 1 runs" in one
     assert "not significant: ES against GRPO" in five
     p, least = (
         "n = 5 shared seeds, exact paired permutation p = 0.0625",

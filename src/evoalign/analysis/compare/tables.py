@@ -129,7 +129,7 @@ def _placebos(runs: Sequence[Run], name: str) -> list[Split | Whole | None]:
 def _drift(runs: Sequence[Run], name: str) -> str:
     known = [found for found in _placebos(runs, name) if found is not None]
     share = drift_together([(found.mean - found.before, found.real - found.before) for found in known])
-    if share is None:
+    if share is None or not 0 <= round(share, 2) <= 1:
         return "-"
     return f"{share:.0%}" if len(known) == len(runs) else f"{share:.0%} (of {len(known)})"
 
@@ -193,10 +193,11 @@ def verdict(pair: Pair, measure: str, tests: int = 1, level: float = LEVEL) -> s
         intervals.append(f"over {over.items} questions too: {over.low:.4g} to {over.high:.4g}")
     within = f" ({'; '.join(intervals)})" if intervals else ""
     gap = f"{pair.difference:+.4g} in {measure}{within}, n = {_runs(pair)}"
-    undecided = f"not significant: {pair.a} against {pair.b}, {gap}"
+    both = f"{pair.a} against {pair.b}, {gap}"
+    undecided = f"not significant: {both}"
     if pair.p is None or pair.p_adjusted is None:
         why = "needs two seeds or more of each" if min(pair.n_a, pair.n_b) < 2 else "the seeds do not vary"
-        return f"{undecided}, no test: {why}."
+        return f"not tested: {both}: {why}."
     adjusted = f" ({pair.p_adjusted:.3g} with Holm's correction over {tests} pairs)" if tests > 1 else ""
     p = f"{pair.test} p = {pair.p:.3g}{adjusted}"
     if pair.p_adjusted < level:
