@@ -134,7 +134,7 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
 
 def _refuse_memory(config: Config) -> None:
     """Raise ModelError if weights and mean exceed the free memory, before they are loaded."""
-    if estimate.on_gpu(config) or config.engine.name != "transformers":
+    if estimate.on_gpu(config) or not config.engine.serves_here:
         return
     refused, dtype = None, estimate.served_dtype(config)
     with suppress(Exception):  # of the model's files or of a custom space: reported where the weights are loaded

@@ -118,7 +118,7 @@ def refusal(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: 
     Memory of a GPU is not checked, as torch reports its end.
     """
     need, free = memory(config, specs, layout, dtype), free_on_host()
-    if on_gpu(config) or config.engine.name != "transformers" or free is None or need.kept <= free:
+    if on_gpu(config) or not config.engine.serves_here or free is None or need.kept <= free:
         return None
     return f"memory: {memory_words(need, free)}; {lighter(config, specs, layout, dtype)}"
 

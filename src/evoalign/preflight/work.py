@@ -22,7 +22,7 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight.plan import Case, Finding, IdleError, need
 from evoalign.rewards.objective import score
 from evoalign.rollouts import batch, collect, group_of, rewards_of, rows_of, with_mean
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Task, takes_any_form
 from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling, population
 
 PROBE_FIX = "run `evoalign probe` to find a width at which scores differ"
@@ -245,7 +245,7 @@ def short(rollouts: Sequence[Rollout], most: int, setting: str) -> str | None:
 def same_scores_fix(task: Task, example: Example, rollouts: Sequence[Rollout]) -> str:
     """Return what to do if completions all score the same: a reward may take a list of one message for the text."""
     differ = len({rollout.text for rollout in rollouts}) > 1
-    if task.config.name != "custom" or not isinstance(example.get("prompt"), list) or not differ:
+    if not takes_any_form(task.config) or not isinstance(example.get("prompt"), list) or not differ:
         return PROBE_FIX
     return (
         "the prompts are messages, so each completion is a list of one message: check that the reward reads its text, "
