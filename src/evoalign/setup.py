@@ -14,8 +14,9 @@ import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
+from evoalign.cost import estimate
 from evoalign.engines import Engine
-from evoalign.engines.specs import refuse_not_finite
+from evoalign.engines.specs import refuse_not_finite, specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, is_out_of_memory, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
@@ -122,12 +123,25 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
     chosen, data = task_and_data(config, task, reward)
     try:
         objective = chosen.objective()
+        _refuse_memory(config)
         served = serve(config)
     except BaseException:
         chosen.close()
         raise
     kept = {f.name: getattr(served, f.name) for f in fields(served)}
     return Parts(**kept, task=chosen, data=data, objective=objective)
+
+
+def _refuse_memory(config: Config) -> None:
+    """Raise ModelError if weights and mean exceed the free memory, before they are loaded."""
+    if estimate.on_gpu(config) or not config.engine.serves_here:
+        return
+    refused, dtype = None, estimate.served_dtype(config)
+    with suppress(Exception):  # of the model's files or of a custom space: reported where the weights are loaded
+        specs = specs_of_config(config)
+        refused = estimate.refusal(config, specs, layout_of(spaces.create(config), specs, dtype), dtype)
+    if refused is not None:
+        raise ModelError(refused)
 
 
 def serve(config: Config) -> Served:

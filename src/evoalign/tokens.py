@@ -21,6 +21,8 @@ from evoalign.types import Messages, Prompt, text_of
 
 TAIL_TOKENS = 4
 """Most tokens of one character: the bytes of UTF-8."""
+ANSWER = "This is the answer."
+"""Text of an assistant message, after which a chat template's end of turn is looked for."""
 UNREADABLE = "\ufffd"
 """The replacement character, for a character with missing bytes."""
 
@@ -50,8 +52,8 @@ class Tokens:
                 if tokenizer.chat_template
                 else f"task.template_kwargs.{unread[0]}: the tokenizer of {name} has no chat template; remove it"
             )
-        how = partial(templates.render, template_kwargs=self._kwargs)
-        self._render = templates.Renderer(tokenizer, how) if guarded else partial(how, tokenizer)
+        self._guarded = guarded
+        self._render = self._renderer(templates.render)
         self.stop_ids = tuple(sorted(i for i in set(stop_ids) if rows is None or i < rows))
         pad = tokenizer.pad_token_id
         if pad is None or (rows is not None and pad >= rows):
@@ -115,10 +117,16 @@ class Tokens:
             f"{lack}; use a model that was trained to chat, or write the prompts as texts and set task.prompt: raw"
         )
 
-    def remarks(self, prompts: Iterable[Prompt]) -> list[str]:
+    def _renderer(self, render: Callable[..., str]) -> Callable[[Messages], str]:
+        """Return a function of `templates` for this tokenizer, in a separate process if the template is untrusted."""
+        how = partial(render, template_kwargs=self._kwargs)
+        return templates.Renderer(self.tokenizer, how) if self._guarded else partial(how, self.tokenizer)
+
+    def remarks(self, prompts: Iterable[Prompt], stop: Sequence[str] = ()) -> list[str]:
         """Return notes and warnings on what the chat template makes of prompts. Raises ModelError.
 
-        Warnings are for a message that is left out, and for text before the given beginning of a completion.
+        Warnings are for a message that is left out, for text before the given beginning of a completion, and for an
+        end of turn at which no completion ends, by a stop token or a text of `stop`.
         """
         chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
         rendered = [self.render(chat) for chat in chats]
@@ -136,6 +144,12 @@ class Tokens:
                 f"warning: the chat template puts {shown(between)} between the assistant's turn and the beginning of "
                 "its completion, so that the model continues another text than the task's; set task.prompt: chat, "
                 "task.template_kwargs, or use another model"
+            )
+        if chats and self.stop_ids and (end := self._end_of_turn(stop)) is not None:
+            lines.append(
+                f"warning: the chat template ends an assistant message with {end} "
+                f"{str(self.tokenizer.convert_ids_to_tokens(end))!r}, which is not a stop token, so completions run to "
+                f"max_tokens; add {end} to eos_token_id in the model's generation_config.json"
             )
         if any(given is not chat for chat, (_, given) in zip(chats, rendered, strict=True)):
             lines.append("note: the chat template refuses a system message, so its text begins the first user message")
@@ -157,6 +171,22 @@ class Tokens:
         turn, opened = (self.render(c)[0] for c in (chat[:-1], chat))
         inside = opened.removeprefix(turn)
         return inside.removesuffix(chat[-1]["content"]) if inside != chat[-1]["content"] else ""
+
+    def _end_of_turn(self, stop: Sequence[str]) -> int | None:
+        """Return the token by which the template ends an assistant message, unless a completion ends there.
+
+        It is the first added token after the message's text, such as <|im_end|>; None if there is none.
+        """
+        chat = [{"role": "user", "content": "Question?"}, {"role": "assistant", "content": ANSWER}]
+        try:
+            _, found, rest = self._renderer(templates.render_whole)(chat).rpartition(ANSWER)
+        except Exception:  # the template refuses it; its refusal of a prompt is reported there
+            return None
+        ids = self.tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
+        added = self.tokenizer.added_tokens_decoder
+        end = next((int(i) for i in ids if i in added and added[i].content.strip()), None)
+        text = self.decode(ids)
+        return None if end in self.stop_ids or any(part in text for part in stop) else end
 
     def _prints_date(self, chat: Messages) -> bool:
         """Return whether the rendering depends on the clock."""

@@ -118,3 +118,37 @@ def test_train_and_dry_run_warn_of_a_model_without_stop_token(model, tmp_path, c
     assert any("no stop token" in line for line in evoalign.dry_run(made))
     evoalign.train(made)
     assert "no stop token" in " ".join(capsys.readouterr().out.split())
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{% if m['role'] != 'assistant' %}"
+    "{{ '<|im_end|>\\n' }}{% else %}END{% endif %}{% endfor %}"
+)
+"""A chat template whose assistant messages end with the text END."""
+ENDS: dict[str, tuple[str | None, dict[str, Any], dict[str, Any], bool]] = {
+    "another stop token": (None, {}, {}, True),
+    "a stop text that the engine removes": (None, {}, {"sampling": {"max_tokens": 4, "stop": ["<|im_end|>"]}}, True),
+    "a stop text after it": (None, {}, {"sampling": {"max_tokens": 4, "stop": ["\n"]}}, False),
+    "raw prompts": (None, {}, {"task": {"prompt": "raw"}}, False),
+    "a stop token": (None, {"eos_token_id": [0, 2]}, {}, False),
+    "nothing": (MARKED.replace("END", ""), {}, {}, False),
+    "white space": (MARKED.replace("END", "{{ '\\n\\n' }}"), {}, {}, False),
+    "ordinary text": (MARKED.replace("END", "the end"), {}, {}, False),
+    "no finished answer": (MARKED.replace("END", "{{ raise_exception('no') }}"), {}, {}, False),
+}
+"""The chat template (None: tiny's), generation_config.json, more of the config, and whether it is warned."""
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_dry_run_and_doctor_warn_of_an_end_of_turn_that_is_no_stop_token(case, model, tmp_path):
+    template, generation, more, warned = ENDS[case]
+    edited(model, "config.json", eos_token_id=0)
+    edited(model, "generation_config.json", **{"eos_token_id": 0, **generation})
+    edited(model, "tokenizer_config.json", eos_token="<|endoftext|>")
+    if template is not None:
+        edited(model, "tokenizer_config.json", chat_template=template)
+    made = config(model, tmp_path, ["Say one."], **{"task": {"prompt": "chat"}, **more})
+    lines = [line for line in evoalign.dry_run(made) if "<|im_end|>" in line and "eos_token_id" in line]
+    (finding,) = [f for f in evoalign.doctor(made) if f.name == "chat template"]
+    assert (len(lines), finding.status) == ((1, "warning") if warned else (0, "ok"))
+    assert ("eos_token_id" in finding.fix) == warned

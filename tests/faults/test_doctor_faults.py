@@ -18,9 +18,11 @@ from doctor_runs import DATA, config, of, statuses
 from families import ByLibrary
 from kill_points import VALIDATION
 
+import evoalign
 from evoalign import engines
 from evoalign.config import Config
-from evoalign.cost import budget
+from evoalign.cost import budget, estimate
+from evoalign.errors import ModelError
 from evoalign.models import tiny
 from evoalign.preflight import doctor, plan
 from evoalign.preflight.plan import Case, Finding
@@ -279,6 +281,44 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path, monkeypatch):
     split = {"name": "vllm", "tensor_parallel_size": 2}
     assert plan.free_memory(config(tmp_path, engine=split)) == 14 * 2**30
     assert plan.free_memory(config(tmp_path)) == 7 * 2**30
+
+
+@pytest.mark.parametrize(("body", "messages", "fix"), [
+    ("return [float(len(c)) for c in completions]", True, r"completion\[0\]\['content'\].*probe"),
+    ("return [1.0 for c in completions]", False, "^run `evoalign probe`[^:]*$"),
+    ("return [float(len(c[0]['content'])) for c in completions]", True, "^(?!.*probe)"),
+])  # fmt: skip
+def test_a_reward_that_takes_a_list_of_one_message_for_the_text(body, messages, fix, tmp_path, folder, monkeypatch):
+    tree = reward(body)(tmp_path, folder, monkeypatch)
+    prompts = [f"Solve: {i} + 1 =" for i in range(9)]
+    rows = [{"prompt": [{"role": "user", "content": p}] if messages else p} for p in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = of(doctor.findings(config(tmp_path, sampling={"max_tokens": 16, "temperature": 1.0}, **tree)), "generation")
+    assert ("all scored the same" in found.detail) == ("probe" in found.fix) and re.search(fix, found.fix)
+
+
+@pytest.mark.parametrize(("space", "dtype", "helps", "not_here"), [
+    ("full", "auto", {"space lora", "model.dtype bfloat16"}, set()),
+    ("full", "bfloat16", {"space lora"}, {"bfloat16"}),
+    ("lora", "auto", {"model.dtype bfloat16"}, {"space lora"}),
+    ("lora", "bfloat16", {"a smaller model"}, {"space lora", "bfloat16"}),
+    ("lowrank", "auto", {"a smaller model"}, {"space lora", "bfloat16"}),
+])  # fmt: skip
+def test_train_and_dry_run_refuse_what_doctor_refuses_for_memory(space, dtype, helps, not_here, tmp_path, monkeypatch):
+    made = config(tmp_path, space)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"dtype": dtype})})
+    finding = last_of(made, plan.check_targets, plan.check_memory)
+    assert finding.status != "failed" and not any("memory: " in line for line in evoalign.dry_run(made))
+    monkeypatch.setattr(budget, "free_on_host", lambda: 1000)
+    monkeypatch.setattr(estimate, "free_on_host", lambda: 1000)
+    monkeypatch.setattr(engines, "create", raising(AssertionError("the weights were loaded")))
+    finding = last_of(made, plan.check_targets, plan.check_memory)
+    line = f"memory: {finding.detail}; {finding.fix}"
+    with pytest.raises(ModelError, match=f"^{re.escape(line)}$"):
+        evoalign.train(made)
+    assert f"would be refused: {line}" in evoalign.dry_run(made)
+    assert finding.status == "failed" and all(word in finding.fix for word in helps)
+    assert not any(word in finding.fix for word in not_here)
 
 
 def test_free_memory_of_this_machine():

@@ -13,7 +13,7 @@ import torch
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.config.engines import MemoryUse
-from evoalign.cost.budget import resident
+from evoalign.cost.budget import free_on_host, resident
 from evoalign.cost.flops import es_flops, noise_numbers
 from evoalign.engines.specs import on_gpu
 from evoalign.optimizer import reach
@@ -94,6 +94,33 @@ def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: t
     master, start = spaces.create(config).mean_bytes(layout, dtype), 4 * layout.parameters if config.decays else 0
     own = config.engine.held(config, specs, layout, dtype, master + start)
     return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, own)
+
+
+def memory_words(need: Memory, free: int | None) -> str:
+    """Describe the memory that a run takes and what is free. `free` None: not known."""
+    known = "free memory is not known" if free is None else f"{gib(free)} free"
+    cache = f"{need.own.bound} {gib(need.own.cache)} for the cache and logits"
+    return f"{gib(need.kept)} for weights and mean, {cache}; {known}"
+
+
+def lighter(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> str:
+    """Return the settings that reduce the memory of weights and mean."""
+    need, half = (memory(config, specs, layout, served) for served in (dtype, torch.bfloat16))
+    smaller = ["space lora"] if spaces.create(config).evolves_model and need.master + need.start else []
+    smaller += ["model.dtype bfloat16"] if half.kept < need.kept else []
+    chosen = " or ".join(filter(None, (", ".join(smaller), "a smaller model")))
+    return ", ".join(filter(None, (config.engine.lighter, f"choose {chosen}")))
+
+
+def refusal(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> str | None:
+    """Return why a model is not loaded into this process: the kernel would kill it without a message. None: it fits.
+
+    Memory of a GPU is not checked, as torch reports its end.
+    """
+    need, free = memory(config, specs, layout, dtype), free_on_host()
+    if on_gpu(config) or not config.engine.serves_here or free is None or need.kept <= free:
+        return None
+    return f"memory: {memory_words(need, free)}; {lighter(config, specs, layout, dtype)}"
 
 
 def memory_lines(

@@ -96,9 +96,10 @@ def dropped(messages: Messages, text: str) -> Messages:
     return [message for message, part in zip(messages, shown, strict=True) if " ".join(part.split()) not in flat]
 
 
-def render_whole(tokenizer: Any, messages: Messages) -> str:
+def render_whole(tokenizer: Any, messages: Messages, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return a finished conversation as text."""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    given = {key: value for key, value in template_kwargs.items() if key != CLOCK}
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
 
 
 class Renderer:

@@ -239,7 +239,7 @@ def check_chat_template(case: Case) -> Finding:
     detail = heading.form_line(case.config, task, data.all)
     warnings = list[str]()
     case.renders = False
-    lines = tokens_.remarks(typical(task, data))
+    lines = tokens_.remarks(typical(task, data), case.config.sampling.stop)
     case.renders = True
     for line in lines:
         kind, _, text = line.partition(": ")
@@ -290,16 +290,17 @@ def check_memory(case: Case) -> Finding:
     own = None
     if case.method == "grpo":
         wanted = planning.memory(config, specs)
-        detail, fix = planning.memory_words(config, wanted), "set grpo.tune lora, or choose a smaller model"
+        known = "free memory is not known" if free is None else f"{gib(free)} free"
+        detail = f"{planning.memory_words(config, wanted)}; {known}"
+        fix = "set grpo.tune lora, or choose a smaller model"
     else:
-        wanted = estimate.memory(config, specs, need(case.planned, "targets"), estimate.served_dtype(config))
+        layout, dtype = need(case.planned, "targets"), estimate.served_dtype(config)
+        wanted = estimate.memory(config, specs, layout, dtype)
         own = wanted.own
-        detail = f"{gib(wanted.kept)} for weights and mean, {own.bound} {gib(own.cache)} for the cache and logits"
-        fix = "choose space lora, model.dtype bfloat16 or a smaller model"
-        fix = ", ".join(filter(None, (config.engine.lighter, fix)))
+        detail, fix = estimate.memory_words(wanted, free), estimate.lighter(config, specs, layout, dtype)
     if free is None:
-        return Finding("memory", "ok", f"{detail}; free memory is not known")
-    detail, spare = f"{detail}; {gib(free)} free", free - wanted.kept
+        return Finding("memory", "ok", detail)
+    spare = free - wanted.kept
     if spare < 0:
         case.fits = False  # loading may get the whole process killed
         return Finding("memory", "failed", detail, fix)

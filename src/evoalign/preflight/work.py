@@ -22,9 +22,10 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight.plan import Case, Finding, IdleError, need
 from evoalign.rewards.objective import score
 from evoalign.rollouts import batch, collect, group_of, rewards_of, rows_of, with_mean
-from evoalign.tasks import Data
+from evoalign.tasks import Data, Task, takes_any_form
 from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling, population
 
+PROBE_FIX = "run `evoalign probe` to find a width at which scores differ"
 PROMPT = "Solve: 3 + 5 ="
 """Prompt of the canary if there is no task."""
 TRIED_PROMPTS, SAMPLED_PROMPTS = 2, 4
@@ -158,10 +159,11 @@ def check_generation(case: Case) -> Finding:
         f"{seconds_text(config.es.num_generations * (found.usual + rest))} in total, plus evaluations"
     )
     most, setting = config.sampling.max_tokens, "sampling.max_tokens"
+    fix = same_scores_fix(task, data.train[0], rollouts)
     if short(rollouts, most, setting) is None:
-        return generation_finding(detail, rollouts, scores_MP, None)
+        return generation_finding(detail, rollouts, scores_MP, None, fix)
     own = ask_mean((MEAN,), requests(data.train[:SAMPLED_PROMPTS]))  # wide noise also makes completions long
-    return generation_finding(detail, rollouts, scores_MP, short(own, most, setting))
+    return generation_finding(detail, rollouts, scores_MP, short(own, most, setting), fix)
 
 
 def _grpo_generation(case: Case) -> Finding:
@@ -209,7 +211,8 @@ def _grpo_generation(case: Case) -> Finding:
         "plus evaluations"
     )
     setting = "grpo.max_completion_length" if grpo.max_completion_length else "sampling.max_tokens"
-    return generation_finding(detail, rollouts, rewards, short(rollouts, sampling.max_tokens, setting))
+    fix = same_scores_fix(task, data.train[0], rollouts)
+    return generation_finding(detail, rollouts, rewards, short(rollouts, sampling.max_tokens, setting), fix)
 
 
 def _moving(case: Case, plan: Plan) -> float:
@@ -239,17 +242,29 @@ def short(rollouts: Sequence[Rollout], most: int, setting: str) -> str | None:
     return cut_off(share, most, "the unperturbed model's completions", setting)
 
 
-def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike, cut: str | None) -> Finding:
+def same_scores_fix(task: Task, example: Example, rollouts: Sequence[Rollout]) -> str:
+    """Return what to do if completions all score the same: a reward may take a list of one message for the text."""
+    differ = len({rollout.text for rollout in rollouts}) > 1
+    if not takes_any_form(task.config) or not isinstance(example.get("prompt"), list) or not differ:
+        return PROBE_FIX
+    return (
+        "the prompts are messages, so each completion is a list of one message: check that the reward reads its text, "
+        f"completion[0]['content']; if it does, {PROBE_FIX}"
+    )
+
+
+def generation_finding(
+    detail: str, rollouts: Sequence[Rollout], scores: ArrayLike, cut: str | None, same: str = PROBE_FIX
+) -> Finding:
     """Return the finding of a generation, with the warning `cut` if completions are cut off.
 
-    It is a warning too if all texts are empty or all scores are equal.
+    It is a warning too if all texts are empty or all scores are equal; `same` then says what to do.
     """
     problems = list[tuple[str, str]]()
     if all(not r.text.strip() for r in rollouts):
         problems.append(("all texts are empty", "check that task.prompt fits the model"))
     elif np.ptp(scores) == 0:
-        fix = "run `evoalign probe` to find a width at which scores differ"
-        problems.append(("all scored the same, so nothing can be learned", fix))
+        problems.append(("all scored the same, so nothing can be learned", same))
     if cut is not None:
         problem, _, fix = cut.rpartition("; ")
         problems.append((problem, fix))

@@ -113,7 +113,8 @@ def split_lines(config: Config, task: Task, data: Data, known: Tokens | None = N
     `known` is the tokenizer; None: it is loaded, and what it would say is left out where that fails.
     """
     lines = [form_line(config, task, data.train), *task.notes]
-    lines += known.remarks(typical(task, data)) if known is not None else _remarks(config, task, data)
+    stop = config.sampling.stop
+    lines += known.remarks(typical(task, data), stop) if known is not None else _remarks(config, task, data)
     lines += shared_lines(task, data)
     every, count = config.evaluation.every, len(data.validation)
     if not count:
@@ -142,7 +143,8 @@ def measuring_line(config: Config, data: Data) -> str:
 def _remarks(config: Config, task: Task, data: Data) -> list[str]:
     """Return what the chat template makes of the prompts; nothing where `token_lines` says why it cannot be known."""
     try:
-        return tokens.load(config.model, config.task.template_kwargs).remarks(typical(task, data))
+        found = tokens.load(config.model, config.task.template_kwargs)
+        return found.remarks(typical(task, data), config.sampling.stop)
     except EvoalignError:
         return []
 
