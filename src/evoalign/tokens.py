@@ -148,8 +148,8 @@ class Tokens:
         if chats and self.stop_ids and (end := self._end_of_turn(stop)) is not None:
             lines.append(
                 f"warning: the chat template ends an assistant message with {end} "
-                f"{str(self.tokenizer.convert_ids_to_tokens(end))!r}, which is not a stop token, so completions may run to "
-                f"max_tokens; add {end} to eos_token_id in the model's generation_config.json"
+                f"{str(self.tokenizer.convert_ids_to_tokens(end))!r}, which is not a stop token, so completions may "
+                f"run to max_tokens; add {end} to eos_token_id in the model's generation_config.json"
             )
         if any(given is not chat for chat, (_, given) in zip(chats, rendered, strict=True)):
             lines.append("note: the chat template refuses a system message, so its text begins the first user message")
