@@ -316,7 +316,7 @@ def test_train_and_dry_run_refuse_what_doctor_refuses_for_memory(space, dtype, h
     line = f"memory: {finding.detail}; {finding.fix}"
     with pytest.raises(ModelError, match=f"^{re.escape(line)}$"):
         evoalign.train(made)
-    assert f"would be refused: {line}" in evoalign.dry_run(made)
+    assert f"warning: this machine is too small: {line}" in evoalign.dry_run(made)
     assert finding.status == "failed" and all(word in finding.fix for word in helps)
     assert not any(word in finding.fix for word in not_here)
 

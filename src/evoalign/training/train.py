@@ -124,7 +124,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         return [*standing, *estimate.step_lines(config, None), *work]
     layout = layout_of(spaces.create(config), specs, dtype)
     if refused := estimate.refusal(config, specs, layout, dtype):
-        standing.append(f"would be refused: {refused}")
+        standing.append(f"warning: this machine is too small: {refused}")  # the run may be for another one
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
     step = [*estimate.step_lines(config, known), *rounding.rounding_lines(config, layout, dtype, weights)]
