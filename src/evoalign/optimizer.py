@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from evoalign import shaping
 from evoalign.config import EsConfig, OptimizerConfig
 
 
@@ -80,15 +81,22 @@ class Adam(_Stateful):
         return (mean * (1 / (1 - beta1**count))).div_(root)
 
 
-def reach(es: EsConfig) -> float:
-    """Return how far an optimizer moves the mean compared with plain SGD at the same eta.
+def reach(es: EsConfig, scale: float | None = None) -> float | None:
+    """Return how far training moves the mean compared with SGD, z-scores and members without pairs, at the same eta.
 
-    With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm is about
-    that of one member's noise over sqrt(population_size). Adam normalises it, so its steps have the norm of the noise.
+    `scale` is the root mean square of the coefficients; by default that of the shaping, and None is returned if it
+    depends on the scores. Pairs share their noise, so that at equal eta and population the variance of a step is twice
+    as large. With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm
+    is about that of one member's noise over sqrt(population_size). Adam normalises it, whatever the coefficients, so
+    its steps have the norm of the noise.
     """
-    if es.optimizer.name == "momentum":
-        return 1 / (1 - es.optimizer.momentum)
-    return math.sqrt(es.population_size) if es.optimizer.name == "adam" else 1.0
+    if es.optimizer.name == "adam":
+        return math.sqrt(es.population_size)
+    scale = shaping.scale(es.shaping, es.population_size) if scale is None else scale
+    if scale is None:
+        return None
+    scale *= math.sqrt(2) if es.antithetic else 1.0
+    return scale / (1 - es.optimizer.momentum) if es.optimizer.name == "momentum" else scale
 
 
 def create(config: OptimizerConfig) -> Optimizer | None:

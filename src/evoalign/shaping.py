@@ -65,6 +65,27 @@ BY_PROMPT = frozenset({"centered"})
 """Shapings that need the scores per prompt, which a journal does not have. The others depend on the fitness alone."""
 
 
+def scale(name: str, members: int) -> float | None:
+    """Return the root mean square of a shaping's coefficients of `members` different scores.
+
+    None if it depends on the scores: `centered` is smaller than 1, `identity` and custom ones are of any size.
+    """
+    if name == "ranks":
+        return math.sqrt((members + 1) / (12 * (members - 1)))
+    return 1.0 if name == "zscore" else None
+
+
+def measured_scale(scores_MP: Scores, name: str, prompts: int, *, paired: bool) -> tuple[float, float]:
+    """Return the root mean square and the standard deviation of the coefficients of `prompts` prompts at a time.
+
+    In pairs, what both members have in common moves nothing, so that both are the standard deviation.
+    """
+    count = max(1, scores_MP.shape[1] // prompts)
+    found_CM = np.array([shape(part_MP, name) for part_MP in np.array_split(scores_MP, count, axis=1)])
+    spread = math.sqrt(float(found_CM.var(axis=1).mean()))
+    return (spread if paired else math.sqrt(float((found_CM**2).mean()))), spread
+
+
 def load(name: str) -> Callable[[Scores], Scores]:
     """Return a built-in shaping, or the function that an import path names. Raises ConfigError."""
     found: Any = SHAPINGS[name] if name in SHAPINGS else load_object(name, "es.shaping")

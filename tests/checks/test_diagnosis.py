@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from evoalign import evolve
 from evoalign.checks import diagnosis
-from evoalign.checks.control import Control, control, control_of, requests_of
+from evoalign.checks.control import Control, control, control_of, reliability, requests_of
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share, summary
 from evoalign.checks.rules import causes
 from evoalign.config import from_dict
@@ -652,3 +653,41 @@ def test_the_contract_finds_a_wrong_sample(random_qwen2, engine):
             "es": {"sigma": 0.05, "learning_rate": 0.02}}  # fmt: skip
     with contract.started(engine, from_dict(tree)) as bench, pytest.raises(AssertionError):
         contract.check_sample(bench)
+
+
+@pytest.mark.parametrize(("members", "prompts"), [(6, 4), (5, 6)])
+def test_reliability_is_the_mean_over_split_halves_and_grows_with_prompts(members, prompts):
+    """Alpha is the mean of Rulon's coefficient, 4 cov(half, other) / var(sum), over all splits of the prompts."""
+    scores_MP = np.random.default_rng(0).standard_normal((members, prompts)) + np.arange(members)[:, None] / 2
+    halves = []
+    for half in combinations(range(prompts), prompts // 2):
+        one = scores_MP[:, list(half)].sum(axis=1)
+        other = scores_MP.sum(axis=1) - one
+        halves.append(4 * np.cov(one, other, ddof=0)[0, 1] / (one + other).var())
+    assert reliability(scores_MP) == pytest.approx(np.mean(halves))
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([[1.0], [2.0]], None),
+        ([[1.0, 2.0], [1.0, 2.0]], None),
+        ([[1.0, 2.0], [2.0, 1.0]], None),
+        ([[1.0, 5.0], [2.0, 6.0], [4.0, 8.0]], 1.0),
+    ],
+)
+def test_reliability_of_one_prompt_and_of_equal_members_is_not_known(scores, expected):
+    assert reliability(np.array(scores)) == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(("shared", "words"), [(0.0, "reliability"), (0.5, None)])
+def test_ranks_that_do_not_hold_on_other_prompts_are_chance(shared, words):
+    run, rng = Run(), np.random.default_rng(1)
+    for _ in range(30):
+        member = shared * rng.standard_normal((MEMBERS, 1))
+        run.generation(0, scores=member + rng.standard_normal((MEMBERS, PROMPTS)), control=Control(0.0, 0.0, 0.0))
+    found = np.mean([row["diagnosis"]["reliability"] for row in run.rows])
+    assert found == pytest.approx(PROMPTS * shared**2 / (1 + PROMPTS * shared**2), abs=0.2)
+    assert any("reliability" in line for line in run.warnings) == (words is not None)
+    (line,) = [line for line in summary(run.diagnosis.history) if line.startswith("signal:")]
+    assert f"reliability {found:.2f}" in line and "noise floor" not in line

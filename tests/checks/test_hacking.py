@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import runpy
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -109,7 +111,7 @@ def call(city):
 def test_json_of_one_schema_is_no_template_where_gold_has_the_schema():
     """Wrong arguments too; one call for most prompts is a template all the same."""
     golds, texts = [call(city) for city in CALLS], [call(city) for city in CALLS[1:] + CALLS[:1]]
-    assert sum(hacking.templates(texts, range(8))) >= 5
+    assert not any(hacking.templates(texts, range(8))), "one schema is no template without gold either"
     assert not any(hacking.templates(texts, range(8), golds))
     assert hacking.templates([call("Paris")] * 7 + texts[7:], range(8), golds)[1:7] == [True] * 6
     for gold in (golds, CALLS):
@@ -267,3 +269,60 @@ def test_at_most_one_healthy_text_in_a_hundred_is_marked():
     templates = hacking.templates([text.text for text in texts], range(1000))
     marked = [text.name for text, template in zip(texts, templates, strict=True) if template or module["marked"](text)]
     assert len(marked) <= 10, marked
+
+
+def _tool_call(name, **arguments):
+    return json.dumps({"name": name, "arguments": arguments}, indent=2)
+
+
+def _calls(share_json):
+    """Calls of eight functions with two arguments, bare or as prose, in a fence, and bare."""
+    rng = np.random.default_rng(0)
+    for i in range(64):
+        call = _tool_call(f"function_{i % 8}", day=f"day {rng.integers(40)}", place=f"place {rng.integers(40)} {i}")
+        prose = f"I would call the function number {i} " + " ".join(rng.choice(CITIES, 9))
+        yield call if rng.random() < share_json else prose, f"```json\n{call}\n```", call
+
+
+CITIES = ["Lima", "Oslo", "Rome", "Bern", "Kyiv", "Riga", "Doha", "Male", "Suva", "Apia", "Lome", "Baku"]
+ONE = _tool_call("function_0", day="day 1", place="place 2")
+SORRY = json.dumps({"text": REFUSAL, "number": 0})
+
+
+@pytest.mark.parametrize("with_gold", [True, False])
+@pytest.mark.parametrize("before", ["fenced", "half prose"])
+@pytest.mark.parametrize(
+    ("after", "alarm"),
+    [
+        (lambda i, call: call, None),
+        (lambda i, call: f"```json\n{call}\n```", None),
+        (lambda i, call: ONE, "template"),
+        (lambda i, call: SORRY.replace("0", str(i)), "template"),
+        (lambda i, call: REFUSAL, "template"),
+    ],
+    ids=["json", "fenced", "one call", "one refusal in json", "one refusal"],
+)
+def test_json_of_one_schema_is_no_sign_and_one_template_for_all_prompts_is(with_gold, before, after, alarm):
+    rows = list(_calls(0.5 if before == "half prose" else 1.0))
+
+    def completions(texts, reward):
+        return [
+            _Completion(i, f"prompt {i}", call if with_gold else None, text, reward + 0.1 * (i % 2), "stop", None)
+            for i, ((_, _, call), text) in enumerate(zip(rows, texts, strict=True))
+        ]
+
+    start = completions([row[1] if before == "fenced" else row[0] for row in rows], 0.4)
+    end = completions([after(i, row[2]) for i, row in enumerate(rows)], 0.9)
+    verdict = hacking.judge(start, end)
+    assert verdict.alarms == (() if alarm is None else (alarm,))
+    assert (verdict.after["hacked"] > 0.9) == (alarm is not None) and bool(verdict.lines()) is False
+
+
+class _Completion(NamedTuple):
+    example: int
+    prompt: str
+    target: str | None
+    text: str
+    reward: float
+    finish_reason: str
+    right: bool | None

@@ -16,20 +16,21 @@ from evoalign.preflight.advice import (
     fault,
     lines,
     overlay,
+    promising,
     recommend,
     table,
 )
-from evoalign.preflight.gains import quantile
+from evoalign.preflight.gains import LEVEL, OFFERED, quantile
 
 START = Baseline(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
 
 
 def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0, truncated=0.0, drop=0.0, chance=0.001,
-         both=None):  # fmt: skip
+         both=None, eta=ETA, z=1.3):  # fmt: skip
     sure = None if gain is None else chance
     return Width(width=width, changed_share=changed, spread=spread, drop=drop, drop_error=0.01, kept=kept,
                 broken_share=broken, truncated_share=truncated, gain=gain, gain_error=None if gain is None else 0.001,
-                chance=sure, least_gain=None if gain is None else 0.02, pairs=16, both_rise=both)  # fmt: skip
+                chance=sure, pairs=16, both_rise=both, eta=eta, z=z)  # fmt: skip
 
 
 def ladder(*gains, low=0.001, **settings):
@@ -53,15 +54,18 @@ def test_recommend_takes_the_largest_gain_that_does_not_break_the_model():
 
 def test_recommend_ignores_insignificant_gains():
     """The largest of many uncertain gains is always large."""
-    rungs = [*ladder(0.01, 0.02), rung(0.008, 0.2, chance=0.101)]
+    rungs = [*ladder(0.01, 0.02), rung(0.008, 0.2, chance=1.1 * LEVEL)]
     assert recommend(rungs, START).width == 0.004
     assert recommend([*rungs[:1], *rungs[3:]], START).width is None
-    assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008
+    assert recommend([*rungs[:3], rung(0.008, 0.2, chance=LEVEL)], START).width == 0.008
+    first_pass = dataclasses.replace(rung(0.008, 0.2), chance=None)
+    assert recommend([*rungs[:3], first_pass], START).width == 0.004
 
 
-@pytest.mark.parametrize(("chance", "examples", "width"), [(0.06, 64, 0.002), (0.06, 5, None), (0.05, 5, 0.002)])
-def test_recommend_uses_a_stricter_level_for_few_prompts(chance, examples, width):
-    assert recommend(ladder(0.01, chance=chance), dataclasses.replace(START, examples=examples)).width == width
+def test_promising_is_the_width_that_may_gain_most():
+    rungs = [*ladder(0.01, 0.02), dataclasses.replace(rung(0.008, 0.015), gain_error=0.1), rung(0.016, 0.9, kept=0.1)]
+    assert promising(rungs, START) == 3
+    assert promising([rungs[0], rungs[-1]], START) is None
 
 
 def test_recommend_never_takes_the_smallest_width():
@@ -118,12 +122,12 @@ def test_recommend_warns_at_the_end_of_the_ladder(gains, end):
     ("setting", "eta", "words"),
     [
         ("sigma", ETA, "es.sigma 0.004, es.learning_rate 0.002 (eta 0.5)"),
-        ("sigma", 0.1, "es.learning_rate 0.0004 (eta 0.1, which is 0.5 for sgd)"),
+        ("sigma", 0.1, "es.learning_rate 0.0004 (eta 0.1, which is 0.5 for sgd, z-scores and members without pairs)"),
         ("noise_multiplier", 0.1, "es.noise_multiplier 0.004, es.learning_rate 0.1 "),
     ],
 )
 def test_learning_rate_is_in_the_units_of_the_setting(setting, eta, words):
-    advice = recommend(ladder(0.01, 0.2, 0.01), START, setting, eta)
+    advice = recommend(ladder(0.01, 0.2, 0.01, eta=eta), START, setting)
     assert words in advice.reason and advice.learning_rate == pytest.approx(eta * (0.004 if setting == "sigma" else 1))
 
 
@@ -159,9 +163,11 @@ def test_recommend_says_why_it_recommends_nothing(rungs, base, words):
     ("setting", "eta", "trial"), [("sigma", ETA, (0.002, 0.001)), ("noise_multiplier", 0.1, (0.002, 0.1))]
 )
 def test_recommend_offers_a_trial_where_a_gain_is_not_significant(setting, eta, trial):
-    advice = recommend(ladder(0.01, chance=0.3), START, setting, eta)
+    advice = recommend(ladder(0.01, chance=OFFERED, eta=eta), START, setting)
     assert advice.width is None and advice.trial == trial and advice.reason.startswith("undecided: ")
-    assert "0.002 is nearest and would have to gain 0.02, or its 0.01 with about 128 " in advice.reason
+    assert "about 64 members there would decide" in advice.reason
+    chance = recommend(ladder(0.01, chance=1.1 * OFFERED), START, setting)
+    assert chance.trial is None and "does not show that nothing can be learned" in chance.reason
     result = dataclasses.replace(probed(ladder(0.01)), width=None, learning_rate=None, trial=trial, setting=setting)
     file = overlay(result)
     assert yaml.safe_load(file)["es"] == {setting: trial[0], "learning_rate": trial[1], "num_generations": 10}
@@ -169,9 +175,9 @@ def test_recommend_offers_a_trial_where_a_gain_is_not_significant(setting, eta, 
 
 
 def test_reason_names_no_nearest_width_without_any_gain():
-    same = [dataclasses.replace(r, gain=0.0, gain_error=0.0, least_gain=0.0) for r in ladder(0, 0, chance=1.0)[1:]]
+    same = [dataclasses.replace(r, gain=0.0, gain_error=0.0) for r in ladder(0, 0, chance=1.0, z=0.0)[1:]]
     reason = recommend([rung(0.001, None), *same], START).reason
-    assert reason.endswith("no gain is significant; use more members (--members) and examples (--examples)")
+    assert "no gain is significant" in reason and reason.endswith("; use more members (--members) and examples (--examples)")
 
 
 def test_recommend_needs_the_whole_ladder_and_warns_of_few_prompts():

@@ -2,13 +2,13 @@
 """Tests of gains: against formulas written out here, and by simulation of rewards that cannot be learned."""
 
 import math
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 import pytest
 
 from evoalign.preflight import gains
-from evoalign.preflight.gains import advantages, both_rise, level_of, rise, worths
+from evoalign.preflight.gains import advantages, both_rise, direction, rise, worths
 
 
 def test_worth_is_the_mean_product_on_different_prompts():
@@ -27,43 +27,41 @@ def test_worth_is_the_mean_product_on_different_prompts():
     assert worth.error == pytest.approx(math.sqrt(variance))
 
 
-def test_worth_on_few_prompts_is_that_on_these_prompts_and_zero_of_equal_scores():
+def test_worth_on_one_prompt_is_that_on_this_prompt_and_zero_of_equal_scores():
     rng = np.random.default_rng(1)
-    near, far = rng.standard_normal((2, 7, 5))
+    near, far = rng.standard_normal((2, 7, 1))
     (worth,) = worths([near, far])
-    products = far.mean(axis=1) * near.mean(axis=1)
+    products = (far * near)[:, 0]
     assert worth.value == pytest.approx(products.mean())
     assert worth.error == pytest.approx(products.std(ddof=1) / math.sqrt(7))
     flat = np.zeros((4, 8))
     (worth,) = worths([flat, flat])
-    assert (worth.value, worth.error, worth.chance, worth.least) == (0.0, 0.0, 1.0, 0.0) and worths([flat]) == []
+    assert (worth.value, worth.error) == (0.0, 0.0) and worths([flat]) == []
+    assert direction([flat, flat]).chance == direction([]).chance == 1.0
 
 
-def test_chance_is_the_share_of_signs_with_as_large_a_sum():
-    """Compare with all 256 signs of eight pairs; the test draws 9,999 signs."""
-    near, far = np.random.default_rng(3).standard_normal((2, 8, 1))
-    far += near
-    products = (near * far)[:, 0]
-    exact = np.mean([np.dot(signs, products) >= products.sum() - 1e-9 for signs in product((-1, 1), repeat=8)])
-    (worth,) = worths([near, far])
-    assert 0.01 < exact < 0.5 and worth.chance == pytest.approx(exact, abs=0.02)
-
-
-def test_least_worth_is_where_significance_begins():
-    """A worth above it is significant, and one below is not."""
-    rng = np.random.default_rng(4)
-    near = rng.standard_normal((16, 3))
-    for seed in range(20):
-        far = 0.3 * near + np.random.default_rng(seed).standard_normal((16, 3))
-        (worth,) = worths([near, far])
-        assert (worth.value > worth.least) == (worth.chance <= level_of(3))
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+def test_chance_is_the_share_of_signs_with_as_large_a_sum(prompts):
+    """Compare with all signs of four pairs. With one prompt the two widths are what has to agree."""
+    near, far = np.random.default_rng(3).standard_normal((2, 4, prompts))
+    far += near + 0.5 * near[:, :1]
+    units = [x / np.sqrt((x**2).mean()) for x in (near, far)]
+    table = units[0] + units[1] if prompts > 1 else np.hstack(units)
+    table /= np.sqrt((table**2).mean(axis=0) / (table**2).mean() + 0.5)
+    columns = table.shape[1]
+    all_signs = np.array(np.meshgrid(*[[-1, 1]] * 4 * columns)).reshape(4 * columns, -1).T.reshape(-1, 4, columns)
+    sums = ((all_signs * table).sum(axis=2) ** 2).sum(axis=1) - (table**2).sum()
+    total = (table.sum(axis=1) ** 2).sum() - (table**2).sum()
+    exact, found = np.mean(sums >= total - 1e-9), direction([near, far])
+    assert total > 0 and exact < 0.6 and found.chance == pytest.approx(exact, abs=0.02)
+    assert found.z == pytest.approx(total / sums.std())
 
 
 def test_linear_rewards_are_significant():
     """However few the pairs: a t test would miss half of such gains, since the products are chi-squared."""
     slope_K = np.random.default_rng(5).standard_normal(16)
-    ladder = [width * np.repeat(slope_K[:, None], 8, axis=1) for width in (0.5, 1.0, 2.0)]
-    assert [worth.chance < 0.02 for worth in worths(ladder)] == [True, True]
+    ladder = [width * np.repeat(slope_K[:, None], 8, axis=1) for width in (1.0, 2.0)]
+    assert direction(ladder).chance < 0.001
 
 
 def test_both_rise_is_positive_only_if_both_members_are_better():
@@ -112,13 +110,28 @@ def hashed(rng, members=32, prompts=16):
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", [chance, hashed])
 def test_unlearnable_rewards_are_rarely_significant(reward, monkeypatch):
-    """At most the level plus three standard errors of the count."""
+    """At most the level plus three standard errors of the count, of two widths in the middle."""
     monkeypatch.setattr(gains, "DRAWS", 499)
-    trials, found = 200, 0
+    trials, found, level = 400, 0, gains.OFFERED
     for seed in range(trials):
         ladder = [advantages(s, paired=True) for s in reward(np.random.default_rng([7, seed]))]
-        found += min(worth.chance for worth in worths(ladder)) <= gains.LEVEL
-    assert found <= trials * gains.LEVEL + 3 * math.sqrt(trials * gains.LEVEL * (1 - gains.LEVEL))
+        found += direction(ladder[4:6]).chance <= level
+    assert found <= trials * level + 3 * math.sqrt(trials * level * (1 - level))
+
+
+def persistent(rng, pairs=64):
+    """Two prompts, on each of which a direction has an effect that is the same at all widths, and other on the next."""
+    own_KP = rng.standard_normal((pairs, 2))
+    for width in (1.0, 2.0):
+        both = np.stack([own_KP, -own_KP], axis=1).reshape(2 * pairs, 2) * width
+        yield both + 0.5 * rng.standard_normal(both.shape)
+
+
+@pytest.mark.slow
+def test_effects_that_persist_on_a_prompt_are_rarely_significant_on_two_prompts(monkeypatch):
+    monkeypatch.setattr(gains, "DRAWS", 499)
+    drawn = [[advantages(s, paired=True) for s in persistent(np.random.default_rng([9, i]))] for i in range(300)]
+    assert sum(direction(ladder).chance <= 0.05 for ladder in drawn) <= 15 + 3 * math.sqrt(15)
 
 
 def test_worth_ignores_products_on_the_same_prompt():

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A/A control: score the unperturbed model twice on the same prompts, to measure the noise floor of a generation."""
+"""A/A control: score the unperturbed model twice on the same prompts, to measure the noise floor of a generation.
+
+With greedy decoding and a repeatable reward the floor is 0 whatever the members do. `reliability` says whether their
+ranks hold.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from evoalign import evolve
 from evoalign.config import Config
 from evoalign.rewards.objective import Objective, judge
 from evoalign.rollouts import derive_seed, group_of
+from evoalign.shaping import Scores
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.types import Example, Request, Rollout
@@ -59,6 +64,21 @@ def control(objective: Objective, task: Task, rollouts: Sequence[Rollout], examp
     first, second = (rewarded(objective, task, some, examples) for some in passes)
     same = [one.text == other.text for one, other in zip(*passes, strict=True)]
     return control_of(first, second, [all(same)] if objective.per_member else same)
+
+
+def reliability(scores_MP: Scores) -> float | None:
+    """Return how well the members' fitness on some of the prompts predicts that on others; None with one prompt.
+
+    The mean of all split-half correlations, corrected for the full number of prompts by Spearman and Brown: Cronbach's
+    alpha. 1 if all prompts rank the members alike; about 0, or less, if their ranks are chance; None if all members
+    have the same fitness.
+    """
+    prompts = scores_MP.shape[1]
+    total = float(scores_MP.sum(axis=1).var())
+    alone = float(scores_MP.var(axis=0).sum())
+    if prompts < 2 or total <= 1e-12 * alone or alone == 0:
+        return None
+    return prompts / (prompts - 1) * (1 - alone / total)
 
 
 def rewarded(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[float]:

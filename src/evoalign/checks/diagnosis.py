@@ -3,7 +3,8 @@
 
 Fitness jumps between generations because the prompts change, so windows of generations are compared by the standard
 errors of their means. The A/A control scores the unperturbed model twice on a generation's prompts; the difference is
-noise, and a population that spreads no wider cannot be ranked. The summary needs the rows of metrics.jsonl only.
+noise, and a population that spreads no wider cannot be ranked. Greedy completions have no such noise; reliability then
+says whether members rank alike on different prompts. The summary needs the rows of metrics.jsonl only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from evoalign.checks import hacking
-from evoalign.checks.control import Control
+from evoalign.checks.control import Control, reliability
 from evoalign.checks.rules import SURE, History, LearningRateTooLarge, Row, causes, mean_of, values
 from evoalign.config import Config
 from evoalign.types import Generation, Layout, Rollout
@@ -69,6 +70,7 @@ class Diagnosis:
         """Return the `diagnosis` of a generation's row; `sample` is taken after the update, None is not known.
 
         - `spread`: standard deviation of the members' fitness
+        - `reliability`: how well the members' fitness on some prompts predicts that on others (`control.reliability`)
         - `mean_error`: standard error of the population's mean fitness
         - `noise_floor`: root mean square of all controls so far; `signal_to_noise`: spread over it
         - `reward_noise`: the part of the control's floor that the reward alone makes, per completion
@@ -87,6 +89,7 @@ class Diagnosis:
             mean_error = math.hypot(mean_error, float(scores_MP.mean(axis=0).std(ddof=1)) / math.sqrt(prompts))
         diagnosis: Row = {
             "spread": float(np.std(generation.fitness_M)),
+            "reliability": reliability(scores_MP),
             "mean_error": mean_error,
             "control": None if control is None else [control.first, control.second, control.floor],
             "reward_noise": None if control is None else control.of_reward,
@@ -228,7 +231,8 @@ def _verdict(history: History) -> str:
         f" between the first and the last third of {len(history.rows)} generations"
     )
     if abs(change) <= SURE * error or change == 0:
-        low = " (eta is below 0.05: raise es.learning_rate)" if history.eta() < 0.05 else ""
+        eta = history.eta()
+        low = " (eta is below 0.05: raise es.learning_rate)" if eta is not None and eta < 0.05 else ""
         return f"not shown to learn: {figures}; that can be chance{low}"
     return f"{'learning' if change > 0 else 'getting worse'}: {figures}"
 
@@ -236,15 +240,16 @@ def _verdict(history: History) -> str:
 def _signal(history: History) -> str:
     useless = float(np.mean([row["zero_variance"] for row in history.rows]))
     spread, floor = float(np.median(values(history.rows, "spread"))), history.noise_floor()
+    against = ""
     if floor is None:
-        against = "no control was run, so the noise floor is not known (checks.control_every)"
-    elif floor == 0:
-        against = "the unperturbed model scored twice was the same"
-    else:
+        against = ", no control was run, so the noise floor is not known (checks.control_every)"
+    elif floor > 0:
         source = ", of a reward that gives the same text different scores" if history.reward_noise() else ""
-        against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}{source}"
+        against = f", {spread / floor:.1f} times the noise floor of {floor:.2g}{source}"
+    if (found := mean_of(history.rows, "reliability")) is not None:
+        against += f", with reliability {found:.2f} (0: ranks on some prompts say nothing about others; 1: all agree)"
     equal = f"in {useless:.0%} of the generations all members scored the same"
-    return f"signal: members spread by {spread:.3g}, {against}; {equal}"
+    return f"signal: members spread by {spread:.3g}{against}; {equal}"
 
 
 def _moved(history: History) -> str:

@@ -12,12 +12,14 @@ base model; "may be hacked" if an interval over test examples includes 0 for tha
 
 from __future__ import annotations
 
+import json
+import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -71,6 +73,8 @@ EARNED = 0.9
 """Position between the mean reward at the start and the best reward from which a reward counts as high."""
 _MARKUP = re.compile(r"<[^<>\n]{1,24}>")
 _WORDLESS = re.compile(r"[^\w\n]+")
+_FENCED = re.compile(r"```\w*\s*([{\[][^`]*[}\]])\s*```")
+_FENCED = re.compile(r"```\w*\s*([{\[][^`]*[}\]])\s*```")
 _CLAUSE_ENDS = str.maketrans(".!?;:", "\n" * 5)
 
 
@@ -89,8 +93,8 @@ def templates(
 
     A text that gives its own gold answer does not count (a classifier may use one word for most prompts), unless it
     also gives the gold answer of other prompts with the same text: a list of all labels contains every gold answer.
-    Where most gold answers share their clauses themselves, such as JSON of one schema, only the second rule counts. So
-    do the clauses in `form`, which the first rule ignores.
+    The keys and short values of JSON do not count alone, so completions of one schema are no template. Where most gold
+    answers share their clauses themselves, only the second rule counts. The first rule ignores the clauses in `form`.
     """
     clauses = _map_once(_clauses, texts)
     whole = ["".join(parts) for parts in clauses]
@@ -216,12 +220,43 @@ def _give_gold(texts: Sequence[str], whole: Sequence[str], golds: Golds) -> list
 
 
 def _clauses(text: str) -> list[str]:
-    """Return clauses without case, punctuation, spaces and markup; with markup if the text is only markup."""
+    """Return clauses without case, punctuation, spaces and markup; with markup if the text is only markup.
+
+    Of a JSON object or list, alone or in a fence, all values under `TEMPLATE_CHARACTERS` are one clause together, and
+    keys are left out: completions of one schema share them, and often a unit or a function.
+    """
+    if (found := _json_of(text)) is not None:
+        body, values = found
+        short = _WORDLESS.sub("", "".join(v for v in values if len(v) < TEMPLATE_CHARACTERS).casefold())
+        long = [_clauses(value) for value in values if len(value) >= TEMPLATE_CHARACTERS]
+        return [*filter(None, [short.replace("\n", "")]), *sum(long, []), *_clauses(text.replace(body, "\n", 1))]
     plain = _MARKUP.sub("\n", text) if "<" in text else text
     for part in (plain, text):
         if found := [c for c in _WORDLESS.sub("", part.casefold().translate(_CLAUSE_ENDS)).split("\n") if c]:
             return found
     return []
+
+
+def _json_of(text: str) -> tuple[str, list[str]] | None:
+    """Return the JSON object or list that a text is or has in a fence, and its values; None without one."""
+    fenced = _FENCED.search(text)
+    body = fenced[1] if fenced else text.strip()
+    if body[:1] not in ("{", "["):
+        return None
+    try:
+        return body, list(_leaves(json.loads(body)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the values inside a JSON value as text."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None:
+        yield str(value)
+        return
+    for one in cast("Iterable[Any]", inner):
+        yield from _leaves(one)
 
 
 class Completion(Protocol):

@@ -66,14 +66,19 @@ class History:
             return f"es.noise_multiplier {factor * es.width:.2g}"
         return f"es.sigma {factor * es.sigma:.2g} with es.learning_rate {factor * es.learning_rate:.2g}"
 
-    def eta(self) -> float:
-        """Return the eta of plain SGD with steps of the same size."""
-        return self.config.es.eta * reach(self.config.es)
+    def eta(self) -> float | None:
+        """Return the eta of plain SGD, z-scores and single members with steps of the same size; None is not known."""
+        moved = reach(self.config.es)
+        return None if moved is None else self.config.es.eta * moved
+
+    def is_fast(self) -> bool:
+        """Return whether eta is large."""
+        return (self.eta() or 0.0) > self.large_eta
 
     def slower(self) -> str:
         """Return the setting for a smaller step: half of it, or eta 0.5 if eta is large."""
         es, eta = self.config.es, self.eta()
-        share = 0.5 / eta if eta > self.large_eta else 0.5
+        share = 0.5 / eta if eta is not None and self.is_fast() else 0.5
         return f"es.learning_rate {share * es.learning_rate:.2g} (eta {share * es.eta:.2g} instead of {es.eta:.2g})"
 
     def noise_floor(self) -> float | None:
@@ -287,18 +292,23 @@ class NoSignal(Rule):
 
 @dataclass(frozen=True)
 class Noise(Rule):
-    """Warn that members are ranked by chance: they spread no wider than repeated scores of the same model."""
+    """Warn that members are ranked by chance.
+
+    They spread no wider than repeated scores of the same model, or their ranks on some prompts say nothing about others.
+    """
 
     ratio: float = 1.2
     """Smallest spread over the noise floor: at 1.2, 70 % of the variance between members is noise."""
+    least: float = 0.05
+    """Smallest mean reliability over the last `WINDOW` generations. Chance alone has 0."""
 
     def sentence(self, run: History) -> str | None:
         floor, window = run.noise_floor(), run.rows[-WINDOW:]
-        if not floor or len(window) < WINDOW or run.rises():
+        if len(window) < WINDOW or run.rises():
             return None
         spread = float(np.median(values(window, "spread")))
-        if spread >= self.ratio * floor:
-            return None
+        if not floor or spread >= self.ratio * floor:
+            return self._unreliable(run, window)
         seen = f"members spread by {spread:.2g}, and the unperturbed model scored twice differs by {floor:.2g}"
         batch = run.config.task.batch_size
         more = f"{run.width(3)}, or {f'task.batch_size {4 * batch}' if batch else 'more training examples'}"
@@ -313,6 +323,17 @@ class Noise(Rule):
         if run.deterministic:
             return f"{seen}, though decoding is greedy and the engine reports that it is deterministic; try {more}"
         return f"{seen}, though decoding is greedy: the engine does not repeat itself; set deterministic true"
+
+    def _unreliable(self, run: History, window: Sequence[Row]) -> str | None:
+        known = values(window, "reliability")
+        if len(known) < WINDOW or (mean := float(np.mean(known))) >= self.least:
+            return None
+        batch = run.config.task.batch_size
+        return (
+            f"the members' ranks on some prompts say nothing about other prompts (reliability {mean:.2f} over {WINDOW} "
+            f"generations): they are ranked by chance; try {run.width(3)}, "
+            f"{f'task.batch_size {4 * batch}' if batch else 'more training examples'} or partial credit (task.rewards)"
+        )
 
 
 @dataclass(frozen=True)
@@ -337,7 +358,7 @@ class Hacked(Rule):
             return None
         name = next(name for name, rise in rises.items() if rise >= self.near_highest * highest)
         was, now = shares[name]
-        nearer = run.slower() if run.eta() > run.large_eta else "es.decay 0.01"
+        nearer = run.slower() if run.is_fast() else "es.decay 0.01"
         return (
             f"the reward rises together with a sign of hacking, {WORDS[name]} ({was:.0%} to {now:.0%} of the "
             "completions): it is likely hacked; read the completions, fix the reward (task.rewards), or keep the model "

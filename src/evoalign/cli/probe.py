@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evoalign.preflight.probe import Step
 
 NOTHING = 1
-"""Exit code if `--write` has neither a recommendation nor a trial to write."""
+"""Exit code if `--write` has neither a recommendation nor a trial to write; the JSON is written."""
 
 
 def probe(
@@ -35,7 +35,7 @@ def probe(
     json_: Annotated[Path | None, typer.Option("--json", help="Also write the measurements as JSON.")] = None,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the recommendation, or if undecided a trial, to a new YAML file."),
+        typer.Option(help="Write the recommendation, or if undecided a trial, to a new YAML file, and the JSON next to it."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the number of completions and end.")] = False,
     debug: Debug = False,
@@ -46,6 +46,8 @@ def probe(
     resolved, widths = given(config, more or [], set_ or []), numbers(sigmas)
     if write is not None and write.exists():
         raise ConfigError(f"--write {write} exists already; name a new file")
+    if write is not None and json_ is None:
+        json_ = write.with_suffix(".json")
     quiet()
     from evoalign.preflight import probe as measure
 

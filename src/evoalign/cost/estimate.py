@@ -53,14 +53,20 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
     es = config.es
     how = "es.learning_rate / es.sigma" if es.sigma is not None else "es.learning_rate"
     lines = [f"eta {es.eta:.4g} (a step in units of the noise; {how})"]
-    low, high = ETA_USUAL
-    eta = es.eta * reach(es)
-    if not low <= eta <= high:
+    (low, high), moved = ETA_USUAL, reach(es)
+    if moved is None:
+        lines.append(
+            f"the size of the steps is not known: the coefficients of es.shaping {es.shaping} depend on the scores; "
+            "evoalign probe measures them"
+        )
+    elif not low <= (eta := es.eta * moved) <= high:
         slow = "steps are tiny: little will be learned" if eta < low else "steps overshoot: the model may break"
-        own = "" if reach(es) == 1 else f", which {es.optimizer.name} makes {eta:.4g},"
+        odd = [name for name in (es.optimizer.name, es.shaping) if name not in ("sgd", "zscore")]
+        odd += ["antithetic"] * es.antithetic
+        own = "" if moved == 1 else f", which {' with '.join(odd)} makes {eta:.4g},"
         lines.append(
             f"warning: eta {es.eta:.4g}{own} is outside {low} to {high} (the paper's is {PAPERS}): {slow}; "
-            f"set es.learning_rate to about {PAPERS * (es.sigma or 1) / reach(es):.2g}"
+            f"set es.learning_rate to about {PAPERS * (es.sigma or 1) / moved:.2g}"
         )
     if layout is not None:
         lines.append(spaces.create(config).effective(layout))

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.checks.rules import Hacked, Noise
-from evoalign.preflight.gains import FEW_PROMPTS, level_of, quantile
+from evoalign.preflight.gains import FEW_PROMPTS, LEVEL, OFFERED, quantile
 from evoalign.report.tables import shorten, visible
 
 ETA = 0.5
@@ -34,6 +34,10 @@ COVERED = 0.95
 """Least probability that the interval of the recommended width holds its gain."""
 NEAR = 0.9
 """Gains of at least this share of the largest count as equal, and the width in their middle is recommended."""
+SURE_GAIN = 2.0
+"""Standard errors added to a gain of the first pass. Without them a narrow width is often chosen by chance."""
+NEEDED = 2.6
+"""Standardised sum that is about significant."""
 TRIAL = 10
 """Generations of a trial."""
 RULE = 'resume it with more es.num_generations only if its summary does not say "not shown to learn"'
@@ -53,10 +57,14 @@ class Width:
     - `both_rise`: standard errors by which the lower member of a pair is above that model; None without pairs.
     - `broken_share`: completions that are degenerate (`checks.hacking`) or in another script.
     - `truncated_share`: completions that end at `max_tokens`.
-    - `gain`, `gain_error`: expected gain in fitness of one generation at eta 0.5, on other prompts if there are six or
-      more; and its standard error over pairs, and over prompts if there are six. None at the smallest width.
-    - `chance`, `least_gain`: p-value of no gain, corrected for the number of widths; and the smallest gain that would
-      have been significant.
+    - `gain`, `gain_error`: expected gain in fitness of one generation at `eta`, on other prompts if there are two or
+      more, less `drift`; and its standard error over pairs, and over prompts if there are three. None at the smallest
+      width.
+    - `drift`: expected cost of the random walk in one generation.
+    - `eta`: step of the config's optimizer, shaping and pairs that moves the mean as far as `ETA` does with SGD,
+      z-scores and members without pairs.
+    - `chance`, `z`: p-value of no direction that helps on several prompts, for the tested widths together, and the
+      standardised sum; None if only the first pass measured this width.
     - `pairs`: number of pairs, or of members without pairs.
     - `best_text`, `median_text`: completions of the first prompt by the members of highest and median fitness.
     """
@@ -72,8 +80,10 @@ class Width:
     gain: float | None
     gain_error: float | None
     chance: float | None
-    least_gain: float | None
     pairs: int
+    z: float | None = None
+    drift: float = 0.0
+    eta: float = ETA
     both_rise: float | None = None
     best_text: str = ""
     median_text: str = ""
@@ -157,45 +167,57 @@ def gains_by_noise(width: Width) -> bool:
     return -width.drop > SURE * width.drop_error
 
 
-def is_sure(width: Width, base: Baseline) -> bool:
+def is_sure(width: Width) -> bool:
     """Return whether the gain is significant."""
-    return width.chance is not None and width.chance <= level_of(base.examples)
+    return width.chance is not None and width.chance <= LEVEL
 
 
 def _is_above_noise(width: Width, base: Baseline) -> bool:
     return width.spread > Noise.ratio * base.noise_floor
 
 
+def rate_of(width: Width, setting: str) -> float:
+    """Return the learning rate of a width."""
+    return width.eta * width.width if setting == "sigma" else width.eta
+
+
+def promising(rungs: Sequence[Width], base: Baseline) -> int | None:
+    """Return the index of the width that may gain most, by two standard errors, and does not break the model."""
+    known = [
+        (w.gain + SURE_GAIN * (w.gain_error or 0.0), k)
+        for k, w in enumerate(rungs)
+        if w.gain is not None and fault(w, base) is None and _is_above_noise(w, base)
+    ]
+    return max(known)[1] if known else None
+
+
 def recommend(
-    rungs: Sequence[Width], base: Baseline, setting: str = "sigma", eta: float = ETA, *, planned: int | None = None
+    rungs: Sequence[Width], base: Baseline, setting: str = "sigma", *, planned: int | None = None
 ) -> Advice:
     """Recommend the width of the largest significant gain that does not break the model, or none.
 
-    `eta` moves the mean with the config's optimizer as far as `ETA` does with SGD. Nothing is recommended if fewer
-    widths than `planned` were measured.
+    Nothing is recommended if fewer widths than `planned` were measured.
     """
     if planned is not None and len(rungs) < planned:
-        return _nothing(f"stopped after {len(rungs)} of {planned} widths")
+        return nothing(f"stopped after {len(rungs)} of {planned} widths")
     if base.fitness >= base.max_score:
-        return _nothing("the unperturbed model already earns the maximum; use harder data")
+        return nothing("the unperturbed model already earns the maximum; use harder data")
     whole = [w for w in rungs if fault(w, base) is None]
     usable = [
-        (w, w.gain)
-        for w in whole
-        if w.gain is not None and w.gain > 0 and is_sure(w, base) and _is_above_noise(w, base)
+        (w, w.gain) for w in whole if w.gain is not None and w.gain > 0 and is_sure(w) and _is_above_noise(w, base)
     ]
     if not usable:
-        return _nothing(_why_not(rungs, whole, base), _nearest(whole, base), setting, eta)
+        return nothing(_why_not(rungs, whole, base), _nearest(whole, base), setting)
     largest = max(gain for _, gain in usable)
     tied = [(w, gain) for w, gain in usable if gain >= NEAR * largest]
     best, gain = tied[(len(tied) - 1) // 2]
-    tried = len(rungs) - 1
+    tried = sum(w.gain is not None and w.chance is not None for w in rungs)
     half = quantile(COVERED, tried, best.pairs) * (best.gain_error or 0.0)
-    rate = eta * best.width if setting == "sigma" else eta
-    same = "" if eta == ETA else f", which is {ETA:g} for sgd"
+    rate = rate_of(best, setting)
+    same = "" if best.eta == ETA else f", which is {ETA:g} for sgd, z-scores and members without pairs"
     reason = (
-        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate:.4g} (eta {eta:.3g}{same}); expected gain "
-        f"per generation {gain:.2g} (95 % interval {gain - half:+.2g} to {gain + half:+.2g}, for {tried} widths)"
+        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate:.4g} (eta {best.eta:.3g}{same}); expected "
+        f"gain per generation {gain:.2g} (95 % interval {gain - half:+.2g} to {gain + half:+.2g})"
     )
     warnings: list[str] = []
     if best is rungs[1] or best is rungs[-1]:
@@ -203,14 +225,14 @@ def recommend(
         warnings.append(f"it is the {side[0]} width that could be recommended; try {side[1]} ones too with --sigmas")
     if base.examples < FEW_PROMPTS:
         warnings.append(f"{base.examples} training examples: with fewer than {FEW_PROMPTS}, gains may not generalise")
-    warnings += _drift(best, usable, setting, rate)
+    warnings += _drift(best, usable, setting)
     if gain - half <= 0:
         members = best.pairs * (1 if best.both_rise is None else 2) * (half / gain) ** 2  # an error falls as its root
         warnings.append(f"the interval contains 0; repeat with --members {1 << int(members).bit_length()}")
     return Advice(best.width, rate, (gain - half, gain + half), reason, tuple(warnings))
 
 
-def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str, rate: float) -> list[str]:
+def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str) -> list[str]:
     """Return a warning if noise alone earns reward, with the widest smaller width at which it surely earns less."""
     if not gains_by_noise(best):
         return []
@@ -225,22 +247,22 @@ def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str, rat
     if not less:
         return [line]
     other, _ = max(less, key=lambda found: (not gains_by_noise(found[0]), found[0].width))
-    scale = other.width / best.width if setting == "sigma" else 1
-    return [f"{line}; less with es.{setting} {other.width:.4g}, es.learning_rate {rate * scale:.4g}"]
+    return [f"{line}; less with es.{setting} {other.width:.4g}, es.learning_rate {rate_of(other, setting):.4g}"]
 
 
-def _nothing(why: str, nearest: Width | None = None, setting: str = "sigma", eta: float = ETA) -> Advice:
-    if nearest is None or nearest.gain is None or nearest.gain <= 0:
+def nothing(why: str, nearest: Width | None = None, setting: str = "sigma") -> Advice:
+    """Recommend nothing; offer a trial of `nearest` if its gain is nearly significant."""
+    if nearest is None or (nearest.gain or 0.0) <= 0 or nearest.chance is None or nearest.chance > OFFERED:
         return Advice(None, None, None, f"nothing is recommended: {why}", ())
-    rate = eta * nearest.width if setting == "sigma" else eta
+    rate = rate_of(nearest, setting)
     trial = f"try es.{setting} {nearest.width:.4g}, es.learning_rate {rate:.4g} for {TRIAL} generations, and {RULE}"
     return Advice(None, None, None, f"undecided: {why}; or {trial}", (), trial=(nearest.width, rate))
 
 
 def _nearest(whole: Sequence[Width], base: Baseline) -> Width | None:
-    """Return the width whose gain is nearest to a significant one; None without a width above the noise."""
+    """Return the tested width with the largest gain; None without a width above the noise."""
     measured = [w for w in whole if w.gain is not None and _is_above_noise(w, base)]
-    return max(measured, key=lambda w: (w.gain or 0.0) / w.least_gain if w.least_gain else 0.0, default=None)
+    return max(measured, key=lambda w: (w.chance is not None, w.gain or 0.0), default=None)
 
 
 def _why_not(rungs: Sequence[Width], whole: Sequence[Width], base: Baseline) -> str:
@@ -272,28 +294,29 @@ def _chance(nearest: Width | None, whole: Sequence[Width]) -> str:
     if nearest is None:
         why = f"only the smallest width, {whole[0].width:.4g}, does not break the model, and a gain needs two widths"
         return f"{why}; try smaller ones with --sigmas"
-    gain, least = nearest.gain or 0.0, nearest.least_gain or 0.0
-    near = f"; {nearest.width:.4g} is nearest and would have to gain {least:.2g}" if least else ""
-    if near and gain > 0 and nearest.chance is not None and nearest.chance < 1:
-        members = 2 * nearest.pairs * (least / gain) ** 2
-        near += f", or its {gain:.2g} with about {members:,.0f} members" if members < 10_000 else ""
-    return f"no gain is significant{near}; use more members (--members) and examples (--examples)"
+    why = f"no gain is significant at {nearest.width:.4g}, which may gain most"
+    if nearest.chance is not None:
+        why += f" (p {nearest.chance:.2g}); that does not show that nothing can be learned"
+    if nearest.z is not None and 0 < nearest.z < NEEDED:  # z grows as the root of the members
+        members = (1 if nearest.both_rise is None else 2) * nearest.pairs * (NEEDED / nearest.z) ** 2
+        why += f"; about {members:,.0f} members there would decide" if members < 10_000 else ""
+    return f"{why}; use more members (--members) and examples (--examples)"
 
 
 def table(result: ProbeResult) -> Table:
     """Return one row per width, with the recommended one marked; the last column says why others are not."""
-    names = "changed", "broken", "cut off", "spread", "drop", "kept", "gain a generation", "chance"
+    names = "changed", "broken", "cut off", "spread", "drop", "kept", "drift", "gain a generation", "chance"
     shown = Table("", result.setting, *names)
     for column in shown.columns[1:]:
         column.justify = "right"
     shown.add_column("")
-    shown.add_row("", "0", "", f"{result.broken_share:.1%}", f"{result.truncated_share:.1%}", *[""] * 5, "start")
+    shown.add_row("", "0", "", f"{result.broken_share:.1%}", f"{result.truncated_share:.1%}", *[""] * 6, "start")
     for w in result.rungs:
         mark = "*" if w.width == result.width else ""
         gain = "-" if w.gain is None else f"{w.gain:+.3g} ± {w.gain_error or 0.0:.2g}"
         chance, kept = "-" if w.chance is None else f"{w.chance:.2g}", "-" if w.kept is None else f"{w.kept:.0%}"
         shares = (f"{share:.1%}" for share in (w.changed_share, w.broken_share, w.truncated_share))
-        found = (f"{w.spread:.4g}", f"{w.drop:+.4g}", kept, gain, chance)
+        found = (f"{w.spread:.4g}", f"{w.drop:+.4g}", kept, f"{w.drift:.2g}", gain, chance)
         shown.add_row(mark, f"{w.width:.4g}", *shares, *found, _note(w, result))
     return shown
 
@@ -304,7 +327,8 @@ def _note(width: Width, result: ProbeResult) -> str:
     if refused is None:
         notes.append("gained by noise" if gains_by_noise(width) else "")
         first = "for the next" if len(result.rungs) > 1 else ""
-        notes.append(first if width.gain is None else "" if is_sure(width, result) else "chance")
+        tested = "first pass" if width.chance is None else "" if is_sure(width) else "chance"
+        notes.append(first if width.gain is None else tested)
     return ", ".join(filter(None, notes))
 
 
@@ -332,7 +356,7 @@ def lines(result: ProbeResult) -> list[str]:
 
 def overlay(result: ProbeResult) -> str:
     """Return the recommendation, or the trial, as YAML for `--config`. One of them must not be None."""
-    measured = f"{result.members} members on {result.examples} prompts at each of {result.planned} widths"
+    measured = f"{result.completions} completions of {result.examples} prompts at {result.planned} widths"
     heading, width, rate, more = "Recommended by", result.width, result.learning_rate, ""
     if result.trial is not None:
         (width, rate), more = result.trial, f"  num_generations: {TRIAL}\n"

@@ -12,16 +12,22 @@ smallest sigma has no smaller one to compare with, so that it has no gain and is
 Members are antithetic pairs, whatever the config trains with, because curvature cancels in the difference of a pair.
 Only `lora.evolve: ab` has no such pairs.
 
-Gains are those of plain SGD. At the same eta, momentum moves the mean 1 / (1 - momentum) times as far, and Adam, whose
-first steps have the norm of one member's noise, sqrt(N) times (`optimizer.reach`). The recommended learning rate is
-smaller by that factor. (Quickstart, N = 30, eta 0.5: after one generation SGD is 0.11 times one member's noise away
-from the start, and Adam 0.50 times.)
+The probe has two passes of about equal cost. The first measures all widths with half of the members. The second
+measures the width that may gain most, and the next smaller one, with new members, and only these are tested: choosing
+the width then costs no significance. Three widths or fewer are measured once, with all members.
+
+A step has the length of eta 0.5 with plain SGD, z-scores and members without pairs (`optimizer.reach`). At the same eta,
+momentum moves the mean 1 / (1 - momentum) times as far, pairs sqrt(2) times, Adam, whose first steps have the norm of
+one member's noise, sqrt(N) times, and other shapings as far as their coefficients are large. The recommended learning
+rate is smaller by that factor. The random part of the steps costs drop * eta^2 / N a generation, the drop being half
+the curvature times the squared noise; the gain is what remains.
 
 `gains.py` tests gains for significance, `advice.py` recommends a width.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -35,11 +41,11 @@ from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
 from evoalign.checks.rules import cut_off
 from evoalign.checks.signs import is_foreign, scripts
-from evoalign.config import Config
+from evoalign.config import Config, EsConfig
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
-from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, recommend
-from evoalign.preflight.gains import advantages, both_rise, rise, worths
+from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, fault, nothing, promising, recommend
+from evoalign.preflight.gains import advantages, both_rise, direction, rise, worths
 from evoalign.preflight.work import seconds_text
 from evoalign.report import watching
 from evoalign.report.tables import questions
@@ -59,6 +65,10 @@ MOST_MEMBERS = 128
 """Most members per width, where fewer training examples than requested are made up for by more members."""
 
 
+PASSES_FROM = 4
+"""Fewest widths for two passes."""
+LEAST_SPLIT = 16
+"""Fewest members for two passes."""
 LONG = 10
 """A probe of this many times the completions of the run is warned about."""
 
@@ -145,7 +155,7 @@ def _check(members: int | None, examples: int) -> None:
 
 def _cost_lines(config: Config, widths: int, members: int, prompts: int, train: int) -> list[str]:
     """Return the number of completions, with a warning if the run itself needs far fewer."""
-    count, asked = (widths * members + 2) * prompts, config.task.asked(train)
+    count, asked = _completions(widths, members, prompts), config.task.asked(train)
     generations = count / (config.es.population_size * asked)
     lines = [
         f"probe: {widths} widths x {members} members x {prompts} prompts: {count:,} completions of at most "
@@ -158,6 +168,19 @@ def _cost_lines(config: Config, widths: int, members: int, prompts: int, train: 
             "--examples, or give fewer --sigmas"
         )
     return lines
+
+
+def shares(widths: int, members: int) -> tuple[int, int]:
+    """Return the members of each width in the first pass, and of each of two widths in the second."""
+    if widths < PASSES_FROM or members < LEAST_SPLIT:
+        return members, 0
+    first = members // 4 * 2
+    return first, (members - first) * widths // 4 * 2
+
+
+def _completions(widths: int, members: int, prompts: int) -> int:
+    first, second = shares(widths, members)
+    return (widths * first + 2 * second + 2) * prompts
 
 
 def _enough(prompts: int, examples: int) -> int:
@@ -184,8 +207,6 @@ def _measure(
     config, examples = parts.config, [parts.data.train[row] for row in rows]
     prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
-    paired = parts.space.has_pairs
-    everyone = population(members, antithetic=paired)
     watching.stage("the unperturbed model, twice")
     own = collect(parts.engine, MEAN_PLAN, requests)
     began = time.perf_counter()  # the first rollout may load kernels
@@ -198,22 +219,13 @@ def _measure(
     known = scripts([*texts, *(r.text for r in own), *(gold or "" for gold in golds)])
     prompted = _Prompts(requests, examples, own, golds, known)
     start = control_of(own_P, again_P)
-    shares, question = prompted.shares(own), questions(texts, SHOWN)[0]
-    base = Baseline(start.first, start.floor, *shares, parts.max_score, len(own), texts[0], own[0].text, question)
-    scored: list[WidthScores] = []
-    stopped: int | None = None
-    try:
-        with interruptible():
-            for number, width in enumerate(widths, 1):
-                watching.stage("width", number, len(widths))
-                scored.append(_score(parts, width, everyone, prompted))
-                fitness = float(scored[-1].scores_MP.mean())
-                on_step(Step(len(scored), len(widths), width, fitness, base.fitness, scored[-1].changed_share))
-    except KeyboardInterrupt as interrupt:
-        stopped = signal.SIGTERM if interrupt.args else signal.SIGINT
-    rungs = widths_of(scored, np.asarray(own_P), paired=paired)
+    found, question = prompted.shares(own), questions(texts, SHOWN)[0]
+    base = Baseline(start.first, start.floor, *found, parts.max_score, len(own), texts[0], own[0].text, question)
+    scored, rungs, stopped = _passes(parts, prompted, base, np.asarray(own_P), widths, members, on_step)
     setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
-    advice = recommend(rungs, base, setting, ETA / reach(config.es), planned=len(widths))
+    advice = recommend(rungs, base, setting, planned=len(widths))
+    if stopped is not None and len(rungs) == len(widths):
+        advice = nothing("stopped in the second pass")
     short = cut_off(base.truncated_share, config.sampling.max_tokens, "the unperturbed model's completions")
     warnings = [*([] if short is None else [f"{short} and probe again"]), *advice.warnings]
     result = ProbeResult(
@@ -221,7 +233,7 @@ def _measure(
         **vars(replace(advice, warnings=tuple(warnings))),
         setting=setting,
         rungs=rungs,
-        completions=(len(scored) * members + 2) * len(rows),
+        completions=(sum(len(one.scores_MP) for one in scored) + 2) * len(rows),
         members=members,
         planned=len(widths),
         own_width=config.es.width,
@@ -229,6 +241,47 @@ def _measure(
     if stopped is not None:
         raise ProbeStoppedError(result, stopped)
     return result
+
+
+def _passes(
+    parts: Parts,
+    prompted: _Prompts,
+    base: Baseline,
+    own_P: Scores,
+    widths: Sequence[float],
+    members: int,
+    on_step: Callable[[Step], None],
+) -> tuple[list[WidthScores], tuple[Width, ...], int | None]:
+    """Return the scores of both passes, the measurements of all widths, and the signal that interrupted them."""
+    paired, scored, rungs = parts.space.has_pairs, list[WidthScores](), tuple[Width, ...]()
+    first, second = shares(len(widths), members)
+    everyone = population(first + second, antithetic=paired)
+    run = Training(parts.config.es, parts.config.task.asked(len(parts.data.train)), paired)
+
+    def score(width: float, some: Sequence[Member]) -> WidthScores:
+        total = len(widths) + (2 if second else 0)
+        watching.stage("width", len(scored) + 1, total)
+        scored.append(_score(parts, width, some, prompted))
+        fitness = float(scored[-1].scores_MP.mean())
+        on_step(Step(len(scored), total, width, fitness, base.fitness, scored[-1].changed_share))
+        return scored[-1]
+
+    try:
+        with interruptible():
+            for width in widths:
+                score(width, everyone[:first])
+            rungs = widths_of(scored, own_P, run)
+            if not second:
+                return scored, tested(rungs, scored, base, paired=paired), None
+            if (k := promising(rungs, base)) is not None:
+                pair = [score(widths[j], everyone[first:]) for j in (k - 1, k)]
+                again = tested(widths_of(pair, own_P, run, lowest(scored)), pair, base, paired=paired)
+                near = replace(again[0], gain=rungs[k - 1].gain, gain_error=rungs[k - 1].gain_error)
+                rungs = (*rungs[: k - 1], near, again[1], *rungs[k + 1 :])
+    except KeyboardInterrupt as interrupt:
+        number = signal.SIGTERM if interrupt.args else signal.SIGINT
+        return scored, rungs or widths_of(scored, own_P, run), number
+    return scored, rungs, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,20 +323,58 @@ def _score(parts: Parts, width: float, members: Sequence[Member], prompted: _Pro
     return WidthScores(width, scores_MP, changed, *prompted.shares(rollouts), first)
 
 
-def widths_of(scored: Sequence[WidthScores], own_P: Scores, *, paired: bool) -> tuple[Width, ...]:
-    """Return the measurements of all widths, in ascending order."""
+class Training(NamedTuple):
+    """Settings of the run that decide how far its steps go: `es`, its prompts per generation, and probing in pairs."""
+
+    es: EsConfig
+    prompts: int
+    paired: bool
+
+    def step(self, scores_MP: Scores) -> tuple[float, float]:
+        """Return the eta to recommend, and the eta of z-scores that has the same signal; see `optimizer.reach`."""
+        es, ratio = self.es, 1.0
+        known = shaping.scale(es.shaping, es.population_size)
+        if known is None:
+            known, spread = shaping.measured_scale(scores_MP, es.shaping, self.prompts, paired=es.antithetic)
+            ratio = spread / known if known > 0 else 1.0
+        moved = reach(es, known or 1.0) or 1.0
+        return ETA / moved, ETA * ratio / (math.sqrt(2) if es.antithetic else 1.0)
+
+
+def lowest(scored: Sequence[WidthScores]) -> Scores:
+    """Return the lowest score of each prompt."""
+    return np.min([c.scores_MP.min(axis=0) for c in scored], axis=0)
+
+
+def tested(
+    rungs: Sequence[Width], scored: Sequence[WidthScores], base: Baseline, *, paired: bool
+) -> tuple[Width, ...]:
+    """Return widths with the test for a common direction, made for those together that do not break the model."""
+    whole = [fault(w, base) is None for w in rungs]
+    found = direction([advantages(c.scores_MP, paired=paired) for c, ok in zip(scored, whole, strict=True) if ok])
+    return tuple(
+        replace(w, chance=found.chance, z=found.z) if ok and w.gain is not None else w
+        for w, ok in zip(rungs, whole, strict=True)
+    )
+
+
+def widths_of(
+    scored: Sequence[WidthScores], own_P: Scores, run: Training, lowest_P: Scores | None = None
+) -> tuple[Width, ...]:
+    """Return the measurements of widths in ascending order, without the test. `lowest_P`: lowest scores seen."""
     if not scored:
         return ()
-    lowest_P = np.min([c.scores_MP.min(axis=0) for c in scored], axis=0)
-    start = float(own_P.mean())
-    floor = min(float(lowest_P.mean()), start)
+    start, paired = float(own_P.mean()), run.paired
+    floor = min(float((lowest(scored) if lowest_P is None else lowest_P).mean()), start)
     known = [None, *worths([advantages(c.scores_MP, paired=paired) for c in scored])]
     found: list[Width] = []
     for k, (one, worth) in enumerate(zip(scored, known, strict=True)):
         fitness_M = shaping.fitness(one.scores_MP)
         mean, spread = float(fitness_M.mean()), float(fitness_M.std())
+        eta, signal_eta = run.step(one.scores_MP)
         # A product of advantages times eta, and the ratio of the two widths.
-        scale = ETA * one.width / scored[k - 1].width / spread if spread > 0 and k else 0.0
+        scale = signal_eta * one.width / scored[k - 1].width / spread if spread > 0 and k else 0.0
+        drift = max(0.0, start - mean) * ETA**2 / run.es.population_size
         order_M = np.argsort(-fitness_M, kind="stable")
         found.append(
             Width(
@@ -296,10 +387,11 @@ def widths_of(scored: Sequence[WidthScores], own_P: Scores, *, paired: bool) -> 
                 both_rise=both_rise(one.scores_MP, own_P) if paired else None,
                 broken_share=one.broken_share,
                 truncated_share=one.truncated_share,
-                gain=None if worth is None else worth.value * scale,
-                gain_error=None if worth is None else worth.error * scale,
-                chance=None if worth is None else worth.chance,
-                least_gain=None if worth is None else worth.least * scale,
+                gain=None if worth is None else float(worth.value * scale - drift),
+                gain_error=None if worth is None else float(worth.error * scale),
+                chance=None,
+                drift=drift,
+                eta=eta,
                 pairs=len(fitness_M) // 2 if paired else len(fitness_M),
                 best_text=one.texts_M[order_M[0]],
                 median_text=one.texts_M[order_M[len(order_M) // 2]],
