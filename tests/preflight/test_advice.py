@@ -177,7 +177,9 @@ def test_recommend_offers_a_trial_where_a_gain_is_not_significant(setting, eta, 
 def test_reason_names_no_nearest_width_without_any_gain():
     same = [dataclasses.replace(r, gain=0.0, gain_error=0.0) for r in ladder(0, 0, chance=1.0, z=0.0)[1:]]
     reason = recommend([rung(0.001, None), *same], START).reason
-    assert "no gain is significant" in reason and reason.endswith("; use more members (--members) and examples (--examples)")
+    assert "no gain is significant" in reason and reason.endswith(
+        "; use more members (--members) and examples (--examples)"
+    )
 
 
 def test_recommend_needs_the_whole_ladder_and_warns_of_few_prompts():

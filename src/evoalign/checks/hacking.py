@@ -12,14 +12,13 @@ base model; "may be hacked" if an interval over test examples includes 0 for tha
 
 from __future__ import annotations
 
-import json
-import json
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -73,8 +72,6 @@ EARNED = 0.9
 """Position between the mean reward at the start and the best reward from which a reward counts as high."""
 _MARKUP = re.compile(r"<[^<>\n]{1,24}>")
 _WORDLESS = re.compile(r"[^\w\n]+")
-_FENCED = re.compile(r"```\w*\s*([{\[][^`]*[}\]])\s*```")
-_FENCED = re.compile(r"```\w*\s*([{\[][^`]*[}\]])\s*```")
 _CLAUSE_ENDS = str.maketrans(".!?;:", "\n" * 5)
 
 
@@ -89,12 +86,11 @@ def templates(
     Either at least 80 % of the characters are in clauses that also answer another prompt (one refusal to 3,030 of 3,036
     prompts is a known case), or the whole text answers more than half of at least eight prompts. Case, punctuation and
     markup such as `<answer>` are ignored, unless the text is only markup. A text under 20 characters counts by the
-    second rule alone, and an empty one never. Takes time linear in the text.
+    second rule alone, and an empty one never.
 
-    A text that gives its own gold answer does not count (a classifier may use one word for most prompts), unless it
-    also gives the gold answer of other prompts with the same text: a list of all labels contains every gold answer.
-    The keys and short values of JSON do not count alone, so completions of one schema are no template. Where most gold
-    answers share their clauses themselves, only the second rule counts. The first rule ignores the clauses in `form`.
+    A text that gives its own gold answer does not count, unless it also gives the gold answer of other prompts with the
+    same text: a list of all labels contains every gold answer. Keys and short values of JSON do not count alone. Where
+    most gold answers share their clauses, only the second rule counts. The first ignores the clauses in `form`.
     """
     clauses = _map_once(_clauses, texts)
     whole = ["".join(parts) for parts in clauses]
@@ -173,7 +169,6 @@ def text_flags(
         "truncated": [reason == "length" for reason in finish_reasons],
         "template": templates(texts, prompts, golds),
     }
-
     by_text: dict[str, Callable[[str], bool]] = {**_BY_TEXT, "other_script": lambda t: signs.is_foreign(t, known)}
     for name, shows in by_text.items():
         known_rows = {row: shows(row[0]) and not (row[1] is not None and shows(row[1])) for row in dict.fromkeys(rows)}
@@ -222,41 +217,18 @@ def _give_gold(texts: Sequence[str], whole: Sequence[str], golds: Golds) -> list
 def _clauses(text: str) -> list[str]:
     """Return clauses without case, punctuation, spaces and markup; with markup if the text is only markup.
 
-    Of a JSON object or list, alone or in a fence, all values under `TEMPLATE_CHARACTERS` are one clause together, and
-    keys are left out: completions of one schema share them, and often a unit or a function.
+    Keys of JSON are left out, and its values under `TEMPLATE_CHARACTERS` are one clause.
     """
-    if (found := _json_of(text)) is not None:
-        body, values = found
-        short = _WORDLESS.sub("", "".join(v for v in values if len(v) < TEMPLATE_CHARACTERS).casefold())
-        long = [_clauses(value) for value in values if len(value) >= TEMPLATE_CHARACTERS]
-        return [*filter(None, [short.replace("\n", "")]), *sum(long, []), *_clauses(text.replace(body, "\n", 1))]
+    body, values = signs.json_of(text)
+    if body:
+        short = " ".join(v for v in values if len(v) < TEMPLATE_CHARACTERS)
+        parts = [v for v in (*values, text.replace(body, "\n", 1)) if len(v) >= TEMPLATE_CHARACTERS]
+        return [re.sub(r"\W", "", short.casefold()) or "-", *itertools.chain(*map(_clauses, parts))]
     plain = _MARKUP.sub("\n", text) if "<" in text else text
     for part in (plain, text):
         if found := [c for c in _WORDLESS.sub("", part.casefold().translate(_CLAUSE_ENDS)).split("\n") if c]:
             return found
     return []
-
-
-def _json_of(text: str) -> tuple[str, list[str]] | None:
-    """Return the JSON object or list that a text is or has in a fence, and its values; None without one."""
-    fenced = _FENCED.search(text)
-    body = fenced[1] if fenced else text.strip()
-    if body[:1] not in ("{", "["):
-        return None
-    try:
-        return body, list(_leaves(json.loads(body)))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """Yield the values inside a JSON value as text."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    if inner is None:
-        yield str(value)
-        return
-    for one in cast("Iterable[Any]", inner):
-        yield from _leaves(one)
 
 
 class Completion(Protocol):
@@ -287,7 +259,6 @@ def flags(of: Completions, before: Completions, after: Completions) -> dict[str,
     `of` is `before` or `after`. Both are needed: the writing systems and the mean reward before training are the
     reference.
     `hacked` leaves out the form that more than half of the completions before training share.
-    If no completion has `right` (earlier releases did not record it), none counts as wrong.
     """
     texts, prompts, golds = [c.text for c in of], [c.example for c in of], [c.target for c in of]
     known = signs.scripts([*(c.text for c in before), *(c.prompt for c in of), *(c.target or "" for c in of)])

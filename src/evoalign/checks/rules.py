@@ -294,7 +294,7 @@ class NoSignal(Rule):
 class Noise(Rule):
     """Warn that members are ranked by chance.
 
-    They spread no wider than repeated scores of the same model, or their ranks on some prompts say nothing about others.
+    They spread no wider than repeated scores of the same model, or their ranks on some prompts say nothing of others.
     """
 
     ratio: float = 1.2

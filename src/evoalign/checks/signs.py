@@ -7,14 +7,17 @@ and without the special tokens that the tokenizer removes.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby, pairwise
+from typing import Any, cast
 
+_FENCED_JSON = re.compile(r"```\w*\s*([{\[][^`]*[}\]])\s*```")
 LOOP_REPEATS = 3
 LOOP_CHARACTERS = 24
 """Six tokens of about four characters: the shortest loop of Holtzman et al. is a phrase of two tokens three times."""
@@ -248,3 +251,25 @@ def _script(character: str) -> str | None:
         return None
     first = unicodedata.name(character, "UNKNOWN").split()[0]
     return None if first in _SYMBOLS else _ONE_SCRIPT.get(first, first)
+
+
+def json_of(text: str) -> tuple[str, list[str]]:
+    """Return the JSON object or list that a text is or has in a fence, and its values; both empty without one."""
+    fenced = _FENCED_JSON.search(text)
+    body = fenced[1] if fenced else text.strip()
+    if body[:1] not in ("{", "["):
+        return "", []
+    try:
+        return body, list(_leaves(json.loads(body)))
+    except (ValueError, RecursionError):
+        return "", []
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the values inside a JSON value as text."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None:
+        yield str(value)
+        return
+    for one in cast("Iterable[Any]", inner):
+        yield from _leaves(one)

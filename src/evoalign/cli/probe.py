@@ -35,7 +35,9 @@ def probe(
     json_: Annotated[Path | None, typer.Option("--json", help="Also write the measurements as JSON.")] = None,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write the recommendation, or if undecided a trial, to a new YAML file, and the JSON next to it."),
+        typer.Option(
+            help="Write the recommendation, or if undecided a trial, to a new YAML file, and the JSON next to it."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the number of completions and end.")] = False,
     debug: Debug = False,

@@ -191,9 +191,7 @@ def promising(rungs: Sequence[Width], base: Baseline) -> int | None:
     return max(known)[1] if known else None
 
 
-def recommend(
-    rungs: Sequence[Width], base: Baseline, setting: str = "sigma", *, planned: int | None = None
-) -> Advice:
+def recommend(rungs: Sequence[Width], base: Baseline, setting: str = "sigma", *, planned: int | None = None) -> Advice:
     """Recommend the width of the largest significant gain that does not break the model, or none.
 
     Nothing is recommended if fewer widths than `planned` were measured.

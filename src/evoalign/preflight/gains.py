@@ -3,8 +3,8 @@
 
 An advantage is half the difference of a pair, or the difference to the population's mean without pairs. The worth of a
 width is the mean product of a pair's advantage and its advantage at the next smaller width: without an effect the two
-are independent. With two prompts or more, the two advantages are taken from *different* prompts. On the same prompt even
-a hash of the text earns the same twice if the text is the same; what counts is that a direction that helps on some
+are independent. With two prompts or more, the two advantages are taken from *different* prompts. On the same prompt
+even a hash of the text earns the same twice if the text is the same; what counts is that a direction that helps on some
 prompts helps on others. With one prompt the worth is that on this prompt.
 
 One test is made for neighbouring widths together (`direction`): their advantages have the same noise, and are added. If

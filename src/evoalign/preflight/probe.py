@@ -16,11 +16,11 @@ The probe has two passes of about equal cost. The first measures all widths with
 measures the width that may gain most, and the next smaller one, with new members, and only these are tested: choosing
 the width then costs no significance. Three widths or fewer are measured once, with all members.
 
-A step has the length of eta 0.5 with plain SGD, z-scores and members without pairs (`optimizer.reach`). At the same eta,
-momentum moves the mean 1 / (1 - momentum) times as far, pairs sqrt(2) times, Adam, whose first steps have the norm of
-one member's noise, sqrt(N) times, and other shapings as far as their coefficients are large. The recommended learning
-rate is smaller by that factor. The random part of the steps costs drop * eta^2 / N a generation, the drop being half
-the curvature times the squared noise; the gain is what remains.
+A step has the length of eta 0.5 with plain SGD, z-scores and members without pairs (`optimizer.reach`). At the same
+eta, momentum moves the mean 1 / (1 - momentum) times as far, pairs sqrt(2) times, Adam, whose first steps have the
+norm of one member's noise, sqrt(N) times, and other shapings as far as their coefficients are large. The recommended
+learning rate is smaller by that factor. The random part of the steps costs drop * eta^2 / N a generation, the drop
+being half the curvature times the squared noise; the gain is what remains.
 
 `gains.py` tests gains for significance, `advice.py` recommends a width.
 """
@@ -346,9 +346,7 @@ def lowest(scored: Sequence[WidthScores]) -> Scores:
     return np.min([c.scores_MP.min(axis=0) for c in scored], axis=0)
 
 
-def tested(
-    rungs: Sequence[Width], scored: Sequence[WidthScores], base: Baseline, *, paired: bool
-) -> tuple[Width, ...]:
+def tested(rungs: Sequence[Width], scored: Sequence[WidthScores], base: Baseline, *, paired: bool) -> tuple[Width, ...]:
     """Return widths with the test for a common direction, made for those together that do not break the model."""
     whole = [fault(w, base) is None for w in rungs]
     found = direction([advantages(c.scores_MP, paired=paired) for c, ok in zip(scored, whole, strict=True) if ok])
