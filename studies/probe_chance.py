@@ -5,7 +5,7 @@
   another, and yet it is no noise: greedy decoding earns the same again. 64 questions, 32 members.
 - `tools`: no model; scores as of tool calls as JSON (.25 for JSON, .25 for name and keys, .5 for values) on 64 prompts,
   most of which the noise leaves as they are. The effect of a direction is such that a generation at eta .5 raises the
-  mean by .0043 with 128 members and 16 prompts, and twice the config's width breaks the model.
+  mean by .0047 with 128 members and 16 prompts, and twice the config's width breaks the model.
 - `iid`, `two`: the same without such an effect; `two` on 2 prompts, with effects that persist on a prompt.
 - `concise`: configs/quickstart.yaml as it is. With `--train`, the run is trained as recommended, for `--shuffles`
   placebos (`evoalign.placebo`).
