@@ -23,6 +23,8 @@ from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.models import tiny
+from evoalign.tasks import TASKS
+from evoalign.tasks.generated import Generated
 
 load = functools.cache(lambda path, *words: read_config([path], words))
 REPOSITORY = Path(__file__).parents[2]
@@ -136,7 +138,8 @@ def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, ca
         name = config.model.name.lower()
         size = max((key for key in SHAPES if all(part in name for part in key.split("_"))), key=len)
         sets.append(f"model.name={shape(tmp_path, size)}")
-    if config.task.train_data is None or config.task.train_data.startswith("hub:"):
+    is_generated = issubclass(TASKS[config.task.name], Generated)
+    if not is_generated and (config.task.train_data is None or config.task.train_data.startswith("hub:")):
         for split, count in (("train", max(480, config.task.batch_size or 0)), ("test", 8)):
             rows = "".join(f"{json.dumps(hub_row(split, i))}\n" for i in range(count))
             (tmp_path / f"{split}.jsonl").write_text(rows)

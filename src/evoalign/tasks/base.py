@@ -187,8 +187,11 @@ class Task(ABC):
         gold = self.gold(example)
         return None if gold is None else says(text, self.clean(gold))
 
-    def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Return further evaluation measures of one cleaned completion, such as accuracy or exact match."""
+    def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
+        """Return further evaluation measures of one cleaned completion, such as accuracy or exact match.
+
+        The value is None where a measure does not apply to the row.
+        """
         return {}
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:

@@ -137,7 +137,7 @@ class Isolated(Task):
         is_own = self._defines("is_right")
         return self._ask("is_right", [text], [example]) if is_own else super().is_right(text, example)
 
-    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+    def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
         return self._ask("measures", [text], [example]) if self._defines("measures") else {}
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
