@@ -6,16 +6,18 @@ import hashlib
 import json
 import re
 import time
+from contextlib import closing
 from itertools import chain, combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 from task_runs import jsonl
 
-from evoalign.config import TaskConfig
+from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import DataError
 from evoalign.rewards.objective import Group
-from evoalign.tasks import TASKS, create
+from evoalign.tasks import TASKS, create, isolate
 from evoalign.tasks.constraints import EXCLUDE, KINDS
 from evoalign.tasks.generated import MAX_RESPONSE, SIZES, Draw, Generated, split_of
 from evoalign.tasks.grading import scored
@@ -310,3 +312,19 @@ def test_the_objective_of_a_generated_task_is_its_reward():
     columns = {name: np.array(column)[:, None] for name, column in task.columns(texts, [row] * 4).items()}
     scores = task.objective().scores(Group(0, columns, [[text] for text in texts], [row]))
     assert scores.ravel().tolist() == task.rewards(texts, [row] * 4) == [1.0, 0.25, 0.5, 0.0]
+
+
+def test_prompts_with_solved_rows_as_in_the_guide(tmp_path):
+    """Also in the worker of a user-defined task, where a measure may be None."""
+    guide = (Path(__file__).parents[2] / "docs/guides/tasks.md").read_text(encoding="utf-8")
+    (tmp_path / "shots.py").write_text(guide.partition('title="shots.py"\n')[2].partition("```")[0])
+    config = TaskConfig(name=f"{tmp_path / 'shots.py'}:Shots", train_size=5, validation_size=1, test_size=8)
+    plain = create(TaskConfig(name="tool_calls"))
+    with closing(isolate(create(config), GraderConfig())) as task:
+        data = task.load_data(0)
+        row = next(row for row in data.test if row["unseen"])
+        messages = task.prompt(row)
+        assert [m["role"] for m in messages] == ["user", "assistant"] * 3 + ["user"]
+        assert messages[-1:] == plain.prompt(row) and messages[:1] == plain.prompt(data.train[0])
+        assert messages[1]["content"] == plain.gold(data.train[0])
+        assert task.measures(task.gold(row), row) == {"seen": None, "unseen": 1.0}
