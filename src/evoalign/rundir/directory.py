@@ -16,7 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
@@ -393,9 +402,38 @@ class _Open(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
+Few = Field(max_length=32)
+Matrix = Annotated[list[Annotated[list[StrictFloat | StrictInt], Few]], Few]
+
+
+class _Axes(BaseModel):
+    """Fields of `checks.axes.row_of`, and the shares."""
+
+    columns: Annotated[list[str], Field(min_length=2, max_length=32)]
+    correctness: str | None
+    means: dict[str, StrictFloat | StrictInt]
+    covariance: Matrix
+    lasting_covariance: Matrix | None
+    shares: Numbers
+    lasting_share: Number
+    lasting: Numbers
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Axes:
+        """Raise ValueError unless all fields are of the same columns."""
+        count = len(self.columns)
+        for matrix, size in ((self.covariance, count + 1), (self.lasting_covariance, count)):
+            if matrix is not None and [len(line) for line in matrix] != [size] * size:
+                raise ValueError(f"a covariance of {count} columns has another shape")
+        if not {*self.columns} <= self.means.keys() or self.correctness not in (None, *self.columns):
+            raise ValueError("another column")
+        return self
+
+
 class _Diagnosis(_Open):
     __pydantic_extra__: dict[str, Number | StrictBool]  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    axes: _Axes | None = None
     control: Annotated[list[StrictFloat | StrictInt], Field(min_length=3, max_length=3)] | None = None
 
 

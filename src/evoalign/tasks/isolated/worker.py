@@ -208,6 +208,8 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
             return task.checked(task.rewards(texts, examples), texts, examples)
         case "columns":
             return task.checked_columns(task.columns(texts, examples), texts, examples)
+        case "parts":
+            return task.checked_columns(task.parts(texts, examples), texts, examples)
         case "compute_reward":
             return task.checked([task.compute_reward(texts[0], examples[0])], texts, examples)[0]
         case "fitness":
