@@ -90,7 +90,9 @@ def test_independent_columns_have_the_squares_of_their_weights_times_their_varia
     columns = {"a": a, "b": b, "constant": still + 0.1, "tokens": a + b, "truncated": still}
     found = Axes.of([axes.row_of(generation(3 * a + b), Measured(columns))], 20_000)
     assert found.shares["a"] == pytest.approx(0.9, abs=0.01) and found.shares["b"] == pytest.approx(0.1, abs=0.01)
-    assert [found.shares[name] for name in ("constant", "tokens", "truncated", "rest")] == pytest.approx([0] * 4, abs=1e-5)
+    assert [found.shares[name] for name in ("constant", "tokens", "truncated", "rest")] == pytest.approx(
+        [0] * 4, abs=1e-5
+    )
     assert found.lasting is None  # one prompt
 
 
@@ -252,8 +254,17 @@ def brevity(completions, **columns): return [None if c == "none" else -len(c) fo
 def test_the_columns_of_a_custom_task_are_its_functions(names, columns, correctness, isolated, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     rows = written(tmp_path, [{"prompt": str(i)} for i in range(5)])
-    config = from_dict({"es": {"sigma": 0.01}, "task": {
-        "name": "custom", "train_data": rows, "prompt": "raw", "rewards": [f"{tmp_path}/rewards.py:{n}" for n in names]}})
+    config = from_dict(
+        {
+            "es": {"sigma": 0.01},
+            "task": {
+                "name": "custom",
+                "train_data": rows,
+                "prompt": "raw",
+                "rewards": [f"{tmp_path}/rewards.py:{n}" for n in names],
+            },
+        }
+    )
     task = create(config.task)
     task = isolate(task, config.grader) if isolated else task
     try:
@@ -276,7 +287,9 @@ def test_countdown_refuses_weights_that_are_not_two_parts(weights):
 
 @pytest.mark.parametrize("weights", [None, [0.0, 1.0], [0.5, 2.0]])
 def test_countdown_weighs_format_and_accuracy(weights):
-    config = from_dict({"es": {"sigma": 0.01}, "task": {"name": "countdown", "prompt": "short", "reward_weights": weights}})
+    config = from_dict(
+        {"es": {"sigma": 0.01}, "task": {"name": "countdown", "prompt": "short", "reward_weights": weights}}
+    )
     task, example = create(config.task), {"numbers": [1, 2], "target": "3", "solution": "1 + 2"}
     form, answer = weights or (0.1, 1.0)
     assert task.max_reward == form + answer == task.compute_reward(task.gold(example), example)

@@ -49,7 +49,7 @@ class Window:
         """Return the figures as text."""
         shares, share, lasting = self.axes.shares, self.axes.lasting_share, self.axes.lasting
         cells = {
-            "coefficients follow": None if shares is None else percent(shares),
+            "coefficients follow": "not known with too few members" if shares is None else percent(shares),
             "of that holds on other prompts": "no more than by chance" if share is None else f"{share:.0%}",
             "which follows": None if lasting is None else percent(lasting),
         }

@@ -27,8 +27,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evoalign.config import Config
+from evoalign.report.tables import percent
 from evoalign.rewards.objective import Columns
-from evoalign.tasks.base import Task
+from evoalign.tasks import TASKS, Task
 from evoalign.types import Example, Generation
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -38,6 +40,13 @@ MOST = 30
 """Most columns of the reward."""
 PER_COLUMN = 4
 """Fewest members per column, over the pooled generations, for shares."""
+BROUGHT, PREDICTED = 0.4, 0.6
+"""A warning needs these shares of what holds on other prompts: of the other columns of the reward, and what all other
+columns predict together, with length and truncation."""
+RIGHT = 0.25
+"""Share of right completions from which there is no warning: format may be what is left to learn."""
+CUT = 0.05
+"""Smallest share of cut off completions for which the warning names `sampling.max_tokens`."""
 TOKENS, TRUNCATED, REST = "tokens", "truncated", "rest"
 EFFECTS = (TOKENS, TRUNCATED)
 CORRECT = ("accuracy", "exact")
@@ -213,6 +222,32 @@ class Axes:
         weights_K = np.concatenate([self._weights, np.zeros(len(EFFECTS))])
         held_K = found_KK @ weights_K
         return np.block([[np.array([[weights_K @ held_K]]), held_K[None, :]], [held_K[:, None], found_KK]])
+
+
+def wrong_axis(axes: Axes, config: Config) -> str | None:
+    """Return a warning if other columns of the reward select members, and the one that says what is right does not.
+
+    Only differences that hold on other prompts count: the luck of rare right answers is no selection.
+    """
+    right, lasting = axes.correctness, axes.lasting
+    if right is None or lasting is None:
+        return None
+    others = {name: share for name, share in lasting.items() if name != right}
+    share, solved = axes.predicted([*others, *EFFECTS]), axes.means[right]
+    if sum(others.values()) < BROUGHT or share < PREDICTED or solved >= RIGHT:
+        return None
+    cls, tokens, is_cut = TASKS.get(config.task.name), config.sampling.max_tokens, axes.means[TRUNCATED]
+    setting = f"task.objective {{name: weighted_sum, weights: {{{right}: 1}}}}"
+    if cls is not None and cls.takes_weights and config.task.objective is None:
+        setting = f"task.reward_weights {[float(name == right) for name in lasting]}"
+    longer = f", and sampling.max_tokens {2 * tokens} ({is_cut:.0%} are cut off)" if is_cut >= CUT else ""
+    length = " and length" if axes.predicted(EFFECTS) >= PREDICTED else ""
+    return (
+        f"the coefficients follow {max(others, key=others.__getitem__)}{length}, not {right}: the differences between "
+        f"members that hold on other prompts are of {percent(lasting)}, and {', '.join([*others, *EFFECTS])} predict "
+        f"{share:.0%} of them without {right}; {solved:.1%} of the completions are right: reward {right} alone with "
+        f"{setting}{longer}"
+    )
 
 
 def _r2(matrix_CC: Floats, chosen: Sequence[int], ridge_K: Floats | None = None) -> float:

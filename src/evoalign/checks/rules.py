@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from evoalign.checks.axes import EFFECTS, TRUNCATED, Axes
+from evoalign.checks.axes import Axes, wrong_axis
 from evoalign.checks.hacking import WORDS
 from evoalign.config import Config
 from evoalign.optimizer import reach
-from evoalign.report.tables import percent
 from evoalign.rundir.method import placebo_command
 
 Row = dict[str, Any]
@@ -353,43 +352,12 @@ class Hacked(Rule):
 
 @dataclass(frozen=True)
 class WrongAxis(Rule):
-    """Warn that members are selected by other columns of the reward than the one that says what is right.
-
-    Only of differences between members that hold on other prompts: the luck of rare right answers is no selection.
-    """
-
-    brought: float = 0.4
-    """Smallest share of these differences that the other columns of the reward bring."""
-    predicted: float = 0.6
-    """Smallest share of them that all other columns predict together, with length and truncation."""
-    right: float = 0.25
-    """Share of right completions from which a run is not warned: format may be what is left to learn."""
-    cut: float = 0.05
-    """Smallest share of cut off completions for which `sampling.max_tokens` is named."""
+    """Warn that members are selected by other columns of the reward than the one that says what is right."""
 
     def sentence(self, run: History) -> str | None:
-        axes = run.axes()
-        if len(run.rows) < WINDOW or axes is None or axes.correctness is None or axes.lasting is None:
-            return None
-        right, by_column = axes.correctness, axes.lasting
-        others = {name: share for name, share in by_column.items() if name != right}
-        share, solved = axes.predicted([*others, *EFFECTS]), axes.means[right]
-        if sum(others.values()) < self.brought or share < self.predicted or solved >= self.right:
-            return None
-        weights = [float(name == right) for name in by_column]
-        setting = f"task.objective {{name: weighted_sum, weights: {{{right}: 1}}}}"
-        if run.config.task.name in ("countdown", "custom"):
-            setting = f"task.reward_weights {weights}"
-        tokens, is_cut = run.config.sampling.max_tokens, axes.means[TRUNCATED]
-        longer = f", and sampling.max_tokens {2 * tokens} ({is_cut:.0%} are cut off)" if is_cut >= self.cut else ""
-        names, first = ", ".join([*others, *EFFECTS]), max(others, key=others.__getitem__)
-        length = " and length" if axes.predicted(EFFECTS) >= self.predicted else ""
-        return (
-            f"the coefficients follow {first}{length}, not {right}: the differences "
-            f"between members that hold on other prompts are of {percent(by_column)}, and {names} predict {share:.0%} "
-            f"of them without {right}; {solved:.1%} of the completions are right: reward {right} alone with "
-            f"{setting}{longer}"
-        )
+        pooled = run.axes()
+        enough = len(run.rows) >= WINDOW and run.config.task.fitness is None
+        return wrong_axis(pooled, run.config) if enough and pooled is not None else None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from evoalign.config.task import TASKS as SHIPPED
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
 from evoalign.tasks.base import Data, Split, Task
-from evoalign.tasks.countdown import Countdown
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
@@ -45,7 +44,7 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     `rewards` are Python functions to use instead of `task.rewards`, for `custom` only. Raises ConfigError.
     """
     task = _class_of(config).make(config, rewards)
-    if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom | Countdown):
+    if config.reward_weights is not None and config.name in TASKS and not task.takes_weights:
         warnings.warn(f"task {config.name} ignores task.reward_weights; remove it", stacklevel=2)
     # Another process cannot import what a script defines.
     own = (config.name, *config.rewards, config.fitness or "")

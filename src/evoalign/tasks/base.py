@@ -108,6 +108,8 @@ class Task(ABC):
     correctness: str | None = None
     """Name of the reward column, or of one of `parts`, that says whether a completion is right; None: `accuracy` or
     `exact`, if there is such a column. The axis report (`checks.axes`) warns if the members are selected by others."""
+    takes_weights: ClassVar[bool] = False
+    """Whether `task.reward_weights` weighs the columns, or `parts`, in their order."""
     weighted: WeightedSum = WeightedSum()
     """Sum of the columns: the `reward` of an evaluation, and the default objective."""
     asks_scorer: ClassVar[bool] = False

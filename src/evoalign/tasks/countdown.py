@@ -79,6 +79,7 @@ class Countdown(Task):
     gradings = ("strict", "lenient")
     graded_text = END_ANSWER
     correctness = "accuracy"
+    takes_weights = True
     takes_system_prompt = True
     forms = ("raw", "short", "chat", "chat_opened")
 

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+
 from evoalign.analysis.axes import AxisReport, Settings
 from evoalign.errors import ConfigError, EvoalignError
 
@@ -16,12 +17,12 @@ def copied(trained, folder):
     return folder / "run"
 
 
-def rows_of(run, change):
-    """Rewrite the rows of a run's metrics.jsonl."""
+def rows_of(run, change, count=None):
+    """Rewrite the rows of a run's metrics.jsonl; `count` repeats the first one."""
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = rows if count is None else [{**rows[0], "generation": i} for i in range(count)]
     file.write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
-    return rows
 
 
 def planted(form, right):
@@ -40,16 +41,20 @@ def with_axes(row, found):
 
 def test_shares_of_windows_are_those_of_their_generations(trained, tmp_path):
     run = copied(trained, tmp_path)
-    done = len(rows_of(run, lambda row: with_axes(row, planted(1.0, 3.0) if row["generation"] else planted(1.0, 0.0))))
-    finding = AxisReport().run([str(run)], Settings(window=done))
+    rows_of(run, lambda row: with_axes(row, planted(1.0, 3.0 if row["generation"] >= 4 else 0.0)), 8)
+    finding = AxisReport().run([str(run)], Settings(window=8))
     (window,) = finding.numbers["runs"][0]["windows"]
-    whole = done + 3 * (done - 1)
-    assert window["shares"]["format"] == pytest.approx(done / whole, abs=1e-5)
-    assert window["shares"]["accuracy"] == pytest.approx(1 - done / whole, abs=1e-5)
-    each = AxisReport().run([str(run)], Settings(window=1)).numbers["runs"][0]["windows"]
-    assert [one["shares"]["format"] for one in each] == pytest.approx([1.0, *[0.25] * (done - 1)])
-    assert [(one["first"], one["last"]) for one in each] == [(i, i) for i in range(done)]
-    assert finding.draw(tmp_path)
+    assert window["shares"] == pytest.approx(
+        {"format": 8 / 20, "accuracy": 12 / 20, "tokens": 0, "truncated": 0, "rest": 0}, abs=1e-5
+    )
+    assert window["lasting"] == pytest.approx({"format": 8 / 9.2, "accuracy": 1.2 / 9.2})
+    assert window["lasting_share"] == pytest.approx(9.2 / 20)
+    each = AxisReport().run([str(run)], Settings(window=4))
+    assert [one["shares"]["format"] for one in each.numbers["runs"][0]["windows"]] == pytest.approx([1, 0.25])
+    assert [(one["first"], one["last"]) for one in each.numbers["runs"][0]["windows"]] == [(0, 3), (4, 7)]
+    assert "accuracy 75%, format 25%" in each.sentences[-1] and finding.draw(tmp_path)
+    few = AxisReport().run([str(run)], Settings(window=1))
+    assert few.numbers["runs"][0]["windows"][0]["shares"] is None and "too few members" in few.sentences[0]
 
 
 def test_a_run_of_an_earlier_release_is_not_known(trained, tmp_path):
