@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from task_runs import jsonl
+from small_runs import UNCHECKED
+from task_runs import jsonl, train
 
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import DataError
@@ -328,3 +329,20 @@ def test_prompts_with_solved_rows_as_in_the_guide(tmp_path):
         assert messages[-1:] == plain.prompt(row) and messages[:1] == plain.prompt(data.train[0])
         assert messages[1]["content"] == plain.gold(data.train[0])
         assert task.measures(task.gold(row), row) == {"seen": None, "unseen": 1.0}
+
+
+def test_a_run_reports_seen_and_unseen_rows_before_and_after(tmp_path):
+    """Validation rows are all seen; the objective may be one column, while the reward stays the sum."""
+    config = {
+        "output_dir": str(tmp_path / "run"), "model": {"name": "tiny", "dtype": "float32"}, "engine": {"device": "cpu"},
+        "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": 1, "population_size": 4},
+        "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4, "every": 1}, "checks": UNCHECKED,
+        "task": {"name": "word_problems", "train_size": 4, "validation_size": 4, "test_size": 8, "batch_size": 2,
+                 "objective": {"name": "weighted_sum", "weights": {"answered": 1}}},
+    }  # fmt: skip
+    run, _ = train(config)
+    found = json.loads((run.path / "results" / "evaluation.json").read_text())
+    for at in ("before", "after"):
+        measures = found[at]
+        assert {"seen", "unseen", "reward/answered", "reward/exact"} <= measures.keys()
+        assert measures["reward"] == measures["reward/exact"] == 0.0
