@@ -330,6 +330,7 @@ def test_file_formats_name_every_field_that_a_run_writes(small_run: Path) -> Non
     assert journal[0]["config_hash"] == sha256(journal[0]["config"])
     assert {name for row in rows for name in row} == fields_under("metrics.jsonl", "### ")
     assert {name for row in rows for name in row["diagnosis"]} == fields_under("diagnosis")
+    assert {name for row in rows for name in row["diagnosis"]["axes"]} == fields_under("axes", "### ")
     record = json.loads((small_run / "loras/generation_0001/evoalign.json").read_text())
     assert record.pop("hash") == sha256(record)
     (saved,) = re.findall(r"^\| `evoalign\.json`.*$", FILES.read_text(encoding="utf-8"), re.MULTILINE)
