@@ -149,7 +149,7 @@ def probing(study: Study, job: str, task: str, seed: str) -> None:
 
 
 def chosen(rows: Mapping[str, Any]) -> float:
-    """Return the recommended width, else that of the largest gain over its error."""
+    """Return the recommended width, else the width with the largest gain over its error."""
     if rows.get("sigma"):
         return float(rows["sigma"])
     known = [one for one in rows["rungs"] if one["gain"] is not None]
