@@ -52,7 +52,7 @@ from evoalign.types import Example, Plan, Request, population
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results" / "real"
-MAX_TOKENS = {"tool_calls": 128, "word_problems": 320, "constraints": 256, "countdown": 512}
+MAX_TOKENS = {"tool_calls": 192, "word_problems": 320, "constraints": 256, "countdown": 512}
 OTHER = {"tool_calls": "word_problems", "word_problems": "tool_calls", "constraints": "tool_calls"}
 """The task on which forgetting is measured."""
 CHOICE = 100
