@@ -69,8 +69,8 @@ class Split(Ends):
     drift: Estimate
     share: Estimate | None
     beside: Estimate | None = None
-    """real - mean placebo; the interval includes 0 in 95 % of cases where the run is a further placebo. None in files of
-    earlier releases."""
+    """real - mean placebo; the interval includes 0 in 95 % of cases where the run is a further placebo. None in files
+    of earlier releases."""
 
     @property
     def sd(self) -> float | None:
