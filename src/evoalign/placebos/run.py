@@ -27,6 +27,7 @@ from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.files import refuse_links
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
+from evoalign.rundir.method import method_of, random_command
 from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.tasks import Data, Task
@@ -225,6 +226,11 @@ def open_run(
 ) -> Generator[Counterfactuals]:
     """Open a run with an engine at its start, and check that model and data are the run's; see `placebo`."""
     path = Path(run)
+    if method_of(path) == "grpo":
+        raise JournalError(
+            f"{path} is a run of GRPO and has no journal to shuffle; instead of placebos, compare it with a run of random "
+            f"rewards: {random_command(path, read_own(path))}"
+        )
     log = log_of(path).whole(generation)
     count = log.sealed if generation is None else generation
     if not 0 < count <= log.sealed:
