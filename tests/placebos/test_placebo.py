@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError, StoppedError
 from evoalign.exporting.card import placebo_lines
-from evoalign.placebos.counterfactual import Follower
+from evoalign.placebos.counterfactual import Follower, choice_of
 from evoalign.placebos.estimates import (
     Distances,
     PlaceboResults,
@@ -551,3 +552,40 @@ def test_comparisons_and_cards_say_it(ended):
     for wrong in ({"reward": {**own, "items": "many"}}, {"reward": {**own, "placebos": []}}, {}, 3, {"reward": None}):
         with pytest.raises(DataError, match=r"results/evaluation.json is damaged \(placebo"):
             placebo_lines({"placebo": wrong})
+
+
+@pytest.mark.parametrize(
+    ("es", "more", "reason", "validates", "parts"),
+    [({}, {}, None, True, []),
+     ({}, {"stopping": {"patience": 2}}, "plateau", False, ["its end after 2 of 9 generations (stopping.patience)"]),
+     ({}, {"stopping": {"patience": 2, "max_hours": 1}}, "time", False, []),
+     ({}, {"stopping": {"patience": 2}}, None, False, []),
+     ({"sigma_schedule": {"name": "plateau", "patience": 2}}, {}, None, False, ["its sigma (es.sigma_schedule"]),
+     ({"sigma_schedule": {"name": "plateau", "patience": 2}}, {"stopping": {"patience": 2}}, "plateau", True,
+      ["its end after 2 of 9 generations (stopping.patience) and its sigma", "at the last mean"]),
+     ({}, {"evaluation": {"every": 2}}, None, True, ["at the last mean"])],
+)  # fmt: skip
+def test_what_a_run_chose_by_its_own_rewards_is_said_once(es, more, reason, validates, parts):
+    tree = {"es": {"num_generations": 9, "sigma": 0.1, **es}, "evaluation": {"every": 2 if es or more else 0}, **more}
+    config = from_dict({**tree, "checkpoint": {"keep_best": validates}})
+    log = SimpleNamespace(ending=None if reason is None else SimpleNamespace(reason=reason), sealed=2)
+    line = choice_of(SimpleNamespace(config=config), log, validates=validates)
+    assert (line is None) == (not parts) and all(part in (line or "") for part in parts)
+    found = Placebos(2, (0,), split(BEFORE, REAL, PLACEBOS), Distances(1.0, None, ()), {}, note=line)
+    assert found.lines().count(line) == bool(parts) and found.as_dict().get("note") == line
+
+
+def test_results_of_earlier_releases_are_read_and_their_conditional_interval_is_not(ended, tmp_path):
+    """They have `signal`, and the first of them no `beside`."""
+    tree = split(BEFORE, REAL, PLACEBOS).as_dict()
+    old = {**tree, "signal": {"mean": 2.0, "n": 3, "low": 1.9, "high": 2.1, "why": None, "items": 5}}
+    assert parse({"reward": old}, "file").reward == split(BEFORE, REAL, PLACEBOS)
+    first = {name: value for name, value in old.items() if name != "beside"}
+    said = beyond_drift(parse({"reward": first}, "file").reward)
+    assert said.endswith("; +2 above the mean placebo")
+    folder = shutil.copytree(ended[0], tmp_path / "run")
+    measure(folder, "--shuffles", "3")
+    kept = json.loads((folder / PLACEBO).read_text())["reward"]
+    forged(folder / PLACEBO, reward={**kept, "signal": old["signal"]})
+    found = read(folder).placebo
+    assert found is not None and found.reward.as_dict() == kept

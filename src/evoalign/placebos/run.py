@@ -228,8 +228,8 @@ def open_run(
     path = Path(run)
     if method_of(path) == "grpo":
         raise JournalError(
-            f"{path} is a run of GRPO and has no journal to shuffle; instead of placebos, compare it with a run of random "
-            f"rewards: {random_command(path, read_own(path))}"
+            f"{path} is a run of GRPO and has no journal to shuffle; instead of placebos, compare it with a run of "
+            f"random rewards: {random_command(path, read_own(path))}"
         )
     log = log_of(path).whole(generation)
     count = log.sealed if generation is None else generation
