@@ -106,7 +106,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table in Markdown."""
     lines = [
         "| config | seed | reward before | real | placebos, mean (least to most) | placebos at or above the real run "
-        "| share of the gain that would have come without signal | exact before | real | placebos, mean (most) | named real |",
+        "| share of the gain that would have come without signal "
+        "| exact before | real | placebos, mean (most) | named real |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for found in rows:

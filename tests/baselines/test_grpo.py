@@ -21,7 +21,7 @@ import torch
 from grpo_runs import CLOCKS, completions, grpo, killed_when, launched, rows, told_by, with_sections
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, hashes_of
 from typer.testing import CliRunner
 
 import evoalign
@@ -478,13 +478,13 @@ def test_resume_of_a_finished_run_changes_no_file(every: int | None, tmp_path: P
     """The run has a state of its last step (1), of an earlier step (2), or none."""
     sections: dict[str, Any] = {"checkpoint": {"every": every}, "grpo": {"max_steps": 3}}
     first = run(tmp_path / "run", **sections)
-    kept = {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()}
+    kept = hashes_of(first.path)
     again = run(first.path, resume=True, **sections)
     assert "run is done: it has all 3 steps" in told_by(config(first.path, **sections), resume=True)
     assert (again.path, again.saved) == (first.path, first.saved)
     assert (again.before.measures, again.after.measures) == (first.before.measures, first.after.measures)
     assert "is done" in planning.dry_run(config(first.path, **sections), resume=True)[0]
-    assert {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()} == kept
+    assert hashes_of(first.path) == kept
     assert not list(tmp_path.glob("run.2*"))
 
 

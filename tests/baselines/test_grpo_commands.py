@@ -21,7 +21,7 @@ from grpo_runs import completions, grpo, rows, with_sections
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
-from small_runs import UNCHECKED
+from small_runs import UNCHECKED, hashes_of
 from transformers import AutoModelForCausalLM
 
 import evoalign
@@ -261,7 +261,7 @@ def test_resume_raises_on_a_run_of_the_other_method(
 ) -> None:
     file = written(tmp_path, config(tmp_path / "x", es=ES))
     for command, other, right in (("train", runs["full"], "grpo"), ("grpo", es_run, "train")):
-        before = {p: p.read_bytes() for p in other.rglob("*") if p.is_file()}
+        before = hashes_of(other)
         for words in (
             [other, "--resume"], [other / "config.yaml", "--resume"], [other],
             [file, "--resume", "-s", f"output_dir={other}"], [file, "-s", f"output_dir={other}"],
@@ -270,7 +270,7 @@ def test_resume_raises_on_a_run_of_the_other_method(
             done = run(command, *words)
             assert done.code == 2 and done.err.count("\n") == 1, done.err
             assert f"evoalign {right} {other} --resume" in done.err
-        assert {p: p.read_bytes() for p in other.rglob("*") if p.is_file()} == before
+        assert hashes_of(other) == before
     with pytest.raises(ResumeError, match="holds a run of GRPO"):
         evoalign.train(config(runs["full"], es=ES), resume=True)
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from chains import digest, relinked
 from pydantic import BaseModel
+from small_runs import hashes_of
 
 import evoalign
 from evoalign.config import Config, ModelConfig, from_dict, load, outside
@@ -262,14 +263,14 @@ def test_forged_settings_are_all_marked_ones(made, trap):
 @pytest.mark.first("eval", "resume")
 def test_command_refuses_forged_setting(setting, name, forged, trap, command):
     path = forged(setting)
-    before = {path: path.read_bytes() for path in path.rglob("*") if path.is_file()}
+    before = hashes_of(path)
     done = command(name, path)
     said = done.err + done.out
     assert done.code == (1 if name == "doctor" else 2), said
     lines = [line for line in said.splitlines() if f"{setting} " in line]
     assert len(lines) == 1 and len(done.err.splitlines()) == (0 if name == "doctor" else 1), said
     assert SECRET not in said and trap.sprung == []
-    assert {path: path.read_bytes() for path in path.rglob("*") if path.is_file()} == before
+    assert hashes_of(path) == before
 
 
 @pytest.mark.parametrize("name", [*READING, *REBUILDING])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping
@@ -31,3 +32,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder, by name: a difference of two names the files that differ."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
