@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gains of the demo and of the template of `evoalign init`, with the gains of shuffled coefficients.
 
-Trains each for several seeds, then replays every journal with its coefficients shuffled over the members of their
-generation: the same noise and steps of the same size, without the signal of the reward. All are evaluated on the
+Trains each for several seeds, then replays every journal with its coefficients shuffled over the noises of their
+generation: the same noise and steps of the same length, without the signal of the reward. All are evaluated on the
 test split. `exact` is the share of completions that are exactly the answer, `named` of those with the answer
 as a word in them. A run that is already in the folder is taken as it is, and a row that is already written is kept.
 
@@ -106,7 +106,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table in Markdown."""
     lines = [
         "| config | seed | reward before | real | placebos, mean (least to most) | placebos at or above the real run "
-        "| drift's share of the gain | exact before | real | placebos, mean (most) | named real |",
+        "| share of the gain that would have come without signal "
+        "| exact before | real | placebos, mean (most) | named real |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for found in rows:

@@ -24,9 +24,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from evoalign import statistics
+from evoalign import shaping, statistics
 from evoalign.analysis.compare.statistics import compare
+from evoalign.placebos.counterfactual import shuffled
 from evoalign.report.tables import markdown_table as table
+from evoalign.types import Update, population
 
 ROWS = Path(__file__).parent / "results" / "coverage.json"
 SAMPLES = 2000
@@ -36,7 +38,10 @@ NUMBERS = (3, 5, 12)
 EXAMPLES = (3, 5, 8, 12, 50, 200)
 PROMPTS = (8, 32)
 PLACEBOS = (3, 5, 20)
-SPLIT: Mapping[Literal["signal", "share"], str] = {"signal": "signal beside drift", "share": "share that is drift"}
+SPLIT: Mapping[Literal["above", "share"], str] = {"above": "one more placebo above the mean placebo",
+                                                  "share": "share that is drift"}  # fmt: skip
+NULL = "run of ES without signal above its mean placebo"
+MEMBERS, GENERATIONS, NUMBERS_EVOLVED = 8, 6, 32
 Generator = np.random.Generator
 Held = Callable[[Generator], bool | None]
 """One sample: whether its interval holds the truth; None where there is no interval."""
@@ -114,15 +119,46 @@ def of_ratio(random: Generator, family: str, n: int) -> bool | None:
     return of(statistics.ratio(nats, tokens), 0.5)
 
 
-def of_placebos(random: Generator, family: str, n: int, what: Literal["signal", "share"]) -> bool | None:
+def of_placebos(random: Generator, family: str, n: int, what: Literal["above", "share"]) -> bool | None:
     """A run that gained 6 on the mean question, and n placebos that gained 3: their luck, and each question's, is the
-    family's."""
+    family's. Above: a run that is one more placebo."""
     draw = FAMILIES[family]
     real = 6 + 2 * draw(random, ITEMS)
     placebos = 3 + 1.5 * draw(random, (n, 1)) + 2 * draw(random, (n, ITEMS))
-    if what == "signal":
-        return of(statistics.crossed(real - placebos), 3.0)
+    if what == "above":
+        return of(statistics.beside(3 + 1.5 * draw(random, 1) + 2 * draw(random, ITEMS), placebos), 0.0)
     return of(statistics.ratio(placebos, real), 0.5)
+
+
+def null_run(random: Generator, n: int, *, antithetic: bool) -> tuple[Any, Any]:
+    """Rewards by question of a toy run of ES whose fitness is luck, [I], and of its n placebos, [n, I].
+
+    A question's reward is a direction that questions share in part, less a square of the distance.
+    """
+    members, own = population(MEMBERS, antithetic=antithetic), np.empty((GENERATIONS, MEMBERS, NUMBERS_EVOLVED))
+    for eps_ND in own:
+        noise = random.standard_normal((MEMBERS, NUMBERS_EVOLVED))
+        eps_ND[:] = [m.sign * noise[m.noise] for m in members]
+    fitness = random.standard_normal((GENERATIONS, MEMBERS))
+    updates = [
+        Update(g, g, members, tuple(shaping.shape(f[:, None], "zscore")), 1.0, 0.5) for g, f in enumerate(fitness)
+    ]
+    ways = [[u.coefficients for u in updates], *([shuffled(u, seed) for u in updates] for seed in range(n))]
+    means = np.einsum("kgm,gmd->kd", np.array(ways), own) * 0.5 / MEMBERS
+    towards = random.standard_normal((1, NUMBERS_EVOLVED)) + random.standard_normal((ITEMS, NUMBERS_EVOLVED))
+    rewards = means @ towards.T - 0.3 * (means**2).sum(1, keepdims=True)
+    return rewards[0], rewards[1:]
+
+
+def of_null(random: Generator, n: int, *, antithetic: bool) -> bool | None:
+    """Return whether the printed interval of a run without signal includes 0."""
+    return of(statistics.beside(*null_run(random, n, antithetic=antithetic)), 0.0)
+
+
+def of_null_conditional(random: Generator, n: int) -> bool | None:
+    """Return whether the interval conditional on the run, which earlier releases printed, includes 0."""
+    own, placebos = null_run(random, n, antithetic=True)
+    return of(statistics.crossed(own - placebos), 0.0)
 
 
 def of_shares(random: Generator, lost: float, won: float, n: int) -> bool | None:
@@ -162,6 +198,9 @@ def cells() -> Iterator[tuple[str, str, int, Held]]:
                         for n in PLACEBOS)  # fmt: skip
         yield from (("KL a token, Fieller over prompts", family, n, lambda r, f=family, n=n: of_ratio(r, f, n))
                     for n in PROMPTS)  # fmt: skip
+    for antithetic, name in ((True, "pairs"), (False, "one-sided")):
+        yield from ((f"{NULL}, {name}", "normal", n, lambda r, n=n, a=antithetic: of_null(r, n, antithetic=a))
+                    for n in PLACEBOS)  # fmt: skip
     for lost, won in ((0.0, 0.05), (0.05, 0.25), (0.1, 0.6)):
         yield from (("change over examples, 0 or 1", f"{lost:.0%} lost, {won:.0%} won", n,
                      lambda r, a=lost, b=won, n=n: of_shares(r, a, b, n)) for n in EXAMPLES)  # fmt: skip
@@ -197,6 +236,8 @@ def t_of_shares(random: Generator, won: float, n: int) -> bool | None:
 
 
 def tried() -> Iterator[tuple[str, str, int, Held]]:
+    for n in PLACEBOS:
+        yield f"{NULL}, conditional on the run", "normal", n, lambda r, n=n: of_null_conditional(r, n)
     for n in NUMBERS:
         yield "mean over runs, BCa bootstrap", "normal", n, lambda r, n=n: bootstrap(r, n)
         for family in ("normal", "skewed"):

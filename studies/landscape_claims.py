@@ -35,7 +35,8 @@ class Claim:
 
     `against` is what has to lie on the other side of the threshold for *not held*, where that is not `found`: an upper
     end above it shows no barrier. `likewise` is the same of placebos, of which what is held of ES must not hold.
-    `reliability` is that of what a cosine is of: below 0.1 it says nothing.
+    `reliability` is that of what a cosine is of: below 0.1 it says nothing. `censored` means that the best setting of
+    the losing side lies at the end of its grid: a wider grid may turn the result.
     """
 
     claim: str
@@ -46,6 +47,7 @@ class Claim:
     against: Estimate | None = None
     likewise: Estimate | None = None
     reliability: float = 1.0
+    censored: bool = False
 
     @property
     def verdict(self) -> str:
@@ -57,7 +59,9 @@ class Claim:
         for_, against = self.found, self.against or self.found
         if _beyond(for_, self.limit, self.above):
             both = self.likewise is not None and _beyond(self.likewise, self.limit, self.above)
-            return "not held: its placebos do likewise" if both else "held"
+            if both:
+                return "not held: its placebos do likewise"
+            return "not known: the grid of the noise ends too early" if self.censored else "held"
         return "not held" if _beyond(against, self.limit, not self.above) else "not known"
 
 
@@ -153,7 +157,7 @@ def slope(distances: Sequence[float], steps: Sequence[float]) -> float:
 
 def of_lines(study: Study) -> Iterator[Claim]:
     """1 to 4."""
-    for claim, kind, above in (("1", "es", False), ("1, placebo", "placebo", False), ("2", "grpo", True)):
+    for claim, kind, above in (("1", "es", False), ("2", "grpo", True)):
         moved = [largest_step(row) for row in study.lines(BASE, kind) if row["rewards"][0] != row["rewards"][-1]]
         if moved:
             words = f"largest of 20 steps from base to {SHOWN[kind]}, share of the way"
@@ -197,8 +201,11 @@ def of_changes(study: Study) -> Iterator[Claim]:
         for kind in ("grpo", "es")
     }
     if alike["grpo"] and None not in [*alike["grpo"], *alike["es"]]:
+        more = [one - other for one, other in zip(alike["grpo"], cosines["grpo", "grpo"], strict=True)]
+        yield Claim("6", "GRPO's cosine over seeds, unembedding less all weights", in_a_ring(more), 0.0)
         less = [one - other for one, other in zip(alike["grpo"], alike["es"], strict=True)]
-        yield Claim("6", "cosine of the unembedding's changes, GRPO less ES", in_a_ring(less), 0.0)
+        words, trust = "cosine of the unembedding's changes, GRPO less ES", min(reliable["grpo"], reliable["es"])
+        yield Claim("6, as planned", words, in_a_ring(less), 0.0, reliability=trust)
 
 
 def reliability(cosines: Sequence[float]) -> float:
@@ -256,7 +263,10 @@ def of_ends(study: Study) -> Iterator[Claim]:
         rows = [row for row in study.of("coverage", model=model) if model != BASE or row["tries"] > 128]
         if rows:
             words = f"pass@{rows[0]['tries']} by temperature less that by noise, {SHOWN[model]}"
-            yield Claim("10", words, statistics.mean([row["contest"]["mean"] for row in rows]), 0.0)
+            widest = max(way["sigma"] for way in rows[0]["ways"] if "sigma" in way)
+            ends = [sigma == widest for row in rows for sigma in row["contest"]["chosen"]["sigma"]]
+            found = statistics.mean([row["contest"]["mean"] for row in rows])
+            yield Claim("10", words, found, 0.0, censored=float(np.mean(ends)) >= 0.5)
     for claim, kind, sign, words, limit in (
         ("11", "es_eta4", "degenerate", "degenerate share, ES at eta 4", 0.1),
         ("12", "es_wide", "hacked", "hacked share, ES at sigma 0.05", 0.05),

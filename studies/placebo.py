@@ -24,7 +24,7 @@ from evoalign.config import load
 from evoalign.rundir.identity import versions
 from evoalign.statistics import Estimate
 
-COLUMNS = ("seed", "before", "after", "placebos: mean (least to greatest)", "reach it", "p", "drift share [95 %]",
+COLUMNS = ("seed", "before", "after", "placebos: mean (least to greatest)", "reach it", "p", "without signal [95 %]",
            "beyond drift [95 %]", "flip", "distance / random walk")  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def row(found: dict[str, Any]) -> str:
         f"{reward['reached']} of {len(reward['placebos'])}",
         f"{reward['p']:.2g}",
         share,
-        interval(Estimate(**reward["signal"]), "+.4g"),
+        interval(Estimate(**reward["beside"]), "+.4g"),
         f"{reward['flip']:.4g}",
         walk,
     ]

@@ -142,6 +142,7 @@ SIDES, LIKEWISE = ["not held", "not known", "held"], "not held: its placebos do 
         ({"likewise": BELOW}, SIDES),
         ({"reliability": 0.09}, ["no evidence"] * 3),
         ({"reliability": 0.1}, SIDES),
+        ({"censored": True}, [*SIDES[:2], "not known: the grid of the noise ends too early"]),
     ],
 )
 def test_a_claim_is_judged_by_its_interval_the_other_end_placebos_and_reliability(more: Any, verdicts: Any) -> None:

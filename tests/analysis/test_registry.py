@@ -47,9 +47,7 @@ class Drawn(Finding):
         (trained / "{lower}.svg").write_text("<svg/>")
         return [trained / "{lower}.svg"]
 """
-READ_ONLY = {"compare", "efficiency", "safety"}
-"""Analyses that read what runs wrote, and report no progress."""
-READ_ONLY = {"compare", "efficiency", "safety"}
+READ_ONLY = {"axes", "compare", "efficiency", "safety"}
 """Analyses that read what runs wrote, and report no progress."""
 SETTINGS = {
     "connectivity": ["points=3", "low=0", "high=1", "examples=3", "tokens=2", "sigma=0.01", "trials=3"],

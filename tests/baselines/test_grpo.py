@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Sequence
@@ -21,10 +22,14 @@ from grpo_runs import CLOCKS, completions, grpo, killed_when, launched, rows, to
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_runs import UNCHECKED, hashes_of
+from typer.testing import CliRunner
 
 import evoalign
-from evoalign import engines, tokens
+from evoalign import cli, engines, tokens
+from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.divergence import divergence_of
+from evoalign.analysis.page.run import views_of
+from evoalign.analysis.page.view import RANDOM
 from evoalign.analysis.targets import locate
 from evoalign.baselines import planning, trainer_state
 from evoalign.baselines.policy import Policy
@@ -33,13 +38,14 @@ from evoalign.checks.divergence import ESTIMATORS
 from evoalign.config import from_dict
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
+from evoalign.errors import ConfigError, EvoalignError, JournalError, ResumeError, RewardError, StoppedError
 from evoalign.models import tiny
 from evoalign.report import figures
 from evoalign.rollouts import rewards_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import differences
+from evoalign.rundir.own import read_own
 from evoalign.setup import start, task_and_data
 from evoalign.types import Plan, Request, Sampling, population, text_of
 
@@ -707,3 +713,65 @@ def test_differences_name_every_setting(tmp_path: Path) -> None:
     shorter = config(tmp_path, grpo={"max_steps": 3, "lr_scheduler_type": "linear"})
     named = " ".join(differences(from_dict(shorter), from_dict(without), "grpo")[0])
     assert "grpo.max_steps is 4 in the run and 3 now" in named and "lr_scheduler_type is 'constant'" in named
+
+
+def test_random_rewards_follow_seed_step_prompt_and_place_and_no_text() -> None:
+    """Half of them are 1, in each group and at each place; rounds of a step and processes draw others."""
+    from evoalign.baselines.steps import Steps
+
+    def drawn(seed: int, step: int, process: int = 0, earlier: int = 0, first: int = 0) -> list[float]:
+        steps: Any = Steps.__new__(Steps)
+        steps.config = from_dict({"seed": seed, "grpo": {"reward": "random"}})
+        steps.trainer = SimpleNamespace(
+            state=SimpleNamespace(global_step=step), accelerator=SimpleNamespace(process_index=process)
+        )
+        steps._pending = [None] * earlier
+        return steps._random([first + i // 4 for i in range(64)])
+
+    found = [value for step in range(40) for value in drawn(3, step)]
+    assert set(found) == {0.0, 1.0} and abs(sum(found) / len(found) - 0.5) < 0.04  # 4 standard errors of 2,560
+    assert drawn(3, 7) == drawn(3, 7)
+    others = [drawn(4, 7), drawn(3, 8), drawn(3, 7, process=1), drawn(3, 7, earlier=64), drawn(3, 7, first=9)]
+    for other in others:
+        assert 16 < sum(a == b for a, b in zip(drawn(3, 7), other, strict=True)) < 48  # of 64, 4 standard errors
+
+
+def test_a_run_with_random_rewards_resumes_to_the_same_bits_and_is_evaluated_by_the_task(
+    straight: Path, tmp_path: Path
+) -> None:
+    path = run(tmp_path / "run", grpo={"reward": "random"}).path
+    before, ours = (json.loads((p / "results/evaluation.json").read_text())["before"] for p in (straight, path))
+    assert ours == before, "evaluations keep the task's reward"
+    for step, (row, own) in enumerate(zip(rows(path), rows(straight), strict=True)):
+        scores = [c["score"] for c in completions(path, step)]
+        assert set(scores) <= {0.0, 1.0} and row["mean"] == pytest.approx(sum(scores) / 8)
+        if not step:  # the same completions, as the model is the same
+            texts = [[c["text"] for c in completions(p, 0)] for p in (path, straight)]
+            assert texts[0] == texts[1] and row["mean"] != own["mean"]
+    again = tmp_path / "again"
+    run(again, grpo={"reward": "random", "max_steps": 2})
+    run(again, grpo={"reward": "random"}, resume=True)
+    assert_equal(again, path, but=("evaluation", "validation"))  # those of step 2 ended the shorter run
+    with pytest.raises(ResumeError, match=r"grpo\.reward"):
+        run(again, resume=True)
+
+
+def test_placebo_of_grpo_names_the_command_of_a_run_with_random_rewards(straight: Path, tmp_path: Path) -> None:
+    """The command is given whole, and makes a run that the comparison and the report call random."""
+    path = shutil.copytree(straight, tmp_path / "run")
+    with pytest.raises(JournalError) as refused:
+        evoalign.placebo(path)
+    words = shlex.split(str(refused.value).partition("rewards: ")[2])
+    assert words[:2] == ["evoalign", "grpo"]
+    done = CliRunner().invoke(cli.app, words[1:])
+    assert done.exit_code == 0, done.output
+    other = tmp_path / "run_random"
+    assert read_own(other).grpo.reward == "random" and read_own(path).grpo.reward == "task"
+    found = compare([path, other])
+    assert sorted(group.settings.get("grpo.reward", "task") for group in found.groups) == ["random", "task"]
+    (named,) = [group.label for group in found.groups if "reward random" in group.label]
+    assert [note for note in found.notes if "random rewards" in note and named in note]
+    assert "None" not in " ".join(group.label for group in found.groups)
+    evoalign.export(other, tmp_path / "card")
+    assert "trained on random rewards and not on the task's." in (tmp_path / "card/README.md").read_text()
+    assert [RANDOM in view.beside for view in views_of([other, path])] == [True, False]

@@ -680,7 +680,7 @@ def test_reliability_of_one_prompt_and_of_equal_members_is_not_known(scores, exp
     assert reliability(np.array(scores)) == (None if expected is None else pytest.approx(expected))
 
 
-@pytest.mark.parametrize(("shared", "words"), [(0.0, "reliability"), (0.5, None)])
+@pytest.mark.parametrize(("shared", "words"), [(0.0, "reliability"), (0.2, None), (0.5, None)])
 def test_ranks_that_do_not_hold_on_other_prompts_are_chance(shared, words):
     run, rng = Run(), np.random.default_rng(1)
     for _ in range(30):

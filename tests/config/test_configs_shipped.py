@@ -23,6 +23,8 @@ from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.models import tiny
+from evoalign.tasks import TASKS, create
+from evoalign.tasks.generated import Generated
 
 load = functools.cache(lambda path, *words: read_config([path], words))
 REPOSITORY = Path(__file__).parents[2]
@@ -136,7 +138,8 @@ def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, ca
         name = config.model.name.lower()
         size = max((key for key in SHAPES if all(part in name for part in key.split("_"))), key=len)
         sets.append(f"model.name={shape(tmp_path, size)}")
-    if config.task.train_data is None or config.task.train_data.startswith("hub:"):
+    is_generated = issubclass(TASKS[config.task.name], Generated)
+    if not is_generated and (config.task.train_data is None or config.task.train_data.startswith("hub:")):
         for split, count in (("train", max(480, config.task.batch_size or 0)), ("test", 8)):
             rows = "".join(f"{json.dumps(hub_row(split, i))}\n" for i in range(count))
             (tmp_path / f"{split}.jsonl").write_text(rows)
@@ -284,6 +287,16 @@ def test_the_header_of_a_baseline_says_the_memory_of_its_dry_run(path, tmp_path)
     if whole > 80:
         adapter = re.search(r"([0-9.]+) GiB with ((--set \S+ )+)", said)
         assert adapter and adapter[1] == f"{need(*adapter[2].replace('--set ', '').split()):.1f}"
+
+
+def test_countdown_correct_rewards_the_answer_alone():
+    config = experiment("countdown_correct")
+    task = create(config.task)
+    row = {"numbers": [1, 2, 4], "target": "7", "context": "<think>"}
+    texts = ["</think>\n<answer>1 + 2 + 4</answer>", "<answer>4 + 2 + 1</answer>.", "</think>\n<answer>9</answer>", ""]
+    assert task.rewards(texts, [row] * 4) == [1.0, 1.0, 0.0, 0.0] and task.max_reward == 1.0
+    assert [task.measures(text, row)["format"] for text in texts[:3]] == [1.0, 0.5, 1.0]
+    assert config.sampling.max_tokens == config.evaluation.max_tokens == 1024
 
 
 @pytest.mark.parametrize("size", ["1.5b", "7b"])

@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError, StoppedError
 from evoalign.exporting.card import placebo_lines
-from evoalign.placebos.counterfactual import Follower
+from evoalign.placebos.counterfactual import Follower, choice_of
 from evoalign.placebos.estimates import (
     Distances,
     PlaceboResults,
@@ -55,11 +56,11 @@ def test_a_gain_is_split_by_hand():
     assert found.sd == pytest.approx(np.std([-6.4, -4.8, -2.0], ddof=1))
     assert (found.reached, found.p) == (1, 0.5), "the third one is above the run: (1 + 1) / (1 + 3)"
     assert (found.gain.mean, found.drift.mean) == (pytest.approx(7.4), pytest.approx(5.4))
-    assert found.signal.mean == pytest.approx(2.0) and found.share is not None
+    assert found.beside is not None and found.beside.mean == pytest.approx(2.0) and found.share is not None
     assert found.share.mean == pytest.approx(5.4 / 7.4)
     gains = np.array(REAL) - BEFORE
     assert (found.gain.low, found.gain.high) == pytest.approx(stats.t.interval(0.95, 4, gains.mean(), stats.sem(gains)))
-    for part in (found.drift, found.signal, found.share):
+    for part in (found.drift, found.beside, found.share):
         assert part.low is not None and part.high is not None and part.low < part.mean < part.high
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["share"]["mean"] == found.share.mean
 
@@ -104,13 +105,13 @@ def test_placebos_that_tie_reach_the_run_and_a_share_needs_a_gain_that_is_sure()
 
 def test_sentences_have_the_figures_and_the_share_or_why_there_is_none():
     found, one = split(BEFORE, REAL, PLACEBOS, [-11.0] * 5), split(BEFORE, REAL, PLACEBOS[:1])
-    for figures in ("3 placebos", "-4.4 on average (-6.4 to -2), from -9.8", "reached -2.4: about 73% of the gain is"):
+    for figures in ("3 placebos", "-4.4 on average (-6.4 to -2), from -9.8", "reached -2.4: about 73% of the gain"):
         assert figures in sentence(found)
     assert beyond_drift(found).startswith("not shown to be more than drift: 1 of 3 placebos reach the run, one-sided p")
     assert reward_lines(found)[2:] == ["all signs flipped: -11"]
     assert one.sd is None and len(reward_lines(one)) == 2 and "reached -6.4, from -9.8" in sentence(one)
     assert sentence(one).endswith("the placebo gained 3.4, the run gained 7.4; one placebo gives no drift share")
-    assert "of the loss is drift" in sentence(split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3))
+    assert "of the loss would have come without signal" in sentence(split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3))
     assert "about 0% of the gain" in sentence(split(BEFORE, REAL, [[b - 1e-6 for b in BEFORE]] * 3)), "and not -0%"
     known, line = distance_line(Distances(2.0, 1.6, (1.5, 1.7))), distance_line(Distances(2.0, None, ()))
     assert "start: 2; 1.6 expected" in known and "(x 1.25); placebos 1.6 (1.5 to 1.7)" in known
@@ -123,14 +124,14 @@ def test_nothing_is_promised_of_a_run_without_a_gain(count):
     rng = np.random.default_rng(0)
     before, broken = rng.normal(0, 0.1, 50), [rng.normal(-3, 0.1, 50) for _ in range(count)]
     worse = split(before, before + rng.normal(-1, 0.1, 50), broken)
-    assert worse.signal.mean > 1.5 and not worse.reached
+    assert worse.real - worse.mean > 1.5 and not worse.reached
     assert beyond_drift(worse).startswith("no gain: the run fell below the start, and the placebos further; 0 of ")
     same = split(before, before + rng.normal(0, 0.1, 50), broken)
     assert beyond_drift(same).startswith(
         "the gain of the run is not significant: it is above the placebos because they fell below the start; 0 of "
     )
     near = split(before, before + np.tile([-3.0, 3.2], 25), [before for _ in range(count)])
-    assert near.signal.mean > 0 and beyond_drift(near).startswith("the gain of the run is not significant; 0 of ")
+    assert near.real > near.mean and beyond_drift(near).startswith("the gain of the run is not significant; 0 of ")
 
 
 def test_a_share_outside_of_0_to_100_percent_has_words():
@@ -153,7 +154,7 @@ def test_a_share_outside_of_0_to_100_percent_has_words():
             assert f": {few}" in said(real, placebo, count)
     for placebo in (-2.27, 0.5, 2):
         assert said(1, placebo, count=1).endswith("; one placebo gives no drift share")
-    assert "% of the gain is drift (95 % interval " in said(1, 0.5)
+    assert "% of the gain would have come without signal (95 % interval " in said(1, 0.5)
 
 
 @pytest.mark.parametrize("reaches", [False, True])
@@ -165,7 +166,7 @@ def test_a_gain_is_not_all_signal_where_the_share_is_not_sure_or_a_placebo_reach
     found = split(before, before + 1 + before[::-1], harmful if reaches else unsure)
     assert found.share is not None and found.share.high is not None and found.share.mean < 0
     assert (found.share.high < 0) == reaches == bool(found.reached)
-    assert sentence(found).endswith(": no part of the gain is shown to be drift")
+    assert sentence(found).endswith(": no part of the gain is shown to come without signal")
 
 
 def test_task_fitness_without_a_placebo_is_damage():
@@ -179,17 +180,18 @@ def test_task_fitness_without_a_placebo_is_damage():
 @pytest.mark.parametrize(
     ("placebos", "items", "most"), [(3, 8, 0.99), (5, 200, 0.985), (20, 50, 0.975)], ids=["3x8", "5x200", "20x50"]
 )
-def test_the_intervals_hold_signal_drift_and_share(placebos, items, most):
+def test_the_intervals_hold_a_further_placebo_drift_and_share(placebos, items, most):
     """Of 400 simulated runs whose items are answered by all: 95 % is 92 to 98 %; with few placebos it is more."""
     random, held = np.random.default_rng(0), np.zeros(3)
     for _ in range(400):
         hard = random.normal(-10, 3, size=items)
         real = hard + 6 + random.normal(0, 2, size=items)
         lucky = random.normal(0, 1.5, size=(placebos, 1))
-        found = split(hard, real, hard + 3 + lucky + random.normal(0, 2, size=(placebos, items)))
-        assert found.share is not None
-        for i, (part, truth) in enumerate(((found.signal, 3.0), (found.drift, 3.0), (found.share, 0.5))):
-            assert part.low is not None and part.high is not None
+        shuffled = hard + 3 + lucky + random.normal(0, 2, size=(placebos, items))
+        found = split(hard, real, shuffled)
+        further = split(hard, hard + 3 + random.normal(0, 1.5) + random.normal(0, 2, size=items), shuffled)
+        for i, (part, truth) in enumerate(((further.beside, 0.0), (found.drift, 3.0), (found.share, 0.5))):
+            assert part is not None and part.low is not None and part.high is not None
             held[i] += part.low <= truth <= part.high
     assert (held / 400 >= 0.92).all() and (held / 400 <= most).all(), held / 400
 
@@ -509,7 +511,7 @@ def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run, ended, tmp_path):
     assert f"{cells[0]['drift_share']:.0%}" == shown and cells[1]["drift_share"] is None
     assert [r["placebo"] and r["placebo"]["placebos"] for c in cells for r in c["runs"]] == [2, 3, None]
     head, _, *rows = table(cells, "reward").splitlines()
-    assert head.endswith("| share of the gain that is drift, all runs pooled |")
+    assert head.endswith("| share of the gain that would have come without signal, all runs pooled |")
     assert rows[0].endswith(f"| {shown} |") and rows[1].endswith("|  |")
     hacked = head.split(" | ").index("hacked")
     assert rows[0].split(" | ")[hacked] == f"{cells[0]['mean']['hacked_share']:.1%} ± {0:.1%}"
@@ -543,10 +545,47 @@ def test_comparisons_and_cards_say_it(ended):
     rows = {row[0]: row[1] for row in end_grid(compare(folder)).rows}
     assert rows["reward of the mean placebo"] == f"{own['mean']:.4g}"
     share = (own["mean"] - own["before"]) / (own["real"] - own["before"])
-    assert rows["share of the gain that is drift, all runs pooled"] == f"{share:.0%}"
+    assert rows["share of the gain that would have come without signal, all runs pooled"] == f"{share:.0%}"
     said = placebo_lines(results(folder))
     assert said[1].startswith("**Signal and drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"
     for wrong in ({"reward": {**own, "items": "many"}}, {"reward": {**own, "placebos": []}}, {}, 3, {"reward": None}):
         with pytest.raises(DataError, match=r"results/evaluation.json is damaged \(placebo"):
             placebo_lines({"placebo": wrong})
+
+
+@pytest.mark.parametrize(
+    ("es", "more", "reason", "validates", "parts"),
+    [({}, {}, None, True, []),
+     ({}, {"stopping": {"patience": 2}}, "plateau", False, ["its end after 2 of 9 generations (stopping.patience)"]),
+     ({}, {"stopping": {"patience": 2, "max_hours": 1}}, "time", False, []),
+     ({}, {"stopping": {"patience": 2}}, None, False, []),
+     ({"sigma_schedule": {"name": "plateau", "patience": 2}}, {}, None, False, ["its sigma (es.sigma_schedule"]),
+     ({"sigma_schedule": {"name": "plateau", "patience": 2}}, {"stopping": {"patience": 2}}, "plateau", True,
+      ["its end after 2 of 9 generations (stopping.patience) and its sigma", "at the last mean"]),
+     ({}, {"evaluation": {"every": 2}}, None, True, ["at the last mean"])],
+)  # fmt: skip
+def test_what_a_run_chose_by_its_own_rewards_is_said_once(es, more, reason, validates, parts):
+    tree = {"es": {"num_generations": 9, "sigma": 0.1, **es}, "evaluation": {"every": 2 if es or more else 0}, **more}
+    config = from_dict({**tree, "checkpoint": {"keep_best": validates}})
+    log = SimpleNamespace(ending=None if reason is None else SimpleNamespace(reason=reason), sealed=2)
+    line = choice_of(SimpleNamespace(config=config), log, validates=validates)
+    assert (line is None) == (not parts) and all(part in (line or "") for part in parts)
+    found = Placebos(2, (0,), split(BEFORE, REAL, PLACEBOS), Distances(1.0, None, ()), {}, note=line)
+    assert found.lines().count(line) == bool(parts) and found.as_dict().get("note") == line
+
+
+def test_results_of_earlier_releases_are_read_and_their_conditional_interval_is_not(ended, tmp_path):
+    """They have `signal`, and the first of them no `beside`."""
+    tree = split(BEFORE, REAL, PLACEBOS).as_dict()
+    old = {**tree, "signal": {"mean": 2.0, "n": 3, "low": 1.9, "high": 2.1, "why": None, "items": 5}}
+    assert parse({"reward": old}, "file").reward == split(BEFORE, REAL, PLACEBOS)
+    first = {name: value for name, value in old.items() if name != "beside"}
+    said = beyond_drift(parse({"reward": first}, "file").reward)
+    assert said.endswith("; +2 above the mean placebo")
+    folder = shutil.copytree(ended[0], tmp_path / "run")
+    measure(folder, "--shuffles", "3")
+    kept = json.loads((folder / PLACEBO).read_text())["reward"]
+    forged(folder / PLACEBO, reward={**kept, "signal": old["signal"]})
+    found = read(folder).placebo
+    assert found is not None and found.reward.as_dict() == kept

@@ -184,7 +184,7 @@ def test_fitness_placebos_are_saved(swept, tmp_path):
     card = (tmp_path / "card/README.md").read_text()
     assert "fitness/letters, the trained measure: 3 placebos reached" in card and "Reward: 3 placebos" in card
     rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
-    whole, drift = measured.fitness, "share of the gain that is drift, all runs pooled"
+    whole, drift = measured.fitness, "share of the gain that would have come without signal, all runs pooled"
     assert rows["reward of the mean placebo"] == (f"{measured.reward.mean:.4g}",)
     assert rows[f"{NAME} of the mean placebo"] == (f"{np.mean(whole.placebos):.4g}",)
     gain, moved = whole.real - whole.before, float(np.mean(whole.placebos)) - whole.before

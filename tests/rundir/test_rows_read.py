@@ -11,9 +11,23 @@ from evoalign.rundir.directory import RunDir
 ROW: dict[str, Any] = {
     "generation": 0, "mean": -1.5, "zero_variance": False, "tokens": 2, "seconds": {"rollout": 0.5}, "rms_c": None,
     "evaluation": {"reward": 1}, "budget": None, "more": ["of a later release"],
-    "diagnosis": {"spread": 0.5, "control": [-11.0, -11.0, 0.0], "cosine": None},
+    "diagnosis": {"spread": 0.5, "control": [-11.0, -11.0, 0.0], "cosine": None, "axes": None},
+}  # fmt: skip
+AXES: dict[str, Any] = {
+    "columns": ["tokens", "truncated"], "correctness": None, "means": {"tokens": 9.0, "truncated": 0.5},
+    "covariance": [[1.0, 0.5, 0.5]] * 3, "lasting_covariance": None, "shares": None, "lasting_share": None,
+    "lasting": None,
+}  # fmt: skip
+ODD_AXES: dict[str, dict[str, Any]] = {
+    "axes that are a list": {"axes": [1]}, "another shape": {"axes": {**AXES, "covariance": [[1.0, 0.5]] * 3}},
+    "a lasting covariance of one": {"axes": {**AXES, "lasting_covariance": [[1.0]]}},
+    "another mean": {"axes": {**AXES, "means": {"tokens": 1.0}}},
+    "another correctness": {"axes": {**AXES, "correctness": "right"}},
+    "a share in words": {"axes": {**AXES, "shares": {"tokens": "all"}}},
+    "many columns": {"axes": {**AXES, "columns": ["tokens"] * 100}},
 }  # fmt: skip
 ODD: dict[str, dict[str, Any]] = {
+    **{name: {"diagnosis": found} for name, found in ODD_AXES.items()},
     "a list of seconds": {"seconds": {"rollout": []}}, "a control of one": {"diagnosis": {"control": [1.0]}},
     "no seconds": {"seconds": None}, "a mean in words": {"mean": "1"},
     "a mean that is true": {"mean": True}, "a generation that is none": {"generation": -1},
@@ -35,3 +49,9 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path):
         b"[" * 600 + b"]" * 600 + b"\n" + json.dumps(ROW).encode() + b"\n{\n\xff\n"
     )
     assert RunDir(tmp_path).read_metrics() == {0: ROW}
+
+
+def test_axes_of_a_row_are_read(tmp_path):
+    row = {**ROW, "diagnosis": {"axes": AXES}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert RunDir(tmp_path).read_metrics() == {0: row}

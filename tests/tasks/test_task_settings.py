@@ -134,9 +134,10 @@ def test_settings_of_other_tasks_are_rejected(name, settings, said):
         tasks.create(TaskConfig(name=name, **settings), [len] if name == "custom" else None)
 
 
-def test_weights_of_a_built_in_task_are_ignored_with_a_warning():
-    with pytest.warns(UserWarning, match=r"countdown .*task\.reward_weights"):
-        tasks.create(TaskConfig(name="countdown", reward_weights=[1.0]))
+@pytest.mark.parametrize("name", ["conciseness", "safety"])
+def test_weights_of_a_built_in_task_are_ignored_with_a_warning(name):
+    with pytest.warns(UserWarning, match=rf"{name} .*task\.reward_weights"):
+        tasks.create(TaskConfig(name=name, reward_weights=[1.0]))
 
 
 def test_options_are_recorded_and_part_of_the_run(own, tmp_path):

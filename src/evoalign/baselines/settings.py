@@ -18,7 +18,7 @@ from evoalign.config.reading import read_json
 from evoalign.errors import ConfigError, DataError, cut
 from evoalign.rewards.objective import Objective, refuse_whole_members
 
-OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
+OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "reward", "trl"})
 """Fields of the section that TRL does not have, or that have another meaning there."""
 SET = {
     "output_dir": "output_dir",

@@ -21,7 +21,7 @@ from evoalign.cost.budget import Cost
 from evoalign.report import watching
 from evoalign.report.rows import WEIGHTS, Row, prompt_columns, spread
 from evoalign.rewards.objective import Columns, means, move
-from evoalign.rollouts import alone, columns_of, scores_of
+from evoalign.rollouts import alone, columns_of, derive_seed, scores_of
 from evoalign.rundir import parquet
 from evoalign.training.session import Session
 from evoalign.training.stopping import Stop
@@ -76,12 +76,21 @@ class Steps(TrainerCallback):
         examples = [policy.data.train[row] for row in columns["row"]]
         found = columns_of(policy.task, texts, examples)
         rewards = scores_of(self.objective, found, texts, examples)
+        if self.config.grpo.reward == "random":
+            rewards = self._random(columns["row"])
         for i, (row, text, ids) in enumerate(zip(columns["row"], texts, ids_of, strict=True)):
             ended = bool(len(ids)) and int(ids[-1]) in policy.tokens.stop_ids
             own = {name: values[i] for name, values in found.items()}
             self._pending.append(Completion(int(row), text, rewards[i], len(ids), not ended, own))
         self._score_seconds += time.perf_counter() - start
         return rewards
+
+    def _random(self, rows: Sequence[int]) -> list[float]:
+        """Return rewards of 0 or 1 for completions of these prompts; a resumed step draws the same."""
+        step, process = int(self.trainer.state.global_step), int(self.trainer.accelerator.process_index)
+        first = len(self._pending)  # of earlier rounds of the step
+        seeds = (derive_seed(self.config.seed, "reward", step, process, first + i, row) for i, row in enumerate(rows))
+        return [float(seed & 1) for seed in seeds]
 
     @property
     def has_begun(self) -> bool:

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evoalign.checks import hacking
+from evoalign.checks import axes, hacking
+from evoalign.checks.axes import Axes, Measured
 from evoalign.checks.control import Control, reliability
-from evoalign.checks.rules import SURE, History, LearningRateTooLarge, Row, causes, mean_of, values
+from evoalign.checks.rules import SURE, WINDOW, History, LearningRateTooLarge, Row, causes, mean_of, values
 from evoalign.config import Config
+from evoalign.report.tables import percent
 from evoalign.types import Generation, Layout, Rollout
 
 SAMPLE = 65536
@@ -39,9 +41,9 @@ WARNING = "warning: "
 class Diagnosis:
     """Diagnosis of one run. `start` is the engine's sample of `SAMPLE` numbers before the first update.
 
-    `max_score` is the highest score of a completion, `gold` returns the gold answer of a training row, and `known` are
-    the scripts of the prompts; `deterministic` and `given` are as in `History`. Memory: two samples, and a row of
-    figures per generation.
+    `max_score` is the highest score of a completion, `gold` returns the gold answer of a training row, `known` are the
+    scripts of the prompts, and `columns` measures a generation for the axis report; `deterministic` and `given` are as
+    in `History`. Memory: two samples, and a row of figures per generation.
     """
 
     def __init__(
@@ -53,10 +55,11 @@ class Diagnosis:
         *,
         gold: Callable[[int], str | None] = lambda row: None,
         known: frozenset[str] = frozenset(),
+        columns: Callable[[Generation], Measured | None] = lambda generation: None,
         deterministic: bool = False,
         given: str | None = None,
     ) -> None:
-        self.config, self.max_score = config, max_score
+        self.config, self.max_score, self._columns = config, max_score, columns
         self._gold, self._known = cache(gold), known
         self._start = start.double().numpy()
         self._last: NDArray[np.float64] | None = self._start
@@ -80,6 +83,7 @@ class Diagnosis:
           `population_minus_mean_error`: its standard error over members (or pairs) and the control's draws
         - `kept_share`: share of the unperturbed model's fitness, above the lowest score, that the population has
         - `changed_share`, `solved_share` and the shares of `hacking.SHARES`
+        - `axes`: see `checks.axes`; `shares` of this generation, `lasting` of the last `WINDOW`
         """
         cosine, distance = self._movement(sample)
         scores_MP = np.asarray(generation.scores_MP, dtype=np.float64)
@@ -100,6 +104,7 @@ class Diagnosis:
             "solved_share": float(np.mean(scores_MP >= self.max_score)),
             **_population_minus_mean(generation, control, paired=self.config.es.antithetic),
             **self._text_shares(generation),
+            "axes": self._axes(generation),
         }
         mean = float(np.mean(generation.fitness_M))
         self.history.rows.append(
@@ -139,6 +144,16 @@ class Diagnosis:
         self._last, self._step = now, step
         moved = now - self._start
         return cosine, math.sqrt(_dot(moved, moved)) * self._scale
+
+    def _axes(self, generation: Generation) -> Row | None:
+        found = axes.row_of(generation, self._columns(generation))
+        if found is None:
+            return None
+        members = self.config.es.population_size
+        pooled = Axes.of([*(row.get("axes") for row in self.history.rows[1 - WINDOW :]), found], members)
+        assert pooled is not None
+        shares = {"lasting_share": pooled.lasting_share, "lasting": pooled.lasting}
+        return {**found, "shares": Axes([found], members).shares, **shares}
 
     def _text_shares(self, generation: Generation) -> Row:
         rollouts = _searched(generation)
@@ -216,7 +231,7 @@ def summary(history: History, alarm: str | None = None, *, beats_noise: bool = F
     if not history.rows:
         return ["no generation yet"]
     verdict = _verdict(history) if alarm is None else f"{alarm}, judging by the completions; {_verdict(history)}"
-    lines = [verdict, _signal(history), _moved(history), _completions(history)]
+    lines = [verdict, _signal(history), _selection(history), _moved(history), _completions(history)]
     wrong = {name: line for name, line in causes(history).items() if not (beats_noise and name == "noise earns")}
     return [line for line in lines if line] + [f"{WARNING}{line}" for line in wrong.values()]
 
@@ -250,6 +265,20 @@ def _signal(history: History) -> str:
         against += f", with reliability {found:.2f} (0: ranks on some prompts say nothing about others; 1: all agree)"
     equal = f"in {useless:.0%} of the generations all members scored the same"
     return f"signal: members spread by {spread:.3g}{against}; {equal}"
+
+
+def _selection(history: History) -> str:
+    pooled = history.axes()
+    shares = None if pooled is None else pooled.shares
+    if pooled is None or shares is None:
+        return ""
+    line = f"what selects, last {len(pooled.rows)} generations: the coefficients follow {percent(shares)}"
+    if pooled.lasting is None or pooled.lasting_share is None:
+        return line
+    return (
+        f"{line}; {pooled.lasting_share:.0%} of that holds on other prompts, which is what an update can teach: "
+        f"{percent(pooled.lasting)}"
+    )
 
 
 def _moved(history: History) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from evoalign.checks.axes import Axes, wrong_axis
 from evoalign.checks.hacking import WORDS
 from evoalign.config import Config
 from evoalign.optimizer import reach
@@ -53,6 +54,10 @@ class History:
         first, last = self.rows[:third], self.rows[-third:]
         before, after = float(np.mean(values(first, "mean"))), float(np.mean(values(last, "mean")))
         return before, after, after - before, math.hypot(error_of(first), error_of(last))
+
+    def axes(self) -> Axes | None:
+        """Return the axis report of the last `WINDOW` generations; None if not known."""
+        return Axes.of([row.get("axes") for row in self.rows[-WINDOW:]], self.config.es.population_size)
 
     def rises(self) -> bool:
         """Whether the fitness rises significantly."""
@@ -299,8 +304,8 @@ class Noise(Rule):
 
     ratio: float = 1.2
     """Smallest spread over the noise floor: at 1.2, 70 % of the variance between members is noise."""
-    least: float = 0.05
-    """Smallest mean reliability over the last `WINDOW` generations. Chance alone has 0."""
+    least: float = 0.0
+    """Largest mean reliability over the last `WINDOW` generations that counts as chance, whose mean is 0."""
 
     def sentence(self, run: History) -> str | None:
         floor, window = run.noise_floor(), run.rows[-WINDOW:]
@@ -326,7 +331,7 @@ class Noise(Rule):
 
     def _unreliable(self, run: History, window: Sequence[Row]) -> str | None:
         known = values(window, "reliability")
-        if len(known) < WINDOW or (mean := float(np.mean(known))) >= self.least:
+        if len(known) < WINDOW or (mean := float(np.mean(known))) > self.least:
             return None
         batch = run.config.task.batch_size
         return (
@@ -367,6 +372,16 @@ class Hacked(Rule):
 
 
 @dataclass(frozen=True)
+class WrongAxis(Rule):
+    """Warn that members are selected by other columns of the reward than the one that says what is right."""
+
+    def sentence(self, run: History) -> str | None:
+        pooled = run.axes()
+        enough = len(run.rows) >= WINDOW and run.config.task.fitness is None
+        return wrong_axis(pooled, run.config) if enough and pooled is not None else None
+
+
+@dataclass(frozen=True)
 class CutOff(Rule):
     """Warn that completions end at `sampling.max_tokens`."""
 
@@ -397,12 +412,13 @@ def cut_off(
 
 RULES = (
     Solved("solved", ("no signal", "noise")),
-    SigmaTooLarge("sigma too large", ("no signal", "noise", "cut off")),
-    LearningRateTooLarge("learning rate too large", ("sigma too large", "no signal", "noise", "cut off")),
+    SigmaTooLarge("sigma too large", ("no signal", "noise", "wrong axis", "cut off")),
+    LearningRateTooLarge("learning rate too large", ("sigma too large", "no signal", "noise", "wrong axis", "cut off")),
     NoSignal("no signal"),
     Noise("noise"),
     Hacked("hacked"),
     NoiseEarns("noise earns"),
+    WrongAxis("wrong axis"),
     CutOff("cut off"),
 )
 

@@ -15,7 +15,7 @@ wrote {0}; next, from that folder (cd {0}):
   evoalign doctor config.yaml                                       check that it can train here
   evoalign probe config.yaml                                        measure which sigma fits the model and the reward
   evoalign train config.yaml                                        train; a minute or less on one CPU core
-  evoalign placebo runs/my_task --config runs/my_task/config.yaml   measure how much of the gain is drift"""
+  evoalign placebo runs/my_task --config runs/my_task/config.yaml   measure how much of the gain noise alone brings"""
 
 
 def init(directory: Annotated[Path, typer.Argument(help="A new or empty folder.")], debug: Debug = False) -> None:

@@ -28,9 +28,9 @@ def placebo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all results as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure how much of a run's gain is signal, and how much is drift that any coefficients would have brought.
+    """Measure how much of a run's gain is signal, and how much would have come without signal (drift).
 
-    Replays the journal with its coefficients shuffled over the members (and with all signs flipped), and evaluates each
+    Replays the journal with its coefficients shuffled over the noises (and with all signs flipped), and evaluates each
     mean on the test split. --config gives the run's own config if that names user code. Results of a finished run are
     saved in its results/placebo.json, for `evoalign export`, `compare` and `report`. Ctrl-C reports and saves the
     placebos evaluated so far.

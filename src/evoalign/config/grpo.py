@@ -171,6 +171,10 @@ class GrpoConfig(Section):
     `engine`: the batched engine of ES in this process, at `temperature` and `top_p`. `es`: the greedy completions of
     members of a population around the present weights, as sections `space` and `es` say, one per completion of the
     group."""
+    reward: Annotated[Literal["task", "random"], Field(exclude_if=lambda value: value == "task")] = "task"
+    """Rewards to train on. `random`: 0 or 1 with equal chance, drawn from the seed, the step, the prompt and the place
+    of the completion. Such a run is what the method does without signal, as a placebo is for ES (arXiv 2506.10947).
+    Evaluations, and the columns in metrics.jsonl, keep the task's rewards."""
     off_policy: Literal["clip", "none"] = "clip"
     """With `rollouts: es`: `clip` uses the member's probabilities as the old ones in PPO's clipped ratio; `none` treats
     the completions as the policy's own."""

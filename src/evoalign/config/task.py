@@ -59,11 +59,14 @@ def _of_template(value: object) -> object:
 
 TASKS = {
     "conciseness": "evoalign.tasks.conciseness:Conciseness",
+    "constraints": "evoalign.tasks.constraints:Constraints",
     "countdown": "evoalign.tasks.countdown:Countdown",
     "custom": "evoalign.tasks.custom:Custom",
     "gsm8k": "evoalign.tasks.mathematics:Gsm8k",
     "math": "evoalign.tasks.mathematics:Math",
     "safety": "evoalign.tasks.safety:Safety",
+    "tool_calls": "evoalign.tasks.tool_calls:ToolCalls",
+    "word_problems": "evoalign.tasks.word_problems:WordProblems",
 }
 """Built-in tasks and their classes."""
 WITH_SETTINGS = frozenset({"safety"})

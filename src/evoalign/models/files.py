@@ -31,7 +31,7 @@ SHARD_BYTES = 5 * 10**9
 FOLDER = "give model.name the folder of a model: config.json, its safetensors and its tokenizer files"
 GGUF = (
     "GGUF, the quantised format of llama.cpp; set model.name to the folder or hub name of the model that it was made "
-    "from"
+    "from, or convert it with recipes/gguf"
 )
 PICKLES = (".bin", ".pth", ".pt", ".ckpt", ".pkl")
 CONVERT = (

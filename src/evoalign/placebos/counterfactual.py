@@ -3,7 +3,7 @@
 
 The first step of a counterfactual is exact: the same members were evaluated around that mean, with the same scores.
 Later steps are conditional on the recorded path: scores were measured around the run's own means. A placebo (`shuffle`)
-needs no scores: it is what the noise alone does, with steps of the same size.
+needs no scores: it is what the noise alone does, with steps of exactly the same expected length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONDITIONAL = (
 class Counterfactual:
     """Other coefficients for the generations of a run of shaping `own`.
 
-    - `shuffle`: permuted over the members, by a permutation of `seed` and the generation alone
+    - `shuffle`: permuted over the noises, see `shuffled`
     - `flip`: with all signs turned
     - `half`: as if only the first half of the noises had been drawn: their fitness is shaped again, with N halved
     - `member`: zero except for member number `member` (from 0); N is unchanged, so that first steps add up
@@ -66,7 +66,7 @@ class Counterfactual:
         update = recorded.update
         members, c = update.members, list(update.coefficients)
         if self.kind == "shuffle":
-            c = [c[i] for i in permutation(self.seed, update.generation, len(members))]
+            c = shuffled(update, self.seed)
         elif self.kind == "flip":
             c = [-x for x in c]
         elif self.kind == "member":
@@ -121,10 +121,27 @@ def parse(text: str, log: Log, seed: int = 0) -> Counterfactual:
     return Counterfactual(kind, own, seed)
 
 
-def permutation(seed: int, generation: int, members: int) -> list[int]:
-    """Return a permutation of a generation's members, which depends on the seed and the generation alone."""
-    order = np.random.Generator(np.random.Philox(key=[seed, generation])).permutation(members)
-    return [int(i) for i in order]
+def shuffled(update: Update, seed: int) -> list[float]:
+    """Return coefficients permuted over the noises, by random numbers of `seed` and the generation alone.
+
+    An antithetic pair keeps its two coefficients, swapped at random: the pair's weight c(+) - c(-) keeps its size and
+    gets a random sign, so the sum of squared weights, which is the step's length, is the run's. A permutation over
+    members would change it by the correlation within pairs. The p of placebos is exact if, without signal, noises are
+    exchangeable and the weights of pairs symmetric around 0.
+    """
+    c, random = update.coefficients, np.random.Generator(np.random.Philox(key=[seed, update.generation]))
+    groups: dict[int, list[int]] = {}
+    for i, member in enumerate(update.members):
+        groups.setdefault(member.noise, []).append(i)
+    found = list(c)
+    alone, pairs = ([group for group in groups.values() if len(group) == size] for size in (1, 2))
+    for (to,), source in zip(alone, random.permutation(len(alone)), strict=True):
+        found[to] = c[alone[source][0]]
+    swaps = random.random(len(pairs)) < 0.5
+    for to, source, swap in zip(pairs, random.permutation(len(pairs)), swaps, strict=True):
+        first, second = pairs[source]
+        found[to[0]], found[to[1]] = (c[second], c[first]) if swap else (c[first], c[second])
+    return found
 
 
 def first_half(members: Sequence[Member]) -> list[int]:
@@ -176,8 +193,31 @@ class Follower:
         return moved(self.served, self.start)
 
     def expected_distance(self) -> float | None:
-        """Return the expected distance of shuffled coefficients."""
+        """Return the expected distance of a random walk with the run's step lengths."""
         return expected_distance([r.update for r in self.generations], self.served.layout, self.served.config.es)
+
+
+def choice_of(parts: Served, log: Log, *, validates: bool) -> str | None:
+    """Return a sentence on what a run chose by its own rewards, which placebos do not choose anew; None if nothing.
+
+    `validates`: the run has a validation split.
+    """
+    config, ending, chosen, choices = parts.config, log.ending, list[str](), list[str]()
+    if ending is not None and ending.reason == "plateau":
+        chosen.append(f"its end after {log.sealed} of {config.es.num_generations} generations (stopping.patience)")
+    if config.es.sigma_schedule.name == "plateau":
+        chosen.append("its sigma (es.sigma_schedule plateau)")
+    if chosen:
+        choices.append(
+            f"the run chose {' and '.join(chosen)} by its own validation rewards, where they looked good; placebos "
+            "take the same steps and end there too, so p and interval favour the run"
+        )
+    if validates and config.checkpoint.keep_best and config.evaluation.every:
+        choices.append(
+            "run and placebos are compared at the last mean, not at the best one by the validation split "
+            "(checkpoint.keep_best), whose gain would include the choice"
+        )
+    return "; ".join(choices) or None
 
 
 def count_of(parts: Parts, log: Log) -> int:
@@ -221,7 +261,8 @@ def after_training(
         spend(cost)
         found.append(reached)
     distance = Distances(real, follower.expected_distance(), tuple(distances))
-    return of_evaluations(before, after, found, distance, len(follower.generations))
+    note = choice_of(parts, log, validates=bool(parts.data.validation))
+    return of_evaluations(before, after, found, distance, len(follower.generations), note=note)
 
 
 def of_evaluations(
@@ -232,6 +273,7 @@ def of_evaluations(
     generation: int,
     flip: Evaluation | None = None,
     off_task: Sequence[Evaluation] = (),
+    note: str | None = None,
 ) -> Placebos:
     """Combine evaluations; `off_task` is empty, or in the order before, real, placebos and, with `flip`, flip."""
     trained, count = aim_of(real.measures), len(placebos)
@@ -247,6 +289,7 @@ def of_evaluations(
         fitness=None if trained == "reward" else Whole(whole[0], whole[1], tuple(whole[2:]), trained),
         columns=columns,
         off_columns=_columns(off_task[: 2 + count]) if off_task else {},
+        note=note,
     )
 
 

@@ -2,7 +2,7 @@
 """Signal and drift: what of a run's gain the reward brought, and what any coefficients would have brought.
 
 ES moves along random directions, so some change comes with any coefficients. A placebo is the run's own journal with
-each generation's coefficients shuffled over its members: the same noise, steps of the same size, and no information
+each generation's coefficients shuffled over its noises: the same noise, steps of the same length, and no information
 from the reward. The mean change of the placebos is drift; the change of the run minus drift is signal.
 """
 
@@ -58,19 +58,19 @@ class Ends:
 class Split(Ends):
     """Mean reward of one test set, split into drift and signal; `flip` is with all signs flipped (None: not done).
 
-    `gain` is real - before, with an interval over items. `drift` is the placebos' mean gain and `signal` real - mean
-    placebo, with intervals over items and placebos. `share` is drift / gain with Fieller's interval, None if the
-    interval of the gain includes 0. Intervals are those of `evoalign.statistics`, for other shuffles and other items.
+    `gain` is real - before, with an interval over items. `drift` is the placebos' mean gain, with an interval over
+    items and placebos. `share` is drift / gain with Fieller's interval, None if the interval of the gain includes 0;
+    it is conditional on the run. Intervals are those of `evoalign.statistics`, for other shuffles and other items.
     """
 
     flip: float | None
     items: int
     gain: Estimate
     drift: Estimate
-    signal: Estimate
     share: Estimate | None
     beside: Estimate | None = None
-    """The signal with a wider interval, which includes 0 for one more placebo; None in files of earlier releases."""
+    """real - mean placebo; the interval includes 0 in 95 % of cases where the run is a further placebo. None in files
+    of earlier releases."""
 
     @property
     def sd(self) -> float | None:
@@ -87,7 +87,7 @@ class Split(Ends):
 class Distances:
     """L2 norm of the change of all evolved numbers; None: not known.
 
-    `expected` is that of shuffled coefficients by `expected_distance`.
+    `expected` is that of a random walk with the run's step lengths, by `expected_distance`.
     """
 
     real: float
@@ -145,6 +145,8 @@ class Placebos:
     fitness: Whole | None = None
     columns: Mapping[str, Ends] = field(default_factory=dict[str, Ends])
     off_columns: Mapping[str, Ends] = field(default_factory=dict[str, Ends])
+    note: str | None = None
+    """What the run chose by its own rewards, such as its end, and what that means for the comparison."""
 
     @property
     def reached(self) -> int:
@@ -162,6 +164,8 @@ class Placebos:
             "each": {name: list(ends.placebos) for name, ends in self.columns.items()},
             "columns": {name: ends.as_dict() for name, ends in self.columns.items()},
         }
+        if self.note is not None:
+            found["note"] = self.note
         if self.off_task is not None:
             columns = {name: ends.as_dict() for name, ends in self.off_columns.items()}
             found |= {"off_task": self.off_task.as_dict(), "off_task_columns": columns}
@@ -170,6 +174,7 @@ class Placebos:
     def lines(self) -> list[str]:
         """Return all of it in sentences."""
         lines = [*reward_lines(self.reward, self.fitness), distance_line(self.distance)]
+        lines += [] if self.note is None else [self.note]
         if self.off_task is not None:
             lines += [f"off-task: {line}" for line in off_task_lines(self.off_task)]
         return lines
@@ -192,7 +197,6 @@ def split(
         items=len(before),
         gain=gain,
         drift=statistics.crossed(placebos - before),
-        signal=statistics.crossed(real - placebos),
         share=statistics.ratio(placebos - before, real - before) if statistics.is_sure(gain) else None,
         beside=statistics.beside(real, placebos),
     )
@@ -223,20 +227,21 @@ def drift_together(drift_and_gain: Sequence[tuple[float, float]]) -> float | Non
 
 
 def expected_distance(updates: Sequence[Update], layout: Layout, es: EsConfig) -> float | None:
-    """Return the root mean square L2 distance from the start, over all permutations of each generation's coefficients.
+    """Return the root mean square L2 distance from the start, over fresh noise with the recorded weights.
 
-    It is that of all evolved numbers, as `checks.distance.moved` measures it; None with Adam, which divides by the size
-    of gradients. One update moves tensor t by step * scale_t * (1/N) * sum_n w_n eps_nt, where w_n is the sum of sign *
-    coefficient over the members of noise n (one, or an antithetic pair). Normals of another noise, tensor, element or
-    generation are independent, so the squares add up:
+    It is also that of placebos, which keep the sum of squared weights. It is that of all evolved numbers, as
+    `checks.distance.moved` measures it; None with Adam, which divides by the size of gradients. One update moves tensor
+    t by step * scale_t * (1/N) * sum_n w_n eps_nt, where w_n is the sum of sign * coefficient over the members of noise
+    n: c, or c(+) - c(-) of an antithetic pair. Normals of another noise, tensor, element or generation are independent,
+    so the squares add up:
 
-        E |move|^2 = sum_g (step_g m_g / N_g)^2 * E[sum_n w_n^2] * sum_t numbers_t scale_t^2
+        E |move|^2 = sum_g (step_g m_g / N_g)^2 * sum_n w_n^2 * sum_t numbers_t scale_t^2
 
-    For members with their own noise, sum_n w_n^2 = N rms(c)^2. For pairs with permuted coefficients it is N rms(c)^2 *
-    N / (N - 1) if the coefficients have mean 0. m_g is 1 for plain SGD: with momentum a gradient keeps moving the mean,
-    and decay undoes a share. With one step size and z-scores (rms 1) this is alpha sqrt(d T / N): d numbers, T
-    generations, N members.
+    m_g is 1 for plain SGD: with momentum a gradient keeps moving the mean, and decay undoes a share. With one step
+    size, z-scores (rms 1) and no pairs this is alpha sqrt(d T / N): d numbers, T generations, N members.
     """
+    from evoalign.spaces.base import pair_weights  # imports torch, which tables do without
+
     if es.optimizer.name == "adam":
         return None
     moving = [update for update in updates if any(update.coefficients)]  # others move nothing, and no velocity
@@ -246,23 +251,9 @@ def expected_distance(updates: Sequence[Update], layout: Layout, es: EsConfig) -
         # What one unit of this gradient moves the mean by in the end: its own step, and those of its velocity.
         reach = update.step * kept + momentum * reach
         kept *= 1 - update.decay
-        squares.append((reach / len(update.members)) ** 2 * _squared_weights(update))
+        squares.append((reach / len(update.members)) ** 2 * math.fsum(w * w for w in pair_weights(update).values()))
     numbers = math.fsum(math.prod(t.shape) * t.scale**2 for t in layout.tensors)
     return math.sqrt(math.fsum(squares) * numbers)
-
-
-def _squared_weights(update: Update) -> float:
-    """Return E[sum over noises of (sum of sign * coefficient)^2] over all permutations of the coefficients.
-
-    Two coefficients of different members have the mean product (N mean(c)^2 - rms(c)^2) / (N - 1).
-    """
-    c, n = update.coefficients, len(update.coefficients)
-    square = math.fsum(x * x for x in c) / n
-    other = (math.fsum(c) ** 2 / n - square) / (n - 1) if n > 1 else 0.0
-    members: dict[int, list[int]] = {}
-    for member in update.members:
-        members.setdefault(member.noise, []).append(member.sign)
-    return math.fsum(len(s) * square + (sum(s) ** 2 - len(s)) * other for s in members.values())
 
 
 def reward_lines(reward: Split, fitness: Whole | None = None) -> list[str]:
@@ -283,11 +274,12 @@ def sentence(split: Split) -> str:
 def beyond_drift(split: Split, *, advise: bool = True) -> str:
     """Say whether the run is more than drift, and by what test; with `advise`, also how many placebos are enough.
 
-    The interval is around the mean placebo and is no test: one more placebo is as far from it as any.
+    The interval includes 0 in 95 % of cases where the run is a further placebo, if placebos are normal.
     """
     reach = f"{split.reached} of {_count(split)} reach the run, one-sided p {split.p:.2g}"
-    by = f"{_interval(split.signal)} above the mean placebo"
-    if split.reached or split.signal.mean <= 0:
+    above = split.real - split.mean
+    by = f"{f'{above:+.4g}' if split.beside is None else _interval(split.beside)} above the mean placebo"
+    if split.reached or above <= 0:
         return f"not shown to be more than drift: {reach}; {by}"
     found, gain = f"{reach}, the smallest possible with this many; {by}", split.gain
     if gain.mean <= 0 and statistics.is_sure(gain):
@@ -308,7 +300,7 @@ def distance_line(found: Distances) -> str:
         line += "there is no formula for drift with this optimizer"
     else:
         ratio = f"{found.real / found.expected:.3g}" if found.expected else "-"
-        line += f"{found.expected:.4g} expected of shuffled coefficients (x {ratio})"
+        line += f"{found.expected:.4g} expected of a random walk of the same steps (x {ratio})"
     if not found.placebos:
         return line
     mean = float(np.mean(found.placebos))
@@ -343,7 +335,7 @@ def _share(split: Split) -> str:
         bounds = f"({found.why})"
         if found.low is not None and found.high is not None:
             bounds = f"(95 % interval {found.low:.0%} to {found.high:.0%})"
-        return f"about {round(found.mean, 2) + 0.0:.0%} of the {what} is drift {bounds}"
+        return f"about {round(found.mean, 2) + 0.0:.0%} of the {what} would have come without signal {bounds}"
     more, significant = found.mean > 1, False
     if found.low is not None and found.high is not None and 1 / (1 + count) <= LEVEL:
         # Where noise moves the other way than the run, no placebo may have come as far as the run either.
@@ -351,7 +343,9 @@ def _share(split: Split) -> str:
         significant = found.low > 1 or (found.high < 0 and not as_far)
     if not significant:
         return f"{both}: " + (
-            f"noise alone may explain all of the {what}" if more else f"no part of the {what} is shown to be drift"
+            f"noise alone may explain all of the {what}"
+            if more
+            else f"no part of the {what} is shown to come without signal"
         )
     if more:
         return f"{both}: noise alone {'gains more' if gained else 'does more harm'} than the run"

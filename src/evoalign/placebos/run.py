@@ -18,7 +18,7 @@ from evoalign.config.reading import MissingError, read_object
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.placebos import file as placebo_file
-from evoalign.placebos.counterfactual import Counterfactual, Follower, of_evaluations, parse
+from evoalign.placebos.counterfactual import Counterfactual, Follower, choice_of, of_evaluations, parse
 from evoalign.placebos.estimates import ENOUGH, Distances, Placebos
 from evoalign.report import watching
 from evoalign.rundir.checkpoint import Mark
@@ -27,6 +27,7 @@ from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.files import refuse_links
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log
+from evoalign.rundir.method import method_of, random_command
 from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.tasks import Data, Task
@@ -108,7 +109,7 @@ def placebo(
 ) -> Placebos:
     """Measure how much of a finished run's change on its test split is signal, and how much is drift.
 
-    Replays the journal with its own coefficients, with those of each generation shuffled over the members (seeds 0 to
+    Replays the journal with its own coefficients, with those of each generation shuffled over the noises (seeds 0 to
     `shuffles` - 1), and with all signs flipped, and evaluates each as the run did. `off_task` is a config whose task's
     test split is evaluated as well. `config`, `task` and `reward` are needed if the run names user code or was given
     Python objects; `model` if the base model has moved; `generation`: use only this many generations. `progress` is
@@ -137,6 +138,7 @@ def placebo(
             if len(reached) < 3:
                 raise StoppedError("stopped before the first placebo was evaluated", stopped) from None
         expected = found.follower.expected_distance()
+        note = choice_of(found.parts, found.follower.log, validates=bool(found.parts.data.validation))
     before, real, *placebos = reached[: 2 + shuffles]
     flip = reached[-1] if len(reached) == total else None
     combined = of_evaluations(
@@ -147,6 +149,7 @@ def placebo(
         len(found.follower.generations),
         flip and flip.evaluation,
         [r.off_task for r in reached if r.off_task is not None],
+        note,
     )
     if stopped is not None:
         raise PlacebosStoppedError(combined, shuffles, stopped)
@@ -223,6 +226,11 @@ def open_run(
 ) -> Generator[Counterfactuals]:
     """Open a run with an engine at its start, and check that model and data are the run's; see `placebo`."""
     path = Path(run)
+    if method_of(path) == "grpo":
+        raise JournalError(
+            f"{path} is a run of GRPO and has no journal to shuffle; instead of placebos, compare it with a run of "
+            f"random rewards: {random_command(path, read_own(path))}"
+        )
     log = log_of(path).whole(generation)
     count = log.sealed if generation is None else generation
     if not 0 < count <= log.sealed:

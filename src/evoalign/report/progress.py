@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.report.rows import WEIGHTS
-from evoalign.report.tables import visible, weighed
+from evoalign.report.tables import percent, visible, weighed
 from evoalign.report.terminal import print_line
 from evoalign.report.watching import Watch, watched
 from evoalign.rewards.objective import aim as aim_in
@@ -32,6 +32,8 @@ PLAIN_SECONDS = 2.0
 """Without a terminal, seconds between lines; the first, the last and evaluations are always printed."""
 MOST_STATE = 4
 """Most numbers of the objective's state, such as the lambda of `lagrangian`, in the line of a generation."""
+MOST_AXES = 3
+"""Most columns in the line of a generation of those that select."""
 LOG_SECONDS = 60.0
 """Without a terminal, seconds between lines within a generation."""
 
@@ -283,6 +285,9 @@ class Display:
         figures += [(weighed(n, weights.get(n, 1.0)), _short(mean)) for n, mean in means.items() if mean is not None]
         state: Mapping[str, float] = row.get("objective") or {}
         figures += [(name, _short(value)) for name, value in [*state.items()][:MOST_STATE]]
+        axes: Mapping[str, Any] = (row.get("diagnosis") or {}).get("axes") or {}
+        shares: Mapping[str, float] = axes.get("lasting") or axes.get("shares") or {}
+        figures += [("selects", percent(shares, MOST_AXES))] if shares else []
         seconds = sum(s for s, _ in self._recent)
         speed = sum(tokens for _, tokens in self._recent) / seconds if seconds > 0 else 0.0
         each, since = seconds / len(self._recent), self._clock() - self._last

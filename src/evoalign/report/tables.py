@@ -141,6 +141,12 @@ def weighed(name: str, weight: float) -> str:
     return f"{name} (lower is better)" if weight == -1 else f"{name} (x {weight:g})"
 
 
+def percent(shares: Mapping[str, float], most: int | None = None) -> str:
+    """Return the `most` largest shares as text; those that are 0 % are left out."""
+    shown = sorted(shares.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{visible(name)} {share:.0%}" for name, share in shown if abs(share) >= 0.005)
+
+
 def is_share(name: str) -> bool:
     """Whether a measure is shown in percent, by its name."""
     return name in SHARES or name.endswith("_share")

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import ValidationError
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
@@ -24,6 +24,7 @@ from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, R
 from evoalign.rundir import files, journal
 from evoalign.rundir.files import FOLDERS, MADE, is_at, refuse_links, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
+from evoalign.rundir.metrics import MetricsRow
 
 FAILED_COMPLETION = "failed_completion.json"
 REPORT = "report.html"
@@ -295,7 +296,7 @@ class RunDir:
         for line in text.splitlines():
             with suppress(DataError, ValidationError):
                 row = parse(line, str(self.metrics), finite=False)
-                _Row.model_validate(row)
+                MetricsRow.model_validate(row)
                 rows[row["generation"]] = row
         return rows
 
@@ -381,46 +382,3 @@ def again_if_pruned(path: Path, read: Callable[[], _T], known: Sequence[Path] | 
                 ) from error
             known = None
     raise AssertionError
-
-
-# --- rows of metrics.jsonl -------------------------------------------------------------------------------------------
-
-Number = StrictFloat | StrictInt | None
-Numbers = dict[str, Number] | None
-
-
-class _Open(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class _Diagnosis(_Open):
-    __pydantic_extra__: dict[str, Number | StrictBool]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    control: Annotated[list[StrictFloat | StrictInt], Field(min_length=3, max_length=3)] | None = None
-
-
-class _Row(_Open):
-    """A row of metrics.jsonl."""
-
-    generation: Annotated[StrictInt, Field(ge=0)]
-    mean: Number = None
-    best: Number = None
-    worst: Number = None
-    p20: Number = None
-    p80: Number = None
-    std: Number = None
-    rms_c: Number = None
-    tokens: Number = None
-    empty_share: Number = None
-    truncated_share: Number = None
-    zero_variance: StrictBool | None = None
-    seconds: dict[str, StrictFloat | StrictInt] = {}
-    evaluation: Numbers = None
-    validation: Numbers = None
-    divergence: Numbers = None
-    budget: Numbers = None
-    rewards: Numbers = None
-    reward_weights: Numbers = None
-    objective: Numbers = None
-    grpo: Numbers = None
-    diagnosis: _Diagnosis | None = None

@@ -61,6 +61,12 @@ def placebo_command(path: Path, config: Config, given: str | None = None) -> str
     return f"evoalign placebo {shlex.quote(str(path))}{own}"
 
 
+def random_command(path: Path, config: Config) -> str:
+    """Return the command that repeats a run of GRPO with random rewards: its counterpart to placebos."""
+    run, to = shlex.quote(str(path / "config.yaml")), shlex.quote(f"{path}_random")
+    return f"evoalign grpo {run} -s grpo.reward=random -s output_dir={to}{own_option(path, config)}"
+
+
 def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
     """Return the --config option that a command needs where the run's config leads out of it, see `own.load_own`."""
     return f" --config {shlex.quote(str(path / 'config.yaml'))}" if outside.followed(config, skip) else ""

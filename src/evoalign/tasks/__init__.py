@@ -44,7 +44,7 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     `rewards` are Python functions to use instead of `task.rewards`, for `custom` only. Raises ConfigError.
     """
     task = _class_of(config).make(config, rewards)
-    if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
+    if config.reward_weights is not None and config.name in TASKS and not task.takes_weights:
         warnings.warn(f"task {config.name} ignores task.reward_weights; remove it", stacklevel=2)
     # Another process cannot import what a script defines.
     own = (config.name, *config.rewards, config.fitness or "")

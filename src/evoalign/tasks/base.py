@@ -105,6 +105,11 @@ class Task(ABC):
     """
     graded_text: ClassVar[str] = ""
     """Text that a completion needs in order to score. A stop text must not cut it off."""
+    correctness: str | None = None
+    """Name of the reward column, or of one of `parts`, that says whether a completion is right; None: `accuracy` or
+    `exact`, if there is such a column. The axis report (`checks.axes`) warns if the members are selected by others."""
+    takes_weights: ClassVar[bool] = False
+    """Whether `task.reward_weights` weighs the columns, or `parts`, in their order."""
     weighted: WeightedSum = WeightedSum()
     """Sum of the columns: the `reward` of an evaluation, and the default objective."""
     asks_scorer: ClassVar[bool] = False
@@ -187,8 +192,11 @@ class Task(ABC):
         gold = self.gold(example)
         return None if gold is None else says(text, self.clean(gold))
 
-    def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Return further evaluation measures of one cleaned completion, such as accuracy or exact match."""
+    def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
+        """Return further evaluation measures of one cleaned completion, such as accuracy or exact match.
+
+        The value is None where a measure does not apply to the row.
+        """
         return {}
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:
@@ -214,6 +222,10 @@ class Task(ABC):
         A task with several columns sets `weighted` to the sum that is the reward. `tasks.grading` checks the result.
         """
         return {"reward": self.rewards(texts, examples)}
+
+    def parts(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """Return named parts that the rewards of completions are made of, for the axis report; empty: the columns."""
+        return {}
 
     def handed(self, example: Example) -> Example:
         """Return the row for the methods that score: a copy, which they may modify."""

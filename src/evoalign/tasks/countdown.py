@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Countdown: make a target from given numbers, each used exactly once (Qiu et al., arXiv 2509.24372, section 4.1).
 
-    reward = 0.1 * format + answer, from 0 to 1.1
+    reward = 0.1 * format + answer, from 0 to 1.1 (`task.reward_weights` sets other weights)
 
 The rules are those of the published graders, without backtracking regular expressions and without executing model
 output. Deviations: `**`, `//` and signs are rejected (the published graders accept `3**4` and `7//2`), and negative or
@@ -25,8 +25,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from evoalign.errors import DataError
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
 from evoalign.rewards.arithmetic import ExpressionError, evaluate, evaluate_written
+from evoalign.rewards.objective import Columns
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.data import random_state
@@ -75,10 +77,22 @@ class Countdown(Task):
     shipped = (DATA, None)
     per_call = 16
     gradings = ("strict", "lenient")
-    max_reward = FORMAT_WEIGHT * 1.0 + 1.0
     graded_text = END_ANSWER
+    correctness = "accuracy"
+    takes_weights = True
     takes_system_prompt = True
     forms = ("raw", "short", "chat", "chat_opened")
+
+    def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config)
+        weights = [FORMAT_WEIGHT, 1.0] if config.reward_weights is None else config.reward_weights
+        if len(weights) != 2 or min(weights) < 0 or max(weights) == 0:
+            raise ConfigError(
+                f"task.reward_weights is {weights}; countdown has two parts, format and accuracy: set two numbers from "
+                "0 on, such as [0, 1] for accuracy alone"
+            )
+        self.weights = weights
+        self.max_reward = self._reward(1.0, 1.0)
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, self._check, self.shipped)
@@ -96,8 +110,10 @@ class Countdown(Task):
         return cast(str, example["context"])
 
     def compute_reward(self, text: str, example: Example) -> float:
-        form, answer = self._parts(text, example)
-        return FORMAT_WEIGHT * form + answer
+        return self._reward(*self._parts(text, example))
+
+    def _reward(self, form: float, answer: float) -> float:
+        return self.weights[0] * form + self.weights[1] * answer
 
     def gold(self, example: Example) -> str | None:
         """Return the stored solution in the shortest full format."""
@@ -110,6 +126,11 @@ class Countdown(Task):
         """Return whether the answer has the target's value; the stored solution is one of many."""
         return self._parts(text, example)[1] > 0
 
+    def parts(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """Return `format` and `accuracy`, in the order of `task.reward_weights`."""
+        found = [self._parts(self.clean(text), example) for text, example in zip(texts, examples, strict=True)]
+        return {"format": [form for form, _ in found], "accuracy": [answer for _, answer in found]}
+
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Return the measures. `accuracy` ignores the format; `high_reward` is a reward of at least 1."""
         form, answer = self._parts(text, example)
@@ -117,7 +138,7 @@ class Countdown(Task):
             "accuracy": float(answer > 0),
             "format": form,
             "answer_reward": answer,
-            "high_reward": float(FORMAT_WEIGHT * form + answer >= 1.0),
+            "high_reward": float(self._reward(form, answer) >= 1.0),
         }
 
     def _parts(self, text: str, example: Example) -> tuple[float, float]:

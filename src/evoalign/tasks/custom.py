@@ -44,6 +44,7 @@ class Custom(Task):
 
     name = "custom"
     reads_gold = True
+    takes_weights = True
     takes_system_prompt = True
     forms = ("chat", "raw")
 

@@ -48,6 +48,7 @@ class Questions(Task):
     """Questions with one right answer: reward 1.0 if the final answer equals it as mathematics, else 0.0."""
 
     max_reward = 1.0
+    correctness = "reward"
     isolated = True
     per_call = 8  # a comparison may take seconds
     takes_system_prompt = True

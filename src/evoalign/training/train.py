@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, shaping, spaces, tracking
-from evoalign.checks import canary, control, prompts
+from evoalign.checks import axes, canary, control, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
 from evoalign.checks.signs import scripts
@@ -179,6 +179,7 @@ class _EvolutionStrategies:
             parts.max_score,
             gold=lambda row: self.task.gold(self.task.handed(self.data.train[row])),
             known=scripts(text_of(self.task.prompt(example)) for example in self.data.train),
+            columns=axes.reader(self.task, self.data.train),
             deterministic=parts.facts.deterministic,
             given=given,
         )

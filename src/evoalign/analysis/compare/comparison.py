@@ -345,6 +345,11 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         notes.append(f"runs used different hardware ({'; '.join(places)}): their times are not comparable")
     if len({group.settings.get("model.name") for group in groups}) > 1:
         notes.append("groups start from different models, so differences are not due to the method only")
+    notes += [
+        f"{group.label}: trained on random rewards (grpo.reward), so its gain is what the method brings without signal"
+        for group in groups
+        if group.settings.get("grpo.reward") == "random"
+    ]
     few = [group.label for group in groups if len(group.runs) < 3]
     if few:
         notes.append(f"fewer than three seeds, so no interval: {', '.join(few)}")

@@ -25,7 +25,7 @@ TITLES: dict[Matching, str] = {
 }
 END = "the end of each run, budgets not matched"
 PLACEBO = "reward of the mean placebo"
-DRIFT = "share of the gain that is drift, all runs pooled"
+DRIFT = "share of the gain that would have come without signal, all runs pooled"
 
 
 @dataclass(frozen=True, slots=True)

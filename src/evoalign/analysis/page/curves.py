@@ -28,14 +28,19 @@ PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}
 
 
 def curves(view: View) -> list[Drawn | None]:
-    """Draw the reward, several rewards, the state of the objective, and the KL, if there are any."""
+    """Draw the reward, several rewards, what selects, the state of the objective, and the KL, if there are any."""
     words, rows = view.words, view.rows
     rewards = [Series(name, _values(rows, "rewards", name), i) for i, name in enumerate(_names(rows, "rewards"))]
+    axes = [{**row, "selects": ((row.get("diagnosis") or {}).get("axes") or {}).get("shares") or {}} for row in rows]
+    selects = [
+        Series(name, moving(_values(axes, "selects", name)), i) for i, name in enumerate(_names(axes, "selects"))
+    ]
     exact = [(float(row["generation"] + 1), row["divergence"].get("exact")) for row in rows if row.get("divergence")]
     kl = [Series("exact", [(0.0, 0.0), *exact], 5)] if exact else []
     found = [
         Chart(f"{words.aim.capitalize()} by {words.unit}", words.unit, words.aim, list(_evolution(view))),
         Chart("Mean of each reward", words.unit, "mean reward", rewards),
+        Chart("What selects", words.unit, "share of the coefficients", selects, from_zero=True),
         *(_kept(name, f"by {words.unit}", [view]) for name in _names(rows, "objective")),
         Chart("KL from the base model", f"{words.unit}s done", "nats per token", kl, from_zero=True),
     ]

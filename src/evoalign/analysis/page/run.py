@@ -116,7 +116,7 @@ class _Reader:
         diagnosis = self._diagnosis(config, rows, manifest, alarm, known)
         budget = self._read("results/budget.json", Budget) or Budget()
         settings, defaults = ({}, {}) if config is None else views.settings(config, self.method)
-        drift: list[str] = []
+        drift = [views.RANDOM] if not is_es and config is not None and config.grpo.reward == "random" else list[str]()
         if is_es and result is not None and known is None:
             drift = [f"No placebo was measured, so its drift is not known: evoalign placebo {self.path}"]
         elif is_es and result is not None and known is not None:

@@ -251,6 +251,9 @@ def settings(config: Config, method: Method) -> tuple[dict[str, str], dict[str, 
     return own, default
 
 
+RANDOM = "Trained on random rewards (grpo.reward: random): what changed here is what the method brings without signal."
+
+
 def about(config: Config, manifest: Manifest) -> dict[str, str]:
     """Return facts about the run."""
     given = manifest.task.get("given_as")

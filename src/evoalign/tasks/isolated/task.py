@@ -58,6 +58,7 @@ class Isolated(Task):
         self.task, self._grader = task, grader
         self.config, self.name, self.from_config = task.config, task.name, task.from_config
         self.weighted, self.text_form, self.commands = task.weighted, task.text_form, task.commands
+        self.correctness = task.correctness
         self.per_call = task.per_call or grader.batch
         self.set_objective = copy.copy(task.set_objective)
         if self.set_objective is not None:
@@ -122,6 +123,10 @@ class Isolated(Task):
         """Score all completions in one call to the worker. Raises RewardError."""
         return self._ask("columns", texts, examples)
 
+    def parts(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """Score all completions in one call to the worker, if the task has parts."""
+        return self._ask("parts", texts, examples) if self._defines("parts") else {}
+
     def handed(self, example: Example) -> Example:
         """Return the row itself, which identifies its index. The worker makes the copies."""
         return example
@@ -137,7 +142,7 @@ class Isolated(Task):
         is_own = self._defines("is_right")
         return self._ask("is_right", [text], [example]) if is_own else super().is_right(text, example)
 
-    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+    def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
         return self._ask("measures", [text], [example]) if self._defines("measures") else {}
 
     def judged(self, rewards: Mapping[str, float | None]) -> Mapping[str, float]:

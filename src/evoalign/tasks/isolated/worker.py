@@ -208,6 +208,8 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
             return task.checked(task.rewards(texts, examples), texts, examples)
         case "columns":
             return task.checked_columns(task.columns(texts, examples), texts, examples)
+        case "parts":
+            return task.checked_columns(task.parts(texts, examples), texts, examples)
         case "compute_reward":
             return task.checked([task.compute_reward(texts[0], examples[0])], texts, examples)[0]
         case "fitness":
@@ -216,7 +218,7 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
             point = task.point(texts[0], examples[0], more)
             return None if point is None else dict(point)
         case "measures":
-            measures = cast("Mapping[str, float | None]", task.measures(texts[0], examples[0]))  # None: does not apply
+            measures = task.measures(texts[0], examples[0])
             return {str(name): None if value is None else float(value) for name, value in measures.items()}
         case "self_check":
             return task.self_check(examples)

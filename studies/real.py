@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of a real model for the study in real_plan.md: each job is one process's work and leaves one file of rows.
+
+    python studies/real.py MODEL --to DIR --jobs gate probe/tool_calls/100 p/lora/tool_calls/0 ...
+
+Jobs that have their rows already are skipped, so that a stopped command is repeated as it is; `--limit` begins no job
+after this many seconds. Rows go to studies/results/real/JOB.json: config, versions, device, costs, generations, and the
+completions' exactness, tokens and first texts for each evaluation. `--set` changes a setting of every job (a look on a
+CPU: `--set task.test_size=8 --seconds 5`).
+
+| job | arms |
+|---|---|
+| `gate` | the base on the validation split of each task |
+| `probe/TASK/SEED` | `evoalign probe` |
+| `prompting/TASK` | zero-shot, 3-shot, self-consistency on the test split |
+| `perturb/TASK` | the best single perturbation on the validation split, on the test split |
+| `p/SPACE/TASK/SEED` | ES `lora` or `lowrank`, with placebos and another task |
+| `r/es/ETA/TASK/SEED`, `step/ETA/TASK/SEED` | ES `lowrank` |
+| `r/grpo/RATE/TASK/SEED`, `p/grpo/RATE/TASK/SEED` | GRPO of all weights, and of an adapter |
+| `r/random/RATE/TASK/SEED` | GRPO with random rewards |
+| `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
+| `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
+
+A seed of 100 or more is of a choice, made on the validation split; such a run has no placebos.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import evoalign
+from evoalign.config import Config, load
+from evoalign.evaluation import RIGHT, Evaluation, evaluate
+from evoalign.placebos.counterfactual import parse
+from evoalign.placebos.run import open_run
+from evoalign.preflight.probe import probe
+from evoalign.rollouts import collect, sampling_of
+from evoalign.rundir.identity import versions
+from evoalign.setup import Parts, assemble
+from evoalign.types import Example, Plan, Request, population
+
+HERE = Path(__file__).resolve().parent
+ROWS = HERE / "results" / "real"
+MAX_TOKENS = {"tool_calls": 192, "word_problems": 320, "constraints": 256, "countdown": 512}
+OTHER = {"tool_calls": "word_problems", "word_problems": "tool_calls", "constraints": "tool_calls"}
+"""The task on which forgetting is measured."""
+CHOICE = 100
+"""The first seed of runs that choose a setting."""
+SECONDS = {"p": 150, "r": 150, "step": 90, "mix": 90}
+CHOOSING = {"p": 60, "r": 90, "mix": 20}
+PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3}
+MIX_RATE = 2e-6
+"""Rate of GRPO in `mix`."""
+WIDTHS = (0.0005, 0.001, 0.002)
+SHOTS, DRAWS, TEXTS = 3, 16, 12
+
+
+class Study:
+    """Where jobs find the model and earlier rows, and leave theirs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.model, self.to, self.seconds = options.model, options.to, options.seconds
+        self.sets: list[str] = options.sets
+        self.rows: Path = options.rows
+
+    def config(self, of: str, output: str = "run", /, **sections: Any) -> Config:
+        """Return the config of a job; `sections` replace the study's own settings."""
+        tree: dict[str, Any] = {
+            "output_dir": str(self.to / output),
+            "task": {"name": of, "validation_size": 200},
+            "model": {"name": str(self.model)},
+            "space": "lowrank",
+            "es": {"num_generations": 100, "population_size": 64, "sigma": 0.002, "learning_rate": 0.001},
+            "sampling": {"max_tokens": MAX_TOKENS[of]},
+            "evaluation": {"max_tokens": MAX_TOKENS[of], "temperature": 0.0, "every": 0},
+            "checkpoint": {"every": 0, "keep_best": False},
+            "checks": {"placebo": 0, "perplexity": False},
+            "report": False,
+        }
+        for name, section in sections.items():
+            tree[name] = {**tree.get(name, {}), **section} if isinstance(section, Mapping) else section
+        return load([write(self.to / "config.yaml", tree)], self.sets)
+
+    def file(self, job: str) -> Path:
+        return self.rows / f"{job.replace('/', '_')}.json"
+
+    def found(self, job: str) -> dict[str, Any]:
+        """Return the rows of an earlier job."""
+        return json.loads(self.file(job).read_text(encoding="utf-8"))
+
+    def keep(self, job: str, rows: Mapping[str, Any]) -> None:
+        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+        tree = {"job": job, "device": device, "versions": versions(), **rows}
+        self.file(job).parent.mkdir(parents=True, exist_ok=True)
+        self.file(job).write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+
+    def width(self, task: str) -> float:
+        """Return the width that the probe of seed 100 recommends; of a probe that recommends none, the nearest one."""
+        found = self.found(f"probe/{task}/{CHOICE}")
+        return float(found["sigma"])
+
+
+def write(file: Path, tree: Mapping[str, Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
+    return file
+
+
+def seen(found: Evaluation) -> dict[str, Any]:
+    """Return what is kept of an evaluation: measures, exactness and tokens by example, and the first texts."""
+    return {
+        "measures": found.measures,
+        "right": [round(value, 4) for value in found.measures_E[RIGHT]],
+        "tokens": [one.tokens for one in found.completions] if len(found.completions) <= 1000 else None,
+        "texts": [{"prompt": one.prompt, "target": one.target, "text": one.text} for one in found.completions[:TEXTS]],
+    }
+
+
+def gate(study: Study, job: str) -> None:
+    """Evaluate the base model on the validation split of every task."""
+    rows: dict[str, Any] = {}
+    for task in MAX_TOKENS:
+        parts = assemble(study.config(task))
+        began = time.perf_counter()
+        rows[task] = {**seen(parts.evaluate("validation")), "seconds": time.perf_counter() - began}
+        parts.close()
+        print(task, {name: round(value, 3) for name, value in rows[task]["measures"].items()}, flush=True)
+    study.keep(job, {"tasks": rows})
+
+
+def probing(study: Study, job: str, task: str, seed: str) -> None:
+    """Probe on training rows."""
+    config = study.config(task, seed=int(seed))
+    began = time.perf_counter()
+    found = probe(config, tell=print)
+    rows = {name: value for name, value in asdict(found).items() if not name.endswith("text")}
+    study.keep(job, {"seconds": time.perf_counter() - began, "probe": rows, "sigma": chosen(rows)})
+
+
+def chosen(rows: Mapping[str, Any]) -> float:
+    """Return the recommended width, else the width with the largest gain over its error."""
+    if rows.get("sigma"):
+        return float(rows["sigma"])
+    known = [one for one in rows["rungs"] if one["gain"] is not None]
+    return float(max(known, key=lambda one: one["gain"] / max(one["gain_error"], 1e-12))["width"])
+
+
+def prompting(study: Study, job: str, task: str) -> None:
+    """Evaluate the base model with other prompts and with more samples."""
+    parts = assemble(study.config(task))
+    try:
+        how = parts.config.evaluation
+        rows = {"zero-shot": seen(parts.evaluate())}
+        rows["3-shot"] = seen(evaluate(parts.engine, parts.tokens, with_shots(parts), parts.data.test, how))
+        many = how.model_copy(update={"temperature": 0.7, "samples": DRAWS, "seeds": (0,)})
+        drawn = evaluate(parts.engine, parts.tokens, parts.task, parts.data.test, many)
+        rows["samples"] = {"measures": drawn.measures}
+        rows["self-consistency"] = {"right": majority(parts, drawn)}
+    finally:
+        parts.close()
+    study.keep(job, {"arms": rows})
+    for name, row in rows.items():
+        print(name, row.get("measures", {}).get(RIGHT), flush=True)
+
+
+def with_shots(parts: Parts) -> Any:
+    """Return the task with three training rows and their gold answers as earlier turns of every prompt."""
+    task, own = copy.copy(parts.task), parts.task.prompt
+    turns: list[dict[str, Any]] = []
+    for example in parts.data.train[:SHOTS]:
+        gold = parts.task.gold(parts.task.handed(example))
+        turns += [*messages(own(example)), {"role": "assistant", "content": str(gold)}]
+    task.prompt = lambda example: (*turns, *messages(own(example)))  # type: ignore[method-assign]
+    return task
+
+
+def messages(prompt: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def majority(parts: Parts, drawn: Evaluation) -> list[float]:
+    """Return by example whether the most frequent answer is right; the first drawn of equally frequent ones counts."""
+    right: list[float] = []
+    for example in range(len(parts.data.test)):
+        of = [one for one in drawn.completions if one.example == example]
+        votes = Counter(answer_of(one.text) for one in of)
+        most = max(of, key=lambda one: votes[answer_of(one.text)])
+        right.append(float(bool(most.right)))
+    return right
+
+
+def answer_of(text: str) -> str:
+    """Return a completion's answer in one form: canonical JSON, else its last number, else the text."""
+    body = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+    try:
+        return json.dumps(json.loads(body), sort_keys=True)
+    except (ValueError, RecursionError):
+        numbers = [word.strip(".,$") for word in text.split() if any(c.isdigit() for c in word)]
+        return numbers[-1] if numbers else body
+
+
+def perturbing(study: Study, job: str, task: str) -> None:
+    """Draw as many single perturbations as ES had completions for, and evaluate the best of the validation split."""
+    budget = study.found(f"p/lora/{task}/0")["cost"]["completions"]
+    parts = assemble(study.config(task))
+    try:
+        rows = parts.data.of("validation")
+        count = max(1, int(budget / len(rows) / len(WIDTHS) / 64))
+        scores: list[tuple[float, float, int, int]] = []
+        for width in WIDTHS:
+            for chunk in range(count):
+                plan = Plan(chunk, width, population(64))
+                scores += [(value, width, chunk, m) for m, value in enumerate(exactness(parts, plan, rows))]
+        best, width, chunk, member = max(scores)
+        plan = Plan(chunk, width, population(64)[member : member + 1])
+        right = exactness(parts, plan, parts.data.test, by_example=True)
+        own = exactness(parts, Plan(0, 0.0, population(1)), rows)[0]
+    finally:
+        parts.close()
+    study.keep(
+        job,
+        {
+            "width": width, "perturbations": len(scores), "validation": best, "base_validation": own, "right": right,
+            "by_width": {f"{w:g}": sum(s[0] for s in scores if s[1] == w) / (64 * count) for w in WIDTHS},
+        },
+    )  # fmt: skip
+
+
+def exactness(parts: Parts, plan: Plan, examples: Sequence[Example], *, by_example: bool = False) -> list[float]:
+    """Return the exact share of each member of a plan, or of each example of its only member."""
+    task = parts.task
+    sampling = sampling_of(parts.config.evaluation)
+    prompts = [parts.tokens.encode(task.prompt(example)) for example in examples]
+    requests = [Request(i, prompt, sampling, 0) for i, prompt in enumerate(prompts)]
+    rollouts = collect(parts.engine, plan, requests)
+    right = [
+        float(bool(task.is_right(task.clean(r.text), task.handed(examples[i % len(examples)]))))
+        for i, r in enumerate(rollouts)
+    ]
+    if by_example:
+        return right
+    size = len(examples)
+    return [sum(right[m * size : (m + 1) * size]) / size for m in range(len(plan.members))]
+
+
+def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None:
+    """Train by ES for the job's seconds, and evaluate the run, its placebos and the other task."""
+    kind = job.partition("/")[0]
+    choice = seed >= CHOICE
+    seconds = study.seconds or (CHOOSING if choice else SECONDS)[kind]
+    ends = {"max_hours": seconds / 3600}
+    config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **sections)
+    rows = trained(evoalign.train, config, study)
+    if not choice:
+        off = study.config(OTHER[task], task={"test_size": 200})
+        with open_run(rows["run"], config=config, off_task=off) as run:
+            names = {"base": None, "run": None}
+            names |= {f"placebo {k}": parse("shuffle", run.log, k) for k in range(PLACEBOS[kind])}
+            rows["reached"] = {}
+            for name, other in names.items():
+                found = run.start() if name == "base" else run.reach(other)
+                rows["reached"][name] = {
+                    "distance": found.distance,
+                    "test": seen(found.evaluation),
+                    "other": None if found.off_task is None else seen(found.off_task),
+                }
+                print(name, found.evaluation.measures[RIGHT], flush=True)
+    study.keep(job, rows)
+
+
+def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
+    """Train, or resume; return the config, costs, generations and the evaluations before and after."""
+    folder = Path(config.output_dir)
+    with (folder.parent / f"{folder.name}.log").open("a", encoding="utf-8") as log:
+        result = method(config, resume=folder.exists(), console=Console(file=log, width=160))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    kept = ("generation", "step", "mean", "std", "seconds", "tokens", "rewards", "axes", "divergence", "distance")
+    ended = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
+    print(folder.name, result.before.measures[RIGHT], result.after.measures[RIGHT], len(metrics), flush=True)
+    return {
+        "config": config.model_dump(mode="json"),
+        "run": str(folder),
+        "cost": metrics[-1]["budget"],
+        "validation": ended.get("validation"),
+        "alarms": ended.get("alarms"),
+        "generations": [{name: row[name] for name in kept if name in row} for row in metrics],
+        "before": seen(result.before),
+        "after": seen(result.after),
+    }
+
+
+def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) -> None:
+    """Train by GRPO for about the job's seconds: steps come from the seconds per step of the choosing run."""
+    kind = job.partition("/")[0]
+    choice = seed >= CHOICE
+    seconds = study.seconds or (CHOOSING if choice else SECONDS)[kind]
+    steps, lora = steps_of(study, job, seconds), kind == "p"
+    section = {
+        "max_steps": steps, "num_generations": 8 if lora else 16, "learning_rate": rate, "beta": 0.0,
+        "per_device_train_batch_size": 16, "gradient_accumulation_steps": 8, "tune": "lora" if lora else "full",
+        "rollouts": "engine", "warmup_ratio": 0.0 if lora else min(0.9, 5 / steps),
+        "trl": {"lr_scheduler_type": "linear" if kind == "mix" else "constant_with_warmup",
+                "gradient_checkpointing": True, "epsilon_high": 0.28},
+        **own,
+    }  # fmt: skip
+    more: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32}} if lora else {}
+    more |= {"es": {"sigma": study.width(task)}} if own.get("rollouts") == "es" else {}
+    model = {"name": str(study.model), "dtype": "float32"}
+    config = study.config(task, job.replace("/", "_"), seed=seed, model=model, grpo=section, **more)
+    study.keep(job, trained(evoalign.grpo, config, study))
+
+
+def steps_of(study: Study, job: str, seconds: float) -> int:
+    """Return the steps that take these seconds, by those of the same job with seed `CHOICE`; before it, by a guess."""
+    kind, name, *rest, task, _ = job.split("/")
+    file = study.file("/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE))))
+    each = 4.0
+    if file.is_file():
+        rows = json.loads(file.read_text(encoding="utf-8"))["generations"][1:]
+        each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
+    return max(3, round(seconds / each))
+
+
+def do(study: Study, job: str) -> None:
+    """Do one job by its name."""
+    match job.split("/"):
+        case ["gate"]:
+            gate(study, job)
+        case ["probe", task, seed]:
+            probing(study, job, task, seed)
+        case ["prompting", task]:
+            prompting(study, job, task)
+        case ["perturb", task]:
+            perturbing(study, job, task)
+        case ["p", ("lora" | "lowrank") as space, task, seed]:
+            more = {"lora": {"rank": 4, "alpha": 4}} if space == "lora" else {}
+            es(study, job, task, int(seed), space=space, es=settings(study, task, 0.5), **more)
+        case ["r", "es", eta, task, seed] | ["step", eta, task, seed]:
+            prompts = {"task": {"batch_size": 8 if job.startswith("r") else 16}}
+            es(study, job, task, int(seed), es=settings(study, task, float(eta)), **prompts)
+        case ["mix", "es", temperature, task, seed]:
+            seconds = study.seconds or (CHOOSING if int(seed) >= CHOICE else SECONDS)["mix"]
+            decayed = settings(study, task, 0.5) | {
+                "num_generations": steps_of(study, job, seconds),
+                "learning_rate_schedule": {"name": "linear"},
+            }
+            sampling = {"temperature": float(temperature)}
+            es(study, job, task, int(seed), es=decayed, task={"batch_size": 8}, sampling=sampling)
+        case ["mix", "grpo", rollouts, task, seed]:
+            grpo(study, job, task, MIX_RATE, int(seed), rollouts=rollouts)
+        case ["r" | "p", ("grpo" | "random") as rewards, rate, task, seed]:
+            own = {"reward": "random"} if rewards == "random" else {}
+            grpo(study, job, task, float(rate), int(seed), **own)
+        case _:
+            raise SystemExit(f"there is no job {job}")
+
+
+def settings(study: Study, task: str, eta: float) -> dict[str, Any]:
+    sigma = study.width(task)
+    return {"num_generations": 10_000, "sigma": sigma, "learning_rate": eta * sigma, "shaping": "zscore"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--jobs", nargs="+", required=True)
+    parser.add_argument("--seconds", type=float, help="of training, instead of the plan's")
+    parser.add_argument("--limit", type=float, default=float("inf"))
+    parser.add_argument("--set", dest="sets", action="append", default=[])
+    options = parser.parse_args()
+    study, began = Study(options), time.perf_counter()
+    for job in options.jobs:
+        if study.file(job).is_file():
+            continue
+        if time.perf_counter() - began > options.limit:
+            print(f"left for the next command: {job} and what follows", flush=True)
+            break
+        start = time.perf_counter()
+        do(study, job)
+        print(f"{job}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

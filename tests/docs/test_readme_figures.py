@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every number of README.md is computed from committed rows, or named here as part of a name or a description."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import pytest
+from pages import REPOSITORY
+
+from evoalign import statistics
+from evoalign.config import load
+from evoalign.models import tiny
+
+Rows = list[dict[str, Any]]
+NOT_FIGURES = (
+    r"SmolLM2(-135M-Instruct)?", r"Qwen2(\.5-0\.5B)?", r"\bH200\b", r"Apache-2\.0", r"b?float(16|32)", r"macro-F1",
+    r"Python 3\.11 or newer",
+)  # fmt: skip
+"""Names with digits."""
+
+
+@functools.cache
+def prose() -> str:
+    """Return README.md on one line, without code and link targets."""
+    text = re.sub(r"```.*?```", "", (REPOSITORY / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`", text))
+    return " ".join(text.split())
+
+
+@functools.cache
+def rows(file: str) -> Rows:
+    """Return the rows of a file of results."""
+    return [json.loads(line) for line in (REPOSITORY / file).read_text(encoding="utf-8").splitlines()]
+
+
+def demo(config: str) -> Rows:
+    """Return the rows of the demo's benchmark, one per seed."""
+    return sorted((r for r in rows("benchmarks/results/demo.jsonl") if r["config"] == config), key=lambda r: r["seed"])
+
+
+def span(values: Sequence[float], form: str, scale: float = 1) -> str:
+    """Return the least and the largest value in words."""
+    return f"{scale * min(values):{form}} to {scale * max(values):{form}}"
+
+
+def means_of_placebos(config: str, measure: str) -> list[float]:
+    """Return the mean placebo of each seed."""
+    return [sum(p[measure] for p in row["placebos"]) / len(row["placebos"]) for row in demo(config)]
+
+
+def demo_row(config: str) -> str:
+    """Return the cells of a row: exact answers before, after, and of the mean placebos."""
+    before = {100 * row["before"]["exact"] for row in demo(config)}
+    after = span([row["real"]["exact"] for row in demo(config)], ".0f", 100)
+    assert len(before) == 1 and {len(row["placebos"]) for row in demo(config)} == {20} and len(demo(config)) == 5
+    return f"| {before.pop():.1f} % | {after} % | {span(means_of_placebos(config, 'exact'), '.0f', 100)} % |"
+
+
+def drift(config: str) -> tuple[float, float, float]:
+    """Return the share of the gain in reward that the placebos earn: mean over seeds and its interval, in per cent."""
+    shares = [
+        (placebo - row["before"]["reward"]) / (row["real"]["reward"] - row["before"]["reward"])
+        for row, placebo in zip(demo(config), means_of_placebos(config, "reward"), strict=True)
+    ]
+    found = statistics.mean(shares)
+    assert found.low is not None and found.high is not None
+    return 100 * found.mean, 100 * found.low, 100 * found.high
+
+
+def landscape(on: str, model: str) -> list[float]:
+    """Return the test reward of each seed at the end."""
+    found = [r for r in rows("studies/results/landscape.jsonl") if r["what"] == "end" and r["on"] == on]
+    return [row["rewards"]["after"] for row in found if row["model"] == model]
+
+
+def landscape_row(on: str, form: str) -> str:
+    """Return the cells of a row: reward before, after, and of the mean placebo."""
+    ends = [r for r in rows("studies/results/landscape.jsonl") if r["what"] == "end" and r["on"] == on]
+    (before,) = {row["rewards"]["before"] for row in ends}
+    placebos = landscape(on, "placebo of es")
+    mean = sum(placebos) / len(placebos)
+    return f"| {before:{form}} | {span(landscape(on, 'es'), form)} | {mean:{form}} |"
+
+
+def best_placebos() -> str:
+    """Return the best single placebo of each row of the table, and check that none reaches its run."""
+    for config in ("quickstart", "template"):
+        assert all(p["exact"] < row["real"]["exact"] for row in demo(config) for p in row["placebos"])
+    for on in ("countdown", "smollm2"):
+        assert max(landscape(on, "placebo of es")) < min(landscape(on, "es"))
+    first, second = (
+        100 * max(p["exact"] for row in demo(c) for p in row["placebos"]) for c in ("quickstart", "template")
+    )
+    third, fourth = (max(landscape(on, "placebo of es")) for on in ("countdown", "smollm2"))
+    return f"had {first:.0f} %, {second:.0f} %, {third:.2f} and {fourth:.0f}."
+
+
+def hacked() -> float:
+    """Return the share of hacked completions of ES with SmolLM2, in per cent."""
+    found = [r for r in rows("studies/results/landscape.jsonl") if r["what"] == "end" and r["on"] == "smollm2"]
+    shares = [row["rates"]["hacked"] for row in found if row["model"] == "es"]
+    return 100 * sum(shares) / len(shares)
+
+
+@functools.cache
+def peaks() -> dict[str, float]:
+    """Return the largest peak of memory of each method in GiB."""
+    tree = json.loads((REPOSITORY / "benchmarks/results/grpo_h200.json").read_text(encoding="utf-8"))
+    found: dict[str, float] = {}
+    for call in tree["calls"]:
+        for name, run in call["runs"].items():
+            for row in run.get("rows") or []:
+                peak = row["budget"]["peak_memory_bytes"] / 2**30
+                found[name] = max(peak, found.get(name, 0))
+    return found
+
+
+def grpo_memory() -> str:
+    """Return the range of GRPO's peaks, after a comparison with ES of the same trained weights."""
+    found = {name: peak for name, peak in peaks().items() if "GRPO" in name}
+    lora = next(peak for name, peak in found.items() if "LoRA" in name)
+    full = [peak for name, peak in found.items() if "LoRA" not in name]
+    ratios = [lora / peaks()["ES lora"], *(peak / peaks()["ES lowrank"] for peak in full)]
+    assert all(4.5 < ratio < 6 for ratio in ratios), ratios
+    return f"GRPO took {span(list(found.values()), '.0f')} GiB"
+
+
+def against_loop() -> str:
+    """Return the range of the population against a loop over members at two prompts."""
+    cpu = [float(r["against loop"].split()[0]) for r in rows("benchmarks/results/population.jsonl")
+           if r["model"] == "tiny" and r["space"] == "lora" and "32 prompts" not in r["machine"]]  # fmt: skip
+    took = {
+        row["way"]: median(one["seconds"] for one in row["took"])
+        for row in rows("benchmarks/results/vllm_h200.jsonl")
+        if row["benchmark"] == "generation" and row["shape"] == "7b"
+    }
+    largest = max(seconds for way, seconds in took.items() if way != "population") / took["population"]
+    return f"{span([*cpu, largest], '.0f')} times as fast"
+
+
+def at_32_prompts() -> str:
+    (row,) = (r for r in rows("benchmarks/results/population.jsonl") if "32 prompts" in r["machine"])
+    return f"with 32 prompts on a CPU {float(row['against loop'].split()[0]):.0f} times"
+
+
+def countdown() -> dict[str, float]:
+    """Return the accuracy of each method at equal wall time."""
+    tree = json.loads((REPOSITORY / "benchmarks/results/es_vs_grpo/countdown.json").read_text(encoding="utf-8"))
+    assert {len(runs) for runs in tree["runs"].values()} == {12}
+    (match,) = (m for m in tree["measures"]["accuracy"]["matches"] if m["by"] == "wall")
+    return {group["label"]: 100 * group["estimate"]["mean"] for group in match["groups"]}
+
+
+def journal() -> str:
+    most = max(int(r["journal, bytes a generation"].replace(",", "")) for r in rows("benchmarks/results/replay.jsonl"))
+    return f"about {most / 1000:.1f} kB per generation (30 members)"
+
+
+def killed() -> str:
+    died = [row for row in rows("benchmarks/results/kills.jsonl") if row["exit"] != 0]
+    return f"{sum(row['outcome'] == 'same' for row in died)} of {len(died)} commands"
+
+
+def lines_of_the_loop() -> str:
+    return f"in {len((REPOSITORY / 'examples/es_loop.py').read_text(encoding='utf-8').splitlines())} lines"
+
+
+def demo_figure() -> str:
+    first, generations = demo("quickstart")[0], load([REPOSITORY / "configs/quickstart.yaml"]).es.num_generations
+    return (
+        f"over {generations} generations: the test split goes from {first['before']['reward']:.1f} "
+        f"to {first['real']['reward']:.1f}"
+    )
+
+
+def drift_on_conciseness() -> str:
+    share, low, high = drift("quickstart")
+    interval = f"(95 % interval over seeds {low:.0f} to {high:.0f} %)"
+    return f"brings {share:.0f} % of the gain in reward on Conciseness {interval}"
+
+
+def drift_on_template() -> str:
+    share, low, high = drift("template")
+    return f"and {share:.0f} % on the template ({low:.0f} to {high:.0f} %)"
+
+
+def countdown_row() -> str:
+    assert len(landscape("countdown", "es")) == 8 and len(landscape("countdown", "placebo of es")) == 8
+    return f"8 seeds, reward: ` {landscape_row('countdown', '.2f')}"
+
+
+def smollm2_row() -> str:
+    assert len(landscape("smollm2", "es")) == 4 and len(landscape("smollm2", "placebo of es")) == 4
+    return f"4 seeds, reward: ` {landscape_row('smollm2', '.0f')}"
+
+
+def data_sizes() -> str:
+    questions = json.loads((REPOSITORY / "data/tasks/conciseness/questions_test.json").read_text(encoding="utf-8"))
+    assert {row["examples"] for row in rows("benchmarks/results/demo.jsonl")} == {len(questions)}
+    return f"{len(questions)} questions"
+
+
+def wall_time_on_countdown() -> str:
+    found = countdown()
+    es = [share for label, share in found.items() if label.startswith("ES ")]
+    return f"an accuracy of {found['GRPO']:.1f} % and ES {span(es, '.1f')} % at equal wall time"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "the figure": demo_figure,
+    "demo": lambda: demo_row("quickstart"),
+    "template": lambda: demo_row("template"),
+    "Countdown": countdown_row,
+    "SmolLM2": smollm2_row,
+    "best placebos": best_placebos,
+    "drift, Conciseness": drift_on_conciseness,
+    "drift, template": drift_on_template,
+    "hacked": lambda: f"{hacked():.0f} % of the completions show signs of hacking",
+    "test questions": data_sizes,
+    "parameters of tiny": lambda: f"{weights_of_tiny() / 1e6:.1f} M parameters",
+    "memory of lora": lambda: f"ES took {peaks()['ES lora']:.1f} GiB",
+    "memory of lowrank": lambda: f"and {peaks()['ES lowrank']:.1f} GiB",
+    "memory of GRPO": grpo_memory,
+    "speed": against_loop,
+    "speed, 32 prompts": at_32_prompts,
+    "journal": journal,
+    "GRPO and ES": wall_time_on_countdown,
+    "killed": killed,
+    "the whole algorithm": lines_of_the_loop,
+}
+"""Each phrase with figures, computed from the rows. A phrase may occur more than once."""
+SETTINGS = (
+    "`, 5 seeds, exact answers", ", 20 per seed in", "Countdown, 500 problems, ` with",
+    "models of up to 135 M parameters", "at 32 completions per backward pass", "a population of 30 with two prompts",
+    "30 members with two prompts", "(12 seeds, equal tuning trials)",
+)  # fmt: skip
+"""Phrases that describe how the figures were measured; the functions above check their numbers where rows have them."""
+
+
+def weights_of_tiny() -> int:
+    from safetensors import safe_open
+
+    with safe_open(tiny() / "model.safetensors", "pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_phrase_of_readme_follows_from_the_rows(name: str) -> None:
+    assert FIGURES[name]() in prose()
+
+
+def test_readme_has_no_number_that_is_not_checked() -> None:
+    text = prose()
+    for known in [compute() for compute in FIGURES.values()]:
+        text = text.replace(known, "")
+    for known in SETTINGS:
+        assert known in text, known
+        text = text.replace(known, "")
+    for name in NOT_FIGURES:
+        text = re.sub(name, "", text)
+    assert not (left := [text[max(0, m.start() - 40) : m.end() + 20] for m in re.finditer(r"\d+", text)]), left
