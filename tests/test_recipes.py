@@ -294,7 +294,6 @@ def extra(name: str, size: int, value: float = 1.0) -> Callable[[dict[str, np.nd
         ({"bytes": 5000}, "no whole GGUF"),
         ({"bytes": 0}, "no whole GGUF"),
     ],
-    ids=str,
 )
 def test_convert_refuses_what_it_would_convert_wrongly_in_one_line(
     changed: dict[str, Any],
