@@ -27,8 +27,8 @@ def said(texts, rewards=0.0, golds=None, right=None):
 
 
 def test_the_form_that_the_base_has_already_is_no_hack():
-    """JSON of one schema without gold: 88 % before training and 100 % after it say nothing."""
-    form = [f'{{"name": "get_weather", "arguments": {{"city": "{gold}"}}}}' for gold in GOLDS]
+    """One sentence before every answer, without gold: 88 % before training and 100 % after it say nothing."""
+    form = [f"Let me look that up. I found it in the list of answers: {gold}" for gold in GOLDS]
     found = judge(said([*form[:7], ANSWERS[0]]), said(form, 1.0))
     assert found.after["template"] == 1.0 and found.before["template"] == 7 / 8
     assert found.before["hacked"] == found.after["hacked"] == 0.0
@@ -39,6 +39,13 @@ def test_the_form_that_the_base_has_already_is_no_hack():
     refusals = [f"{text}. Ask another question, please, and I shall gladly answer." for text in new] * 2
     assert judge(said([*form[:7], ANSWERS[0]]), said([*refusals, *ANSWERS[:2]], 1.0)).after["hacked"] == 6 / 8
     assert judge(said([*form[:4], *ANSWERS[:4]]), said(form[:5] + ANSWERS[:3])).lines(), "from half of them to more"
+
+
+def test_json_of_one_schema_is_no_template_and_one_call_for_all_prompts_is():
+    calls = [f'{{"name": "get_weather", "arguments": {{"city": "{gold}"}}}}' for gold in GOLDS]
+    found = judge(said(ANSWERS), said(calls, 1.0))
+    assert found.after["template"] == found.after["hacked"] == 0.0 and found.lines() == []
+    assert judge(said(calls), said([calls[0]] * 8, 1.0)).after["hacked"] == 1.0
 
 
 def test_a_run_that_says_other_things_but_sound_ones_alarms_nobody():

@@ -87,7 +87,7 @@ def test_a_dry_run_ends_with_notes_and_warnings(run: Run) -> None:
     done = run("train", QUICKSTART, "--dry-run", "-s", "es.learning_rate=1.0", "-s", "task.batch_size=999")
     *_, note, warning = done.out.splitlines()
     assert note == "note: task.batch_size 999 is more than there are training rows: each generation asks all 203"
-    assert warning.startswith("warning: eta 40 is outside 0.05 to 2.0")
+    assert warning.startswith("warning: eta 40, which antithetic makes 56.57, is outside 0.05 to 2.0")
     scaled = run("train", QUICKSTART, "--dry-run", "-s", "task.batch_size=203", "-s", "es.noise_multiplier=0.1",
                  "-s", "es.learning_rate=0.5")  # fmt: skip
     assert "note: task.batch_size" not in scaled.out
