@@ -11,13 +11,14 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | job | arms |
 |---|---|
 | `gate` | the base on the validation split of each task |
-| `probe/TASK/SEED` | `evoalign probe` |
+| `probe/SPACE/TASK/SEED` | `evoalign probe` |
 | `prompting/TASK` | zero-shot, 3-shot, self-consistency on the test split |
 | `perturb/TASK` | the best single perturbation on the validation split, on the test split |
 | `p/SPACE/TASK/SEED` | ES `lora` or `lowrank`, with placebos and another task |
 | `r/es/ETA/TASK/SEED`, `step/ETA/TASK/SEED` | ES `lowrank` |
 | `r/grpo/RATE/TASK/SEED`, `p/grpo/RATE/TASK/SEED` | GRPO of all weights, and of an adapter |
 | `r/random/RATE/TASK/SEED` | GRPO with random rewards |
+| `long/MAX_TOKENS/WEIGHTS/SEED` | Countdown, ES `lowrank`, 128 x 16, 480 s; weights: format,accuracy |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
 
@@ -44,30 +45,34 @@ from evoalign.config import Config, load
 from evoalign.evaluation import RIGHT, Evaluation, evaluate
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
+from evoalign.preflight.advice import fault
 from evoalign.preflight.probe import probe
 from evoalign.rollouts import collect, sampling_of
 from evoalign.rundir.identity import versions
 from evoalign.setup import Parts, assemble
+from evoalign.tasks import Task
+from evoalign.tasks.word_problems import final_number
 from evoalign.types import Example, Plan, Request, population
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results" / "real"
 MAX_TOKENS = {"tool_calls": 192, "word_problems": 320, "constraints": 256, "countdown": 512}
-OTHER = {"tool_calls": "word_problems", "word_problems": "tool_calls", "constraints": "tool_calls"}
-"""The task on which forgetting is measured."""
+OTHER = {"tool_calls": "word_problems"}
+"""The task on which forgetting is measured; for others `tool_calls`."""
 CHOICE = 100
 """The first seed of runs that choose a setting."""
-SECONDS = {"p": 150, "r": 150, "step": 90, "mix": 90}
+SECONDS = {"p": 150, "r": 150, "step": 90, "mix": 90, "long": 480}
 CHOOSING = {"p": 60, "r": 90, "mix": 20}
-PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3}
+PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
 MIX_RATE = 2e-6
 """Rate of GRPO in `mix`."""
+ADAPTER: dict[str, dict[str, Any]] = {"lora": {"lora": {"rank": 4, "alpha": 4}}}
 WIDTHS = (0.0005, 0.001, 0.002)
-SHOTS, DRAWS, TEXTS = 3, 16, 12
+SHOTS, SHOTS_FROM, DRAWS, TEXTS = 3, 24, 16, 12
 
 
 class Study:
-    """Where jobs find the model and earlier rows, and leave theirs."""
+    """Paths of the model, of the runs and of the rows, and the settings that all jobs share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model, self.to, self.seconds = options.model, options.to, options.seconds
@@ -105,10 +110,9 @@ class Study:
         self.file(job).parent.mkdir(parents=True, exist_ok=True)
         self.file(job).write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
 
-    def width(self, task: str) -> float:
-        """Return the width that the probe of seed 100 recommends; of a probe that recommends none, the nearest one."""
-        found = self.found(f"probe/{task}/{CHOICE}")
-        return float(found["sigma"])
+    def width(self, space: str, task: str) -> float:
+        """Return the width that the probe of seed 100 recommends, or the one that it would try."""
+        return float(self.found(f"probe/{space}/{task}/{CHOICE}")["width"])
 
 
 def write(file: Path, tree: Mapping[str, Any]) -> Path:
@@ -139,21 +143,18 @@ def gate(study: Study, job: str) -> None:
     study.keep(job, {"tasks": rows})
 
 
-def probing(study: Study, job: str, task: str, seed: str) -> None:
+def probing(study: Study, job: str, space: str, task: str, seed: int) -> None:
     """Probe on training rows."""
-    config = study.config(task, seed=int(seed))
+    config = study.config(task, seed=seed, space=space, **ADAPTER.get(space, {}))
     began = time.perf_counter()
     found = probe(config, tell=print)
+    sound = [one for one in found.rungs if one.gain is not None and fault(one, found) is None]
+    best = max(sound, key=lambda one: one.gain or 0.0).width if sound else found.own_width
+    tried = found.trial[0] if found.trial else best
     rows = {name: value for name, value in asdict(found).items() if not name.endswith("text")}
-    study.keep(job, {"seconds": time.perf_counter() - began, "probe": rows, "sigma": chosen(rows)})
-
-
-def chosen(rows: Mapping[str, Any]) -> float:
-    """Return the recommended width, else the width with the largest gain over its error."""
-    if rows.get("sigma"):
-        return float(rows["sigma"])
-    known = [one for one in rows["rungs"] if one["gain"] is not None]
-    return float(max(known, key=lambda one: one["gain"] / max(one["gain_error"], 1e-12))["width"])
+    width = tried if found.width is None else found.width
+    study.keep(job, {"seconds": time.perf_counter() - began, "probe": rows, "width": width})
+    print(found.reason, width, flush=True)
 
 
 def prompting(study: Study, job: str, task: str) -> None:
@@ -175,12 +176,19 @@ def prompting(study: Study, job: str, task: str) -> None:
 
 
 def with_shots(parts: Parts) -> Any:
-    """Return the task with three training rows and their gold answers as earlier turns of every prompt."""
+    """Return the task with three training rows and right answers as earlier turns of every prompt.
+
+    An answer is the base model's own completion where one of `DRAWS` samples is right, so that it has the form that
+    the prompt asks for; the first three such rows are taken.
+    """
+    rows = parts.data.train[:SHOTS_FROM]
+    how = parts.config.evaluation.model_copy(update={"temperature": 0.7, "samples": DRAWS, "seeds": (0,)})
+    drawn = evaluate(parts.engine, parts.tokens, parts.task, rows, how)
+    found = {one.example: one.text for one in drawn.completions if one.right}
     task, own = copy.copy(parts.task), parts.task.prompt
     turns: list[dict[str, Any]] = []
-    for example in parts.data.train[:SHOTS]:
-        gold = parts.task.gold(parts.task.handed(example))
-        turns += [*messages(own(example)), {"role": "assistant", "content": str(gold)}]
+    for example in sorted(found)[:SHOTS]:
+        turns += [*messages(own(rows[example])), {"role": "assistant", "content": parts.task.clean(found[example])}]
     task.prompt = lambda example: (*turns, *messages(own(example)))  # type: ignore[method-assign]
     return task
 
@@ -194,20 +202,21 @@ def majority(parts: Parts, drawn: Evaluation) -> list[float]:
     right: list[float] = []
     for example in range(len(parts.data.test)):
         of = [one for one in drawn.completions if one.example == example]
-        votes = Counter(answer_of(one.text) for one in of)
-        most = max(of, key=lambda one: votes[answer_of(one.text)])
-        right.append(float(bool(most.right)))
+        answers = [answer_of(parts.task, one.text) for one in of]
+        votes = Counter(answers)
+        right.append(float(bool(of[max(range(len(of)), key=lambda i: votes[answers[i]])].right)))
     return right
 
 
-def answer_of(text: str) -> str:
-    """Return a completion's answer in one form: canonical JSON, else its last number, else the text."""
-    body = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+def answer_of(task: Task, text: str) -> str:
+    """Return a completion's answer in one form: the number of a word problem, canonical JSON, else the text."""
+    text = task.clean(text)
+    if task.name == "word_problems":
+        return str(final_number(text))
     try:
-        return json.dumps(json.loads(body), sort_keys=True)
+        return json.dumps(json.loads(text), sort_keys=True)
     except (ValueError, RecursionError):
-        numbers = [word.strip(".,$") for word in text.split() if any(c.isdigit() for c in word)]
-        return numbers[-1] if numbers else body
+        return " ".join(text.split())
 
 
 def perturbing(study: Study, job: str, task: str) -> None:
@@ -261,9 +270,9 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     seconds = study.seconds or (CHOOSING if choice else SECONDS)[kind]
     ends = {"max_hours": seconds / 3600}
     config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **sections)
+    off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
     rows = trained(evoalign.train, config, study)
     if not choice:
-        off = study.config(OTHER[task], task={"test_size": 200})
         with open_run(rows["run"], config=config, off_task=off) as run:
             names = {"base": None, "run": None}
             names |= {f"placebo {k}": parse("shuffle", run.log, k) for k in range(PLACEBOS[kind])}
@@ -285,7 +294,7 @@ def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
     with (folder.parent / f"{folder.name}.log").open("a", encoding="utf-8") as log:
         result = method(config, resume=folder.exists(), console=Console(file=log, width=160))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = ("generation", "step", "mean", "std", "seconds", "tokens", "rewards", "axes", "divergence", "distance")
+    kept = ("generation", "step", "mean", "std", "seconds", "tokens", "rewards", "divergence", "diagnosis")
     ended = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
     print(folder.name, result.before.measures[RIGHT], result.after.measures[RIGHT], len(metrics), flush=True)
     return {
@@ -315,7 +324,7 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
         **own,
     }  # fmt: skip
     more: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32}} if lora else {}
-    more |= {"es": {"sigma": study.width(task)}} if own.get("rollouts") == "es" else {}
+    more |= {"es": {"sigma": study.width("lowrank", task)}} if own.get("rollouts") == "es" else {}
     model = {"name": str(study.model), "dtype": "float32"}
     config = study.config(task, job.replace("/", "_"), seed=seed, model=model, grpo=section, **more)
     study.keep(job, trained(evoalign.grpo, config, study))
@@ -337,21 +346,25 @@ def do(study: Study, job: str) -> None:
     match job.split("/"):
         case ["gate"]:
             gate(study, job)
-        case ["probe", task, seed]:
-            probing(study, job, task, seed)
+        case ["probe", space, task, seed]:
+            probing(study, job, space, task, int(seed))
         case ["prompting", task]:
             prompting(study, job, task)
         case ["perturb", task]:
             perturbing(study, job, task)
         case ["p", ("lora" | "lowrank") as space, task, seed]:
-            more = {"lora": {"rank": 4, "alpha": 4}} if space == "lora" else {}
-            es(study, job, task, int(seed), space=space, es=settings(study, task, 0.5), **more)
+            es(study, job, task, int(seed), space=space, es=settings(study, space, task, 0.5), **ADAPTER.get(space, {}))
         case ["r", "es", eta, task, seed] | ["step", eta, task, seed]:
             prompts = {"task": {"batch_size": 8 if job.startswith("r") else 16}}
-            es(study, job, task, int(seed), es=settings(study, task, float(eta)), **prompts)
+            es(study, job, task, int(seed), es=settings(study, "lowrank", task, float(eta)), **prompts)
+        case ["long", tokens, weights, seed]:
+            most = {"max_tokens": int(tokens)}
+            own = {"batch_size": 16, "reward_weights": [float(w) for w in weights.split(",")]}
+            own_es = settings(study, "lowrank", "countdown", 0.5) | {"population_size": 128}
+            es(study, job, "countdown", int(seed), es=own_es, task=own, sampling=most, evaluation=most)
         case ["mix", "es", temperature, task, seed]:
             seconds = study.seconds or (CHOOSING if int(seed) >= CHOICE else SECONDS)["mix"]
-            decayed = settings(study, task, 0.5) | {
+            decayed = settings(study, "lowrank", task, 0.5) | {
                 "num_generations": steps_of(study, job, seconds),
                 "learning_rate_schedule": {"name": "linear"},
             }
@@ -366,8 +379,8 @@ def do(study: Study, job: str) -> None:
             raise SystemExit(f"there is no job {job}")
 
 
-def settings(study: Study, task: str, eta: float) -> dict[str, Any]:
-    sigma = study.width(task)
+def settings(study: Study, space: str, task: str, eta: float) -> dict[str, Any]:
+    sigma = study.width(space, task)
     return {"num_generations": 10_000, "sigma": sigma, "learning_rate": eta * sigma, "shaping": "zscore"}
 
 

@@ -81,12 +81,13 @@ class Adam(_Stateful):
         return (mean * (1 / (1 - beta1**count))).div_(root)
 
 
-def reach(es: EsConfig, scale: float | None = None) -> float | None:
+def reach(es: EsConfig, scale: float | None = None, pairs: float = math.sqrt(2)) -> float | None:
     """Return how far training moves the mean compared with SGD, z-scores and members without pairs, at the same eta.
 
     `scale` is the root mean square of the coefficients; by default that of the shaping, and None is returned if it
-    depends on the scores. Pairs share their noise, so that at equal eta and population the variance of a step is twice
-    as large. With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm
+    depends on the scores. Pairs share their noise, so that at equal eta and population a step is `pairs` times as long:
+    sqrt(1 - rho), where rho is the correlation of the fitness in a pair, at most sqrt(2) if the reward is linear in the
+    noise. With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm
     is about that of one member's noise over sqrt(population_size). Adam normalises it, whatever the coefficients, so
     its steps have the norm of the noise.
     """
@@ -95,7 +96,7 @@ def reach(es: EsConfig, scale: float | None = None) -> float | None:
     scale = shaping.scale(es.shaping, es.population_size) if scale is None else scale
     if scale is None:
         return None
-    scale *= math.sqrt(2) if es.antithetic else 1.0
+    scale *= pairs if es.antithetic else 1.0
     return scale / (1 - es.optimizer.momentum) if es.optimizer.name == "momentum" else scale
 
 

@@ -656,7 +656,7 @@ def test_the_contract_finds_a_wrong_sample(random_qwen2, engine):
 
 
 @pytest.mark.parametrize(("members", "prompts"), [(6, 4), (5, 6)])
-def test_reliability_is_the_mean_over_split_halves_and_grows_with_prompts(members, prompts):
+def test_reliability_is_the_mean_over_split_halves_without_its_bias(members, prompts):
     """Alpha is the mean of Rulon's coefficient, 4 cov(half, other) / var(sum), over all splits of the prompts."""
     scores_MP = np.random.default_rng(0).standard_normal((members, prompts)) + np.arange(members)[:, None] / 2
     halves = []
@@ -664,30 +664,44 @@ def test_reliability_is_the_mean_over_split_halves_and_grows_with_prompts(member
         one = scores_MP[:, list(half)].sum(axis=1)
         other = scores_MP.sum(axis=1) - one
         halves.append(4 * np.cov(one, other, ddof=0)[0, 1] / (one + other).var())
-    assert reliability(scores_MP) == pytest.approx(np.mean(halves))
+    assert 1 - reliability(scores_MP) == pytest.approx((1 - np.mean(halves)) * (members - 3) / (members - 1))
+
+
+@pytest.mark.parametrize("members", [6, 30])
+@pytest.mark.parametrize("shared", [0.0, 0.5])
+def test_reliability_is_right_on_average_for_few_members(members, shared):
+    rng, prompts = np.random.default_rng(0), 8
+    true = prompts * shared**2 / (1 + prompts * shared**2)
+    draws = [shared * rng.standard_normal((members, 1)) + rng.standard_normal((members, prompts)) for _ in range(2000)]
+    assert np.mean([reliability(scores_MP) for scores_MP in draws]) == pytest.approx(true, abs=0.05)
 
 
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ([[1.0], [2.0]], None),
-        ([[1.0, 2.0], [1.0, 2.0]], None),
-        ([[1.0, 2.0], [2.0, 1.0]], None),
-        ([[1.0, 5.0], [2.0, 6.0], [4.0, 8.0]], 1.0),
+        ([[1.0], [2.0], [3.0], [4.0]], None),
+        ([[1.0, 2.0]] * 4, None),
+        ([[1.0, 2.0], [2.0, 1.0]] * 2, None),
+        ([[1.0, 5.0], [2.0, 6.0], [4.0, 8.0]], None),
+        ([[1.0, 5.0], [2.0, 6.0], [4.0, 8.0], [5.0, 9.0]], 1.0),
     ],
 )
 def test_reliability_of_one_prompt_and_of_equal_members_is_not_known(scores, expected):
     assert reliability(np.array(scores)) == (None if expected is None else pytest.approx(expected))
 
 
-@pytest.mark.parametrize(("shared", "words"), [(0.0, "reliability"), (0.2, None), (0.5, None)])
-def test_ranks_that_do_not_hold_on_other_prompts_are_chance(shared, words):
+@pytest.mark.parametrize(("shared", "warned"), [(None, True), (0.2, False), (0.5, False)])
+def test_ranks_that_do_not_hold_on_other_prompts_are_warned_about(shared, warned):
+    """Where `shared` is None, what members gain on one half of the prompts they lose on the other."""
     run, rng = Run(), np.random.default_rng(1)
     for _ in range(30):
-        member = shared * rng.standard_normal((MEMBERS, 1))
-        run.generation(0, scores=member + rng.standard_normal((MEMBERS, PROMPTS)), control=Control(0.0, 0.0, 0.0))
+        scores = rng.standard_normal((MEMBERS, PROMPTS))
+        if shared is None:
+            scores[:, 1::2] = 0.3 * scores[:, 1::2] - scores[:, ::2]
+        else:
+            scores += shared * rng.standard_normal((MEMBERS, 1))
+        run.generation(0, scores=scores, control=Control(0.0, 0.0, 0.0))
     found = np.mean([row["diagnosis"]["reliability"] for row in run.rows])
-    assert found == pytest.approx(PROMPTS * shared**2 / (1 + PROMPTS * shared**2), abs=0.2)
-    assert any("reliability" in line for line in run.warnings) == (words is not None)
+    assert any("reliability" in line for line in run.warnings) == warned
     (line,) = [line for line in summary(run.diagnosis.history) if line.startswith("signal:")]
     assert f"reliability {found:.2f}" in line and "noise floor" not in line

@@ -67,18 +67,20 @@ def control(objective: Objective, task: Task, rollouts: Sequence[Rollout], examp
 
 
 def reliability(scores_MP: Scores) -> float | None:
-    """Return how well the members' fitness on some of the prompts predicts that on others; None with one prompt.
+    """Return how well the members' fitness on some of the prompts predicts that on others.
 
-    The mean of all split-half correlations, corrected for the full number of prompts by Spearman and Brown: Cronbach's
-    alpha. 1 if all prompts rank the members alike; about 0, or less, if their ranks are chance; None if all members
-    have the same fitness.
+    The mean of all split-half correlations, corrected for the full number of prompts by Spearman and Brown (Cronbach's
+    alpha), without the bias of few members: under chance (1 - alpha) is F distributed with mean (M - 1) / (M - 3). 1 if
+    all prompts rank the members alike, 0 on average if their ranks are chance. None with one prompt, with fewer than
+    four members, or if all members have the same fitness.
     """
-    prompts = scores_MP.shape[1]
+    members, prompts = scores_MP.shape
     total = float(scores_MP.sum(axis=1).var())
     alone = float(scores_MP.var(axis=0).sum())
-    if prompts < 2 or total <= 1e-12 * alone or alone == 0:
+    if prompts < 2 or members < 4 or total <= 1e-12 * alone or alone == 0:
         return None
-    return prompts / (prompts - 1) * (1 - alone / total)
+    alpha = prompts / (prompts - 1) * (1 - alone / total)
+    return 1 - (1 - alpha) * (members - 3) / (members - 1)
 
 
 def rewarded(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[float]:

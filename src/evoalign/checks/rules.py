@@ -297,15 +297,13 @@ class NoSignal(Rule):
 
 @dataclass(frozen=True)
 class Noise(Rule):
-    """Warn that members are ranked by chance.
-
-    They spread no wider than repeated scores of the same model, or their ranks on some prompts say nothing of others.
-    """
+    """Warn that members spread no wider than repeated scores of one model, or rank otherwise on other prompts."""
 
     ratio: float = 1.2
     """Smallest spread over the noise floor: at 1.2, 70 % of the variance between members is noise."""
-    least: float = 0.0
-    """Largest mean reliability over the last `WINDOW` generations that counts as chance, whose mean is 0."""
+    least: float = 0.05
+    """Smallest reliability. The warning needs a mean over `long` generations two standard errors below it."""
+    long: int = 30
 
     def sentence(self, run: History) -> str | None:
         floor, window = run.noise_floor(), run.rows[-WINDOW:]
@@ -313,7 +311,7 @@ class Noise(Rule):
             return None
         spread = float(np.median(values(window, "spread")))
         if not floor or spread >= self.ratio * floor:
-            return self._unreliable(run, window)
+            return self._unreliable(run)
         seen = f"members spread by {spread:.2g}, and the unperturbed model scored twice differs by {floor:.2g}"
         batch = run.config.task.batch_size
         more = f"{run.width(3)}, or {f'task.batch_size {4 * batch}' if batch else 'more training examples'}"
@@ -329,14 +327,14 @@ class Noise(Rule):
             return f"{seen}, though decoding is greedy and the engine reports that it is deterministic; try {more}"
         return f"{seen}, though decoding is greedy: the engine does not repeat itself; set deterministic true"
 
-    def _unreliable(self, run: History, window: Sequence[Row]) -> str | None:
-        known = values(window, "reliability")
-        if len(known) < WINDOW or (mean := float(np.mean(known))) > self.least:
+    def _unreliable(self, run: History) -> str | None:
+        known = np.array(values(run.rows[-self.long :], "reliability"))
+        if len(known) < self.long or known.mean() + SURE * known.std(ddof=1) / math.sqrt(self.long) >= self.least:
             return None
         batch = run.config.task.batch_size
         return (
-            f"the members' ranks on some prompts say nothing about other prompts (reliability {mean:.2f} over {WINDOW} "
-            f"generations): they are ranked by chance; try {run.width(3)}, "
+            f"the members' ranks are not shown to hold on other prompts (reliability {known.mean():.2f} over {self.long} "
+            f"generations, 0 is chance); try {run.width(3)}, "
             f"{f'task.batch_size {4 * batch}' if batch else 'more training examples'} or partial credit (task.rewards)"
         )
 

@@ -50,6 +50,8 @@ def probe(
         raise ConfigError(f"--write {write} exists already; name a new file")
     if write is not None and json_ is None:
         json_ = write.with_suffix(".json")
+        if json_ == write or json_.exists():
+            raise ConfigError(f"--write {write}: {json_} is for the measurements; name a new .yaml file")
     quiet()
     from evoalign.preflight import probe as measure
 

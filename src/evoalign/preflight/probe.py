@@ -337,8 +337,18 @@ class Training(NamedTuple):
         if known is None:
             known, spread = shaping.measured_scale(scores_MP, es.shaping, self.prompts, paired=es.antithetic)
             ratio = spread / known if known > 0 else 1.0
-        moved = reach(es, known or 1.0) or 1.0
-        return ETA / moved, ETA * ratio / (math.sqrt(2) if es.antithetic else 1.0)
+        pairs = _pair_factor(scores_MP) if es.antithetic and self.paired else math.sqrt(2)
+        moved = reach(es, known or 1.0, pairs) or 1.0
+        return ETA / moved, ETA * ratio / (pairs if es.antithetic else 1.0)
+
+
+def _pair_factor(scores_MP: Scores) -> float:
+    """Return how much longer pairs make a step: see `optimizer.reach`. At least 1: shorter steps are not made up for."""
+    fitness_M = shaping.fitness(scores_MP)
+    fitness_M = fitness_M - fitness_M.mean()
+    variance = float((fitness_M**2).mean())
+    rho = float((fitness_M[::2] * fitness_M[1::2]).mean()) / variance if variance > 0 else 0.0
+    return math.sqrt(1 - min(0.0, rho))
 
 
 def lowest(scored: Sequence[WidthScores]) -> Scores:
