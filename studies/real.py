@@ -57,6 +57,10 @@ from evoalign.types import Example, Plan, Request, population
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results" / "real"
 MAX_TOKENS = {"tool_calls": 192, "word_problems": 320, "constraints": 256, "countdown": 512}
+COUNTDOWN = {
+    "train_data": "data/tasks/countdown/countdown.json", "split": "first_last", "train_size": 1500, "test_size": 500,
+    "prompt": "chat_opened",
+}  # fmt: skip
 OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
 CHOICE = 100
@@ -83,7 +87,7 @@ class Study:
         """Return the config of a job; `sections` replace the study's own settings."""
         tree: dict[str, Any] = {
             "output_dir": str(self.to / output),
-            "task": {"name": of, "validation_size": 200},
+            "task": {"name": of, "validation_size": 200, **(COUNTDOWN if of == "countdown" else {})},
             "model": {"name": str(self.model)},
             "space": "lowrank",
             "es": {"num_generations": 100, "population_size": 64, "sigma": 0.002, "learning_rate": 0.001},

@@ -184,7 +184,7 @@ def run_of(prompts=4, paired=True, **es):
     "optimizer", ["sgd", {"name": "momentum", "momentum": 0.8}, "adam"], ids=lambda o: o if o == "adam" else "linear"
 )
 def test_recommended_step_is_that_of_sgd_with_zscores(shaping, antithetic, linear, optimizer):
-    """Steps with the recommended rate, of a reward that is linear in the noise, or chance, different for each prompt."""
+    """Steps with the recommended rate; the reward is linear in the noise, or chance, and differs between prompts."""
     run = run_of(antithetic=antithetic, shaping=shaping, optimizer=optimizer, population_size=64)
     rng, steps, eta = np.random.default_rng(0), [], []
     for _ in range(200):

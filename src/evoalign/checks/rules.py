@@ -333,8 +333,8 @@ class Noise(Rule):
             return None
         batch = run.config.task.batch_size
         return (
-            f"the members' ranks are not shown to hold on other prompts (reliability {known.mean():.2f} over {self.long} "
-            f"generations, 0 is chance); try {run.width(3)}, "
+            f"the members' ranks are not shown to hold on other prompts (reliability {known.mean():.2f} over "
+            f"{self.long} generations, 0 is chance); try {run.width(3)}, "
             f"{f'task.batch_size {4 * batch}' if batch else 'more training examples'} or partial credit (task.rewards)"
         )
 

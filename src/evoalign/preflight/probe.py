@@ -343,7 +343,7 @@ class Training(NamedTuple):
 
 
 def _pair_factor(scores_MP: Scores) -> float:
-    """Return how much longer pairs make a step: see `optimizer.reach`. At least 1: shorter steps are not made up for."""
+    """Return how much longer pairs make a step (`optimizer.reach`), at least 1: shorter steps are not made up for."""
     fitness_M = shaping.fitness(scores_MP)
     fitness_M = fitness_M - fitness_M.mean()
     variance = float((fitness_M**2).mean())
