@@ -3,6 +3,8 @@
 
 import json
 import math
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +12,9 @@ import torch
 
 from evoalign import shaping
 from evoalign.checks import axes
-from evoalign.checks.axes import Axes, Measured
+from evoalign.checks.axes import Axes, Measurement
 from evoalign.checks.diagnosis import Diagnosis, history_of, summary
-from evoalign.checks.rules import causes
+from evoalign.checks.rules import RULES, causes
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError
 from evoalign.rewards.objective import grouped, reported
@@ -45,7 +47,7 @@ def planted(rng, reward, shape="zscore", named=(), members=MEMBERS):
         columns = {name: np.array(known[name], dtype=float) for name in (*named, "tokens", "truncated")}
         scores = sum(weight * known[name] for name, weight in reward.items())
         made = generation(scores, coefficients=getattr(shaping, shape)(scores))
-        rows.append((axes.row_of(made, Measured(columns, "right" if "right" in named else None)), known))
+        rows.append((axes.row_of(made, Measurement(columns, "right" if "right" in named else None)), known))
     return Axes.of([row for row, _ in rows], members), [known for _, known in rows]
 
 
@@ -88,7 +90,7 @@ def test_independent_columns_have_the_squares_of_their_weights_times_their_varia
     a, b = rng.standard_normal((2, 20_000, 1))
     still = np.zeros((20_000, 1))
     columns = {"a": a, "b": b, "constant": still + 0.1, "tokens": a + b, "truncated": still}
-    found = Axes.of([axes.row_of(generation(3 * a + b), Measured(columns))], 20_000)
+    found = Axes.of([axes.row_of(generation(3 * a + b), Measurement(columns))], 20_000)
     assert found.shares["a"] == pytest.approx(0.9, abs=0.01) and found.shares["b"] == pytest.approx(0.1, abs=0.01)
     assert [found.shares[name] for name in ("constant", "tokens", "truncated", "rest")] == pytest.approx(
         [0] * 4, abs=1e-5
@@ -100,7 +102,7 @@ def test_a_column_that_the_reward_does_not_pay_for_has_no_share_though_it_is_cor
     rng = np.random.default_rng(0)
     a = rng.standard_normal((400, 4))
     columns = {"a": a, "alike": a + 0.2 * rng.standard_normal(a.shape), "tokens": a, "truncated": a > 1}
-    found = Axes.of([axes.row_of(generation(a), Measured({n: np.array(c, float) for n, c in columns.items()}))], 400)
+    found = Axes.of([axes.row_of(generation(a), Measurement({n: np.array(c, float) for n, c in columns.items()}))], 400)
     assert found.shares == pytest.approx({"a": 1, "alike": 0, "tokens": 0, "truncated": 0, "rest": 0}, abs=1e-4)
 
 
@@ -113,7 +115,7 @@ def test_what_lasts_is_the_variance_of_the_members_and_not_their_luck(skill):
         right = (rng.random((members, PROMPTS)) < np.clip(0.5 + able, 0, 1)).astype(float)
         formed = 0.5 + 0.2 * rng.standard_normal((members, 1)) + 0.3 * rng.standard_normal((members, PROMPTS))
         columns = {"right": right, "formed": formed, "tokens": 0 * right, "truncated": 0 * right}
-        rows.append(axes.row_of(generation(right + 0.5 * formed), Measured(columns, "right")))
+        rows.append(axes.row_of(generation(right + 0.5 * formed), Measurement(columns, "right")))
     found = Axes.of(rows, members)
     of_right, of_form = np.var(np.clip(0.5 + skill * rng.standard_normal(10**6), 0, 1)), 0.25 * 0.2**2
     luck = (0.25 - of_right + 0.25 * 0.09) / PROMPTS
@@ -143,7 +145,7 @@ def simulated(rng, generations=20, members=128, prompts=16, *, right=0.04, skill
         correct = (done & (rng.random(done.shape) < able)).astype(float)
         columns = {"format": formed} if form else {}
         columns |= {"accuracy": correct, "tokens": np.where(done, rng.uniform(60, 255, done.shape), 256.0)}
-        made["columns"] = Measured({**columns, "truncated": 1.0 - done}, "accuracy")
+        made["columns"] = Measurement({**columns, "truncated": 1.0 - done}, "accuracy")
         row = diagnosis.update(generation(form * formed + correct, index), torch.zeros(100))
         rows.append({"generation": index, "mean": 0.0, "std": 0.1, "zero_variance": False, "diagnosis": row})
         warnings += [(index + 1, line) for line in diagnosis.warnings() if "coefficients follow" in line]
@@ -182,6 +184,94 @@ def test_a_healthy_run_is_not_warned(name, seed):
     assert simulated(np.random.default_rng(seed), 30, **HEALTHY[name])[2] == []
 
 
+def partly_right(rng, task, skill, generations=20, members=64):
+    """Wrong-axis warnings of a run in which one skill of a member makes all columns of the task's reward."""
+    config = from_dict(
+        {"es": {"num_generations": 20, "population_size": members, "sigma": 0.01}, "task": {"name": task}}
+    )
+    rows, warnings = [], []
+    for index in range(generations):
+        able = skill * rng.standard_normal((members, 1))
+        met = lambda chance, able=able, size=(members, PROMPTS): (  # noqa: E731
+            rng.random(size) < 1 / (1 + np.exp(-math.log(chance / (1 - chance)) - able))
+        )
+        if task == "constraints":
+            asked = np.arange(3) < rng.integers(1, 4, size=(1, PROMPTS, 1))
+            kept = met(0.4, able[:, :, None], (members, PROMPTS, 3))
+            columns, right = {"share": (kept & asked).sum(2) / asked.sum(2), "all": (kept | ~asked).all(2)}, "all"
+            reward = 0.5 * columns["share"] + 0.5 * columns["all"]
+        else:
+            parsed, named, same = met(0.9), met(0.75), met(0.3)
+            columns, right = {"json": parsed, "keys": parsed & named, "exact": parsed & named & same}, "exact"
+            reward = 0.25 * columns["json"] + 0.25 * columns["keys"] + 0.5 * columns["exact"]
+        columns |= {"tokens": 150 + 40 * rng.standard_normal((members, PROMPTS)), "truncated": np.zeros(reward.shape)}
+        measured = Measurement({name: np.array(c, dtype=float) for name, c in columns.items()}, right)
+        row = {"mean": 0.0, "std": 0.1, "zero_variance": False}
+        rows.append({**row, "generation": index, "diagnosis": {"axes": axes.row_of(generation(reward), measured)}})
+        warnings += [line for name, line in causes(history_of(rows, config)).items() if name == "wrong axis"]
+    return warnings
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("skill", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("task", ["constraints", "tool_calls"])
+def test_partial_credit_is_not_warned(task, skill, seed):
+    assert partly_right(np.random.default_rng(seed), task, skill) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_in_which_nothing_generalises_are_not_warned(seed):
+    """Format and accuracy are luck; the warning is tested 140 times."""
+    rng, config, rows = (
+        np.random.default_rng(seed),
+        from_dict({"es": {"sigma": 0.01}, "task": {"name": "countdown"}}),
+        [],
+    )
+    for _ in range(150):
+        right, formed = (rng.random((30, PROMPTS)) < 0.1, rng.random((30, PROMPTS)) < 0.5)
+        columns = {
+            "format": formed,
+            "accuracy": right,
+            "tokens": rng.normal(150, 50, right.shape),
+            "truncated": 0 * right,
+        }
+        measured = Measurement({name: np.array(c, dtype=float) for name, c in columns.items()}, "accuracy")
+        rows.append({"axes": axes.row_of(generation(0.5 * formed + 0.5 * right), measured)})
+        history = history_of([], config)
+        history.rows += rows
+        assert next(rule for rule in RULES if rule.name == "wrong axis").sentence(history) is None
+
+
+@pytest.mark.parametrize("antithetic", [True, False])
+def test_what_both_members_of_a_pair_share_selects_nothing(antithetic):
+    """Accuracy is linear in the noise, and format is even: it moves the mean only with members that are no pairs."""
+    rng, rows, members = np.random.default_rng(0), [], population(MEMBERS, antithetic=antithetic)
+    for _ in range(10):
+        linear, even = np.repeat(rng.standard_normal((2, MEMBERS // 2)), 2, axis=1)
+        linear *= np.tile([1.0, -1.0], MEMBERS // 2)
+        accuracy, form = (0.1 * linear[:, None], 0.3 * even[:, None]) + 0.05 * rng.standard_normal(
+            (2, MEMBERS, PROMPTS)
+        )
+        columns = {"format": form, "accuracy": accuracy, "tokens": 0 * form, "truncated": 0 * form}
+        made = generation(accuracy + form)
+        made = replace(made, update=replace(made.update, members=members))
+        rows.append(axes.row_of(made, Measurement(columns, "accuracy")))
+    found = Axes.of(rows, MEMBERS)
+    assert found.members == (MEMBERS // 2 if antithetic else MEMBERS)
+    assert found.lasting["accuracy"] == pytest.approx(1.0 if antithetic else 0.1, abs=0.05)
+    assert found.shares["accuracy"] == pytest.approx(1.0 if antithetic else 0.1, abs=0.05)
+
+
+@pytest.mark.parametrize(("size", "rewarded"), [(1e120, False), (1e200, False), (1e200, True), (1e308, True)])
+def test_columns_too_large_for_their_covariances_are_left_out(size, rewarded):
+    rng = np.random.default_rng(0)
+    right, huge = rng.random((2, 8, 4))
+    columns = {"right": right, "huge": size * huge, "tokens": 0 * right, "truncated": 0 * right}
+    scores = size * huge / 8 if rewarded else right
+    made = replace(generation(right), fitness_M=tuple(scores.mean(axis=1).tolist()))
+    assert axes.row_of(made, Measurement(columns, "right")) is None
+
+
 def test_a_resumed_run_reports_the_same_shares_and_does_not_warn_twice():
     config, rows, warnings = simulated(np.random.default_rng(0))
     assert warnings
@@ -200,9 +290,9 @@ def test_rows_without_axes_and_generations_without_update_are_left_out():
     assert history_of(rows, config).axes() is None
     assert not any("what selects" in line for line in summary(history_of(rows, config)))
     still = {"a": np.ones((4, 2)), "tokens": np.ones((4, 2)), "truncated": np.zeros((4, 2))}
-    assert axes.row_of(generation(np.ones((4, 2)), coefficients=[0.0] * 4), Measured(still)) is None
+    assert axes.row_of(generation(np.ones((4, 2)), coefficients=[0.0] * 4), Measurement(still)) is None
     few = generation(np.arange(4.0).reshape(2, 2))
-    assert Axes.of([axes.row_of(few, Measured({n: c[:2] for n, c in still.items()}))], 2).shares is None
+    assert Axes.of([axes.row_of(few, Measurement({n: c[:2] for n, c in still.items()}))], 2).shares is None
 
 
 RIGHT = "</think>\n<answer>1 + 2</answer>"
@@ -296,3 +386,63 @@ def test_countdown_weighs_format_and_accuracy(weights):
     assert task.compute_reward("</think>\n<answer>2</answer>", example) == form
     assert math.isclose(task.measures(task.gold(example), example)["high_reward"], 1.0)
     task.self_check([example])
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_reserved_names_and_many_columns_are_kept(isolated, tmp_path):
+    task = made_task("{'tokens': n, 'rest': n, 'reward/rest': n, **{str(i): n for i in range(40)}}", isolated, tmp_path)
+    with closing(task):
+        data = task.load_data(0)
+        found = axes.reader(task, data.train)(answered(task, ["yes", "nope", "no", "no"], data))
+    names = list(found.columns_MP)
+    assert names[:3] == ["reward/tokens", "reward/reward/rest", "reward/rest"] and names[-2:] == list(axes.EFFECTS)
+    assert len(names) == axes.MOST + 2 and found.columns_MP["reward/tokens"].tolist() == [[3, 4], [2, 2]]
+    assert found.columns_MP["tokens"].tolist() == [[3, 4], [2, 2]]
+
+
+PART = """
+from evoalign.rewards.objective import WeightedSum
+from evoalign.tasks import Data, Task
+class Parted(Task):
+    name, correctness, weighted = "parted", "right", WeightedSum({{"right": 1.0}})
+    def load_data(self, seed): return Data([{{"prompt": str(i)}} for i in range(4)], [{{"prompt": "test"}}])
+    def prompt(self, example): return example["prompt"]
+    def compute_reward(self, text, example): return float(text == "yes")
+    def columns(self, texts, examples): return {{"right": self.rewards(texts, examples)}}
+    def parts(self, texts, examples):
+        n = [float(len(t)) for t in texts]
+        assert len(n) <= 2, "more than a piece"
+        return {body}
+"""
+
+
+def made_task(body, isolated, folder, **grader):
+    (folder / "parted.py").write_text(PART.format(body=body))
+    settings = {"isolated": isolated, "batch": 2, **grader}
+    config = from_dict({"es": {"sigma": 0.01}, "task": {"name": f"{folder}/parted.py:Parted"}, "grader": settings})
+    return isolate(create(config.task), config.grader)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_parts_that_are_empty_leave_the_columns(isolated, tmp_path):
+    with closing(made_task("{}", isolated, tmp_path)) as task:
+        data = task.load_data(0)
+        found = axes.reader(task, data.train)(answered(task, ["yes", "nope", "no", "no"], data))
+    assert list(found.columns_MP) == ["right", *axes.EFFECTS]
+
+
+FAILING = {"raises": "1 / 0", "the wrong length": "{'a': n[1:]}", "not finite": "{'a': [x * 1e999 for x in n]}",
+           "no columns": "[1.0]", "other columns for some": "{str(n): n}", "exits": "exit()",
+           "hangs": "__import__('time').sleep(60)", "dies": "__import__('os')._exit(3)"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "isolated"), [(n, own) for n in FAILING for own in (True, False) if own or n not in ("hangs", "dies")]
+)
+def test_parts_that_fail_leave_the_axes_out_with_one_warning(name, isolated, tmp_path, caplog):
+    with closing(made_task(FAILING[name], isolated, tmp_path, timeout=1.0 if name == "hangs" else 20.0)) as task:
+        data = task.load_data(0)
+        read, made = axes.reader(task, data.train), answered(task, ["yes", "nope", "no", "no"], data)
+        assert [read(made), read(made)] == [None, None]
+    (warning,) = [record.getMessage() for record in caplog.records if "what selects" in record.getMessage()]
+    assert "parts" in warning

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from evoalign.checks.axes import MOST
 from evoalign.rundir.directory import RunDir
 
 ROW: dict[str, Any] = {
@@ -53,5 +54,14 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path):
 
 def test_axes_of_a_row_are_read(tmp_path):
     row = {**ROW, "diagnosis": {"axes": AXES}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert RunDir(tmp_path).read_metrics() == {0: row}
+
+
+def test_axes_with_the_most_columns_are_read(tmp_path):
+    names = [*(f"column {i}" for i in range(MOST)), "tokens", "truncated"]
+    square = [[0.0] * len(names)] * len(names)
+    wide = {**AXES, "columns": names, "means": dict.fromkeys(names, 0.0), "lasting_covariance": square, "members": 8}
+    row = {**ROW, "diagnosis": {"axes": {**wide, "covariance": [[0.0] * (len(names) + 1)] * (len(names) + 1)}}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert RunDir(tmp_path).read_metrics() == {0: row}

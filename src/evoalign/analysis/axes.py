@@ -50,8 +50,8 @@ class Window:
         shares, share, lasting = self.axes.shares, self.axes.lasting_share, self.axes.lasting
         cells = {
             "coefficients follow": "not known with too few members" if shares is None else percent(shares),
-            "of that holds on other prompts": "no more than by chance" if share is None else f"{share:.0%}",
-            "which follows": None if lasting is None else percent(lasting),
+            "of that generalises to other prompts": "no more than by chance" if share is None else f"{share:.0%}",
+            "what generalises follows": None if lasting is None else percent(lasting),
         }
         return row(f"{name}, generations {self.first} to {self.last}", cells)
 
@@ -112,7 +112,7 @@ def draw(found: Mapping[str, Sequence[Window]], folder: Path) -> list[Path]:
         figure = canvas(9.0, 4.0, layout="constrained")
         at = [one.last for one in windows]
         columns = list(dict.fromkeys(name for one in windows for name in one.axes.shares or ()))
-        sides = {"share of the coefficients": "shares", "share of what holds on other prompts": "lasting"}
+        sides = {"share of the coefficients": "shares", "share of what generalises": "lasting"}
         for axes, (label, field) in zip(figure.subplots(1, 2, sharey=True), sides.items(), strict=True):
             frame(axes, names[target], "generation")
             axes.set_ylabel(label)

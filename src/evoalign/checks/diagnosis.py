@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from evoalign.checks import axes, hacking
-from evoalign.checks.axes import Axes, Measured
+from evoalign.checks.axes import Axes, Measurement
 from evoalign.checks.control import Control, reliability
 from evoalign.checks.rules import SURE, WINDOW, History, LearningRateTooLarge, Row, causes, mean_of, values
 from evoalign.config import Config
@@ -55,7 +55,7 @@ class Diagnosis:
         *,
         gold: Callable[[int], str | None] = lambda row: None,
         known: frozenset[str] = frozenset(),
-        columns: Callable[[Generation], Measured | None] = lambda generation: None,
+        columns: Callable[[Generation], Measurement | None] = lambda generation: None,
         deterministic: bool = False,
         given: str | None = None,
     ) -> None:
@@ -153,7 +153,7 @@ class Diagnosis:
         pooled = Axes.of([*(row.get("axes") for row in self.history.rows[1 - WINDOW :]), found], members)
         assert pooled is not None
         shares = {"lasting_share": pooled.lasting_share, "lasting": pooled.lasting}
-        return {**found, "shares": Axes([found], members).shares, **shares}
+        return {**found, "shares": Axes([found], found["members"]).shares, **shares}
 
     def _text_shares(self, generation: Generation) -> Row:
         rollouts = _searched(generation)
@@ -276,8 +276,8 @@ def _selection(history: History) -> str:
     if pooled.lasting is None or pooled.lasting_share is None:
         return line
     return (
-        f"{line}; {pooled.lasting_share:.0%} of that holds on other prompts, which is what an update can teach: "
-        f"{percent(pooled.lasting)}"
+        f"{line}; {pooled.lasting_share:.0%} of that generalises to other prompts, which is what an update can "
+        f"teach: {percent(pooled.lasting)}"
     )
 
 

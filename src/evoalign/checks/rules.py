@@ -55,9 +55,9 @@ class History:
         before, after = float(np.mean(values(first, "mean"))), float(np.mean(values(last, "mean")))
         return before, after, after - before, math.hypot(error_of(first), error_of(last))
 
-    def axes(self) -> Axes | None:
-        """Return the axis report of the last `WINDOW` generations; None if not known."""
-        return Axes.of([row.get("axes") for row in self.rows[-WINDOW:]], self.config.es.population_size)
+    def axes(self, window: int = WINDOW) -> Axes | None:
+        """Return the axis report of the last generations; None if not known."""
+        return Axes.of([row.get("axes") for row in self.rows[-window:]], self.config.es.population_size)
 
     def rises(self) -> bool:
         """Whether the fitness rises significantly."""
@@ -374,7 +374,7 @@ class WrongAxis(Rule):
     """Warn that members are selected by other columns of the reward than the one that says what is right."""
 
     def sentence(self, run: History) -> str | None:
-        pooled = run.axes()
+        pooled = run.axes(2 * WINDOW)
         enough = len(run.rows) >= WINDOW and run.config.task.fitness is None
         return wrong_axis(pooled, run.config) if enough and pooled is not None else None
 

@@ -24,6 +24,7 @@ class _Axes(BaseModel):
 
     columns: Annotated[list[str], Field(min_length=2, max_length=32)]
     correctness: str | None
+    members: Annotated[StrictInt, Field(ge=1)] | None = None
     means: dict[str, StrictFloat | StrictInt]
     covariance: Matrix
     lasting_covariance: Matrix | None

@@ -124,7 +124,7 @@ class Isolated(Task):
         return self._ask("columns", texts, examples)
 
     def parts(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """Score all completions in one call to the worker, if the task has parts."""
+        """Score all completions in one call to the worker, if the task has parts. Only a report: it is not retried."""
         return self._ask("parts", texts, examples) if self._defines("parts") else {}
 
     def handed(self, example: Example) -> Example:
@@ -199,6 +199,8 @@ class Isolated(Task):
         if op == "fitness":
             more = [list(one) for one in more]
         ask = partial(self._attempt, self._worker, op, more, self._grader.timeout if limit is None else limit)
+        whole = op in ("fitness", "parts")  # no completion is blamed alone: a set is scored together; parts only report
+        retries = 0 if op == "parts" else self._grader.retries
         started, attempt, before = time.monotonic(), 0, ""
         with self._lock:
             while True:
@@ -214,12 +216,9 @@ class Isolated(Task):
                     # The exception's type is in the last line of the traceback.
                     kind = (problem.trace or "").rstrip().rpartition("\n")[2].partition(":")[0]
                     mistake = op not in self._answered and problem.reason == "raised" and MISTAKES.fullmatch(kind)
-                    if attempt > self._grader.retries or (mistake and str(problem) == before):
-                        # A set of completions is scored together, so that none is blamed alone.
-                        self._refuse(
-                            problem, _effort(attempt, started), None if op == "fitness" else ask, texts, examples
-                        )
-                    before, total = str(problem), self._grader.retries + 1
+                    if attempt > retries or (mistake and str(problem) == before):
+                        self._refuse(problem, _effort(attempt, started), None if whole else ask, texts, examples)
+                    before, total = str(problem), retries + 1
                     logger.warning("%s; attempt %d of %d failed, retrying", problem, attempt, total)
                     if problem.reason == "raised" and not mistake:  # a remote judge may recover
                         (time.sleep if self.stopping is None else self.stopping.wait)(min(2.0 ** (attempt - 1), 30.0))

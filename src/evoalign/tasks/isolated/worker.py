@@ -209,7 +209,8 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
         case "columns":
             return task.checked_columns(task.columns(texts, examples), texts, examples)
         case "parts":
-            return task.checked_columns(task.parts(texts, examples), texts, examples)
+            parts = task.parts(texts, examples)
+            return task.checked_columns(parts, texts, examples) if parts else {}
         case "compute_reward":
             return task.checked([task.compute_reward(texts[0], examples[0])], texts, examples)[0]
         case "fitness":
