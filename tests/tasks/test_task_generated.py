@@ -17,6 +17,8 @@ from task_runs import jsonl, train
 
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import DataError
+from evoalign.evaluation import Scored, summarise
+from evoalign.rewards.arithmetic import evaluate
 from evoalign.rewards.objective import Group
 from evoalign.tasks import TASKS, create, isolate
 from evoalign.tasks.constraints import EXCLUDE, KINDS
@@ -28,9 +30,9 @@ from evoalign.types import text_of
 GENERATED = [name for name, task in TASKS.items() if issubclass(task, Generated)]
 each = pytest.mark.parametrize("name", GENERATED)
 HASHES = {
-    "constraints": "1d3cdb4aa8a3801c3add984c6b50d5c84a6022bb49813afec3313795304e03c2",
+    "constraints": "0adef5117bad3cf42c29d69a76a15f8e5e008c8e97b40c6de93f46c6484e40ab",
     "tool_calls": "d4e6c31b0cc003284abc01e45bd0a5826b7acf115aed93deca4e433a618390bc",
-    "word_problems": "efd50dbaf85a370aa870aa5f54f9f610007ee5c0c04549f0072318fa72699b20",
+    "word_problems": "0b43c0959000e06a49a80322d54eaae23cf6246b3241af2a12064c27f1dcade4",
 }
 """SHA-256 of the default prompts and gold answers of all splits, as JSON."""
 HOSTILE = (
@@ -162,7 +164,9 @@ def changed(**arguments):
     (changed(times=["08:00"]), 0.5), (changed(times="08:00, 9"), 0.5), (changed(times=["08:00", 9]), 0.5),
     (changed(fast=1), 0.5), (changed(fast="true"), 0.5), (changed(note=""), 0.5), (changed(**{"from": "a"}), 0.5),
     (f"Here it is: {GOLD}", 0.0), (f"{GOLD} Done.", 0.0), (f"{GOLD}\n{GOLD}", 0.0), (f"[{GOLD}]", 0.0),
-    (f"```json\n{GOLD}\n```\nDone.", 0.0), (f"Sure:\n```json\n{GOLD}\n```", 0.0), (f"```json {GOLD}```", 0.0),
+    (f"```json\n{GOLD}\n```\nDone.", 0.0), (f"Sure:\n```json\n{GOLD}\n```", 0.0), (f"```json {GOLD}```", 1.0),
+    (f"```{GOLD}```", 1.0), (f"```JSON5\n{GOLD}\n```", 1.0), (f"```json {GOLD}", 0.0), (f"`{GOLD}`", 0.0),
+    ("``````", 0.0),
     (GOLD.replace("20", "NaN"), 0.0), (GOLD.replace("20", "Infinity"), 0.0), (GOLD.replace("20", "020"), 0.0),
     (GOLD.replace('"name"', '"name": "x", "name"'), 0.0), (GOLD.replace('"fast"', '"note": null, "fast"'), 0.0),
     (GOLD.replace('"', "'"), 0.0), (GOLD[:-1], 0.0), (GOLD.replace("true", "True"), 0.0), ("order(from='A')", 0.0),
@@ -195,6 +199,18 @@ def test_each_near_miss_of_the_own_calls_is_wrong():
     ("1233", False), ("1235", False), ("-1234", False), ("−1234", False), ("1234.5", False), ("123", False),
     ("12345", False), ("1,2345", False), ("1 234", False), ("one thousand two hundred thirty-four", False), ("", False),
     ("1234 or 7", False), ("The answer is 7, not 1234", False), ("\\boxed{7} 1234", False), ("1234e3", False),
+    ("The answer is 1234 (= 2 × 617).", True), ("The answer is 1234 = 2 * 617.", True), ("**Answer**: 1234 km", True),
+    ("The answer is 2 * 617, which is 1234.", True), ("The answer is 2 x 617 → 1234", True), ("Answer: x = 1234", True),
+    ("The answer is 1 234.", True), ("The answer is 1234, because 2 * 617 = 1234 for 5 days.", True),
+    ("The answer is 2 boxes * 617 pages = 1234 pages, 5 times.", True), ("The answer is \\frac{2468}{2} = 1234.", True),
+    ("\\boxed{2 \\cdot 617 = 1234}", True), ("The answer is 1234 - that is all, 5 days late.", True),
+    ("The answer is 1234.\n\nNote: 3 of 5 numbers were not used.", True), ("It is 1234. The answer is above.", True),
+    ("The answer is 7. Wait, no, it is 1234.", True), ("The answer is 7; no, 1234.", True), ("No, it is 2. 1234", True),
+    ("\\boxed{7}, no: the answer is 1234", True), ("The answer isn't 7, it is 1234.", True),
+    ("The answer is 1234. The answer is not 7.", True), ("The answer is not 7 but 1234.", True),
+    ("The answer is not 1234.", False), ("The answer is 1234. Wait, no, it is 7.", False), ("It isn't 1234", False),
+    ("\\boxed{1234}, no: the answer is 7", False), ("The answer is 1234 * 2 = 2468.", False),
+    ("The answer is 1234 + 5, which is 1239.", False), ("The answer is 1234. The answer is 7.", False),
 ])  # fmt: skip
 def test_final_number_is_read_leniently_and_compared_exactly(text, right):
     row = {"question": "q", "answer": "1234"}
@@ -223,6 +239,16 @@ def test_answers_of_word_problems_follow_from_their_numbers():
     assert all(int(row["answer"]) > 0 for row in rows("word_problems"))
 
 
+def test_workings_of_word_problems_are_right_and_asides_change_no_referent():
+    """An aside may be before any sentence but the first, so that none begins with a pronoun or names no noun."""
+    pronoun = re.compile(r"(?:^|[.?] )(?:They|It(?! is (?:day )?\d)|Then (?:it|they)|After that|\d+ of them) ")
+    for row in rows("word_problems"):
+        steps = re.findall(r"([\d(][\d +*/()-]*) = (\d+)", row["working"])
+        assert len(steps) >= 2 and all(evaluate(left).value == int(right) for left, right in steps), row
+        assert re.findall(r"\d+", row["working"])[-1] == row["answer"]
+        assert not pronoun.search(row["question"]), row
+
+
 TEN = "one two three four five six seven eight nine ten"
 
 
@@ -230,14 +256,19 @@ TEN = "one two three four five six seven eight nine ten"
     ("words", ["most", 12], [TEN, f"{TEN} it's well-known"], [f"{TEN} 11 12 13", "only three words", ""]),
     ("words", ["least", 12], [f"{TEN} 11 12", f"{TEN} it's - ! well-known"], [f"{TEN} 11", f"{TEN} - ! ? ..."]),
     ("bullets", 2,
-     [f"- {TEN}\n- a", f"Here:\n* {TEN}\n  • b\n\nend"], [TEN, f"- {TEN}", f"- {TEN}\n- b\n- c", f"-{TEN}\n-"]),
+     [f"- {TEN}\n- a", f"Here:\n- {TEN}\n- **b**\n\nend"],
+     [TEN, f"- {TEN}", f"- {TEN}\n- b\n- c", f"-{TEN}\n-", f"* {TEN}\n* b", f"- {TEN}\n• b", f"{TEN}\n- \n- ",
+      f"- {TEN}\n- b\n* c", f"- {TEN}\n  - b", f"- {TEN}\n- b\n-"]),
     ("keyword", ["river", 2],
-     [f"{TEN} River, rivER."], [f"{TEN} river", f"{TEN} rivers rivers", f"{TEN} my-river river"]),
+     [f"{TEN} River, rivER.", f"{TEN} _river_ the river's edge"],
+     [f"{TEN} river", f"{TEN} rivers rivers", f"{TEN} my-river river"]),
+    ("forbidden", "it", [TEN, f"{TEN} its it-like"], [f"{TEN} it's", f"{TEN} It’s", f"{TEN} _it_"]),
     ("forbidden", "the", [TEN, f"{TEN} other then"], [f"{TEN} The.", f"the {TEN}"]),
     ("case", "lower", [f"{TEN} é ß"], [f"{TEN} A", f"É {TEN}"]),
     ("case", "upper", [TEN.upper()], [f"{TEN.upper()} a", TEN]),
     ("ending", "So it goes",
-     [f"{TEN} So it goes", f"{TEN}, so it goes.\n"], [f"{TEN} so it goes on", f"So it goes {TEN}"]),
+     [f"{TEN} So it goes", f"{TEN}, so it goes.\n", f"{TEN} **so it goes!** 😊", f"{TEN} _So it goes_"],
+     [f"{TEN} so it goes on", f"So it goes {TEN}", f"{TEN} also it goes", f"{TEN} so it goes 2"]),
     ("quoted", True, [f'"{TEN}"', f"“{TEN}”", f' "{TEN}."\n'], [TEN, f'"{TEN}', f'"{TEN}".', f"'{TEN}'", '""']),
     ("paragraphs", 2, [f"{TEN}\n\na", f"\n\n{TEN}\nb\n \n\nc"], [TEN, f"{TEN}\nb", f"{TEN}\n\nb\n\nc"]),
 ])  # fmt: skip
@@ -281,7 +312,7 @@ def test_rows_of_a_file_are_used(name, row, gold, tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", [row] * 5)
     task = create(TaskConfig(name=name, train_data=file, test_data=file))
     data = task.load_data(0)
-    assert data.sizes == (5, 5, 0) and task.measures("", data.test[0]) == {}
+    assert data.sizes == (5, 5, 0) and task.measures("", data.test[0]) == {"seen": None, "unseen": None}
     assert gold in (None, task.gold(data.test[0])) and task.rewards([task.gold(data.test[0])], data.test[:1]) == [1.0]
 
 
@@ -293,6 +324,8 @@ def test_rows_of_a_file_are_used(name, row, gold, tmp_path):
     ("tool_calls", {"request": "Go", "functions": "f", "answer": {"name": "go", "arguments": 1}}, "answer is "),
     ("word_problems", {"question": "1 + 1?", "answer": "two"}, "answer is 'two'"),
     ("word_problems", {"question": " ", "answer": "2"}, "question is ' '"),
+    ("word_problems", {"question": "1 + 1?", "answer": "2", "unseen": "false"}, "unseen is 'false'"),
+    ("constraints", {"request": "Write.", "constraints": [], "unseen": 1}, "unseen is 1"),
     ("constraints", {"request": "Write.", "constraints": []}, r"constraints is \[\]"),
     ("constraints", {"request": "Write.", "constraints": [{"kind": "rhyme", "value": 1}]}, "rhyme"),
     ("constraints", {"request": "Write.", "constraints": [{"kind": [], "value": 1}]}, "is no constraint"),
@@ -305,6 +338,17 @@ def test_wrong_rows_of_a_file_are_named(name, row, named, tmp_path):
     with pytest.raises(DataError, match=named) as caught:
         create(TaskConfig(name=name, train_data=file)).load_data(0)
     assert f"{file}, line 1" in str(caught.value)
+
+
+def test_seen_and_unseen_are_measured_where_only_some_rows_of_a_file_say_it(tmp_path):
+    rows = [{"question": f"{i}?", "answer": i} | ({} if i == 2 else {"unseen": i % 2 == 0}) for i in range(5)]
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    task = create(TaskConfig(name="word_problems", train_data=file, test_data=file))
+    examples = task.load_data(0).test
+    completions = [Scored(i, 0, 0, "", "", str(4 * (i > 3)), 0.0, "stop", 1, {}, None, None) for i in range(5)]
+    found = summarise(task, examples, completions)
+    assert found.measures["seen"] == 0.0 and found.measures["unseen"] == 1.0
+    assert summarise(task, examples[2:3], [completions[0]]).measures.keys().isdisjoint({"seen", "unseen"})
 
 
 def test_the_objective_of_a_generated_task_is_its_reward():

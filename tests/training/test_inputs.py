@@ -78,6 +78,23 @@ def test_inputs_differ_where_a_file_that_decides_scores_does(name, folder):
         assert check_inputs(folder, earlier, after) == []
 
 
+@pytest.mark.parametrize(("task", "is_refused"), [
+    ({"name": "countdown", "reward_weights": [0.0, 1.0]}, True), ({"name": "countdown"}, False),
+    ({"name": "countdown", "reward_weights": [0.1, 1.0]}, False),  # as without them
+    ({"name": "custom", "train_data": "rows.jsonl", "rewards": ["own.py:reward"], "reward_weights": [2.0]}, False),
+])  # fmt: skip
+def test_a_run_of_a_release_that_ignored_weights_of_countdown_is_not_resumed_with_them(task, is_refused, tmp_path):
+    given = from_dict({"es": {"sigma": 0.01}, "model": {"name": str(tiny())}, "task": task})
+    found = inputs_of(given, tokens.load(given.model))
+    assert check_inputs(tmp_path, found, found) == []
+    for earlier in (None, {STOPS: found[STOPS], MODEL: found[MODEL]}):
+        if is_refused:
+            with pytest.raises(ResumeError, match=r"reward_weights.*\[0\.0, 1\.0\]"):
+                check_inputs(tmp_path, earlier, found)
+        else:
+            assert check_inputs(tmp_path, earlier, found) == []
+
+
 def test_resumed_run_has_the_files_it_began_with(folder):
     evoalign.train(config(folder))
     header = journal.read_header(folder / "run/journal.jsonl")

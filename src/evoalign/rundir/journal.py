@@ -88,7 +88,7 @@ class Header(Line):
     weights_hash: Hash
     """Hash of the mean before the first update."""
     inputs: dict[str, str] | None = None
-    """Stop tokens, and hashes of the model's config.json and of the files of custom rewards."""
+    """Stop tokens, weights that earlier releases ignored, hashes of the model's config.json and of custom rewards."""
     machine: dict[str, str] | None = None
     """`capability` and `threads`: what the last bits of a library's results may depend on besides the versions."""
     summation: Summation | None = None

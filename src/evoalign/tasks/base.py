@@ -110,6 +110,8 @@ class Task(ABC):
     `exact`, if there is such a column. The axis report (`checks.axes`) warns if the members are selected by others."""
     takes_weights: ClassVar[bool] = False
     """Whether `task.reward_weights` weighs the columns, or `parts`, in their order."""
+    earlier_weights: ClassVar[Sequence[float] | None] = None
+    """Weights of a built-in task in releases that ignored `task.reward_weights`; runs with others cannot be resumed."""
     weighted: WeightedSum = WeightedSum()
     """Sum of the columns: the `reward` of an evaluation, and the default objective."""
     asks_scorer: ClassVar[bool] = False

@@ -45,8 +45,9 @@ EXCLUDE = {"bullets": {"paragraphs", "quoted"}, "ending": {"quoted", "forbidden"
 """Kinds that are not combined, since one would break the other or leave open where its text has to be."""
 CHOICES: Mapping[str, Sequence[object]] = {"words": ("most", "least"), "case": ("lower", "upper")}
 """Allowed values of kinds that have few, or of the first item of their value."""
-_WORD = re.compile(r"\w+(?:['’-]\w+)*")
-_BULLET = re.compile(r"^[ \t]*[-*•][ \t]", re.MULTILINE)
+_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_PART = re.compile(r"[^\W_]+(?:-[^\W_]+)*")
+_BULLET = re.compile(r"^[ \t]*[-*•](?:[ \t].*)?$", re.MULTILINE)
 _QUOTES = ('""', "“”")
 
 
@@ -113,8 +114,23 @@ def rule(constraint: Constraint) -> str:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words of a text in lower case: letters and digits, also with an apostrophe or a hyphen inside."""
-    return [word.lower() for word in _WORD.findall(text)]
+    """Return the words of a text in lower case: letters and digits, also with a hyphen inside.
+
+    An apostrophe ends a word: "it's" has the word "it", and "river's" the word "river"; "riverside" and "river-bed" do
+    not have it.
+    """
+    return [word.lower() for word in _PART.findall(text)]
+
+
+def bulleted(text: str, count: int) -> bool:
+    """Return whether a text has this many bullet points, all on lines that begin with "- ", with text after it."""
+    found = _BULLET.findall(text)
+    return len(found) == count and all(line.startswith("- ") and line[2:].strip() for line in found)
+
+
+def ends_with(text: str, words: str) -> bool:
+    """Return whether a text ends with these words, in any case. Punctuation, markdown and emojis may follow."""
+    return re.search(rf"(?<![^\W_]){re.escape(words)}[\W_]*\Z", text, re.IGNORECASE) is not None
 
 
 def blocks(text: str) -> int:
@@ -142,7 +158,7 @@ KINDS: Mapping[str, tuple[Callable[[Draw], Any], Callable[[Any], str], Callable[
     "bullets": (
         lambda draw: draw.number(2, 6),
         lambda value: f'Include exactly {value} bullet points, each on a line that begins with "- ".',
-        lambda text, value: len(_BULLET.findall(text)) == value,
+        bulleted,
     ),
     "keyword": (
         lambda draw: [draw.one(WORDS), draw.number(1, 3)],
@@ -161,8 +177,8 @@ KINDS: Mapping[str, tuple[Callable[[Draw], Any], Callable[[Any], str], Callable[
     ),
     "ending": (
         lambda draw: draw.one(ENDINGS),
-        lambda value: f'End with the words "{value}" and nothing after.',
-        lambda text, value: text.rstrip(' .!\n"”*').lower().endswith(value.lower()),
+        lambda value: f'End with the words "{value}", with no other words after them.',
+        ends_with,
     ),
     "quoted": (
         lambda draw: True,

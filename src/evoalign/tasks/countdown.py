@@ -80,6 +80,7 @@ class Countdown(Task):
     graded_text = END_ANSWER
     correctness = "accuracy"
     takes_weights = True
+    earlier_weights = (FORMAT_WEIGHT, 1.0)
     takes_system_prompt = True
     forms = ("raw", "short", "chat", "chat_opened")
 
@@ -92,7 +93,9 @@ class Countdown(Task):
                 "0 on, such as [0, 1] for accuracy alone"
             )
         self.weights = weights
-        self.max_reward = self._reward(1.0, 1.0)
+        self._has_own_reward = type(self).compute_reward is not Countdown.compute_reward
+        if not self._has_own_reward:
+            self.max_reward = self._reward(1.0, 1.0)
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, self._check, self.shipped)
@@ -127,7 +130,9 @@ class Countdown(Task):
         return self._parts(text, example)[1] > 0
 
     def parts(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """Return `format` and `accuracy`, in the order of `task.reward_weights`."""
+        """Return `format` and `accuracy`, in the order of the weights; none if a subclass has its own reward."""
+        if self._has_own_reward:
+            return {}
         found = [self._parts(self.clean(text), example) for text, example in zip(texts, examples, strict=True)]
         return {"format": [form for form, _ in found], "accuracy": [answer for _, answer in found]}
 

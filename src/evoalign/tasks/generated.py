@@ -118,7 +118,7 @@ class Generated(Task):
         """Return the generated rows, the same for every `seed`, or those of the config's files. Raises DataError."""
         config = self.config
         if any(config.files) or config.columns:
-            return data.load(config, seed, self.check)
+            return data.load(config, seed, self._checked)
         sizes = {"train": config.train_size, "validation": config.validation_size, "test": config.test_size}
         return Data(**{split: self.rows(split, sizes[split] or count) for split, count in SIZES.items()})
 
@@ -142,11 +142,15 @@ class Generated(Task):
         return self.graded(text, example)[self.names[-1]] == 1.0
 
     def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
-        """Return `seen` and `unseen`: whether the completion is right, each for the rows of its kind."""
-        if "unseen" not in example:
-            return {}
-        right = float(self.is_right(text, example))
-        return {"seen": None if example["unseen"] else right, "unseen": right if example["unseen"] else None}
+        """Return `seen` and `unseen`: whether the completion is right, for rows of that kind; None for other rows."""
+        kind = example.get("unseen")
+        right = None if kind is None else float(self.is_right(text, example))
+        return {"seen": None if kind else right, "unseen": right if kind else None}
+
+    def _checked(self, where: str, row: dict[str, Any]) -> Example:
+        if not isinstance(row.get("unseen"), bool | None):
+            raise DataError(f"{where}: unseen is {row['unseen']!r}; expected true or false")
+        return self.check(where, row)
 
 
 def split_of(key: str) -> Split:

@@ -17,6 +17,7 @@ are `exact` for either kind. Each prompt has the schemas of four functions.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
@@ -29,7 +30,8 @@ from evoalign.tasks.generated import Draw, Generated, texts_of
 from evoalign.tasks.tool_rows import FUNCTIONS, SHOWN, UNSEEN, schema
 from evoalign.types import Example
 
-FENCE = "```"
+_FENCE = re.compile(r"```[ \t]*(?:[A-Za-z][\w+-]*)?(?=[\s{])")
+"""Beginning of a fence, with or without the name of a language."""
 PROMPT = """You can call these functions:
 {functions}
 
@@ -98,12 +100,11 @@ class ToolCalls(Generated):
 
 
 def unfenced(text: str) -> str:
-    """Return a text without white space around it, and without a code fence around the whole of it."""
+    """Return a text without white space around it, and without a code fence around the whole of it, on any line."""
     text = text.strip()
-    if len(text) > 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE):
-        language, _, inner = text[len(FENCE) : -len(FENCE)].partition("\n")
-        if not language.strip() or language.strip().isalpha():
-            return inner.strip()
+    fence = _FENCE.match(text)
+    if fence is not None and text.endswith("```") and len(text) >= fence.end() + 3:
+        return text[fence.end() : -3].strip()
     return text
 
 

@@ -20,6 +20,7 @@ from evoalign.errors import ResumeError
 from evoalign.models.files import find, read_settings
 from evoalign.models.origin import described
 from evoalign.rundir.files import digest_of
+from evoalign.tasks import TASKS
 from evoalign.tokens import Tokens
 
 BOOKKEEPING = {
@@ -35,6 +36,9 @@ def inputs_of(config: Config, tokens: Tokens) -> dict[str, str]:
     file = find(path, "config.json", revision)
     settings = {} if file is None else _deciding(read_settings(config.model.name, file))
     found = {"stop_ids": json.dumps(tokens.stop_ids), "model_config": _hash(settings)}
+    weights, cls = config.task.reward_weights, TASKS.get(config.task.name)
+    if cls is not None and cls.earlier_weights is not None and weights not in (None, [*cls.earlier_weights]):
+        found["reward_weights"] = json.dumps(weights)
     code = [_file(str(value)) for place, value, mark in outside.marked(config)
             if place.startswith(("task.", "es.shaping")) and mark in (CODE, SCRIPT)]  # fmt: skip
     digests = [digest_of(file) for file in code if file is not None and file.is_file()]
@@ -45,7 +49,7 @@ def check_inputs(path: Path, recorded: object, found: Mapping[str, str]) -> list
     """Return warnings of rewards that changed since a run began; None: an earlier release began it.
 
     A reward that stopped the run may have to be mended, so that a run with another one is resumed. Raises ResumeError
-    for other stop tokens or another config.json.
+    for other stop tokens, another config.json, or weights that an earlier release ignored.
     """
     known = cast("Mapping[str, object]", recorded) if isinstance(recorded, Mapping) else {}
     odd = {name for name in known.keys() & found.keys() if known[name] != found[name]}
@@ -59,6 +63,11 @@ def check_inputs(path: Path, recorded: object, found: Mapping[str, str]) -> list
         raise ResumeError(
             f"{path} was trained with other settings of the model, such as rope_theta or rms_norm_eps, than its "
             "config.json has now; put the file back as it was, or begin another run"
+        )
+    if "reward_weights" in found.keys() - known.keys():
+        raise ResumeError(
+            f"{path} began under a release that ignored its task.reward_weights {found['reward_weights']}, which this "
+            "one uses; resume it with that release, or begin another run"
         )
     if "rewards" not in odd:
         return []

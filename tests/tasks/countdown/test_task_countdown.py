@@ -13,7 +13,7 @@ from task_runs import jsonl
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError
 from evoalign.tasks import create
-from evoalign.tasks.countdown import MAX_RESPONSE, answer_reward, format_reward, last_answer
+from evoalign.tasks.countdown import MAX_RESPONSE, Countdown, answer_reward, format_reward, last_answer
 
 FIXTURE = Path(__file__).parent / "fixtures" / "countdown.json"
 ROWS = json.loads(FIXTURE.read_text(encoding="utf-8"))
@@ -36,6 +36,25 @@ def task(**settings):
 ])  # fmt: skip
 def test_reward_is_a_tenth_of_format_plus_answer(text, reward):
     assert task().rewards([text], [ROW])[0] == pytest.approx(reward, abs=1e-12)
+
+
+def test_a_subclass_with_its_own_reward_has_its_own_maximum_and_no_parts():
+    class Doubled(Countdown):
+        max_reward = 2.0
+
+        def compute_reward(self, text, example):
+            return 2.0 * self.is_right(text, example)
+
+    class Shown(Countdown):
+        def prompt(self, example):
+            return "Now: " + super().prompt(example)
+
+    config = TaskConfig(name="countdown", reward_weights=[0.5, 1.0])
+    doubled, same = Doubled(config), Shown(config)
+    doubled.self_check([ROW])
+    same.self_check([ROW])
+    assert (doubled.max_reward, doubled.parts([FULL], [ROW])) == (2.0, {})
+    assert (same.max_reward, same.parts([FULL], [ROW])) == (1.5, {"format": [1.0], "accuracy": [1.0]})
 
 
 def test_without_strip_only_one_newline_may_follow_and_spaces_count_for_the_limit():
