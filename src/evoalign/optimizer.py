@@ -84,7 +84,7 @@ class Adam(_Stateful):
 def reach(es: EsConfig, scale: float | None = None, pairs: float = math.sqrt(2)) -> float | None:
     """Return how far training moves the mean compared with SGD, z-scores and members without pairs, at the same eta.
 
-    `scale` is the root mean square of the coefficients; by default that of the shaping, and None is returned if it
+    `scale` is the root mean square of the coefficients; by default the shaping's, and None is returned if it
     depends on the scores. Pairs share their noise, so that at equal eta and population a step is `pairs` times as long:
     sqrt(1 - rho), where rho is the correlation of the fitness in a pair, at most sqrt(2) if the reward is linear in the
     noise. With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm

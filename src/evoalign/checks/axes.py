@@ -80,20 +80,23 @@ class Measurement:
 
 
 def reader(task: Task, examples: Sequence[Example]) -> Callable[[Generation], Measurement | None]:
-    """Return a function that measures the columns of a generation, whose rows are among `examples`."""
-    failed: list[int] = []
+    """Return a function that measures the columns of a generation, whose rows are among `examples`.
+
+    It returns None for good once `parts` has failed, so that one that hangs does not cost each generation its timeout.
+    """
+    failed = False
 
     def read(generation: Generation) -> Measurement | None:
+        nonlocal failed
         rollouts, shape = generation.rollouts, (len(generation.fitness_M), len(generation.rows))
-        if not rollouts or len(rollouts) != math.prod(shape):
+        if failed or not rollouts or len(rollouts) != math.prod(shape):
             return None
         try:
             rows = [examples[row] for row in generation.rows]
             found = _parts(task, [r.text for r in rollouts], [rows[r.request] for r in rollouts])
         except FAILURES as error:
-            if not failed:
-                logger.warning("no report of what selects: `parts` of task %s failed: %s", task.name, raised(error))
-            failed.append(generation.index)
+            failed = True
+            logger.warning("no further axis report: `parts` of task %s failed: %s; fix it", task.name, raised(error))
             return None
         found, right = found or generation.columns, (*([task.correctness] if task.correctness else []), *CORRECT)
         only = next(iter(task.weighted.weights or ["reward"]))

@@ -87,7 +87,7 @@ class Split(Ends):
 class Distances:
     """L2 norm of the change of all evolved numbers; None: not known.
 
-    `expected` is that of a random walk with the run's step lengths, by `expected_distance`.
+    `expected`: of a random walk with the run's step lengths, by `expected_distance`.
     """
 
     real: float
@@ -146,7 +146,7 @@ class Placebos:
     columns: Mapping[str, Ends] = field(default_factory=dict[str, Ends])
     off_columns: Mapping[str, Ends] = field(default_factory=dict[str, Ends])
     note: str | None = None
-    """What the run chose by its own rewards, such as its end, and what that means for the comparison."""
+    """Sentence on choices that the run made by its own rewards, such as its end, and their effect on the comparison."""
 
     @property
     def reached(self) -> int:

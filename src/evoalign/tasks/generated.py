@@ -154,7 +154,7 @@ class Generated(Task):
 
 
 def split_of(key: str) -> Split:
-    """Return the split of a generated row: that of the digest of its key modulo 13 (6 train, 2 validation, 5 test)."""
+    """Return the split of a generated row, by the digest of its key modulo 13: 6 train, 2 validation, 5 test."""
     place = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 13
     return "train" if place < 6 else "validation" if place < 8 else "test"
 

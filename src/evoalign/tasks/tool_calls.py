@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Tool calls: write the call of a function that does what a sentence asks, as one JSON object.
+r"""Tool calls: write the call of a function that does what a sentence asks, in JSON.
 
     reward = 0.25 json + 0.25 keys + 0.5 exact
 

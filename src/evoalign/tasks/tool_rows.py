@@ -53,7 +53,7 @@ class Function:
 
 
 def schema(function: Function) -> str:
-    """Return the schema of a function as one line of JSON."""
+    """Return the schema of a function in a line of JSON."""
     return json.dumps(
         {"name": function.name, "description": function.purpose, "arguments": function.arguments}, ensure_ascii=False
     )

@@ -36,7 +36,7 @@ _CORRECTION = re.compile(
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _NEGATED = re.compile(rf"(?:\bnot|n['’]t)(?: equal to| be)?[\s$*\\(]*{_NUMBER.pattern}")
 _OPERATOR = re.compile(r"(?:\s+(?!x\b)[a-z]+)?\s*(?:[*×·+/÷-]|\bx\b|\\times|\\cdot|\\div|\}\{)\s*[$(\\0-9]|\}\{|x[0-9]")
-"""What follows a number within a calculation, also after a unit."""
+"""Text after a number within a calculation, also after a unit."""
 _SEPARATOR = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|[\u2009\u202f\u00a0])(?=[0-9]{3}(?![0-9]))")
 _SPACE = re.compile(r"(?<=[0-9]) (?=[0-9]{3}(?![0-9]))")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
