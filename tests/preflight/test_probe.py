@@ -109,6 +109,22 @@ def test_texts_are_shown_without_markup(brief):
     assert shown.count("best") == shown.count("median") == 3
 
 
+@pytest.mark.parametrize(("size", "members"), [(6, None), (8, 6)])
+def test_a_shaping_for_another_number_of_members_is_refused_before_they_are_paid_for(
+    size, members, tmp_path, monkeypatch
+):
+    (tmp_path / f"fixed_{size}.py").write_text(f"def fixed(scores): return scores.mean(1) - [0.1] * {size}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    steps = []
+    with pytest.raises(ConfigError, match="--members"):
+        config = tree(tmp_path, es={"shaping": f"fixed_{size}:fixed"})
+        probe(config, sigmas=[0.004, 0.012], members=members, examples=16, on_step=steps.append)
+    assert steps == []
+    config = tree(tmp_path, es={"shaping": f"fixed_{size}:fixed"})
+    probe(config, sigmas=[0.004, 0.012], members=size, examples=16, on_step=steps.append)
+    assert len(steps) == 2
+
+
 def test_probe_agrees_with_a_calculation_by_hand(tmp_path):
     """Spread, drop, changed share and gain of two widths, computed from the engine's completions."""
     result = probe(tree(tmp_path), sigmas=[0.004, 0.012], members=6, examples=5)

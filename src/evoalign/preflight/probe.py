@@ -42,7 +42,7 @@ from evoalign.checks.control import control_of, redrawn, rewarded
 from evoalign.checks.rules import cut_off
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import Config, EsConfig
-from evoalign.errors import ConfigError, StoppedError
+from evoalign.errors import ConfigError, RewardError, StoppedError
 from evoalign.optimizer import reach
 from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, fault, nothing, promising, recommend
 from evoalign.preflight.gains import advantages, both_rise, direction, rise, worths
@@ -221,6 +221,7 @@ def _measure(
     start = control_of(own_P, again_P)
     found, question = prompted.shares(own), questions(texts, SHOWN)[0]
     base = Baseline(start.first, start.floor, *found, parts.max_score, len(own), texts[0], own[0].text, question)
+    _check_shaping(config.es.shaping, np.asarray(own_P), shares(len(widths), members))
     scored, rungs, stopped = _passes(parts, prompted, base, np.asarray(own_P), widths, members, on_step)
     setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
     advice = recommend(rungs, base, setting, planned=len(widths))
@@ -241,6 +242,18 @@ def _measure(
     if stopped is not None:
         raise ProbeStoppedError(result, stopped)
     return result
+
+
+def _check_shaping(name: str, own_P: Scores, counts: Sequence[int]) -> None:
+    """Raise ConfigError, before members are paid for, if a custom shaping fails on the probe's numbers of members."""
+    random = np.random.Generator(np.random.Philox(key=[0, 0]))
+    for count in filter(None, counts):
+        try:
+            shaping.shape(random.choice(own_P, (count, len(own_P))), name)
+        except RewardError as error:
+            raise ConfigError(
+                f"{error}; the probe shapes {count} members at a time: let it take any number, or set --members"
+            ) from error
 
 
 def _passes(
