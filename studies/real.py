@@ -21,8 +21,14 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `long/MAX_TOKENS/WEIGHTS/SEED` | Countdown, ES `lowrank`, 128 x 16, 480 s; weights: format,accuracy |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
+| `coverage/TASK` | `evoalign analyze coverage` of seed 0 of `r` |
 
-A seed of 100 or more is of a choice, made on the validation split; such a run has no placebos.
+A seed of 100 or more is of a choice, made on the validation split; such a run has no placebos. `best` in the place of a
+rate or eta is the one that was best there. `--wait` is for several commands at once, a GPU each: rows that another
+command is to write are waited for. This runs them from a list, four at a time:
+
+    xargs --process-slot-var=CUDA_VISIBLE_DEVICES -n 1 -P 4 python studies/real.py MODEL --to DIR --wait 900 \\
+        --jobs <LIST
 """
 
 from __future__ import annotations
@@ -30,10 +36,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +49,8 @@ import torch
 from rich.console import Console
 
 import evoalign
+from evoalign.analysis.coverage.command import Coverage
+from evoalign.analysis.coverage.command import Settings as Ways
 from evoalign.config import Config, load
 from evoalign.evaluation import RIGHT, Evaluation, evaluate
 from evoalign.placebos.counterfactual import parse
@@ -67,6 +77,18 @@ CHOICE = 100
 """The first seed of runs that choose a setting."""
 SECONDS = {"p": 150, "r": 150, "step": 90, "mix": 90, "long": 480}
 CHOOSING = {"p": 60, "r": 90, "mix": 20}
+CHOICES = {
+    ("p", "grpo"): ("1e-5", "3e-5", "1e-4"), ("r", "es"): ("0.25", "0.5", "1"),
+    ("r", "grpo"): ("5e-7", "1e-6", "2e-6", "5e-6"),
+}  # fmt: skip
+"""Rates of GRPO and etas of ES to choose from."""
+PARTS = {
+    "diagnosis": ("reliability", "control", "noise_floor", "distance_sigmas", "truncated_share", "axes"),
+    "budget": ("completions", "generated_tokens", "wall_seconds"),
+}
+"""What is kept of parts of a generation's row."""
+SEEN_EVERY = {"es": 20, "grpo": 10}
+"""Generations between evaluations, and measurements of the KL, in `r`."""
 PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
 MIX_RATE = 2e-6
 """Rate of GRPO in `mix`."""
@@ -82,6 +104,7 @@ class Study:
         self.model, self.to, self.seconds = options.model, options.to, options.seconds
         self.sets: list[str] = options.sets
         self.rows: Path = options.rows
+        self.wait: float = options.wait
 
     def config(self, of: str, output: str = "run", /, **sections: Any) -> Config:
         """Return the config of a job; `sections` replace the study's own settings."""
@@ -99,20 +122,34 @@ class Study:
         }
         for name, section in sections.items():
             tree[name] = {**tree.get(name, {}), **section} if isinstance(section, Mapping) else section
-        return load([write(self.to / "config.yaml", tree)], self.sets)
+        return load([write(self.to / f"config_{os.getpid()}.yaml", tree)], self.sets)
 
     def file(self, job: str) -> Path:
         return self.rows / f"{job.replace('/', '_')}.json"
 
     def found(self, job: str) -> dict[str, Any]:
-        """Return the rows of an earlier job."""
+        """Return the rows of an earlier job, once they are there."""
+        end = time.perf_counter() + self.wait
+        while not self.file(job).is_file() and time.perf_counter() < end:
+            time.sleep(1)
         return json.loads(self.file(job).read_text(encoding="utf-8"))
+
+    def chosen(self, job: str) -> str:
+        """Return the job with `best` replaced by the value whose run of seed `CHOICE` is best on validation rows."""
+        kind, name, *rest = job.split("/")
+        if "best" not in rest:
+            return job
+        method = "grpo" if name == "random" else name
+        runs = {v: self.found(f"{kind}/{method}/{v}/{rest[1]}/{CHOICE}") for v in CHOICES[kind, method]}
+        return job.replace("best", max(runs, key=lambda v: runs[v]["validation"]["after"][RIGHT]))
 
     def keep(self, job: str, rows: Mapping[str, Any]) -> None:
         device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
         tree = {"job": job, "device": device, "versions": versions(), **rows}
-        self.file(job).parent.mkdir(parents=True, exist_ok=True)
-        self.file(job).write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+        part = self.file(job).with_suffix(".part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(self.file(job))
 
     def width(self, space: str, task: str) -> float:
         """Return the width that the probe of seed 100 recommends, or the one that it would try."""
@@ -125,13 +162,12 @@ def write(file: Path, tree: Mapping[str, Any]) -> Path:
     return file
 
 
-def seen(found: Evaluation) -> dict[str, Any]:
-    """Return what is kept of an evaluation: measures, exactness and tokens by example, and the first texts."""
+def seen(found: Evaluation, texts: int = TEXTS) -> dict[str, Any]:
+    """Return what is kept of an evaluation: measures, exactness by example, and the first texts."""
     return {
-        "measures": found.measures,
-        "right": [round(value, 4) for value in found.measures_E[RIGHT]],
-        "tokens": [one.tokens for one in found.completions] if len(found.completions) <= 1000 else None,
-        "texts": [{"prompt": one.prompt, "target": one.target, "text": one.text} for one in found.completions[:TEXTS]],
+        "measures": {name: round(value, 6) for name, value in found.measures.items()},
+        "right": [round(value, 4) if value % 1 else int(value) for value in found.measures_E[RIGHT]],
+        "texts": [one.text for one in found.completions[:texts]],
     }
 
 
@@ -141,7 +177,9 @@ def gate(study: Study, job: str) -> None:
     for task in MAX_TOKENS:
         parts = assemble(study.config(task))
         began = time.perf_counter()
-        rows[task] = {**seen(parts.evaluate("validation")), "seconds": time.perf_counter() - began}
+        found = parts.evaluate("validation")
+        asked = [{"prompt": one.prompt, "target": one.target} for one in found.completions[:TEXTS]]
+        rows[task] = {**seen(found), "asked": asked, "seconds": time.perf_counter() - began}
         parts.close()
         print(task, {name: round(value, 3) for name, value in rows[task]["measures"].items()}, flush=True)
     study.keep(job, {"tasks": rows})
@@ -273,7 +311,7 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     choice = seed >= CHOICE
     seconds = study.seconds or (CHOOSING if choice else SECONDS)[kind]
     ends = {"max_hours": seconds / 3600}
-    config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **sections)
+    config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **watched(job, "es", sections))
     off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
     rows = trained(evoalign.train, config, study)
     if not choice:
@@ -285,11 +323,40 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
                 found = run.start() if name == "base" else run.reach(other)
                 rows["reached"][name] = {
                     "distance": found.distance,
-                    "test": seen(found.evaluation),
-                    "other": None if found.off_task is None else seen(found.off_task),
+                    "test": seen(found.evaluation, 4),
+                    "other": None if found.off_task is None else seen(found.off_task, 0),
                 }
                 print(name, found.evaluation.measures[RIGHT], flush=True)
-    study.keep(job, rows)
+    study.keep(job, rows | ended(job, config))
+
+
+def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run, which is also evaluated during training if it is a final one of `r`."""
+    if not job.startswith("r/") or int(job.rpartition("/")[2]) >= CHOICE:
+        return dict(sections)
+    every = SEEN_EVERY[method]
+    return {**sections, "evaluation": {"every": every}, "checks": {"kl_every": every}}
+
+
+def ended(job: str, config: Config) -> dict[str, Any]:
+    """Return the pass@1 at temperature .6 of a final run of `r`, and remove weights that nothing else reads."""
+    folder, found = Path(config.output_dir), dict[str, Any]()
+    kind, *_, seed = job.split("/")
+    if kind == "r" and int(seed) < CHOICE:
+        ways = Ways(temperature=(0.6,), sigma=(), samples=8, k=(1, 2, 4, 8), examples=config.task.test_size or 500)
+        found["sampled"] = Coverage().run([str(folder)], ways).numbers["targets"]
+    if (kind, seed) != ("r", "0"):
+        shutil.rmtree(folder / "checkpoints")
+    return found
+
+
+def covering(study: Study, job: str, task: str) -> None:
+    """Measure the coverage of seed 0 of ES and of GRPO."""
+    names = [study.chosen(f"r/{method}/best/{task}/0").replace("/", "_") for method in ("es", "grpo")]
+    heat = Ways(temperature=(0.2, 0.6, 1.0), sigma=(), samples=512, examples=64)
+    noise = replace(heat, sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16)  # a draw of noise takes a second
+    found = [Coverage().run([str(study.to / name) for name in names], ways).numbers for ways in (heat, noise)]
+    study.keep(job, {"coverage": [{k: v for k, v in one.items() if k != "problems"} for one in found]})
 
 
 def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
@@ -298,19 +365,27 @@ def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
     with (folder.parent / f"{folder.name}.log").open("a", encoding="utf-8") as log:
         result = method(config, resume=folder.exists(), console=Console(file=log, width=160))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = ("generation", "step", "mean", "std", "seconds", "tokens", "rewards", "divergence", "diagnosis")
-    ended = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
+    found = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
     print(folder.name, result.before.measures[RIGHT], result.after.measures[RIGHT], len(metrics), flush=True)
     return {
         "config": config.model_dump(mode="json"),
         "run": str(folder),
         "cost": metrics[-1]["budget"],
-        "validation": ended.get("validation"),
-        "alarms": ended.get("alarms"),
-        "generations": [{name: row[name] for name in kept if name in row} for row in metrics],
+        "validation": found.get("validation"),
+        "alarms": found.get("alarms"),
+        "generations": [kept(row) for row in metrics],
         "before": seen(result.before),
         "after": seen(result.after),
     }
+
+
+def kept(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a generation."""
+    names = ("generation", "step", "mean", "std", "seconds", "tokens", "rewards", "divergence", "evaluation")
+    found = {name: row[name] for name in names if row.get(name) is not None}
+    for part, names in PARTS.items():
+        found[part] = {name: row[part][name] for name in names if row.get(part) and name in row[part]}
+    return found
 
 
 def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) -> None:
@@ -330,8 +405,9 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
     more: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32}} if lora else {}
     more |= {"es": {"sigma": study.width("lowrank", task)}} if own.get("rollouts") == "es" else {}
     model = {"name": str(study.model), "dtype": "float32"}
-    config = study.config(task, job.replace("/", "_"), seed=seed, model=model, grpo=section, **more)
-    study.keep(job, trained(evoalign.grpo, config, study))
+    own_settings = watched(job, "grpo", {"model": model, "grpo": section, **more})
+    config = study.config(task, job.replace("/", "_"), seed=seed, **own_settings)
+    study.keep(job, trained(evoalign.grpo, config, study) | ended(job, config))
 
 
 def steps_of(study: Study, job: str, seconds: float) -> int:
@@ -352,6 +428,8 @@ def do(study: Study, job: str) -> None:
             gate(study, job)
         case ["probe", space, task, seed]:
             probing(study, job, space, task, int(seed))
+        case ["coverage", task]:
+            covering(study, job, task)
         case ["prompting", task]:
             prompting(study, job, task)
         case ["perturb", task]:
@@ -396,10 +474,12 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", required=True)
     parser.add_argument("--seconds", type=float, help="of training, instead of the plan's")
     parser.add_argument("--limit", type=float, default=float("inf"))
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds for rows of other commands")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     options = parser.parse_args()
     study, began = Study(options), time.perf_counter()
-    for job in options.jobs:
+    for named in options.jobs:
+        job = study.chosen(named)
         if study.file(job).is_file():
             continue
         if time.perf_counter() - began > options.limit:
