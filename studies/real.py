@@ -346,7 +346,7 @@ def ended(job: str, config: Config) -> dict[str, Any]:
         ways = Ways(temperature=(0.6,), sigma=(), samples=8, k=(1, 2, 4, 8), examples=config.task.test_size or 500)
         found["sampled"] = Coverage().run([str(folder)], ways).numbers["targets"]
     if (kind, seed) != ("r", "0"):
-        shutil.rmtree(folder / "checkpoints")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
 
 
