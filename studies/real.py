@@ -136,9 +136,9 @@ class Study:
 
     def chosen(self, job: str) -> str:
         """Return the job with `best` replaced by the value whose run of seed `CHOICE` is best on validation rows."""
-        kind, name, *rest = job.split("/")
-        if "best" not in rest:
+        if "best" not in job.split("/"):
             return job
+        kind, name, *rest = job.split("/")
         method = "grpo" if name == "random" else name
         runs = {v: self.found(f"{kind}/{method}/{v}/{rest[1]}/{CHOICE}") for v in CHOICES[kind, method]}
         return job.replace("best", max(runs, key=lambda v: runs[v]["validation"]["after"][RIGHT]))
