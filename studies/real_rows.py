@@ -90,7 +90,7 @@ class Run:
 
     @cached_property
     def split(self) -> Split | None:
-        """The gain next to that of the placebos; None without placebos."""
+        """Gains of the run and of its placebos; None without placebos."""
         if not len(self.placebos):
             return None
         return split(self.before.tolist(), self.after.tolist(), self.placebos.tolist())
@@ -119,7 +119,7 @@ class Run:
 
     @cached_property
     def spent(self) -> list[dict[str, float]]:
-        """Seconds of training, completions and tokens up to each generation; a row has those of its own alone."""
+        """Seconds of training, completions and tokens up to each generation, summed over the rows."""
         total, found = dict.fromkeys(SPENT, 0.0), list[dict[str, float]]()
         for generation in self.row["generations"]:
             total = {name: total[name] + generation["budget"][of] for name, of in SPENT.items()}
@@ -199,7 +199,7 @@ def _number(text: str) -> float:
 
 @lru_cache
 def unseen(items: int) -> NDArray[np.bool_]:
-    """Return which of the test rows of tool calls have a schema that training does not have."""
+    """Return by test row of tool calls whether its schema is missing in training."""
     return np.array([row["unseen"] for row in ToolCalls.rows("test", items)])
 
 

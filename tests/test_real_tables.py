@@ -34,7 +34,7 @@ def drawn(rng: np.random.Generator, share: float, ease: Any = 0.0) -> list[int]:
 
 
 def generations(count: int, every: int = 0, exact: float = 0.5) -> list[Row]:
-    """Each generation takes 2 s and 10 completions of 5 tokens; `budget` is that of the generation alone."""
+    """Return generations of 2 s with 10 completions of 5 tokens each; `budget` is per generation."""
     budget = {"wall_seconds": 2.0, "completions": 10, "generated_tokens": 50}
     rows: list[Row] = [{"generation": i, "budget": budget, "diagnosis": {}} for i in range(count)]
     for i in range(every - 1, count, every) if every else ():
@@ -231,3 +231,47 @@ def test_draw_makes_the_figures_that_have_rows(tmp_path: Path) -> None:
     real_tables.draw(tmp_path / "figures", tmp_path)
     names = {"real_budget_tool_calls", "real_kl_tool_calls", "real_step", "real_long"}
     assert {file.stem for file in (tmp_path / "figures").iterdir()} == names
+
+
+def test_probe_shows_the_recommended_width_or_the_trial(tmp_path: Path) -> None:
+    rungs = [{"width": 0.001, "gain": 0.02}, {"width": 0.002, "gain": None}]
+    kinds: dict[str, Row] = {
+        "100": {"width": 0.001, "trial": None, "gain_interval": [0.01, 0.03], "rungs": rungs},
+        "101": {"width": None, "trial": [0.002, 0.001], "gain_interval": None, "rungs": rungs},
+    }
+    rows = [
+        {"job": f"probe/lora/tool_calls/{seed}", "device": "card", "seconds": 12.0, "probe": probe,
+         "width": probe["width"] or probe["trial"][0]}
+        for seed, probe in kinds.items()
+    ]  # fmt: skip
+    lines = written(tmp_path, rows)["probe"]
+    shown = [line.strip("| ").split(" | ")[2:] for line in lines[2:]]
+    assert shown == [
+        ["0.001", "-", "0.001", "+0.0200 (+0.0100 to +0.0300)", "12"],
+        ["none", "0.002", "0.002", "-", "12"],
+    ]
+
+
+def test_coverage_names_the_method_of_each_model(tmp_path: Path) -> None:
+    def ways(kind: str, mean: float) -> list[Row]:
+        return [{kind: 0.2, "pass": [{"k": k, "mean": mean, "low": None, "high": None} for k in (1, 16)]}]
+
+    targets = {"base": 0.25, "/runs/r_es_0.5_tool_calls_0": 0.5, "/runs/r_grpo_1e-6_tool_calls_0": 0.75}
+    found = [
+        {"targets": [{"target": name, "ways": ways(kind, mean)} for name, mean in targets.items()]}
+        for kind in ("temperature", "sigma")
+    ]
+    lines = written(tmp_path, [{"job": "coverage/tool_calls", "device": "card", "coverage": found}])
+    shown = [line.strip("| ").split(" | ") for line in lines["coverage_tool_calls"][2:]]
+    assert [line[:5] for line in shown[:3]] == [
+        ["temperature 0.2", name, share, "-", share]
+        for name, share in (("base", "25.0%"), ("ES lowrank", "50.0%"), ("GRPO", "75.0%"))
+    ]
+    assert {line[0] for line in shown[3:]} == {"sigma 0.2"}
+
+
+def test_choices_are_of_validation_rows_and_are_no_final_runs(tmp_path: Path) -> None:
+    validation = {"before": {"right": 0.25}, "after": {"right": 0.5}}
+    found = written(tmp_path, [trained("r/es/0.5/tool_calls/100", [0] * ITEMS, [1] * ITEMS, validation=validation)])
+    assert cells(found["choices"], "r: ES lowrank, tool_calls")[1:] == ["0.5", "100", "25.0%", "50.0%", "6"]
+    assert set(found) == {"choices", "cost"}

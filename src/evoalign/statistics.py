@@ -138,7 +138,11 @@ def crossed_p(values: ArrayLike) -> float | None:
         return None
     if _half_crossed(values_SI, SMALLEST) <= centre:
         return SMALLEST
-    found: Any = brentq(lambda level: _half_crossed(values_SI, level) - centre, SMALLEST, 1.0, xtol=SMALLEST)
+
+    def outside(level: float) -> float:
+        return _half_crossed(values_SI, level) - centre
+
+    found: Any = brentq(outside, SMALLEST, 1.0, xtol=SMALLEST)
     return float(found)
 
 
@@ -307,9 +311,7 @@ def _half_crossed(values_SI: Floats, level: float = LEVEL) -> float:
     return _two_ways(seeds, s - 1, items, i - 1, rest, level)
 
 
-def _two_ways(
-    seeds: float, seeds_df: float, items: float, items_df: float, rest: float, level: float = LEVEL
-) -> float:
+def _two_ways(seeds: float, seeds_df: float, items: float, items_df: float, rest: float, level: float = LEVEL) -> float:
     """Return half the interval: squares of both sources, each with its own t, and the rest counted once.
 
     As Howe (1974) for sums of variances. With three seeds it covers 94 to 98 %, a single t with Satterthwaite's degrees
