@@ -19,6 +19,7 @@ from typing import Any
 
 import landscape_claims
 import ray_tables
+import real_tables
 import safety_tables
 import sweeps
 from evoalign import statistics
@@ -130,6 +131,7 @@ TABLES: Mapping[str, Callable[[], Tables]] = {
     "landscape": landscape_claims.tables,
     "safety": safety_tables.tables,
     "scale": ray_tables.tables,
+    **({"real": real_tables.tables} if real_tables.ROWS.is_dir() else {}),
 }
 DRAWINGS: Mapping[str, Callable[[Path], None]] = {
     "countdown": lambda to: draw(es_vs_grpo("countdown"), "countdown"),
@@ -138,6 +140,7 @@ DRAWINGS: Mapping[str, Callable[[Path], None]] = {
     "landscape": landscape_claims.draw,
     "safety": safety_tables.draw,
     "scale": ray_tables.draw,
+    "real": real_tables.draw,
 }
 
 

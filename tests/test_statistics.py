@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from evoalign import statistics
-from evoalign.statistics import Estimate, crossed, crossed_difference, interquartile_mean, paired, ratio
+from evoalign.statistics import Estimate, crossed, crossed_difference, crossed_p, interquartile_mean, paired, ratio
 
 Ends = tuple[float | None, float | None]
 
@@ -75,6 +75,18 @@ def test_what_is_random_in_every_cell_counts_once() -> None:
     square = t**2 * (3 * rows.var(ddof=1) + 3 * columns.var(ddof=1) - rest) / 9
     found = crossed(values)
     assert found.high is not None and (found.high - values.mean()) ** 2 == pytest.approx(square)
+
+
+def test_p_is_that_of_student_for_seeds_alone_and_agrees_with_the_interval() -> None:
+    random = np.random.default_rng(3)
+    seeds = random.normal(size=(4, 1)) + 1.0
+    assert crossed_p(seeds + np.zeros((4, 9))) == pytest.approx(stats.ttest_1samp(seeds[:, 0], 0.0).pvalue)
+    for shift in np.linspace(-2.0, 2.0, 9):
+        values = random.normal(size=(4, 9)) + shift
+        found = crossed_p(values)
+        assert found is not None and (found < 0.05) == statistics.is_sure(crossed(values))
+    assert crossed_p(np.array([[1.0, 2.0]] * 4)) is None, "two items have no interval"
+    assert crossed_p(np.tile(1.0 + 1e-3 * np.arange(400.0), (4, 1))) == statistics.SMALLEST
 
 
 def test_a_difference_on_the_same_items() -> None:

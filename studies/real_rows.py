@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of real.py by job, and measures of its runs; used by real_tables.py and real_figures.py.
+
+Array suffixes: S seeds, I test items, K placebos.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign import statistics
+from evoalign.analysis.compare.statistics import shared
+from evoalign.placebos.estimates import Split, split
+from evoalign.statistics import Estimate
+from evoalign.tasks.tool_calls import ToolCalls
+
+ROWS = Path(__file__).resolve().parent / "results" / "real"
+CHOICE = 100
+"""The first seed of runs that choose a setting."""
+RIGHT = "right"
+NAMES = {
+    "lora": "ES lora", "lowrank": "ES lowrank", "es": "ES lowrank", "grpo": "GRPO", "random": "GRPO, random rewards",
+}  # fmt: skip
+SPENT = {"seconds": "wall_seconds", "completions": "completions", "tokens": "generated_tokens"}
+Row = Mapping[str, Any]
+Floats = NDArray[np.float64]
+Lines = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of training, by the parts of its job's name; `value` is its eta, rate, kind of completions or weights."""
+
+    kind: str
+    arm: str
+    value: str
+    task: str
+    seed: int
+    row: Row
+
+    @classmethod
+    def of(cls, row: Row) -> Run | None:
+        """Return the run of a job's rows; None for a job that trains nothing."""
+        match row["job"].split("/"):
+            case ["p", ("lora" | "lowrank") as space, task, seed]:
+                return cls("p", space, "", task, int(seed), row)
+            case ["step", eta, task, seed]:
+                return cls("step", "es", eta, task, int(seed), row)
+            case ["long", tokens, weights, seed]:
+                return cls("long", "es", f"{weights} in {tokens} tokens", "countdown", int(seed), row)
+            case [("p" | "r" | "mix") as kind, arm, value, task, seed]:
+                return cls(kind, arm, value, task, int(seed), row)
+            case _:
+                return None
+
+    @property
+    def called(self) -> str:
+        """The method's name in tables."""
+        return "GRPO LoRA" if (self.kind, self.arm) == ("p", "grpo") else NAMES[self.arm]
+
+    @cached_property
+    def before(self) -> Floats:
+        """Exactness by test item [I] before training."""
+        return np.array(self.row["before"]["right"], dtype=np.float64)
+
+    @cached_property
+    def after(self) -> Floats:
+        """Exactness by test item [I] after training."""
+        return np.array(self.row["after"]["right"], dtype=np.float64)
+
+    @cached_property
+    def gain(self) -> Estimate:
+        """Change of the exact share, with its interval for new items."""
+        return statistics.paired(self.before, self.after, shares=True)
+
+    @cached_property
+    def placebos(self) -> Floats:
+        """Exactness by placebo and item [K, I]; K is 0 for a run without placebos."""
+        found = [v["test"]["right"] for k, v in self.row.get("reached", {}).items() if k.startswith("placebo")]
+        return np.array(found, dtype=np.float64).reshape(len(found), len(self.after))
+
+    @cached_property
+    def split(self) -> Split | None:
+        """Gains of the run and of its placebos; None without placebos."""
+        if not len(self.placebos):
+            return None
+        return split(self.before.tolist(), self.after.tolist(), self.placebos.tolist())
+
+    @property
+    def drift(self) -> float | None:
+        """Mean gain of the placebos."""
+        return None if self.split is None else self.split.drift.mean
+
+    def other(self, name: str) -> float | None:
+        """Return the exact share of the other task, of `base` or `run`."""
+        found = self.row.get("reached", {}).get(name, {}).get("other")
+        return None if found is None else float(np.mean(found["right"]))
+
+    @property
+    def walk(self) -> float:
+        """Length of the random walk of the run's steps in units of sigma: eta sqrt(T / N)."""
+        es = self.row["config"]["es"]
+        return es["learning_rate"] / es["sigma"] * math.sqrt(len(self.row["generations"]) / es["population_size"])
+
+    @property
+    def kl(self) -> float | None:
+        """KL from the base, nats per token, in the last generation that measured it."""
+        found = [g["divergence"]["exact"] for g in self.row["generations"] if g.get("divergence")]
+        return found[-1] if found else None
+
+    @cached_property
+    def spent(self) -> list[dict[str, float]]:
+        """Seconds of training, completions and tokens up to each generation, summed over the rows."""
+        total, found = dict.fromkeys(SPENT, 0.0), list[dict[str, float]]()
+        for generation in self.row["generations"]:
+            total = {name: total[name] + generation["budget"][of] for name, of in SPENT.items()}
+            found.append(total)
+        return found
+
+    @property
+    def cost(self) -> Mapping[str, float]:
+        """Seconds of training, completions and tokens of the run."""
+        return self.spent[-1]
+
+    def curve(self) -> list[Row]:
+        """Return the evaluations on the test split: seconds, completions, exact share, and KL where measured."""
+        found: list[Row] = [{**dict.fromkeys(SPENT, 0.0), "exact": float(self.before.mean()), "kl": 0.0}]
+        for generation, spent in zip(self.row["generations"][:-1], self.spent, strict=False):
+            if generation.get("evaluation"):
+                kl = (generation.get("divergence") or {}).get("exact")
+                found.append({**spent, "exact": generation["evaluation"][RIGHT], "kl": kl})
+        return [*found, {**self.cost, "exact": float(self.after.mean()), "kl": self.kl}]
+
+    def within(self, name: str, most: float) -> float:
+        """Return the exact share of the last evaluation within a number of `seconds` or `completions`."""
+        return [point["exact"] for point in self.curve() if point[name] <= most][-1]
+
+
+class Study:
+    """All rows, of which any may be missing."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows: dict[str, Row] = {row["job"]: row for row in rows if "job" in row}
+        self.runs = sorted(
+            (run for row in self.rows.values() if (run := Run.of(row)) is not None),
+            key=lambda run: (run.kind, list(NAMES).index(run.arm), run.task, _number(run.value), run.seed),
+        )
+
+    @classmethod
+    def read(cls, folder: Path = ROWS) -> Study:
+        """Read a folder of rows."""
+        return cls([json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))])
+
+    def find(self, kind: str, arm: str | None = None, task: str | None = None, value: str | None = None) -> list[Run]:
+        """Return the final runs of a kind, by value and seed."""
+        return [
+            run
+            for run in self.runs
+            if run.kind == kind and run.seed < CHOICE
+            and arm in (None, run.arm) and task in (None, run.task) and value in (None, run.value)
+        ]  # fmt: skip
+
+    def choosing(self) -> list[Run]:
+        """Return the runs that choose a setting."""
+        return [run for run in self.runs if run.seed >= CHOICE]
+
+    def tasks(self, *kinds: str) -> list[str]:
+        """Return the tasks that have rows of these kinds of jobs."""
+        own = [run.task for run in self.runs if run.kind in kinds and run.seed < CHOICE]
+        return list(dict.fromkeys([*own, *(j.split("/")[1] for j in self.rows if j.split("/")[0] in kinds and
+                                           j.count("/") == 1)]))  # fmt: skip
+
+    def prompted(self, task: str) -> dict[str, Floats]:
+        """Return exactness by item of the arms that do not train."""
+        arms = self.rows.get(f"prompting/{task}", {}).get("arms", {})
+        found = {name: arms[name]["right"] for name in ("zero-shot", "3-shot", "self-consistency") if name in arms}
+        if best := self.rows.get(f"perturb/{task}"):
+            found["best perturbation"] = best["right"]
+        return {name: np.array(right, dtype=np.float64) for name, right in found.items()}
+
+
+def _number(text: str) -> float:
+    """Return the number that a text begins with, to sort by."""
+    head = text.split()[0] if text else ""
+    try:
+        return float(head)
+    except ValueError:
+        return 0.0
+
+
+@lru_cache
+def unseen(items: int) -> NDArray[np.bool_]:
+    """Return by test row of tool calls whether its schema is missing in training."""
+    return np.array([row["unseen"] for row in ToolCalls.rows("test", items)])
+
+
+def stacked(runs: Sequence[Run]) -> Floats:
+    """Return exactness after training [S, I]."""
+    return np.stack([run.after for run in runs])
+
+
+def paired(a: Sequence[Run], b: Sequence[Run]) -> tuple[Floats, Floats, bool]:
+    """Return exactness after training of both groups of runs, of common seeds if they share nearly all."""
+    of_a, of_b = ({run.seed: run for run in runs} for runs in (a, b))
+    if seeds := shared(of_a, of_b):
+        return stacked([of_a[s] for s in seeds]), stacked([of_b[s] for s in seeds]), True
+    return stacked(a), stacked(b), False
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> Lines:
+    """Yield a Markdown table whose columns after the first are numbers."""
+    yield f"| {' | '.join(head)} |"
+    yield f"| --- |{' ---: |' * (len(head) - 1)}"
+    for line in lines:
+        assert len(line) == len(head), f"{len(line)} cells under {len(head)} names: {line}"
+        yield f"| {' | '.join(map(str, line))} |"
+
+
+def share(value: float | np.floating[Any] | None) -> str:
+    """Return a share in per cent."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def points(value: float | Estimate | None) -> str:
+    """Return a difference of shares in points, with its interval if it has one."""
+    if value is None:
+        return "-"
+    if not isinstance(value, Estimate):
+        return f"{100 * value:+.1f}"
+    if value.low is None or value.high is None:
+        return f"{100 * value.mean:+.1f}"
+    return f"{100 * value.mean:+.1f} ({100 * value.low:+.1f} to {100 * value.high:+.1f})"

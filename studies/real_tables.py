@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of docs/results/real.md, from the rows of real.py; used by result_pages.py. Plan: real_plan.md.
+
+    python studies/real_tables.py                   # prints all tables between the comments that the page needs
+    python studies/real_tables.py ROWS FIGURES      # of another folder of rows, and draws the figures in FIGURES
+
+A job without rows has no line, and a table without lines is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+import real_figures
+from evoalign import statistics
+from evoalign.analysis.compare.statistics import Pair, adjust, compare, shared
+from evoalign.checks.rules import WINDOW, History, WrongAxis
+from evoalign.config import Config
+from evoalign.statistics import Estimate
+from real_rows import (
+    CHOICE,
+    NAMES,
+    RIGHT,
+    ROWS,
+    Floats,
+    Lines,
+    Row,
+    Run,
+    Study,
+    paired,
+    points,
+    share,
+    stacked,
+    table,
+    unseen,
+)  # fmt: skip
+
+GATE = (0.15, 0.7)
+"""Exact shares of the base between which a task is used."""
+SHARES = (0.5, 0.75)
+"""Parts of a run's seconds at which ES and GRPO are compared as well."""
+SHOWN_K = (1, 4, 16, 64, 512)
+Line = Sequence[object]
+
+
+def gate(study: Study) -> Iterator[Line]:
+    """Yield the base model's exact share on validation rows of each task."""
+    for task, found in study.rows.get("gate", {}).get("tasks", {}).items():
+        exact = statistics.share(found["right"])
+        passed = "yes" if GATE[0] <= exact.mean <= GATE[1] else "no"
+        yield task, exact.n, share(exact.mean), f"{share(exact.low)} to {share(exact.high)}", passed
+
+
+def probes(study: Study) -> Iterator[Line]:
+    """Yield what each probe recommends."""
+    for job, row in study.rows.items():
+        if not job.startswith("probe/") or "probe" not in row:
+            continue
+        _, space, task, seed = job.split("/")
+        found = row["probe"]
+        at = next((one for one in found["rungs"] if one["width"] == row["width"]), None)
+        gain = "-" if at is None or at["gain"] is None else f"{at['gain']:+.4f}"
+        if found["gain_interval"]:
+            gain += " ({:+.4f} to {:+.4f})".format(*found["gain_interval"])
+        trial = "-" if not found["trial"] else f"{found['trial'][0]:.2g}"
+        width = "none" if found["width"] is None else f"{found['width']:.2g}"
+        yield f"`{space}`, {task}", seed, width, trial, f"{row['width']:.2g}", gain, f"{row['seconds']:.0f}"
+
+
+def choices(study: Study) -> Iterator[Line]:
+    """Yield the exact share on validation rows of each run that chooses a setting."""
+    for run in study.choosing():
+        if found := run.row.get("validation"):
+            ends = (share(found[end][RIGHT]) for end in ("before", "after"))
+            yield (
+                f"{run.kind}: {run.called}, {run.task}",
+                run.value or "-",
+                run.seed,
+                *ends,
+                f"{run.cost['seconds']:.0f}",
+            )
+
+
+def arms(study: Study, task: str) -> Iterator[Line]:
+    """Yield each arm of P: exact share, gain, placebos, the other task and cost."""
+    prompted = study.prompted(task)
+    base = prompted.get("zero-shot")
+    for name, right in prompted.items():
+        gain = None if base is None or name == "zero-shot" else statistics.paired(base, right, shares=True)
+        yield (
+            f"base, {name}" if name != "best perturbation" else name,
+            "-",
+            *_exact(right, task),
+            points(gain),
+            *8 * "-",
+        )
+    for run in study.find("p", task=task):
+        yield (
+            _called(run),
+            run.seed,
+            *_exact(run.after, task),
+            points(run.gain),
+            *_placebos(run),
+            *_other(run),
+            *_cost(run),
+        )
+
+
+def _called(run: Run) -> str:
+    return f"{run.called}, rate {run.value}" if run.arm in ("grpo", "random") and run.value else run.called
+
+
+def _exact(right: Floats, task: str) -> tuple[str, str]:
+    """Return the exact share, and that of rows of unseen schemas."""
+    return share(right.mean()), share(right[unseen(len(right))].mean()) if task == "tool_calls" else "-"
+
+
+def _placebos(run: Run) -> tuple[str, str, str]:
+    """Return the placebos' mean gain, how many reach the run, and the run less their mean with its interval."""
+    found = run.split
+    if found is None:
+        return "-", "-", "-"
+    return points(found.drift.mean), f"{found.reached} of {len(found.placebos)}", points(found.beside)
+
+
+def _other(run: Run) -> tuple[str, str]:
+    """Return the exact share of the other task of the base, and of the run."""
+    return share(run.other("base")), share(run.other("run"))
+
+
+def _cost(run: Run) -> tuple[str, str, str]:
+    cost = run.cost
+    return (
+        f"{cost['seconds']:.0f}",
+        f"{cost['completions']:,.0f}",
+        f"{cost['tokens'] / max(1, cost['completions']):.0f}",
+    )
+
+
+def contrasts(study: Study, task: str) -> Iterator[Line]:
+    """Yield the contrasts of P, each ES space with each other arm; Holm is over the two endpoints."""
+    prompted = study.prompted(task)
+    spaces = {space: found for space in ("lora", "lowrank") if (found := study.find("p", space, task))}
+    tested: dict[str, Pair] = {}
+    for space, runs in spaces.items():
+        if "3-shot" in prompted:
+            gaps = stacked(runs) - prompted["3-shot"]
+            n, gap = len(runs), float(gaps.mean())
+            tested[space] = Pair(space, "3-shot", n, n, True, gap, p=statistics.crossed_p(gaps))
+    adjusted = dict(zip(tested, adjust(list(tested.values())), strict=True))
+    for space, runs in spaces.items():
+        called, after = NAMES[space], stacked(runs)
+        for name, right in prompted.items():
+            gap = statistics.crossed(after - right)
+            pair = adjusted[space] if name == "3-shot" else None
+            yield f"{called} less {name}", len(runs), points(gap), *_p(pair)
+        if "3-shot" in prompted and task == "tool_calls":
+            kept = unseen(after.shape[1])
+            gap = statistics.crossed((after - prompted["3-shot"])[:, kept])
+            yield f"{called} less 3-shot, unseen schemas", len(runs), points(gap), "-", "-"
+        if grpo := study.find("p", "grpo", task):
+            a, b, is_paired = paired(runs, grpo)
+            gap = statistics.crossed_difference(a, b, paired=is_paired)
+            yield f"{called} less GRPO LoRA", gap.n, points(gap), "-", "-"
+        if with_placebos := [run for run in runs if len(run.placebos)]:
+            yield (
+                f"mean placebo's gain over the gain of {called}",
+                len(with_placebos),
+                drift_share(with_placebos),
+                "-",
+                "-",
+            )
+
+
+def _p(pair: Pair | None) -> tuple[str, str]:
+    found = (None, None) if pair is None else (pair.p, pair.p_adjusted)
+    return ("-" if found[0] is None else f"{found[0]:.2g}"), ("-" if found[1] is None else f"{found[1]:.2g}")
+
+
+def drift_share(runs: Sequence[Run]) -> str:
+    """Return the mean gain of the placebos over the runs' gain, over seeds and items."""
+    start = np.stack([run.before for run in runs])
+    drift = np.stack([run.placebos.mean(0) for run in runs]) - start
+    found = statistics.ratio(drift, stacked(runs) - start)
+    if np.isnan(found.mean):
+        return "no gain"
+    return f"{found.mean:.2f}" + ("" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})")
+
+
+def against_grpo(study: Study, task: str) -> Iterator[Line]:
+    """Yield each run of R at equal seconds."""
+    runs = study.find("r", task=task)
+    if runs:
+        yield "base", "-", share(runs[0].before.mean()), "-", sampled(runs[0], "base"), *8 * "-"
+    for run in runs:
+        kl = "-" if run.kl is None else f"{run.kl:.3f}"
+        value = f"{_called(run)}" if run.arm != "es" else f"{run.called}, eta {run.value}"
+        exact = share(run.after.mean()), points(run.gain)
+        yield value, run.seed, *exact, sampled(run, None), kl, *_placebos(run), *_other(run), *_cost(run)[:2]
+
+
+def pass_at_1(run: Run, name: str | None = None) -> float | None:
+    """Return pass@1 at temperature .6 of the trained model, or of `base`."""
+    found = [target for target in run.row.get("sampled", []) if (target["target"] == "base") == (name == "base")]
+    return next((one["mean"] for t in found for one in t["ways"][0]["pass"] if one["k"] == 1), None)
+
+
+def sampled(run: Run, name: str | None) -> str:
+    return share(pass_at_1(run, name))
+
+
+def es_less_grpo(study: Study, task: str) -> Iterator[Line]:
+    """Yield ES less GRPO: the endpoint, pass@1, and the exact share at parts of the seconds and equal completions."""
+    es, grpo = study.find("r", "es", task), study.find("r", "grpo", task)
+    if not es or not grpo:
+        return
+    a, b, is_paired = paired(es, grpo)
+    gap = statistics.crossed_difference(a, b, paired=is_paired)
+    yield _gap("exact share at equal seconds", *_both(es, grpo, lambda run: run.after.mean()), gap)
+    if all(run.row.get("sampled") for run in (*es, *grpo)):
+        yield _gap("pass@1 at temperature 0.6", *_both(es, grpo, pass_at_1))
+    for part in SHARES:
+        found = _both(es, grpo, lambda run, part=part: run.within("seconds", part * run.cost["seconds"]))
+        yield _gap(f"exact share at {part:g} of the seconds", *found)
+    most = min(run.cost["completions"] for run in (*es, *grpo))
+    found = _both(es, grpo, lambda run: run.within("completions", most))
+    yield _gap(f"exact share within {most:,.0f} completions", *found)
+
+
+def _both(
+    es: Sequence[Run], grpo: Sequence[Run], of: Callable[[Run], float | None]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return a number of the runs of both methods by seed."""
+    return by_seed(es, of), by_seed(grpo, of)
+
+
+def by_seed(runs: Sequence[Run], of: Callable[[Run], float | None]) -> dict[int, float]:
+    """Return a number of each run by its seed, of those that have it."""
+    return {run.seed: float(value) for run in runs if (value := of(run)) is not None}
+
+
+def _gap(called: str, es: Mapping[int, float], grpo: Mapping[int, float], crossed: Estimate | None = None) -> Line:
+    """Return a line: both means, the difference over seeds with its test, and over seeds and items."""
+    found, both = compare("ES", es, "GRPO", grpo), shared(es, grpo)
+    sides = [np.array(list(side.values())) for side in (es, grpo)]
+    gap = statistics.mean([es[s] - grpo[s] for s in both]) if both else statistics.difference(*sides)
+    p = "-" if found.p is None else f"{found.p:.2g} ({found.test})"
+    return called, *(share(float(side.mean())) for side in sides), points(gap), p, points(crossed)
+
+
+def step_size(study: Study) -> Iterator[Line]:
+    """Yield gain, placebos and the loss on the other task by eta."""
+    for run in study.find("step"):
+        reached, loss = _placebos(run)[:2], lost(run)
+        walk = f"{run.walk:.2f}"
+        yield run.value, run.seed, len(run.row["generations"]), walk, points(run.gain), *reached, points(loss)
+
+
+def lost(run: Run) -> float | None:
+    """Return the loss of exact share on the other task."""
+    base, own = run.other("base"), run.other("run")
+    return None if base is None or own is None else base - own
+
+
+MIX = {("es", "1"): "ES, temperature 1", ("es", "0"): "ES, greedy members",
+       ("grpo", "engine"): "GRPO, temperature 1", ("grpo", "es"): "GRPO, greedy members"}  # fmt: skip
+
+
+def cells(study: Study, task: str) -> dict[tuple[str, str], dict[int, float]]:
+    """Return the exact share of each cell of the 2 x 2 by seed."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for run in study.find("mix", task=task):
+        value = f"{float(run.value):g}" if run.arm == "es" else run.value
+        found.setdefault((run.arm, value), {})[run.seed] = float(run.after.mean())
+    return found
+
+
+def mix(study: Study, task: str) -> Iterator[Line]:
+    """Yield the four cells of the 2 x 2 by seed, and their means."""
+    found = cells(study, task)
+    for cell, called in MIX.items():
+        if own := found.get(cell):
+            mean = share(float(np.mean(list(own.values()))))
+            runs = ", ".join(f"{share(value)} (seed {seed})" for seed, value in own.items())
+            yield called, mean, runs
+
+
+def effects(study: Study, task: str) -> Iterator[Line]:
+    """Yield both main effects and the interaction, over the seeds that have all four cells."""
+    found = cells(study, task)
+    seeds = set.intersection(*({*found.get(cell, {})} for cell in MIX))
+    if not seeds:
+        return
+    sampled_es, greedy_es, sampled_grpo, greedy_grpo = (
+        np.array([found[cell][seed] for seed in sorted(seeds)]) for cell in MIX
+    )
+    update = (sampled_es + greedy_es - sampled_grpo - greedy_grpo) / 2
+    kind = (sampled_es + sampled_grpo - greedy_es - greedy_grpo) / 2
+    both = (sampled_es - greedy_es) - (sampled_grpo - greedy_grpo)
+    for called, values in (
+        ("update: ES less GRPO", update), ("completions: temperature 1 less greedy members", kind),
+        ("interaction: the effect of completions with ES less that with GRPO", both),
+    ):  # fmt: skip
+        yield called, len(seeds), points(statistics.mean(values))
+
+
+def long(study: Study) -> Iterator[Line]:
+    """Yield the runs of Countdown."""
+    for run in study.find("long"):
+        exact = share(run.before.mean()), share(run.after.mean()), points(run.gain)
+        warned = first_warning(run.row)
+        at = "none" if warned is None else f"{warned} of {len(run.row['generations'])}"
+        yield run.value, run.seed, *exact, *_placebos(run), *_cost(run), at
+
+
+def first_warning(row: Row) -> int | None:
+    """Return the number of generations after which the axis report warns first; None if it never does."""
+    history = History(Config.model_validate(row["config"]))
+    rule = WrongAxis("wrong axis")
+    for count, generation in enumerate(row["generations"], 1):
+        history.rows.append({"axes": generation.get("diagnosis", {}).get("axes")})
+        if count >= WINDOW and rule.sentence(history) is not None:
+            return count
+    return None
+
+
+def coverage(study: Study, task: str) -> Iterator[Line]:
+    """Yield pass@k by temperature and by weight noise of each model."""
+    for found in study.rows.get(f"coverage/{task}", {}).get("coverage", []):
+        for i in range(len(found["targets"][0]["ways"])):
+            for target in found["targets"]:
+                way = target["ways"][i]
+                kind = "temperature" if "temperature" in way else "sigma"
+                passes = {one["k"]: f"{share(one['mean'])}{_ends(one)}" for one in way["pass"]}
+                yield f"{kind} {way[kind]:g}", model_of(target["target"]), *(passes.get(k, "-") for k in SHOWN_K)
+
+
+def _ends(tree: Row) -> str:
+    return "" if tree["low"] is None else f" ({share(tree['low'])} to {share(tree['high'])})"
+
+
+def model_of(target: str) -> str:
+    """Return the method of a target: base, or the folder of a run of `r`."""
+    return next((NAMES[arm] for arm in ("es", "grpo") if Path(target).name.startswith(f"r_{arm}_")), target)
+
+
+def cost(study: Study) -> Iterator[Line]:
+    """Yield the minutes of each experiment: training of runs, or the whole of a job that trains nothing."""
+    spent: dict[tuple[str, str, str], list[float]] = {}
+    for run in study.runs:
+        part = "choice of a setting" if run.seed >= CHOICE else "final runs"
+        spent.setdefault((f"{run.kind}, {run.called}", part, run.row["device"]), []).append(run.cost["seconds"])
+    for job, row in study.rows.items():
+        seconds = [row["seconds"]] if "seconds" in row else [t["seconds"] for t in row.get("tasks", {}).values()]
+        if seconds:
+            spent.setdefault((job.split("/")[0], "all", row["device"]), []).append(sum(seconds))
+    for (called, part, device), seconds in spent.items():
+        yield called, part, device, len(seconds), f"{sum(seconds) / 60:.1f}"
+    if spent:
+        whole = [second for seconds in spent.values() for second in seconds]
+        yield "all", "", "", len(whole), f"{sum(whole) / 60:.1f}"
+
+
+PLACEBOS = ("mean placebo, points", "placebos that reach it", "less the mean placebo (95 %)")
+COST = ("training, s", "completions", "tokens per completion")
+OTHER = ("other task, base", "other task, run")
+HEADS: dict[str, Sequence[str]] = {
+    "gate": ("task", "rows", "base, exact", "95 %", "between 15 and 70 %"),
+    "probe": ("probe", "seed", "recommended sigma", "offered trial", "used", "predicted gain per generation", "s"),
+    "choices": ("choice", "value", "seed", "validation, before", "after", "training, s"),
+    "p": ("arm", "seed", "exact", "exact, unseen schemas", "gain, points (95 %)", *PLACEBOS, *OTHER, *COST),
+    "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
+    "r": ("run", "seed", "exact", "gain, points (95 %)", "pass@1 at 0.6", "KL, nats per token", *PLACEBOS, *OTHER,
+          *COST[:2]),
+    "r_contrasts": ("ES less GRPO", "ES", "GRPO", "points (95 % over seeds)", "p",
+                    "points (95 % over seeds and items)"),
+    "step": ("eta", "seed", "generations", "walk, sigma", "gain, points (95 %)", *PLACEBOS[:2],
+             "loss on the other task, points"),
+    "mix": ("update, completions", "exact, mean", "runs"),
+    "mix_effects": ("effect", "seeds", "points (95 %)"),
+    "long": ("weights", "seed", "exact, before", "after", "gain, points (95 %)", *PLACEBOS, *COST,
+             "first warning of the axis report, generation"),
+    "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K)),
+    "cost": ("jobs", "part", "card", "number", "minutes"),
+}  # fmt: skip
+WHOLE = {"gate": gate, "probe": probes, "choices": choices, "step": step_size, "long": long, "cost": cost}
+BY_TASK = {
+    "p": (arms, ("p", "prompting", "perturb")), "p_contrasts": (contrasts, ("p",)), "r": (against_grpo, ("r",)),
+    "r_contrasts": (es_less_grpo, ("r",)), "mix": (mix, ("mix",)), "mix_effects": (effects, ("mix",)),
+    "coverage": (coverage, ("coverage",)),
+}  # fmt: skip
+"""Tables of a task, and the kinds of jobs that have their tasks."""
+
+
+def tables(folder: Path = ROWS) -> dict[str, Lines]:
+    """Return the tables of the page by name, those of a task as NAME_TASK; without those that have no lines."""
+    study, found = Study.read(folder), dict[str, Lines]()
+    for name, head in HEADS.items():
+        if name in WHOLE:
+            made = {name: list(WHOLE[name](study))}
+        else:
+            of, kinds = BY_TASK[name]
+            made = {f"{name}_{task}": list(of(study, task)) for task in study.tasks(*kinds)}
+        found |= {called: table(head, lines) for called, lines in made.items() if lines}
+    return found
+
+
+def draw(to: Path, folder: Path = ROWS) -> None:
+    """Draw the figures of the page that have rows."""
+    real_figures.draw(Study.read(folder), to)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if sys.argv[1:] else ROWS
+    for name, lines in tables(folder).items():
+        print(f"<!-- table {name} -->\n\n" + "\n".join(lines) + f"\n\n<!-- end {name} -->\n")
+    if sys.argv[2:]:
+        draw(Path(sys.argv[2]), folder)
+
+
+if __name__ == "__main__":
+    main()
