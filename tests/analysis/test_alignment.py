@@ -14,8 +14,9 @@ import torch
 from command_line import Run
 from families import make_config
 from numpy.typing import NDArray
-from small_runs import write_rows
+from small_runs import UNCHECKED, write_rows
 
+import evoalign
 from evoalign import shaping
 from evoalign.analysis.alignment import (
     GENERATION,
@@ -258,3 +259,20 @@ def test_a_run_is_measured_in_another_space_with_a_config(trained: Path, write: 
     (base,) = analyze("alignment", "base", "-c", "c.yaml", *sets)[1]["targets"]
     assert moved["weights"].startswith(str(trained)) and moved["rows"][0]["sigma"] == 0.1
     assert moved["dimensions"] == base["dimensions"] and moved["agreement"] != base["agreement"]
+
+
+def test_the_shaping_of_a_run_is_called_only_if_the_user_gives_it(run: Run, analyze: Any, tmp_path: Path) -> None:
+    """Code that a run names is not run; other analyses skip the setting, which only training reads."""
+    code, called = tmp_path / "own.py", tmp_path / "called"
+    body = f"    open({str(called)!r}, 'w').close()\n    return scores_MP.mean(1) - scores_MP.mean()\n"
+    code.write_text(f"def own(scores_MP):\n{body}")
+    es = {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 1, "population_size": 4, "shaping": f"{code}:own"}
+    tree = {"output_dir": str(tmp_path / "run"), "space": "full", "es": es, "model": {"name": "tiny"}}
+    small = {"report": False, "evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "checkpoint": {"every": 1}}
+    path = evoalign.train({**tree, **small}).path
+    called.unlink()
+    done = run("analyze", "alignment", path)
+    assert done.code == 2 and "es.shaping to " in done.err and not called.exists()
+    sets = [f"--set={one}" for one in ("members=8", "samples=8", "prompts=4", "sigma=[1]")]
+    (found,) = analyze("alignment", path, "-c", path / "config.yaml", *sets)[1]["targets"]
+    assert called.exists() and found["space"] == "full"

@@ -150,6 +150,7 @@ def resolve(name: str, config: Config | None, settings: Settings) -> tuple[Targe
     """Return a target and its config. Raises ConfigError for what has no step of ES in the model's own weights."""
     from evoalign import spaces
     from evoalign.analysis.targets import locate
+    from evoalign.rundir.own import load_own
     from evoalign.training.resolve import resolve_target
 
     target = None if name == BASE else locate(name, config, split="train")
@@ -158,17 +159,19 @@ def resolve(name: str, config: Config | None, settings: Settings) -> tuple[Targe
         raise ConfigError(f"{BASE} alone names no model; set the model, its task, space and es with --config")
     if target is not None:
         target.check_task()
+        if target.run is not None and config is None:
+            load_own(target.run, skip=("tracking", "grpo"))  # refuses a shaping of its own too, which is called here
         if target.is_adapter:
             raise ConfigError(f"{name} is an adapter; `evoalign export RUN --merge` makes a model folder; give that")
         own, _ = resolve_target(target.weights, own, "train")
         own = own if config is None else own.model_copy(update={"es_": config.es_})
-    if own.engine.name != "transformers":
+    if not own.engine.serves_here:
         raise ConfigError(f"engine {own.engine.name}: alignment needs engine: transformers; set it with --config")
     if own.es_ is None:
         raise ConfigError(f"{name} has no section es; set es, and space: full or lowrank, with --config")
     if not spaces.create(own).evolves_model:
         raise ConfigError(f"space {own.space.name} evolves an adapter; set space: full or lowrank with --config")
-    if settings.ranks and own.space.name != "lowrank":
+    if settings.ranks and "rank" not in type(own.section).model_fields:
         raise ConfigError(f"ranks: {list(settings.ranks)} do not apply to space {own.space.name}; set space: lowrank")
     if own.es.antithetic and settings.members % 2:
         raise ConfigError(f"members: {settings.members} is odd, and es.antithetic needs pairs; set an even number")
@@ -182,8 +185,9 @@ def measure(name: str, target: Target | None, config: Config, settings: Settings
     populations: list[Population] = []
     drawn: Drawn | None = None
     device = "cpu"
-    for rank in settings.ranks or (config.lowrank.rank,):
-        own = config.model_copy(update={"lowrank": config.lowrank.model_copy(update={"rank": rank})})
+    for rank in settings.ranks or (None,):
+        section = {} if rank is None else {config.space.name: config.section.model_copy(update={"rank": rank})}
+        own = config.model_copy(update=section)
         with closing(assemble(own)) as parts:
             if target is not None:
                 target.check_prompts(own, parts.task, parts.data, parts.tokens)
@@ -346,7 +350,7 @@ def cosine(weights: Floats, dots: Floats, gram: Floats) -> Estimate:
 
 
 def corrected(found: Estimate, reliability: float | None) -> Estimate | None:
-    """Return the cosine with a gradient without noise, from the one with a gradient of this reliability; None if unknown.
+    """Return the cosine with a gradient without noise, from one with a gradient of this reliability; None if unknown.
 
     The interval does not include the error of the reliability.
     """
