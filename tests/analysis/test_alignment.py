@@ -252,7 +252,7 @@ def test_an_adapter_and_a_base_without_a_config_are_refused(trained: Path, run: 
 
 
 def test_a_run_is_measured_in_another_space_with_a_config(trained: Path, write: Any, analyze: Any) -> None:
-    """Its weights, and the task, space and es of the config."""
+    """The weights are those of the run; task, space and es are those of the config."""
     write()
     sets = [f"--set={one}" for one in ("members=8", "samples=8", "sigma=[1]")]
     (moved,) = analyze("alignment", trained / "full", "-c", "c.yaml", *sets)[1]["targets"]
