@@ -218,6 +218,7 @@ REFUSED = [
     ({}, ("samples=5",), "samples, ranks: 5"),
     ({}, ("sigma=[1, 1]",), "sigma: [1.0, 1.0]"),
     ({}, ("sigma=[0]",), "sigma: [0.0]"),
+    ({}, ("sigma=[.nan]",), "sigma: [nan]"),
     ({"reward": "nothing"}, ("members=8", "samples=4", "sigma=[1]"), "all completions of each prompt have the same"),
 ]
 

@@ -127,7 +127,7 @@ class Alignment(Analysis[Settings]):
                 raise ConfigError(f"{name}: {getattr(s, name)} is too few; set {fewest} or more")
         if s.samples % 2 or any(r < 1 for r in s.ranks):
             raise ConfigError(f"samples, ranks: {s.samples}, {list(s.ranks)}; set an even number, and ranks above 0")
-        if not s.sigma or min(s.sigma) <= 0 or len({*s.sigma}) < len(s.sigma):
+        if not s.sigma or not all(0 < times < np.inf for times in s.sigma) or len({*s.sigma}) < len(s.sigma):
             raise ConfigError(f"sigma: {list(s.sigma)}; set one or more different numbers above 0")
         resolved = {name: resolve(name, config, s) for name in targets}
         watching.count(len(targets) * (1 + max(1, len(s.ranks)) * (1 + len(s.sigma))))
