@@ -50,6 +50,7 @@ class Drawn(Finding):
 READ_ONLY = {"axes", "compare", "efficiency", "safety"}
 """Analyses that read what runs wrote, and report no progress."""
 SETTINGS = {
+    "alignment": ["members=8", "prompts=2", "samples=4", "sigma=[1, 2]"],
     "connectivity": ["points=3", "low=0", "high=1", "examples=3", "tokens=2", "sigma=0.01", "trials=3"],
     "coverage": ["temperature=[0.5]", "sigma=[0.01]", "samples=2", "examples=2", "tokens=2", "k=[1]"],
     "divergence": ["prompts=2", "tokens=1"],
@@ -68,6 +69,8 @@ def targets_of(name: str, trained: Path) -> list[str]:
         return [str(trained / "points.jsonl")]
     if name == "hacking":  # a saved mean is evaluated, a whole run is not
         return [str(sorted((trained / "lora").glob("*/generation_*"))[-1])]
+    if name == "alignment":  # an adapter is refused
+        return [str(trained / "full")]
     return [*(["base"] if name == "connectivity" else []), str(trained / "lora")]
 
 
@@ -102,7 +105,7 @@ def test_every_analysis_reports_progress_writes_finite_json_and_figures_and_repe
     assert (tree["analysis"], tree["sentences"]) == (name, list(finding.sentences)) and finding.sentences
     assert all(math.isfinite(leaf) for leaf in leaves(tree["numbers"]) if isinstance(leaf, float))
     kinds = {path.suffix for path in written}
-    assert kinds == {".json"} if name in ("distance", "divergence") else kinds >= {".json", ".png", ".svg"}
+    assert kinds == {".json"} if name in ("alignment", "distance", "divergence") else kinds >= {".json", ".png", ".svg"}
     assert json.loads(json.dumps(found.run(targets, settings).numbers)) == tree["numbers"]
 
 
@@ -185,7 +188,9 @@ def test_an_error_is_one_line(words: tuple[str, ...], expected: str, run: Run) -
     assert done.code == 2 and done.err.startswith("error: ") and expected in done.err and not done.out
 
 
-@pytest.mark.parametrize("name", ["connectivity", "coverage", "forgetting", "hacking", "robustness", "trajectory"])
+@pytest.mark.parametrize(
+    "name", ["alignment", "connectivity", "coverage", "forgetting", "hacking", "robustness", "trajectory"]
+)
 def test_a_target_given_twice_is_refused(name: str, trained: Path, run: Run) -> None:
     done = run("analyze", name, trained / "lora", trained / "lora")
     assert done.code == 2 and "twice" in done.err and not done.out
