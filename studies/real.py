@@ -52,6 +52,7 @@ import evoalign
 from evoalign.analysis.coverage.command import Coverage
 from evoalign.analysis.coverage.command import Settings as Ways
 from evoalign.config import Config, load
+from evoalign.cost.budget import totals
 from evoalign.evaluation import RIGHT, Evaluation, evaluate
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
@@ -75,7 +76,7 @@ OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
 CHOICE = 100
 """The first seed of runs that choose a setting."""
-SECONDS = {"p": 150, "r": 150, "step": 90, "mix": 90, "long": 480}
+SECONDS = {"p": 300, "r": 150, "step": 90, "mix": 90, "long": 480}
 CHOOSING = {"p": 60, "r": 90, "mix": 20}
 CHOICES = {
     ("p", "grpo"): ("1e-5", "3e-5", "1e-4"), ("r", "es"): ("0.25", "0.5", "1"),
@@ -110,7 +111,7 @@ class Study:
         """Return the config of a job; `sections` replace the study's own settings."""
         tree: dict[str, Any] = {
             "output_dir": str(self.to / output),
-            "task": {"name": of, "validation_size": 200, **(COUNTDOWN if of == "countdown" else {})},
+            "task": {"name": of, "batch_size": 16, "validation_size": 200, **(COUNTDOWN if of == "countdown" else {})},
             "model": {"name": str(self.model)},
             "space": "lowrank",
             "es": {"num_generations": 100, "population_size": 64, "sigma": 0.002, "learning_rate": 0.001},
@@ -370,7 +371,7 @@ def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
     return {
         "config": config.model_dump(mode="json"),
         "run": str(folder),
-        "cost": metrics[-1]["budget"],
+        "cost": totals(metrics)[0].as_dict(),
         "validation": found.get("validation"),
         "alarms": found.get("alarms"),
         "generations": [kept(row) for row in metrics],
@@ -416,7 +417,8 @@ def steps_of(study: Study, job: str, seconds: float) -> int:
     file = study.file("/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE))))
     each = 4.0
     if file.is_file():
-        rows = json.loads(file.read_text(encoding="utf-8"))["generations"][1:]
+        rows = json.loads(file.read_text(encoding="utf-8"))["generations"]
+        rows = rows[1:] or rows
         each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
     return max(3, round(seconds / each))
 
@@ -437,11 +439,11 @@ def do(study: Study, job: str) -> None:
         case ["p", ("lora" | "lowrank") as space, task, seed]:
             es(study, job, task, int(seed), space=space, es=settings(study, space, task, 0.5), **ADAPTER.get(space, {}))
         case ["r", "es", eta, task, seed] | ["step", eta, task, seed]:
-            prompts = {"task": {"batch_size": 8 if job.startswith("r") else 16}}
+            prompts = {"task": {"batch_size": 8}} if job.startswith("r") else {}
             es(study, job, task, int(seed), es=settings(study, "lowrank", task, float(eta)), **prompts)
         case ["long", tokens, weights, seed]:
             most = {"max_tokens": int(tokens)}
-            own = {"batch_size": 16, "reward_weights": [float(w) for w in weights.split(",")]}
+            own = {"reward_weights": [float(w) for w in weights.split(",")]}
             own_es = settings(study, "lowrank", "countdown", 0.5) | {"population_size": 128}
             es(study, job, "countdown", int(seed), es=own_es, task=own, sampling=most, evaluation=most)
         case ["mix", "es", temperature, task, seed]:

@@ -14,6 +14,7 @@ import torch
 from evoalign import tracking
 from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, refuse_differences
+from evoalign.baselines.served import wants_copy
 from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
 from evoalign.cost import estimate
@@ -44,7 +45,7 @@ LARGE = 100e6
 class Memory:
     """Bytes that a process holds throughout training, without activations.
 
-    `moments` is None for an optimizer that is not counted.
+    `moments` is None for an optimizer that is not counted. `served` is the copy for completions.
     """
 
     weights: int
@@ -52,11 +53,12 @@ class Memory:
     gradients: int
     moments: int | None
     reference: int
+    served: int
 
     @property
     def kept(self) -> int:
         """Sum of all known parts."""
-        return self.weights + self.adapter + self.gradients + (self.moments or 0) + self.reference
+        return self.weights + self.adapter + self.gradients + (self.moments or 0) + self.reference + self.served
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
@@ -108,6 +110,7 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
     is_adapter = config.grpo.tune == "lora"
     each = 4 if is_adapter else size
     count, slots = trained(config, specs), SLOTS.get(config.grpo.by_name["optim"])
+    own = config.grpo.rollouts != "trl" and wants_copy(config, on_cpu=settings.trains_on_cpu(config))
     copies = (config.grpo.beta > 0 and not is_adapter) + (config.checks.kl_every > 0)
     return Memory(
         weights=size * parameters(specs),
@@ -115,6 +118,7 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
         gradients=each * count,
         moments=None if slots is None else slots * each * count,
         reference=copies * size * parameters(specs),
+        served=2 * parameters(specs) if own else 0,
     )
 
 
@@ -216,6 +220,7 @@ def memory_words(config: Config, need: Memory) -> str:
     causes = ["grpo.beta"] if config.grpo.beta > 0 and config.grpo.tune == "full" else []
     causes += ["checks.kl_every"] if config.checks.kl_every else []
     parts += [f"copies of the base model {gib(need.reference)} ({' and '.join(causes)})"] if need.reference else []
+    parts += [f"copy for completions {gib(need.served)}"] if need.served else []
     return f"{gib(need.kept)} per process: {', '.join(parts)}; without activations and completions"
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 
 from evoalign import evaluation, evolve
 from evoalign.baselines import settings
+from evoalign.baselines.served import Served, served
 from evoalign.baselines.trainer_state import last_state
 from evoalign.checks import divergence
 from evoalign.checks.distance import Distance, distance_of
@@ -81,8 +82,11 @@ class EngineRollouts:
     Each completion of a step has its own seed. A step may request several rounds, whose seeds continue the numbering.
     """
 
-    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool) -> None:
-        self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
+    def __init__(
+        self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool, copy: Served | None
+    ) -> None:
+        self.config, self.tokens, self.model, self.mixed, self.copy = config, tokens, model, mixed, copy
+        self.engine = engine if copy is None else copy.engine
         self.sampling = Sampling(longest, config.grpo.temperature, config.grpo.top_p)
         self._step, self._requested = -1, 0
 
@@ -98,7 +102,9 @@ class EngineRollouts:
 
     def output(self, encoded: Sequence[tuple[int, ...]], plan: Plan, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the completions in the form of TRL, by request and member."""
-        with generating(self.model, mixed=self.mixed):
+        if self.copy is not None:
+            self.copy.refresh()
+        with generating(self.model, mixed=self.mixed) if self.copy is None else nullcontext():
             found = sorted(collect(self.engine, plan, requests), key=lambda r: (r.request, r.member.index))
         logprobs = None if any(r.logprobs is None for r in found) else [list(r.logprobs or ()) for r in found]
         ids = [list(r.token_ids) for r in found]
@@ -109,18 +115,26 @@ class MemberRollouts(EngineRollouts):
     """Groups with one greedy completion of each member; all prompts of a step use the same members."""
 
     def __init__(
-        self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool, space: Space
+        self,
+        config: Config,
+        engine: Engine,
+        tokens: Tokens,
+        model: Any,
+        longest: int,
+        mixed: bool,
+        copy: Served | None,
+        space: Space,
     ) -> None:
         if space.carrier != "adapter":
             raise ConfigError(
                 f"grpo.rollouts: es needs members that share a batch: set space: lora or lowrank, not {space.name}"
             )
-        super().__init__(config, engine, tokens, model, longest, mixed)
+        super().__init__(config, engine, tokens, model, longest, mixed, copy)
         self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)
         self.sampling = Sampling(longest)
         with torch.no_grad():
-            self.layout: Layout = layout_of(space, engine.specs(), engine.dtype)
-            engine.start(space, self.layout, None, False)
+            self.layout: Layout = layout_of(space, self.engine.specs(), self.engine.dtype)
+            self.engine.start(space, self.layout, None, False)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Return the output of TRL's `rollout_func`, with each token's log-probability under its member.
@@ -288,11 +302,11 @@ class Policy:
         """Return the function that generates completions; None if TRL does."""
         if self.config.grpo.rollouts == "trl":
             return None
-        own = (self.config, self.engine, self.tokens, self.model, self.longest, self.mixed)
+        own = (self.tokens, self.model, self.longest, self.mixed, served(self.config, self.tokens, self.model))
         if self.config.grpo.rollouts == "engine":
-            return EngineRollouts(*own)
+            return EngineRollouts(self.config, self.engine, *own)
         # A second engine, so that the members' hooks do not affect evaluation.
-        return MemberRollouts(self.config, self._engine(), *own[2:], create_space(self.config))
+        return MemberRollouts(self.config, self._engine(), *own, create_space(self.config))
 
     def _generation_flops(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int]) -> int | None:
         """Return the FLOPs of completions by evoalign's engine; None if TRL generates or the model is unknown."""

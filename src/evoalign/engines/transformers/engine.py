@@ -116,6 +116,11 @@ class TransformersEngine(KeepsMean):
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the static decoder completes."""
+        return self._static is not None
+
     def specs(self) -> list[TensorSpec]:
         return specs_of(self.model, mean_abs)
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second copy of the policy for GRPO's completions, with the static decoder.
+
+The model that is trained completes by transformers' own forward: on a GPU 30 to 60 ms per token at any batch size. The
+static decoder needs weights of one dtype, without adapters. Its copy is set from the policy before each round. In mixed
+precision the copy is bfloat16, as is the policy's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from evoalign.baselines import settings
+from evoalign.config import Config
+from evoalign.engines.transformers.engine import TransformersEngine
+from evoalign.engines.transformers.settings import TransformersConfig
+from evoalign.errors import NotFiniteError
+from evoalign.models.tensors import tensors_of
+from evoalign.tokens import Tokens
+
+
+class Served:
+    """An engine with a copy of a policy, a transformers or PEFT model."""
+
+    def __init__(self, engine: TransformersEngine, policy: Any) -> None:
+        self.engine, self._policy = engine, policy
+        self._tensors = tensors_of(engine.model)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Set the copy's weights to those of the policy, with its adapter merged. Raises NotFiniteError."""
+        for name, tensor in _merged(self._policy):
+            self._tensors[name].copy_(tensor)
+        if bad := next((name for name, tensor in self._tensors.items() if not tensor.isfinite().all()), None):
+            raise NotFiniteError(f"{bad}: the trained weights are not finite; lower grpo.learning_rate")
+
+
+def wants_copy(config: Config, *, on_cpu: bool) -> bool:
+    """Return whether completions come from a copy, if the static decoder supports the model.
+
+    `engine.decoder: auto` makes one for mixed precision on a GPU, `static` anywhere.
+    """
+    decoder = config.engine.decoder if isinstance(config.engine, TransformersConfig) else "auto"
+    return decoder == "static" or (decoder == "auto" and not on_cpu and settings.mixed(config, on_cpu=on_cpu))
+
+
+def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
+    """Return a copy of the policy; None where the policy itself completes.
+
+    Raises ConfigError with `engine.decoder: static` for a model that the static decoder does not support.
+    """
+    on_cpu = policy.device.type == "cpu"
+    if not wants_copy(config, on_cpu=on_cpu):
+        return None
+    dtype = "bfloat16" if settings.mixed(config, on_cpu=on_cpu) else str(policy.dtype).removeprefix("torch.")
+    own = config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig()
+    model = config.model.model_copy(update={"dtype": dtype})
+    engine = TransformersEngine(config.model_copy(update={"engine": own, "model": model}), tokens)
+    if engine.is_static:
+        return Served(engine, policy)
+    engine.close()
+    return None
+
+
+def _merged(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the weights by checkpoint name, those of adapted layers with the adapter's product added."""
+    bare = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    adapted = {f"{name}.weight": m for name, m in bare.named_modules() if hasattr(m, "lora_A")}
+    for name, tensor in tensors_of(bare).items():
+        if ".lora_" not in name:
+            name = name.replace(".base_layer.", ".")
+            layer = adapted.get(name)
+            yield name, tensor if layer is None else tensor + layer.get_delta_weight("default").to(tensor.dtype)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy of the policy that completes for GRPO with the static decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_runs import completions
+from test_grpo import config, run
+
+from evoalign import tokens
+from evoalign.baselines.planning import dry_run
+from evoalign.baselines.served import served, wants_copy
+from evoalign.config import from_dict
+from evoalign.engines.transformers.engine import load_model
+from evoalign.errors import ConfigError, NotFiniteError
+
+pytest.importorskip("trl")
+
+
+def settings(output: Path, **engine: Any) -> Any:
+    return from_dict(config(output, engine={"name": "transformers", **engine}))
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_refresh_gives_the_copy_the_logits_of_the_policy(tune: str, tmp_path: Path) -> None:
+    own = settings(tmp_path / "run", decoder="static")
+    model = load_model(own.model, torch.float32)
+    if tune == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+    copy = served(own, tokens.load(own.model), model)
+    assert copy is not None
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        assert not torch.allclose(copy.engine.model(ids).logits, wanted, atol=0.1)
+        copy.refresh()
+        assert torch.allclose(copy.engine.model(ids).logits, wanted, atol=1e-4)
+
+
+def test_refresh_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:
+    own = settings(tmp_path / "run", decoder="static")
+    model = load_model(own.model, torch.float32)
+    copy = served(own, tokens.load(own.model), model)
+    assert copy is not None
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    with pytest.raises(NotFiniteError, match=r"layers\.1\.mlp\.up_proj.*learning_rate"):
+        copy.refresh()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollouts", ["engine", "es"])
+def test_completions_of_the_copy_follow_the_training(rollouts: str, tmp_path: Path) -> None:
+    """A copy that kept the first weights would complete otherwise from step 1 on."""
+    more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
+    grpo = {"rollouts": rollouts, "max_steps": 3, "learning_rate": 1e-2}
+    for decoder in ("library", "static"):
+        run(tmp_path / decoder, grpo=grpo, engine={"name": "transformers", "decoder": decoder}, **more)
+    texts = [[[c["text"] for c in completions(tmp_path / d, step)] for step in range(3)] for d in ("library", "static")]
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][2]
+
+
+def test_copy_is_made_in_mixed_precision_on_a_gpu_or_on_request(tmp_path: Path) -> None:
+    made = {
+        (decoder, on_cpu)
+        for decoder in ("auto", "static", "library")
+        for on_cpu in (True, False)
+        if wants_copy(settings(tmp_path, decoder=decoder), on_cpu=on_cpu)
+    }
+    assert made == {("auto", False), ("static", True), ("static", False)}
+    assert not wants_copy(from_dict(config(tmp_path, model={"dtype": "bfloat16"})), on_cpu=False)
+
+
+def test_static_is_refused_for_an_unsupported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.engines.transformers.engine.obstacle", lambda _: "its head is of another kind")
+    own = settings(tmp_path, decoder="static")
+    with pytest.raises(ConfigError, match=r"engine\.decoder"):
+        served(own, tokens.load(own.model), load_model(own.model, torch.float32))
+
+
+def test_dry_run_counts_the_copy(tmp_path: Path) -> None:
+    lines = [
+        "\n".join(dry_run(config(tmp_path / "run", engine={"name": "transformers", "decoder": d})))
+        for d in ("static", "library")
+    ]
+    assert ["copy for completions" in text for text in lines] == [True, False]
