@@ -31,7 +31,7 @@ GENERATED = [name for name, task in TASKS.items() if issubclass(task, Generated)
 each = pytest.mark.parametrize("name", GENERATED)
 HASHES = {
     "constraints": "0adef5117bad3cf42c29d69a76a15f8e5e008c8e97b40c6de93f46c6484e40ab",
-    "tool_calls": "d4e6c31b0cc003284abc01e45bd0a5826b7acf115aed93deca4e433a618390bc",
+    "tool_calls": "134a2807e18cde28739e8ccd6af5b3d6f3b4a785d7041514ce42b22da5a0d90a",
     "word_problems": "0b43c0959000e06a49a80322d54eaae23cf6246b3241af2a12064c27f1dcade4",
 }
 """SHA-256 of the default prompts and gold answers of all splits, as JSON."""
@@ -137,7 +137,20 @@ def test_no_prompt_of_training_shows_the_schema_of_an_unseen_function():
     unseen = {json.loads(row["answer"])["name"] for row in data.test if row["unseen"]}
     shown = set().union(*map(named, [*data.train, *data.validation]))
     assert len(shown) == 8 and not shown & unseen
-    assert all(len(named(row)) == 4 and json.loads(row["answer"])["name"] in named(row) for row in rows("tool_calls"))
+    assert all(len(named(row)) == 8 and json.loads(row["answer"])["name"] in named(row) for row in rows("tool_calls"))
+    assert {row["functions"] for row in data.test if not row["unseen"]} == {data.train[0]["functions"]}
+    (mixed,) = {row["functions"] for row in data.test if row["unseen"]}
+    assert len(shown & {json.loads(line)["name"] for line in mixed.splitlines()}) == 4
+
+
+def test_training_prompts_of_tool_calls_share_their_beginning_and_name_no_unseen_function():
+    task, data = create(TaskConfig(name="tool_calls")), splits("tool_calls")
+    prompts = [text_of(task.prompt(row)) for row in [*data.train, *data.validation]]
+    pairs = enumerate(zip(min(prompts), max(prompts), strict=False))
+    shared = next(place for place, (one, other) in pairs if one != other)
+    assert shared >= 0.8 * np.mean([*map(len, prompts)])
+    unseen = {json.loads(row["answer"])["name"] for row in data.test if row["unseen"]}
+    assert not any(name in prompt for prompt in prompts for name in unseen)
 
 
 CALL = {"name": "order", "arguments": {"from": "A", "amount": {"value": 20, "unit": "kg"}, "times": ["08:00", "9"],

@@ -9,7 +9,9 @@ too. A code fence around the whole text is taken off first; other text before or
 compared exactly (20 equals 20.0, and "20" equals neither), text letter by letter, and lists in order.
 
 Training and validation rows use 8 of the functions in `tool_rows`, test rows all 12: the measures `seen` and `unseen`
-are `exact` for either kind. Each prompt has the schemas of four functions.
+are `exact` for either kind. A prompt has the rules, eight schemas, and the request. The schemas are those of the 8
+functions; in test rows of unseen functions, those of four of them and of the four unseen ones. So all training prompts
+have the same text before the request, as in an assistant with a fixed list of tools.
 
     evoalign train configs/tool_calls.yaml
 """
@@ -27,18 +29,18 @@ from evoalign.errors import DataError
 from evoalign.rewards.objective import WeightedSum
 from evoalign.tasks.base import Split
 from evoalign.tasks.generated import Draw, Generated, texts_of
-from evoalign.tasks.tool_rows import FUNCTIONS, SHOWN, UNSEEN, schema
+from evoalign.tasks.tool_rows import SCHEMAS, SEEN, UNSEEN
 from evoalign.types import Example
 
 _FENCE = re.compile(r"```[ \t]*(?:[A-Za-z][\w+-]*)?(?=[\s{])")
 """Beginning of a fence, with or without the name of a language."""
-PROMPT = """You can call these functions:
-{functions}
-
-Write the call that does what the request below asks, as one JSON object and nothing else:
+PROMPT = """Write the call that does what the request at the end asks, as one JSON object and nothing else:
 {{"name": "FUNCTION", "arguments": {{...}}}}
 Give every argument of the function. An argument that the request does not mention has its default. Dates are \
 YYYY-MM-DD and times HH:MM (24 hours). Lists keep the order of the request. Copy text in quotes without the quotes.
+
+You can call these functions:
+{functions}
 
 Request: {request}"""
 
@@ -56,13 +58,11 @@ class ToolCalls(Generated):
     @classmethod
     def draw(cls, draw: Draw, split: Split) -> Example:
         is_unseen = split == "test" and draw.chance(50)
-        function = draw.one([f for f in FUNCTIONS if (f.name in UNSEEN) == is_unseen])
-        others = [f for f in FUNCTIONS if f is not function and (is_unseen or f.name not in UNSEEN)]
-        shown = draw.some([function, *draw.some(others, SHOWN - 1)], SHOWN)
+        function = draw.one(UNSEEN if is_unseen else SEEN)
         request, arguments = function.make(draw)
         return {
             "request": request,
-            "functions": "\n".join(map(schema, shown)),
+            "functions": SCHEMAS[is_unseen],
             "answer": json.dumps({"name": function.name, "arguments": arguments}),
             "unseen": is_unseen,
         }

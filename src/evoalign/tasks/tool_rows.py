@@ -16,11 +16,6 @@ from typing import Any, TypeAlias
 
 from evoalign.tasks.generated import NAMES, Draw
 
-UNSEEN = frozenset({"order_ride", "create_invoice", "add_medication", "rent_vehicle"})
-"""Functions of test rows alone; no other prompt has their schemas."""
-SHOWN = 4
-"""Number of schemas in a prompt."""
-
 Request: TypeAlias = tuple[str, dict[str, Any]]
 """A request and the right arguments."""
 CITIES = (
@@ -52,11 +47,10 @@ class Function:
         return request, arguments
 
 
-def schema(function: Function) -> str:
-    """Return the schema of a function in a line of JSON."""
-    return json.dumps(
-        {"name": function.name, "description": function.purpose, "arguments": function.arguments}, ensure_ascii=False
-    )
+def schemas(functions: Sequence[Function]) -> str:
+    """Return the schemas of functions, each in a line of JSON."""
+    found = [{"name": f.name, "description": f.purpose, "arguments": f.arguments} for f in functions]
+    return "\n".join(json.dumps(one, ensure_ascii=False) for one in found)
 
 
 def _day(draw: Draw) -> date:
@@ -352,4 +346,7 @@ FUNCTIONS = (
         "insurance": "boolean; default false",
     }, _rental),
 )  # fmt: skip
-"""All functions, the unseen ones last."""
+SEEN, UNSEEN = FUNCTIONS[:8], FUNCTIONS[8:]
+"""Functions of all splits, and functions of test rows alone: no other prompt has their schemas."""
+SCHEMAS = {False: schemas(SEEN), True: schemas([*SEEN[4:], *UNSEEN])}
+"""Schemas in a prompt, by whether its function is unseen. They are fixed, so that prompts share a beginning."""
