@@ -22,6 +22,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
 | `coverage/TASK` | `evoalign analyze coverage` of seed 0 of `r` |
+| `alignment/TASK` | `evoalign analyze alignment` of the base |
 
 A seed of 100 or more is of a choice, made on the validation split; such a run has no placebos. `best` in the place of a
 rate or eta is the one that was best there. `--wait` is for several commands at once, a GPU each: rows that another
@@ -49,6 +50,8 @@ import torch
 from rich.console import Console
 
 import evoalign
+from evoalign.analysis.alignment import Alignment
+from evoalign.analysis.alignment import Settings as Members
 from evoalign.analysis.coverage.command import Coverage
 from evoalign.analysis.coverage.command import Settings as Ways
 from evoalign.config import Config, load
@@ -360,6 +363,12 @@ def covering(study: Study, job: str, task: str) -> None:
     study.keep(job, {"coverage": [{k: v for k, v in one.items() if k != "problems"} for one in found]})
 
 
+def aligning(study: Study, job: str, task: str) -> None:
+    """Measure the cosine of the step of ES with the gradient, at the base model."""
+    config = study.config(task, es=settings(study, "lowrank", task, 0.5))
+    study.keep(job, {"alignment": Alignment().run(["base"], Members(ranks=(1, 4)), config).numbers})
+
+
 def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
     """Train, or resume; return the config, costs, generations and the evaluations before and after."""
     folder = Path(config.output_dir)
@@ -430,12 +439,9 @@ def do(study: Study, job: str) -> None:
             gate(study, job)
         case ["probe", space, task, seed]:
             probing(study, job, space, task, int(seed))
-        case ["coverage", task]:
-            covering(study, job, task)
-        case ["prompting", task]:
-            prompting(study, job, task)
-        case ["perturb", task]:
-            perturbing(study, job, task)
+        case [("prompting" | "perturb" | "coverage" | "alignment") as name, task]:
+            jobs = {"prompting": prompting, "perturb": perturbing, "coverage": covering, "alignment": aligning}
+            jobs[name](study, job, task)
         case ["p", ("lora" | "lowrank") as space, task, seed]:
             es(study, job, task, int(seed), space=space, es=settings(study, space, task, 0.5), **ADAPTER.get(space, {}))
         case ["r", "es", eta, task, seed] | ["step", eta, task, seed]:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""studies/real.py: its runs have the settings of real_plan.md, and its jobs run on the tiny model."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evoalign.config import Config
+
+sys.path.append(str(Path(__file__).parents[1] / "studies"))
+import real
+
+SMALL = (
+    "task.test_size=2", "task.validation_size=2", "task.batch_size=2", "sampling.max_tokens=2", "es.population_size=2",
+    "grpo.num_generations=2", "grpo.per_device_train_batch_size=2", "grpo.gradient_accumulation_steps=2",
+)  # fmt: skip
+
+
+def study(tmp_path: Path, *sets: str) -> real.Study:
+    rows = tmp_path / "rows"
+    options = argparse.Namespace(model="tiny", to=tmp_path / "runs", rows=rows, seconds=None, sets=[*sets], wait=0.0)
+    found = real.Study(options)
+    for space in ("lora", "lowrank"):
+        found.keep(f"probe/{space}/tool_calls/100", {"width": 0.001})
+        found.keep(f"probe/{space}/countdown/100", {"width": 0.001})
+    return found
+
+
+def planned(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return the config with which a job would train."""
+    configs: list[Config] = []
+
+    def noted(method: Any, config: Config, study: Any) -> Any:
+        configs.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(real, "trained", noted)
+    with pytest.raises(KeyboardInterrupt):
+        real.do(study(tmp_path), job)
+    return configs[0]
+
+
+@pytest.mark.parametrize(
+    ("job", "space", "members", "prompts", "eta", "seconds"),
+    [
+        ("p/lora/tool_calls/0", "lora", 64, 16, 0.5, 300),
+        ("p/lowrank/tool_calls/2", "lowrank", 64, 16, 0.5, 300),
+        ("r/es/0.25/tool_calls/100", "lowrank", 64, 8, 0.25, 90),
+        ("r/es/0.5/tool_calls/0", "lowrank", 64, 8, 0.5, 150),
+        ("step/1.5/tool_calls/1", "lowrank", 64, 16, 1.5, 90),
+        ("mix/es/0/tool_calls/0", "lowrank", 64, 8, 0.5, 90),
+        ("long/512/0,1/0", "lowrank", 128, 16, 0.5, 480),
+    ],
+)
+def test_es_runs_have_the_settings_of_the_plan(
+    job: str,
+    space: str,
+    members: int,
+    prompts: int,
+    eta: float,
+    seconds: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = planned(job, tmp_path, monkeypatch)
+    assert (config.space.name, config.es.population_size, config.task.batch_size) == (space, members, prompts)
+    assert config.es.learning_rate == pytest.approx(eta * config.es.sigma)
+    assert config.stopping is not None and config.stopping.max_hours == pytest.approx(seconds / 3600)
+    assert not config.es.antithetic and config.es.shaping == "zscore"
+
+
+@pytest.mark.parametrize(
+    ("job", "group", "rate", "tune"),
+    [
+        ("p/grpo/3e-5/tool_calls/0", 8, 3e-5, "lora"),
+        ("r/grpo/1e-6/tool_calls/0", 16, 1e-6, "full"),
+        ("r/random/1e-6/tool_calls/0", 16, 1e-6, "full"),
+        ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full"),
+    ],
+)
+def test_grpo_runs_have_the_settings_of_the_plan(
+    job: str, group: int, rate: float, tune: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grpo = planned(job, tmp_path, monkeypatch).grpo
+    assert (grpo.num_generations, grpo.learning_rate, grpo.tune, grpo.beta) == (group, rate, tune, 0)
+    assert grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps == 128
+    assert (grpo.reward == "random") == ("random" in job)
+
+
+def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> None:
+    found = study(tmp_path)
+    for eta, right in {"0.25": 0.3, "0.5": 0.5, "1": 0.4}.items():
+        found.keep(f"r/es/{eta}/tool_calls/100", {"validation": {"after": {"right": right}}})
+    assert found.chosen("r/es/best/tool_calls/3") == "r/es/0.5/tool_calls/3"
+    assert found.chosen("gate") == "gate"
+
+
+@pytest.mark.long
+def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    small = study(tmp_path, *SMALL)
+    small.seconds = 0.1
+    for job in (
+        "gate", "prompting/tool_calls", "p/lora/tool_calls/0", "perturb/tool_calls", "r/es/0.5/tool_calls/0",
+        "r/grpo/1e-6/tool_calls/0",
+    ):  # fmt: skip
+        real.do(small, job)
+        assert small.file(job).is_file()
+    run = json.loads(small.file("r/es/0.5/tool_calls/0").read_text())
+    assert {*run["reached"]} == {"base", "run", *(f"placebo {k}" for k in range(5))}
+    assert run["cost"]["completions"] == sum(row["budget"]["completions"] for row in run["generations"])
+    assert run["sampled"][0]["ways"]
