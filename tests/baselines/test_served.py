@@ -13,7 +13,7 @@ from test_grpo import config, run
 
 from evoalign import tokens
 from evoalign.baselines.planning import dry_run
-from evoalign.baselines.served import served, wants_copy
+from evoalign.baselines.served import engine_of, served
 from evoalign.config import from_dict
 from evoalign.engines.transformers.engine import load_model
 from evoalign.errors import ConfigError, NotFiniteError
@@ -75,10 +75,13 @@ def test_copy_is_made_in_mixed_precision_on_a_gpu_or_on_request(tmp_path: Path) 
         (decoder, on_cpu)
         for decoder in ("auto", "static", "library")
         for on_cpu in (True, False)
-        if wants_copy(settings(tmp_path, decoder=decoder), on_cpu=on_cpu)
+        if engine_of(settings(tmp_path, decoder=decoder), on_cpu=on_cpu) is not None
     }
     assert made == {("auto", False), ("static", True), ("static", False)}
-    assert not wants_copy(from_dict(config(tmp_path, model={"dtype": "bfloat16"})), on_cpu=False)
+    assert engine_of(from_dict(config(tmp_path, model={"dtype": "bfloat16"})), on_cpu=False) is None
+    server = from_dict(config(tmp_path, engine="vllm"))
+    found = [engine_of(server, on_cpu=on_cpu) for on_cpu in (False, True)]
+    assert [engine is None or engine.name for engine in found] == ["transformers", True]
 
 
 def test_static_is_refused_for_an_unsupported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from evoalign.baselines import settings
 from evoalign.config import Config
+from evoalign.config.engines import EngineSettings
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.engines.transformers.settings import TransformersConfig
 from evoalign.errors import NotFiniteError
 from evoalign.models.tensors import tensors_of
 from evoalign.tokens import Tokens
@@ -38,13 +38,9 @@ class Served:
             raise NotFiniteError(f"{bad}: the trained weights are not finite; lower grpo.learning_rate")
 
 
-def wants_copy(config: Config, *, on_cpu: bool) -> bool:
-    """Return whether completions come from a copy, if the static decoder supports the model.
-
-    `engine.decoder: auto` makes one for mixed precision on a GPU, `static` anywhere.
-    """
-    decoder = config.engine.decoder if isinstance(config.engine, TransformersConfig) else "auto"
-    return decoder == "static" or (decoder == "auto" and not on_cpu and settings.mixed(config, on_cpu=on_cpu))
+def engine_of(config: Config, *, on_cpu: bool) -> EngineSettings | None:
+    """Return the engine in which a copy would complete; None if the policy itself does."""
+    return config.engine.for_copy(mixed_on_gpu=not on_cpu and settings.mixed(config, on_cpu=on_cpu))
 
 
 def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
@@ -53,10 +49,10 @@ def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     Raises ConfigError with `engine.decoder: static` for a model that the static decoder does not support.
     """
     on_cpu = policy.device.type == "cpu"
-    if not wants_copy(config, on_cpu=on_cpu):
+    own = engine_of(config, on_cpu=on_cpu)
+    if own is None:
         return None
     dtype = "bfloat16" if settings.mixed(config, on_cpu=on_cpu) else str(policy.dtype).removeprefix("torch.")
-    own = config.engine if isinstance(config.engine, TransformersConfig) else TransformersConfig()
     model = config.model.model_copy(update={"dtype": dtype})
     engine = TransformersEngine(config.model_copy(update={"engine": own, "model": model}), tokens)
     if engine.is_static:

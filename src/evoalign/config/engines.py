@@ -122,6 +122,13 @@ class EngineSettings(Section):
         """Return the engine for a model that is trained in this process: this one, or else the default one."""
         return self if self.serves_here else ENGINES[DEFAULT].model_validate({})
 
+    def for_copy(self, *, mixed_on_gpu: bool) -> EngineSettings | None:
+        """Return the engine in which a copy of a model in training completes for it; None if the model itself does.
+
+        `mixed_on_gpu`: the training is in mixed precision on a GPU.
+        """
+        return None if self.serves_here else ENGINES[DEFAULT].model_validate({}).for_copy(mixed_on_gpu=mixed_on_gpu)
+
 
 class UnreadEngine(EngineSettings):
     """Unchecked settings of a custom engine, whose code has not been imported."""

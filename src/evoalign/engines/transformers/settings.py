@@ -129,6 +129,10 @@ class TransformersConfig(EngineSettings):
         """Return settings for models that are compared with one in training, which `library` decodes."""
         return self.model_copy(update={"decoder": "library"})
 
+    def for_copy(self, *, mixed_on_gpu: bool) -> EngineSettings | None:
+        """Return these settings where the static decoder completes."""
+        return self if self.decoder == "static" or (self.decoder == "auto" and mixed_on_gpu) else None
+
     def held(
         self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
     ) -> MemoryUse:
