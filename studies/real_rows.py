@@ -141,8 +141,9 @@ class Run:
         return [*found, {**self.cost, "exact": float(self.after.mean()), "kl": self.kl}]
 
     def within(self, name: str, most: float) -> float:
-        """Return the exact share of the last evaluation within a number of `seconds` or `completions`."""
-        return [point["exact"] for point in self.curve() if point[name] <= most][-1]
+        """Return the exact share at a number of `seconds` or `completions`, between evaluations by a straight line."""
+        curve = self.curve()
+        return float(np.interp(most, [point[name] for point in curve], [point["exact"] for point in curve]))
 
 
 class Study:
