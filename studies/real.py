@@ -92,8 +92,8 @@ PARTS = {
     "budget": ("completions", "generated_tokens", "wall_seconds"),
 }
 """What is kept of parts of a generation's row."""
-SEEN_EVERY = {"es": (5, 20), "grpo": (5, 10)}
-"""Generations between evaluations, and between measurements of the KL, in `r`: GRPO has the completions of five to ten
+SEEN_EVERY = {"es": (5, 20), "grpo": (10, 10)}
+"""Generations between evaluations, and between measurements of the KL, in `r`. GRPO has the completions of few
 generations of ES in all."""
 PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
 MIX_RATE = 2e-6
@@ -392,6 +392,7 @@ def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
         "cost": totals(metrics)[0].as_dict(),
         "validation": found.get("validation"),
         "alarms": found.get("alarms"),
+        "divergence": found.get("divergence"),
         "generations": [kept(row) for row in metrics],
         "before": seen(result.before),
         "after": seen(result.after),

@@ -113,9 +113,9 @@ class Run:
 
     @property
     def kl(self) -> float | None:
-        """KL from the base, nats per token, in the last generation that measured it."""
-        found = [g["divergence"]["exact"] for g in self.row["generations"] if g.get("divergence")]
-        return found[-1] if found else None
+        """KL of the trained model from the base, nats per token; None if it was not measured."""
+        found = self.row.get("divergence") or self.row["generations"][-1].get("divergence")
+        return found["exact"] if found else None
 
     @cached_property
     def spent(self) -> list[dict[str, float]]:

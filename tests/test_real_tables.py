@@ -162,6 +162,14 @@ def test_curve_adds_the_costs_of_generations() -> None:
     assert run.within("completions", 45) == pytest.approx(0.2) and run.within("seconds", 16.0) == run.after.mean()
 
 
+def test_kl_is_that_of_the_trained_model() -> None:
+    """The last exact share stands next to the KL of the same weights, not to an earlier one."""
+    row = trained("r/es/0.5/tool_calls/0", [0] * ITEMS, [1] * ITEMS, generations=generations(7, 4))
+    early, end = Run.of(row), Run.of(row | {"divergence": {"exact": 0.5}})
+    assert early is not None and early.kl is None
+    assert end is not None and end.curve()[-1]["kl"] == 0.5
+
+
 def test_within_a_few_completions_is_between_evaluations() -> None:
     """GRPO's completions are over before ES is first evaluated, when it is no longer the base model."""
     run = Run.of(trained("r/es/0.5/tool_calls/0", [0] * ITEMS, [1] * ITEMS, generations=generations(8, 4, 0.6)))
