@@ -44,6 +44,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -91,8 +92,9 @@ PARTS = {
     "budget": ("completions", "generated_tokens", "wall_seconds"),
 }
 """What is kept of parts of a generation's row."""
-SEEN_EVERY = {"es": 20, "grpo": 10}
-"""Generations between evaluations, and measurements of the KL, in `r`."""
+SEEN_EVERY = {"es": (5, 20), "grpo": (10, 10)}
+"""Generations between evaluations, and between measurements of the KL, in `r`. GRPO has the completions of few
+generations of ES in all."""
 PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
 MIX_RATE = 2e-6
 """Rate of GRPO in `mix`."""
@@ -271,12 +273,11 @@ def perturbing(study: Study, job: str, task: str) -> None:
     parts = assemble(study.config(task))
     try:
         rows = parts.data.of("validation")
-        count = max(1, int(budget / len(rows) / len(WIDTHS) / 64))
-        scores: list[tuple[float, float, int, int]] = []
-        for width in WIDTHS:
-            for chunk in range(count):
-                plan = Plan(chunk, width, population(64))
-                scores += [(value, width, chunk, m) for m, value in enumerate(exactness(parts, plan, rows))]
+        scores = [
+            (value, plan.sigma, plan.generation, m)
+            for plan in perturbations(budget / len(rows))
+            for m, value in enumerate(exactness(parts, plan, rows))
+        ]
         best, width, chunk, member = max(scores)
         plan = Plan(chunk, width, population(64)[member : member + 1])
         right = exactness(parts, plan, parts.data.test, by_example=True)
@@ -287,9 +288,17 @@ def perturbing(study: Study, job: str, task: str) -> None:
         job,
         {
             "width": width, "perturbations": len(scores), "validation": best, "base_validation": own, "right": right,
-            "by_width": {f"{w:g}": sum(s[0] for s in scores if s[1] == w) / (64 * count) for w in WIDTHS},
+            "by_width": {f"{w:g}": fmean(s[0] for s in scores if s[1] == w) for w in WIDTHS},
         },
     )  # fmt: skip
+
+
+def perturbations(number: float) -> list[Plan]:
+    """Return plans of at most 64 members for this number of perturbations, in equal parts of each width."""
+    each = max(1, round(number / len(WIDTHS)))
+    return [
+        Plan(chunk, width, population(64)[: each - 64 * chunk]) for width in WIDTHS for chunk in range(-(-each // 64))
+    ]
 
 
 def exactness(parts: Parts, plan: Plan, examples: Sequence[Example], *, by_example: bool = False) -> list[float]:
@@ -338,8 +347,8 @@ def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any
     """Return the settings of a run, which is also evaluated during training if it is a final one of `r`."""
     if not job.startswith("r/") or int(job.rpartition("/")[2]) >= CHOICE:
         return dict(sections)
-    every = SEEN_EVERY[method]
-    return {**sections, "evaluation": {"every": every}, "checks": {"kl_every": every}}
+    every, kl_every = SEEN_EVERY[method]
+    return {**sections, "evaluation": {"every": every}, "checks": {"kl_every": kl_every}}
 
 
 def ended(job: str, config: Config) -> dict[str, Any]:
@@ -383,6 +392,7 @@ def trained(method: Any, config: Config, study: Study) -> dict[str, Any]:
         "cost": totals(metrics)[0].as_dict(),
         "validation": found.get("validation"),
         "alarms": found.get("alarms"),
+        "divergence": found.get("divergence"),
         "generations": [kept(row) for row in metrics],
         "before": seen(result.before),
         "after": seen(result.after),

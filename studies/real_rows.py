@@ -113,9 +113,9 @@ class Run:
 
     @property
     def kl(self) -> float | None:
-        """KL from the base, nats per token, in the last generation that measured it."""
-        found = [g["divergence"]["exact"] for g in self.row["generations"] if g.get("divergence")]
-        return found[-1] if found else None
+        """KL of the trained model from the base, nats per token; None if it was not measured."""
+        found = self.row.get("divergence") or self.row["generations"][-1].get("divergence")
+        return found["exact"] if found else None
 
     @cached_property
     def spent(self) -> list[dict[str, float]]:
@@ -141,8 +141,9 @@ class Run:
         return [*found, {**self.cost, "exact": float(self.after.mean()), "kl": self.kl}]
 
     def within(self, name: str, most: float) -> float:
-        """Return the exact share of the last evaluation within a number of `seconds` or `completions`."""
-        return [point["exact"] for point in self.curve() if point[name] <= most][-1]
+        """Return the exact share at a number of `seconds` or `completions`, between evaluations by a straight line."""
+        curve = self.curve()
+        return float(np.interp(most, [point[name] for point in curve], [point["exact"] for point in curve]))
 
 
 class Study:

@@ -185,9 +185,10 @@ def drift_share(runs: Sequence[Run]) -> str:
     """Return the mean gain of the placebos over the runs' gain, over seeds and items."""
     start = np.stack([run.before for run in runs])
     drift = np.stack([run.placebos.mean(0) for run in runs]) - start
-    found = statistics.ratio(drift, stacked(runs) - start)
-    if np.isnan(found.mean):
+    gain = stacked(runs) - start
+    if gain.mean() <= 0:
         return "no gain"
+    found = statistics.ratio(drift, gain)
     return f"{found.mean:.2f}" + ("" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})")
 
 
@@ -214,7 +215,10 @@ def sampled(run: Run, name: str | None) -> str:
 
 
 def es_less_grpo(study: Study, task: str) -> Iterator[Line]:
-    """Yield ES less GRPO: the endpoint, pass@1, and the exact share at parts of the seconds and equal completions."""
+    """Yield ES less GRPO: the endpoint, pass@1, and the exact share at parts of the seconds and equal completions.
+
+    The shares at parts are between evaluations, see `Run.within`.
+    """
     es, grpo = study.find("r", "es", task), study.find("r", "grpo", task)
     if not es or not grpo:
         return

@@ -99,6 +99,12 @@ def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> N
     assert found.chosen("gate") == "gate"
 
 
+def test_perturbations_are_as_many_as_the_budget_has() -> None:
+    plans = real.perturbations(306.6)
+    assert sum(len(plan.members) for plan in plans) == 306
+    assert {plan.sigma for plan in plans} == {*real.WIDTHS} and max(len(plan.members) for plan in plans) == 64
+
+
 @pytest.mark.long
 def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     pytest.importorskip("trl")

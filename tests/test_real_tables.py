@@ -159,7 +159,30 @@ def test_curve_adds_the_costs_of_generations() -> None:
     assert run is not None
     assert [point["seconds"] for point in run.curve()] == [0.0, 4.0, 8.0, 12.0, 16.0]
     assert [point["kl"] for point in run.curve()[:2]] == [0.0, 0.01]
-    assert run.within("completions", 45) == 0.2 and run.within("seconds", 16.0) == run.after.mean()
+    assert run.within("completions", 45) == pytest.approx(0.2) and run.within("seconds", 16.0) == run.after.mean()
+
+
+def test_kl_is_that_of_the_trained_model() -> None:
+    """The last exact share stands next to the KL of the same weights, not to an earlier one."""
+    row = trained("r/es/0.5/tool_calls/0", [0] * ITEMS, [1] * ITEMS, generations=generations(7, 4))
+    early, end = Run.of(row), Run.of(row | {"divergence": {"exact": 0.5}})
+    assert early is not None and early.kl is None
+    assert end is not None and end.curve()[-1]["kl"] == 0.5
+
+
+def test_within_a_few_completions_is_between_evaluations() -> None:
+    """GRPO's completions are over before ES is first evaluated, when it is no longer the base model."""
+    run = Run.of(trained("r/es/0.5/tool_calls/0", [0] * ITEMS, [1] * ITEMS, generations=generations(8, 4, 0.6)))
+    assert run is not None
+    assert run.within("completions", 20) == pytest.approx(0.3)
+
+
+def test_drift_share_is_no_gain_where_the_runs_lost(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    placebos = [drawn(rng, 0.4) for _ in range(3)]
+    rows = [trained(f"p/lora/tool_calls/{seed}", [1] * ITEMS, drawn(rng, 0.3), placebos) for seed in range(3)]
+    lines = written(tmp_path, rows)["p_contrasts_tool_calls"]
+    assert cells(lines, "mean placebo's gain over the gain of ES lora")[2] == "no gain"
 
 
 def test_mix_has_planted_effects(tmp_path: Path) -> None:

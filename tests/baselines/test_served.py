@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ from test_grpo import config, run
 
 from evoalign import tokens
 from evoalign.baselines.planning import dry_run
+from evoalign.baselines.policy import EngineRollouts, Policy
 from evoalign.baselines.served import engine_of, served
 from evoalign.config import from_dict
 from evoalign.engines.transformers.engine import load_model
 from evoalign.errors import ConfigError, NotFiniteError
+from evoalign.setup import task_and_data
 
 pytest.importorskip("trl")
 
@@ -55,6 +60,50 @@ def test_refresh_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     with pytest.raises(NotFiniteError, match=r"layers\.1\.mlp\.up_proj.*learning_rate"):
         copy.refresh()
+
+
+def test_copy_keeps_a_small_adapter_in_mixed_precision(tmp_path: Path) -> None:
+    """A step of 1e-5 is below half the distance of two bfloat16 numbers at most weights."""
+    from peft import LoraConfig, get_peft_model
+
+    tree = config(tmp_path / "run", engine={"name": "transformers", "decoder": "static"})
+    own = from_dict(tree | {"grpo": {**tree["grpo"], "tune": "lora", "trl": {"bf16": True}}})
+    model = load_model(own.model, torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    model: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.lora_B["default"].weight.data.fill_(1e-5)
+    copy = served(own, tokens.load(own.model), model)
+    assert copy is not None
+    copy.refresh()
+    moved = copy.engine.model.model.layers[0].self_attn.q_proj.weight.float() - layer.base_layer.weight
+    wanted = layer.get_delta_weight("default")
+    assert (moved - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_adapter_of_a_tied_head_is_left_to_the_policy(tmp_path: Path) -> None:
+    """The copy has one weight for the head and the embedding, and only the head has an adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    own = settings(tmp_path / "run", decoder="static")
+    model = load_model(own.model, torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"lm_head.*tied"):
+        served(own, tokens.load(own.model), model)
+
+
+def test_close_frees_the_copy(tmp_path: Path) -> None:
+    own = settings(tmp_path / "run", decoder="static")
+    own_tokens = tokens.load(own.model)
+    task, data = task_and_data(own, None, None)
+    policy = Policy(own, own_tokens, task, data, load_model(own.model, torch.float32))
+    assert isinstance(policy.source, EngineRollouts) and policy.source.copy is not None
+    weight = weakref.ref(next(policy.source.copy.engine.model.parameters()))
+    policy.close()
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.slow
@@ -97,3 +146,5 @@ def test_dry_run_counts_the_copy(tmp_path: Path) -> None:
         for d in ("static", "library")
     ]
     assert ["copy for completions" in text for text in lines] == [True, False]
+    size = re.search(r"float32 weights ([\d.]+ \w+)", lines[0])
+    assert size is not None and f"copy for completions {size[1]}" in lines[0]

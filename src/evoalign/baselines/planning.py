@@ -14,7 +14,7 @@ import torch
 from evoalign import tracking
 from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, refuse_differences
-from evoalign.baselines.served import engine_of
+from evoalign.baselines.served import copy_dtype, engine_of
 from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
 from evoalign.cost import estimate
@@ -110,7 +110,9 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
     is_adapter = config.grpo.tune == "lora"
     each = 4 if is_adapter else size
     count, slots = trained(config, specs), SLOTS.get(config.grpo.by_name["optim"])
-    own = None if config.grpo.rollouts == "trl" else engine_of(config, on_cpu=settings.trains_on_cpu(config))
+    on_cpu = settings.trains_on_cpu(config)
+    own = None if config.grpo.rollouts == "trl" else engine_of(config, on_cpu=on_cpu)
+    served = getattr(torch, copy_dtype(config, config.model.trained_dtype, on_cpu=on_cpu)).itemsize
     copies = (config.grpo.beta > 0 and not is_adapter) + (config.checks.kl_every > 0)
     return Memory(
         weights=size * parameters(specs),
@@ -118,7 +120,7 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
         gradients=each * count,
         moments=None if slots is None else slots * each * count,
         reference=copies * size * parameters(specs),
-        served=0 if own is None else 2 * parameters(specs),
+        served=0 if own is None else served * parameters(specs),
     )
 
 

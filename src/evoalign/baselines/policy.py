@@ -213,8 +213,11 @@ class Policy:
         return divergence.fluency(self._reference, self.tokens, self.task, self.data.test, *both)
 
     def close(self) -> None:
-        """Free the copy of the base model."""
+        """Free the copies of the base model and of the policy."""
         self._reference.close()
+        if isinstance(self.source, EngineRollouts) and self.source.copy is not None:
+            self.source.copy.close()
+        self.source = None
 
     def cost_of_round(self, answers: Sequence[tuple[int, int]]) -> Cost:
         """Return the cost of generating `answers`, each (row of the training split, number of tokens)."""

@@ -2,8 +2,11 @@
 """A second copy of the policy for GRPO's completions, with the static decoder.
 
 The model that is trained completes by transformers' own forward: on a GPU 30 to 60 ms per token at any batch size. The
-static decoder needs weights of one dtype, without adapters. Its copy is set from the policy before each round. In mixed
-precision the copy is bfloat16, as is the policy's own forward.
+static decoder needs weights of one dtype, without adapters. Its copy is set from the policy before each round.
+
+In mixed precision the policy's products are those of weights rounded to bfloat16, and so the copy is bfloat16. An
+adapter's product is added to the weights, where bfloat16 would round most of a small one away, so that its copy is
+float32. The copy keeps all activations in its dtype and autocast some in float32: log-probabilities differ a little.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from evoalign.baselines import settings
 from evoalign.config import Config
 from evoalign.config.engines import EngineSettings
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.errors import NotFiniteError
+from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.models.tensors import tensors_of
 from evoalign.tokens import Tokens
 
@@ -37,22 +40,43 @@ class Served:
         if bad := next((name for name, tensor in self._tensors.items() if not tensor.isfinite().all()), None):
             raise NotFiniteError(f"{bad}: the trained weights are not finite; lower grpo.learning_rate")
 
+    def close(self) -> None:
+        """Free the copy and the memory of its decoder."""
+        self._tensors = {}
+        self.engine.close()
+
 
 def engine_of(config: Config, *, on_cpu: bool) -> EngineSettings | None:
     """Return the engine in which a copy would complete; None if the policy itself does."""
     return config.engine.for_copy(mixed_on_gpu=not on_cpu and settings.mixed(config, on_cpu=on_cpu))
 
 
+def copy_dtype(config: Config, dtype: str, *, on_cpu: bool) -> str:
+    """Return the dtype of the copy of a policy whose weights have `dtype`."""
+    if config.grpo.tune == "lora":
+        return "float32"
+    return "bfloat16" if settings.mixed(config, on_cpu=on_cpu) else dtype
+
+
 def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     """Return a copy of the policy; None where the policy itself completes.
 
-    Raises ConfigError with `engine.decoder: static` for a model that the static decoder does not support.
+    Raises ConfigError with `engine.decoder: static` for a model or an adapter that the static decoder does not support.
     """
     on_cpu = policy.device.type == "cpu"
     own = engine_of(config, on_cpu=on_cpu)
     if own is None:
         return None
-    dtype = "bfloat16" if settings.mixed(config, on_cpu=on_cpu) else str(policy.dtype).removeprefix("torch.")
+    bare = _bare(policy)
+    lost = _adapted(bare).keys() - {name.replace(".base_layer.", ".") for name in tensors_of(bare)}
+    if lost and config.engine.for_copy(mixed_on_gpu=False) is not None:
+        raise ConfigError(
+            f"engine.decoder: static cannot serve an adapter on {min(lost)}, which is tied to another weight; set auto"
+        )
+    if lost:
+        return None
+    own = own.model_copy(update={"device": str(policy.device)})  # each process has its own
+    dtype = copy_dtype(config, str(policy.dtype).removeprefix("torch."), on_cpu=on_cpu)
     model = config.model.model_copy(update={"dtype": dtype})
     engine = TransformersEngine(config.model_copy(update={"engine": own, "model": model}), tokens)
     if engine.is_static:
@@ -61,12 +85,21 @@ def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     return None
 
 
+def _bare(policy: Any) -> Any:
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
+def _adapted(bare: Any) -> dict[str, Any]:
+    """Return the layers with an adapter by the name of their weight."""
+    return {f"{name}.weight": m for name, m in bare.named_modules() if hasattr(m, "lora_A")}
+
+
 def _merged(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights by checkpoint name, those of adapted layers with the adapter's product added."""
-    bare = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    adapted = {f"{name}.weight": m for name, m in bare.named_modules() if hasattr(m, "lora_A")}
+    """Return the weights by checkpoint name, those of adapted layers in float32 with the adapter's product added."""
+    bare = _bare(policy)
+    adapted = _adapted(bare)
     for name, tensor in tensors_of(bare).items():
         if ".lora_" not in name:
             name = name.replace(".base_layer.", ".")
             layer = adapted.get(name)
-            yield name, tensor if layer is None else tensor + layer.get_delta_weight("default").to(tensor.dtype)
+            yield name, tensor if layer is None else tensor.float() + layer.get_delta_weight("default").float()

@@ -244,7 +244,7 @@ class _Grpo:
         self._train()
 
     def close(self) -> None:
-        """Free the copy of the base model."""
+        """Free the copies of the model."""
         self.policy.close()
 
     def _train(self) -> None:
