@@ -19,6 +19,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `r/grpo/RATE/TASK/SEED`, `p/grpo/RATE/TASK/SEED` | GRPO of all weights, and of an adapter |
 | `r/random/RATE/TASK/SEED` | GRPO with random rewards |
 | `long/MAX_TOKENS/WEIGHTS/SEED` | Countdown, ES `lowrank`, 128 x 16, 480 s; weights: format,accuracy |
+| `time/p/TASK`, `time/r/TASK` | four steps of GRPO, for the steps that choosing runs have time for |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
 | `coverage/TASK` | `evoalign analyze coverage` of seed 0 of `r` |
@@ -53,10 +54,13 @@ from rich.console import Console
 import evoalign
 from evoalign.analysis.alignment import Alignment
 from evoalign.analysis.alignment import Settings as Members
+from evoalign.analysis.base import BASE
 from evoalign.analysis.coverage.command import Coverage
 from evoalign.analysis.coverage.command import Settings as Ways
+from evoalign.analysis.mixer import ModelMixer
 from evoalign.config import Config, load
 from evoalign.cost.budget import totals
+from evoalign.errors import NotFiniteError
 from evoalign.evaluation import RIGHT, Evaluation, evaluate
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
@@ -410,10 +414,9 @@ def kept(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) -> None:
     """Train by GRPO for about the job's seconds: steps come from the seconds per step of the choosing run."""
-    kind = job.partition("/")[0]
-    choice = seed >= CHOICE
+    kind, choice = job.removeprefix("time/").partition("/")[0], seed >= CHOICE
     seconds = study.seconds or (CHOOSING if choice else SECONDS)[kind]
-    steps, lora = steps_of(study, job, seconds), kind == "p"
+    steps, lora = 4 if job.startswith("time/") else steps_of(study, job, seconds), kind == "p"
     section = {
         "max_steps": steps, "num_generations": 8 if lora else 16, "learning_rate": rate, "beta": 0.0,
         "per_device_train_batch_size": 16, "gradient_accumulation_steps": 8, "tune": "lora" if lora else "full",
@@ -427,18 +430,45 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
     model = {"name": str(study.model), "dtype": "float32"}
     own_settings = watched(job, "grpo", {"model": model, "grpo": section, **more})
     config = study.config(task, job.replace("/", "_"), seed=seed, **own_settings)
-    study.keep(job, trained(evoalign.grpo, config, study) | ended(job, config))
+    rows = trained_twice(config, study)
+    if lora and not choice and "failed" not in rows:
+        rows["reached"] = forgotten(study, Path(config.output_dir), task)
+    study.keep(job, rows if "failed" in rows else rows | ended(job, config))
+
+
+def trained_twice(config: Config, study: Study) -> dict[str, Any]:
+    """Train by GRPO, once more after weights that are not finite; a run that fails twice counts as the base."""
+    failed = ""
+    for _ in range(2):
+        try:
+            return trained(evoalign.grpo, config, study)
+        except NotFiniteError as error:
+            failed = str(error)
+            shutil.rmtree(config.output_dir)
+    parts = assemble(config)
+    base = seen(parts.evaluate())
+    parts.close()
+    tree = config.model_dump(mode="json")
+    return {"failed": failed, "config": tree, "generations": [], "before": base, "after": base}
+
+
+def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
+    """Evaluate the base and a run on the other task."""
+    off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
+    names = {"base": BASE, "run": str(folder)}
+    with ModelMixer([*names.values()], off) as mixer:
+        return {key: {"other": seen(mixer.evaluate({name: 1.0}), 0)} for key, name in names.items()}
 
 
 def steps_of(study: Study, job: str, seconds: float) -> int:
-    """Return the steps that take these seconds, by those of the same job with seed `CHOICE`; before it, by a guess."""
+    """Return the steps that take these seconds, by those of the same job with seed `CHOICE`, or of the `time` job."""
     kind, name, *rest, task, _ = job.split("/")
     file = study.file("/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE))))
-    each = 4.0
-    if file.is_file():
-        rows = json.loads(file.read_text(encoding="utf-8"))["generations"]
-        rows = rows[1:] or rows
-        each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
+    if not file.is_file() and kind == "mix":
+        return max(3, round(seconds / 4))  # for the time of a step alone
+    rows = json.loads(file.read_text()) if file.is_file() else study.found(f"time/{kind}/{task}")
+    rows = rows["generations"][1:] or rows["generations"]
+    each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
     return max(3, round(seconds / each))
 
 
@@ -470,6 +500,8 @@ def do(study: Study, job: str) -> None:
             }
             sampling = {"temperature": float(temperature)}
             es(study, job, task, int(seed), es=decayed, task={"batch_size": 8}, sampling=sampling)
+        case ["time", "p" | "r", task]:
+            grpo(study, job, task, 1e-6, CHOICE)
         case ["mix", "grpo", rollouts, task, seed]:
             grpo(study, job, task, MIX_RATE, int(seed), rollouts=rollouts)
         case ["r" | "p", ("grpo" | "random") as rewards, rate, task, seed]:

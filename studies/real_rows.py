@@ -65,7 +65,8 @@ class Run:
     @property
     def called(self) -> str:
         """The method's name in tables."""
-        return "GRPO LoRA" if (self.kind, self.arm) == ("p", "grpo") else NAMES[self.arm]
+        name = "GRPO LoRA" if (self.kind, self.arm) == ("p", "grpo") else NAMES[self.arm]
+        return f"{name}, failed" if "failed" in self.row else name
 
     @cached_property
     def before(self) -> Floats:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from evoalign.config import Config
+from evoalign.errors import NotFiniteError
 
 sys.path.append(str(Path(__file__).parents[1] / "studies"))
 import real
+import real_rows
 
 SMALL = (
     "task.test_size=2", "task.validation_size=2", "task.batch_size=2", "sampling.max_tokens=2", "es.population_size=2",
@@ -27,6 +29,8 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
     for space in ("lora", "lowrank"):
         found.keep(f"probe/{space}/tool_calls/100", {"width": 0.001})
         found.keep(f"probe/{space}/countdown/100", {"width": 0.001})
+    for kind in ("p", "r"):
+        found.keep(f"time/{kind}/tool_calls", {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0}}]})
     return found
 
 
@@ -74,19 +78,23 @@ def test_es_runs_have_the_settings_of_the_plan(
 
 
 @pytest.mark.parametrize(
-    ("job", "group", "rate", "tune"),
+    ("job", "group", "rate", "tune", "steps"),
     [
-        ("p/grpo/3e-5/tool_calls/0", 8, 3e-5, "lora"),
-        ("r/grpo/1e-6/tool_calls/0", 16, 1e-6, "full"),
-        ("r/random/1e-6/tool_calls/0", 16, 1e-6, "full"),
-        ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full"),
+        ("p/grpo/3e-5/tool_calls/0", 8, 3e-5, "lora", 100),
+        ("p/grpo/3e-5/tool_calls/100", 8, 3e-5, "lora", 20),
+        ("r/grpo/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
+        ("r/random/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
+        ("time/r/tool_calls", 16, 1e-6, "full", 4),
+        ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full", 22),
     ],
 )
 def test_grpo_runs_have_the_settings_of_the_plan(
-    job: str, group: int, rate: float, tune: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str, group: int, rate: float, tune: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step took 3 s in the job `time`; `mix` guesses 4 s without its own choosing run."""
     grpo = planned(job, tmp_path, monkeypatch).grpo
     assert (grpo.num_generations, grpo.learning_rate, grpo.tune, grpo.beta) == (group, rate, tune, 0)
+    assert grpo.max_steps == steps
     assert grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps == 128
     assert (grpo.reward == "random") == ("random" in job)
 
@@ -105,6 +113,25 @@ def test_perturbations_are_as_many_as_the_budget_has() -> None:
     assert {plan.sigma for plan in plans} == {*real.WIDTHS} and max(len(plan.members) for plan in plans) == 64
 
 
+def test_run_that_fails_twice_counts_as_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[Path] = []
+
+    def failing(method: Any, config: Config, study: Any) -> Any:
+        tries.append(Path(config.output_dir))
+        tries[-1].mkdir(parents=True)
+        raise NotFiniteError("the trained weights are not finite")
+
+    monkeypatch.setattr(real, "trained", failing)
+    job = "p/grpo/3e-5/tool_calls/0"
+    found = study(tmp_path, *SMALL)
+    real.do(found, job)
+    row = json.loads(found.file(job).read_text())
+    assert len(tries) == 2 and "not finite" in row["failed"]
+    assert row["after"] == row["before"] and len(row["before"]["right"]) == 2
+    run = real_rows.Run.of(row)
+    assert run is not None and "failed" in run.called
+
+
 @pytest.mark.long
 def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -112,7 +139,7 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     small.seconds = 0.1
     for job in (
         "gate", "prompting/tool_calls", "p/lora/tool_calls/0", "perturb/tool_calls", "r/es/0.5/tool_calls/0",
-        "r/grpo/1e-6/tool_calls/0",
+        "r/grpo/1e-6/tool_calls/0", "p/grpo/1e-5/tool_calls/0",
     ):  # fmt: skip
         real.do(small, job)
         assert small.file(job).is_file()
@@ -120,3 +147,5 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     assert {*run["reached"]} == {"base", "run", *(f"placebo {k}" for k in range(5))}
     assert run["cost"]["completions"] == sum(row["budget"]["completions"] for row in run["generations"])
     assert run["sampled"][0]["ways"]
+    lora = json.loads(small.file("p/grpo/1e-5/tool_calls/0").read_text())
+    assert all(len(lora["reached"][name]["other"]["right"]) == 2 for name in ("base", "run"))

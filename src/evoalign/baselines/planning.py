@@ -14,7 +14,7 @@ import torch
 from evoalign import tracking
 from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, refuse_differences
-from evoalign.baselines.served import copy_dtype, engine_of
+from evoalign.baselines.served import engine_of
 from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
 from evoalign.cost import estimate
@@ -112,7 +112,9 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
     count, slots = trained(config, specs), SLOTS.get(config.grpo.by_name["optim"])
     on_cpu = settings.trains_on_cpu(config)
     own = None if config.grpo.rollouts == "trl" else engine_of(config, on_cpu=on_cpu)
-    served = getattr(torch, copy_dtype(config, config.model.trained_dtype, on_cpu=on_cpu)).itemsize
+    served = getattr(
+        torch, settings.copy_dtype(config, config.model.trained_dtype, is_adapter=is_adapter, on_cpu=on_cpu)
+    ).itemsize
     copies = (config.grpo.beta > 0 and not is_adapter) + (config.checks.kl_every > 0)
     return Memory(
         weights=size * parameters(specs),

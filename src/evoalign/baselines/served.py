@@ -51,13 +51,6 @@ def engine_of(config: Config, *, on_cpu: bool) -> EngineSettings | None:
     return config.engine.for_copy(mixed_on_gpu=not on_cpu and settings.mixed(config, on_cpu=on_cpu))
 
 
-def copy_dtype(config: Config, dtype: str, *, on_cpu: bool) -> str:
-    """Return the dtype of the copy of a policy whose weights have `dtype`."""
-    if config.grpo.tune == "lora":
-        return "float32"
-    return "bfloat16" if settings.mixed(config, on_cpu=on_cpu) else dtype
-
-
 def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     """Return a copy of the policy; None where the policy itself completes.
 
@@ -68,7 +61,8 @@ def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     if own is None:
         return None
     bare = _bare(policy)
-    lost = _adapted(bare).keys() - {name.replace(".base_layer.", ".") for name in tensors_of(bare)}
+    adapted = _adapted(bare)
+    lost = adapted.keys() - {name.replace(".base_layer.", ".") for name in tensors_of(bare)}
     if lost and config.engine.for_copy(mixed_on_gpu=False) is not None:
         raise ConfigError(
             f"engine.decoder: static cannot serve an adapter on {min(lost)}, which is tied to another weight; set auto"
@@ -76,7 +70,8 @@ def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     if lost:
         return None
     own = own.model_copy(update={"device": str(policy.device)})  # each process has its own
-    dtype = copy_dtype(config, str(policy.dtype).removeprefix("torch."), on_cpu=on_cpu)
+    own_dtype = str(policy.dtype).removeprefix("torch.")
+    dtype = settings.copy_dtype(config, own_dtype, is_adapter=bool(adapted), on_cpu=on_cpu)
     model = config.model.model_copy(update={"dtype": dtype})
     engine = TransformersEngine(config.model_copy(update={"engine": own, "model": model}), tokens)
     if engine.is_static:

@@ -180,6 +180,13 @@ def mixed(config: Config, *, on_cpu: bool) -> bool:
     return (not on_cpu and config.model.dtype in ("auto", "float32")) if wanted is None else wanted
 
 
+def copy_dtype(config: Config, dtype: str, *, is_adapter: bool, on_cpu: bool) -> str:
+    """Return the dtype of the copy of a policy whose weights have `dtype`."""
+    if is_adapter:
+        return "float32"
+    return "bfloat16" if mixed(config, on_cpu=on_cpu) else dtype
+
+
 def save_every(every: int | None) -> int:
     """Return the steps between checkpoints; 0 saves none."""
     return SAVE_EVERY if every is None else every
