@@ -110,9 +110,13 @@ def test_it_loads_names_its_command_and_data_and_what_it_changes_is_the_config(p
 @pytest.mark.slow
 @pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda p: p.stem)
 def test_quickstart_trains_for_two_generations(path, tmp_path, monkeypatch):
+    """With fewer members, completions and test examples than a quickstart has."""
     monkeypatch.chdir(REPOSITORY)
     run, is_grpo = tmp_path / "run", command(path) == "grpo"
-    config = load(path, "grpo.max_steps=2" if is_grpo else "es.num_generations=2", f"output_dir={run}")
+    less = ["es.num_generations=2", "es.population_size=16"]
+    if is_grpo:
+        less = ["grpo.max_steps=2", f"grpo.per_device_train_batch_size={4 * load(path).grpo.num_generations}"]
+    config = load(path, *less, "task.test_size=32", f"output_dir={run}")
     evoalign.grpo(config) if is_grpo else evoalign.train(config)
     rows = [json.loads(line)["generation"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "results" / "evaluation.json").read_text())
