@@ -267,8 +267,8 @@ def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_p
     """
     tree = config(
         tmp_path / "run", grpo={**MIXED, "tune": tune, "learning_rate": {"full": 1e-3, "lora": 0.1}[tune]},
-        evaluation={"max_tokens": 24, "every": 1, "temperature": 2.0, "samples": 4}, checkpoint={"keep_last": 2},
-        checks={"kl_every": 1, "kl_prompts": 4, "kl_tokens": 100},
+        evaluation={"max_tokens": 12, "every": 1, "temperature": 2.0, "samples": 2}, checkpoint={"keep_last": 2},
+        checks={"kl_every": 1, "kl_prompts": 4, "kl_tokens": 32},
     )  # fmt: skip
     found = grpo(tree)
     es = {"num_generations": 1, "population_size": 2, "sigma": 0.01, "learning_rate": 0.01}
@@ -280,7 +280,7 @@ def test_evaluation_uses_the_served_dtype_after_mixed_precision(tune: str, tmp_p
     assert found.before != found.after, "two steps change what it answers"
     end = json.loads((found.path / "results/evaluation.json").read_text())
     for folder, kl in ((middle, rows(found.path)[0]["divergence"]), (last, end["divergence"])):
-        again = asdict(divergence_of(locate(str(folder), None), 4, 100)[0])
+        again = asdict(divergence_of(locate(str(folder), None), 4, 32)[0])
         assert kl["tokens"] == again["tokens"]
         assert [kl[name] for name in ESTIMATORS] == pytest.approx([again[name] for name in ESTIMATORS], rel=1e-3)
 
@@ -290,10 +290,10 @@ def test_evaluation_leaves_mixed_precision_training_unchanged(tmp_path: Path) ->
     """Evaluations between steps do not change generation and training, which stay in bfloat16."""
     made: list[list[Any]] = []
     for name, mixed, every in (("asked", True, 1), ("unasked", True, 0), ("plain", False, 0)):
-        grpo = {**MIXED, "bf16": mixed, "rollouts": "trl", "temperature": 2.0, "max_steps": 3}
+        grpo = {**MIXED, "bf16": mixed, "rollouts": "trl", "temperature": 2.0}
         found = run(tmp_path / name, grpo=grpo, evaluation={"every": every})
         moved = load_file(found.saved / "model.safetensors")
-        made.append([completions(found.path, 2), {tensor: value.tolist() for tensor, value in moved.items()}])
+        made.append([completions(found.path, 1), {tensor: value.tolist() for tensor, value in moved.items()}])
     assert made[0] == made[1]
     assert made[1][0] != made[2][0] and made[1][1] != made[2][1]
 
@@ -399,7 +399,7 @@ def test_the_reference_of_beta_is_of_the_revision_that_is_trained(
 REWARD = """
 def shortness(prompts, completions, answer, **kwargs):
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
-    return [None if not text else 1 / (1 + abs(len(text) - len(a))) for text, a in zip(texts, answer)]
+    return [None if len(text) < 6 else 1 / (1 + abs(len(text) - len(a))) for text, a in zip(texts, answer)]
 
 
 async def digits(completions, **kwargs):
@@ -417,11 +417,11 @@ def test_reward_file_scores_equally_in_es_and_grpo(tmp_path: Path) -> None:
         "name": "custom", "train_data": str(file), "test_data": str(file), "validation_data": str(file),
         "rewards": [f"{tmp_path}/reward.py:shortness", f"{tmp_path}/reward.py:digits"], "reward_weights": [1.0, 0.5],
     }  # fmt: skip
-    grpo = {"max_steps": 8, "num_generations": 4, "per_device_train_batch_size": 128, "temperature": 1.5}
+    grpo = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 128, "temperature": 1.5}
     path = run(tmp_path / "run", task=task, grpo=grpo, evaluation={"every": 0}).path
-    kept = [c for step in range(8) for c in completions(path, step)]
-    assert len(kept) == 1024
-    assert len({c["score"] for c in kept}) > 20
+    kept = [c for step in range(2) for c in completions(path, step)]
+    assert len(kept) == 256
+    assert len({c["score"] for c in kept}) > 20 and any(len(c["text"]) < 6 for c in kept)
     chosen, data = task_and_data(from_dict(config(path, task=task)), None, None)
     by_prompt = {q["prompt"]: example for q, example in zip(questions, data.train, strict=True)}
     scored = rewards_of(chosen, [c["text"] for c in kept], [by_prompt[c["prompt"]] for c in kept])
@@ -434,9 +434,9 @@ def test_reward_file_scores_equally_in_es_and_grpo(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
 def test_longer_run_starts_with_the_steps_of_a_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
-    run(tmp_path / "straight", grpo={"rollouts": rollouts}, **more)
-    run(tmp_path / "run", grpo={"rollouts": rollouts, "max_steps": 2}, **more)
-    run(tmp_path / "run", resume=True, grpo={"rollouts": rollouts, "max_steps": 4}, **more)
+    run(tmp_path / "straight", grpo={"rollouts": rollouts, "max_steps": 2}, **more)
+    run(tmp_path / "run", grpo={"rollouts": rollouts, "max_steps": 1}, **more)
+    run(tmp_path / "run", resume=True, grpo={"rollouts": rollouts, "max_steps": 2}, **more)
     # The shorter run's last step was not evaluated as one on the way.
     assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation", "validation"))
 

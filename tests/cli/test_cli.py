@@ -164,7 +164,8 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
         "evoalign placebo runs/my_task --config runs/my_task/config.yaml",
     ]
     folder = tmp_path / "mine"
-    trained = command("train", "config.yaml", *SMALL, cwd=folder)
+    train = "train", "config.yaml", *SMALL, "-s", "task.test_size=8"
+    trained = command(*train, cwd=folder)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == "", "the model library is quiet"
     for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "model tiny of "):
@@ -191,7 +192,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     scores = json.loads((folder / "out/scores.json").read_text())
     results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())
     assert scores["measures"] == results["after"]
-    again = run("train", "config.yaml", *SMALL)
+    again = run(*train)
     assert again.code == 2 and again.err.count("\n") == 1 and "--overwrite" in again.err
     made = folder / "runs/my_task"
     wanted = f"evoalign train {made} --resume --config {made / 'config.yaml'}"
@@ -200,7 +201,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     wanted = "evoalign train runs/my_task --resume --config runs/my_task/config.yaml"
     assert named.code == 2 and f"resume with: {wanted}\n" in named.err
     assert run(*shlex.split(wanted)[1:]).code == 0
-    moved = run("train", "config.yaml", *SMALL, "--overwrite")
+    moved = run(*train, "--overwrite")
     assert moved.code == 0 and len(list((folder / "runs").iterdir())) == 2
 
 

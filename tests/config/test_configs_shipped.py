@@ -110,9 +110,13 @@ def test_it_loads_names_its_command_and_data_and_what_it_changes_is_the_config(p
 @pytest.mark.slow
 @pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda p: p.stem)
 def test_quickstart_trains_for_two_generations(path, tmp_path, monkeypatch):
+    """With fewer members, completions and test examples than a quickstart has."""
     monkeypatch.chdir(REPOSITORY)
     run, is_grpo = tmp_path / "run", command(path) == "grpo"
-    config = load(path, "grpo.max_steps=2" if is_grpo else "es.num_generations=2", f"output_dir={run}")
+    less = ["es.num_generations=2", "es.population_size=16"]
+    if is_grpo:
+        less = ["grpo.max_steps=2", f"grpo.per_device_train_batch_size={4 * load(path).grpo.num_generations}"]
+    config = load(path, *less, "task.test_size=32", f"output_dir={run}")
     evoalign.grpo(config) if is_grpo else evoalign.train(config)
     rows = [json.loads(line)["generation"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "results" / "evaluation.json").read_text())
@@ -132,17 +136,21 @@ def hub_row(split, number):
 @pytest.mark.parametrize("path", UNTRAINED, ids=lambda p: p.stem)
 @pytest.mark.first("countdown_lowrank_1.5b", "vllm_countdown", "gsm8k")
 def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, capsys):
-    """Without a hub: the model has the shape that the config names and no weights; rows of a hub are made up."""
+    """Without a hub: the model has the shape that the config names and no weights; rows of a hub are made up, and of
+    many rows that are generated or on disk the first ones are enough."""
     config, sets = load(path), ["output_dir=run"]
     if config.model.name != "tiny":
         name = config.model.name.lower()
         size = max((key for key in SHAPES if all(part in name for part in key.split("_"))), key=len)
         sets.append(f"model.name={shape(tmp_path, size)}")
     is_generated = issubclass(TASKS[config.task.name], Generated)
+    rows = max(480, config.task.batch_size or 0)
+    if is_generated or config.task.name == "countdown":
+        sets += [f"task.train_size={min(config.task.train_size or rows, rows)}", "task.test_size=64"]
     if not is_generated and (config.task.train_data is None or config.task.train_data.startswith("hub:")):
-        for split, count in (("train", max(480, config.task.batch_size or 0)), ("test", 8)):
-            rows = "".join(f"{json.dumps(hub_row(split, i))}\n" for i in range(count))
-            (tmp_path / f"{split}.jsonl").write_text(rows)
+        for split, count in (("train", rows), ("test", 8)):
+            lines = "".join(f"{json.dumps(hub_row(split, i))}\n" for i in range(count))
+            (tmp_path / f"{split}.jsonl").write_text(lines)
             sets.append(f"task.{split}_data={tmp_path / split}.jsonl")
     monkeypatch.chdir(tmp_path)
     words = [command(path), path, "--dry-run", *(word for one in sets for word in ("--set", one))]

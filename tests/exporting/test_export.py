@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from command_line import Run, caller
 from copied_runs import rebind
 from families import Bench
 from peft import PeftModel
@@ -523,12 +524,12 @@ def hub() -> Iterator[Any]:
     thread.join(10)
 
 
-def push(run: Path, to: Path, hub: Any, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def push(run: Path, to: Path, hub: Any) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's address is read when its library is imported."""
     environ = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_test",
-               "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(to.parent / "home"), **environ}  # fmt: skip
+               "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(to.parent / "home")}  # fmt: skip
     return subprocess.run(
-        [sys.executable, "-m", "evoalign.cli", "export", str(run), "--to", str(to), "--push", "me/model", *options],
+        [sys.executable, "-m", "evoalign.cli", "export", str(run), "--to", str(to), "--push", "me/model"],
         env={**os.environ, **environ}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -563,10 +564,25 @@ def test_push_uploads_the_folder_and_keeps_it(runs: Any, hub: Any, tmp_path: Pat
     assert str(runs("tiny").parent) not in text
 
 
+@pytest.fixture
+def push_here(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`push` in this process, with what its library read from the environment of another."""
+    from huggingface_hub import constants
+
+    values = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
+              "HF_TOKEN_PATH": str(tmp_path / "home/token")}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return functools.partial(caller(monkeypatch, capsys), "export", "--to", tmp_path / "out", "--push", "me/model")
+
+
 @pytest.mark.slow
-def test_push_leaves_paths_of_this_machine_behind(lora: Path, base: Path, hub: Any, tmp_path: Path) -> None:
-    done = push(lora, tmp_path / "out", hub, "--public")
-    assert done.returncode == 0, done.stderr
+def test_push_leaves_paths_of_this_machine_behind(
+    lora: Path, base: Path, hub: Any, push_here: Run, tmp_path: Path
+) -> None:
+    done = push_here(lora, "--public")
+    assert done.code == 0, done.err
     assert hub.made["visibility"] == "public"
     assert set(hub.files) == {
         "README.md", "adapter_config.json", "adapter_model.safetensors", "evolution.png", "generation_config.json",
@@ -578,14 +594,21 @@ def test_push_leaves_paths_of_this_machine_behind(lora: Path, base: Path, hub: A
 @pytest.mark.slow
 @pytest.mark.last("no token", "offline", "wrong token")
 @pytest.mark.parametrize("case", ["no token", "wrong token", "offline", "no hub"])
-def test_a_push_that_fails_is_one_line_and_the_export_stays(case: str, runs: Any, hub: Any, tmp_path: Path) -> None:
-    environ = {"no token": {"HF_TOKEN": ""}, "wrong token": {"HF_TOKEN": "hf_other"},
-               "offline": {"HF_HUB_OFFLINE": "1"}, "no hub": {"HF_ENDPOINT": "http://127.0.0.1:9"}}  # fmt: skip
-    done = push(runs("tiny"), tmp_path / "out", hub, **environ[case])
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "error: --push me/model failed: " in done.stderr
-    assert f"hf upload me/model {tmp_path / 'out'}" in done.stderr
-    assert "hf_other" not in done.stderr
+def test_a_push_that_fails_is_one_line_and_the_export_stays(
+    case: str, runs: Any, hub: Any, push_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    if case.endswith("token"):
+        monkeypatch.setenv("HF_TOKEN", {"no token": "", "wrong token": "hf_other"}[case])
+    else:
+        name, value = {"offline": ("HF_HUB_OFFLINE", True), "no hub": ("ENDPOINT", "http://127.0.0.1:9")}[case]
+        monkeypatch.setattr(constants, name, value)
+    done = push_here(runs("tiny"))
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "error: --push me/model failed: " in done.err
+    assert f"hf upload me/model {tmp_path / 'out'}" in done.err
+    assert "hf_other" not in done.err
     assert (tmp_path / "out/README.md").is_file() and not hub.files
 
 

@@ -47,14 +47,15 @@ class Popen:
 
     def __init__(
         self, words: Sequence[str], *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None,
-        stdin: int = subprocess.DEVNULL, stdout: BinaryIO | None = None, stderr: int = subprocess.STDOUT,
-        start_new_session: bool = True,
+        stdin: int = subprocess.DEVNULL, stdout: BinaryIO | None = None,
+        stderr: BinaryIO | int = subprocess.STDOUT, start_new_session: bool = True,
     ) -> None:  # fmt: skip
         assert list(words[:2]) == [sys.executable, "-m"] and start_new_session, words
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        assert stdin == subprocess.DEVNULL and (not isinstance(stderr, int) or stderr == subprocess.STDOUT)
         with Path(os.devnull).open("wb") as nothing:
             said = (stdout or nothing).fileno()
-            sources = {1: said, 2: said, **{n: n for n in pass_fds}}
+            errors = said if isinstance(stderr, int) else stderr.fileno()
+            sources = {1: said, 2: errors, **{n: n for n in pass_fds}}
             handles = {number: Handle(source) for number, source in sources.items()}
             own = list(words[2:]), dict(os.environ if env is None else env), str(Path.cwd()), handles
             self._process = PROCESSES.Process(target=_be, args=own, daemon=True)
@@ -100,13 +101,13 @@ def _be(words: list[str], environment: dict[str, str], cwd: str, handles: dict[i
     os.environ.update(environment)
     try:
         code = _run(*words)
+        for file in (sys.stdout, sys.stderr):
+            file.flush()
+        os._exit(code)
     except KeyboardInterrupt:  # as Python ends by it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
-    for file in (sys.stdout, sys.stderr):
-        file.flush()
-    os._exit(code)
 
 
 def _run(module: str, *words: str) -> int:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any
 import corruption
 import kill_points
 import pytest
+from forked import Popen
 from machine_dependent import skipped_elsewhere
 from small_runs import read_rows, told_by
 
@@ -177,10 +177,8 @@ def start(run):
     tree["es"]["num_generations"] = 400
     file = run.parent / "config.yaml"
     file.write_text(json.dumps(tree))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "evoalign.cli", "train", str(file)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with run.with_suffix(".err").open("wb") as err:
+        process = Popen([sys.executable, "-m", "evoalign.cli", "train", str(file)], stderr=err)
     for _ in range(1200):
         time.sleep(0.05)
         if (run / "metrics.jsonl").is_file() or process.poll() is not None:
@@ -195,9 +193,9 @@ def test_a_signal_ends_the_generation_saves_and_says_how_to_go_on(tmp_path, numb
     run = tmp_path / "run"
     process = start(run)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    assert process.wait(60) == code
+    err = run.with_suffix(".err").read_text()
     log = journal.read(run / "journal.jsonl")
-    assert process.returncode == code
     assert "stopping after this generation" in err
     assert f"stopped after generation {log.sealed} of 400; resume with: evoalign train {run} --resume" in err
     assert log.damage is None and log.sealed == len(log.generations) < 400
@@ -211,8 +209,7 @@ def test_a_second_interrupt_stops_at_once_and_loses_at_most_that_generation(tmp_
     while process.poll() is None:  # the first may come between two generations
         process.send_signal(signal.SIGINT)
         time.sleep(0.005)
-    process.communicate()
-    assert process.returncode in (130, -signal.SIGINT), "the last one may come while Python ends"
+    assert process.poll() in (130, -signal.SIGINT), "the last one may come while Python ends"
     log = journal.read(tmp_path / "run/journal.jsonl").whole()
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert log.sealed >= 1 and 0 <= len(log.generations) - len(rows) <= 1

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -111,19 +110,20 @@ def pids_of(folder: Path) -> list[int]:
 @pytest.mark.slow
 def test_stopped_or_killed_sweep_leaves_no_orphan_and_resumes(tmp_path: Path) -> None:
     to, config, grid = tmp_path / "sweep", tmp_path / "base.yaml", {"es.num_generations": [LONG]}
+    log = tmp_path / "printed"
     config.write_text(yaml.safe_dump(BASE))
     name = f"num_generations={LONG}/seed_0"
     long = to / name
 
-    def start_and_catch() -> subprocess.Popen[str]:
+    def start_and_catch() -> Popen:
         """Until the long run has come further than it was."""
         words = [sys.executable, "-m", "evoalign.cli", "sweep", str(config), "--jobs=1", f"--to={to}"]
-        words += ["--grid", f"es.num_generations={LONG}"]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with log.open("wb") as printed:
+            process = Popen([*words, "--grid", f"es.num_generations={LONG}"], stdout=printed)
         try:
             until_it_goes_on(long)
         except BaseException:
-            process.kill()  # its runs end with it
+            process.send_signal(signal.SIGKILL)  # its runs end with it
             raise
         return process
 
@@ -134,8 +134,8 @@ def test_stopped_or_killed_sweep_leaves_no_orphan_and_resumes(tmp_path: Path) ->
 
     process = start_and_catch()
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.wait(240) == 128 + signal.SIGTERM
+    output = log.read_text()
     assert "resume with: " in output and str(to) in output and "failed" not in output
     assert not pids_of(to)
     stopped = rows(long)
@@ -144,8 +144,8 @@ def test_stopped_or_killed_sweep_leaves_no_orphan_and_resumes(tmp_path: Path) ->
 
     process = start_and_catch()
     assert pids_of(to)
-    process.kill()  # the sweep alone: its guards end the runs
-    process.communicate()
+    process.send_signal(signal.SIGKILL)  # the sweep alone: its guards end the runs
+    process.wait()
     until(lambda: not pids_of(to))
     orphaned = rows(long)
     assert stopped < orphaned < LONG

@@ -14,6 +14,7 @@ import task_runs
 import yaml
 from planted_scorers import safe_rlhf
 from served_scorers import SECONDS, Served, ask_one_by_one, count, until
+from small_runs import UNCHECKED
 from task_runs import jsonl
 
 from evoalign.config import ScorerConfig
@@ -83,6 +84,7 @@ def config(folder, url, deadline):
         "scorer": {"name": "service", "url": url, "deadline": deadline},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": GENERATIONS, "population_size": 4},
         "checkpoint": {"every": 1, "keep_last": GENERATIONS}, "evaluation": {"max_tokens": 12, "every": 2},
+        "checks": UNCHECKED, "tracking": {"completions_every": 0},
     }  # fmt: skip
 
 
@@ -137,12 +139,12 @@ def test_run_continues_after_a_service_restart(tmp_path, unbroken):
 
 
 def test_unavailable_service_ends_the_run_which_can_resume(tmp_path, unbroken):
-    with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=15.0) as run:
+    with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=8.0) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
         assert run.end() == 2, run.said
     *_, last = run.said.splitlines()
-    assert last.startswith(f"error: no scores from the scorer at {service.url} for 15 s (")
+    assert last.startswith(f"error: no scores from the scorer at {service.url} for 8 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
     with Served(tmp_path, *BITS) as other, Run(tmp_path / "own", other.url, "--resume") as resumed:
