@@ -14,6 +14,7 @@ from evoalign.errors import NotFiniteError
 
 sys.path.append(str(Path(__file__).parents[1] / "studies"))
 import real
+import real_base
 import real_rows
 
 SMALL = (
@@ -108,9 +109,9 @@ def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> N
 
 
 def test_perturbations_are_as_many_as_the_budget_has() -> None:
-    plans = real.perturbations(306.6)
+    plans = real_base.perturbations(306.6)
     assert sum(len(plan.members) for plan in plans) == 306
-    assert {plan.sigma for plan in plans} == {*real.WIDTHS} and max(len(plan.members) for plan in plans) == 64
+    assert {plan.sigma for plan in plans} == {*real_base.WIDTHS} and max(len(plan.members) for plan in plans) == 64
 
 
 def test_run_that_fails_twice_counts_as_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
