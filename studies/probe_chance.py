@@ -7,6 +7,7 @@
   most of which the noise leaves as they are. The effect of a direction is such that a generation at eta .5 raises the
   mean by .0047 with 128 members and 16 prompts, and twice the config's width breaks the model.
 - `iid`, `two`: the same without such an effect; `two` on 2 prompts, with effects that persist on a prompt.
+- `half`, `half_128`: the same with about half of that gain; `half_128` on 128 prompts (`--examples 128`).
 - `concise`: configs/quickstart.yaml as it is. With `--train`, the run is trained as recommended, for `--shuffles`
   placebos (`evoalign.placebo`).
 - `coin`: no model; the rewards are a coin's, of 5 % of the completions at the narrowest width and of all at the widest.
@@ -19,7 +20,7 @@ A line of JSON for each seed is written to --output as it is done; a second call
     python studies/probe_chance.py concise --seeds 0-19 --train
     python studies/probe_chance.py coin --seeds 0-399
     python studies/probe_chance.py interval --seeds 0-1999
-    python studies/probe_chance.py tools --seeds 0-399      (and iid, two)
+    python studies/probe_chance.py tools --seeds 0-399      (and iid, two, half, half_128)
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ MARGINS = np.array([1.4, 1.0, 0.0])
 COMMON, OWN, CHAOS, CURVE = 0.057, 0.15, 0.15, 0.15
 """Effects of noise of the config's width on a margin: of a direction on all prompts (a gain of .0047 by `evoalign`'s
 formula), of a direction on one prompt, of anything else (it grows as the root of the width), and the loss."""
+HALF = 0.039
+"""A common effect of .47 of that gain, which grows as its square."""
 
 
 def tools(seed: int, arguments: argparse.Namespace, common: float = COMMON, prompts: int = PROMPTS) -> dict[str, Any]:
@@ -160,6 +163,14 @@ def two(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     return tools(seed, arguments, common=0.0, prompts=2)
 
 
+def half(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    return tools(seed, arguments, common=HALF)
+
+
+def half_128(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    return tools(seed, arguments, common=HALF, prompts=128)
+
+
 def outcome(advice: Advice, rungs: Sequence[Width]) -> dict[str, Any]:
     chance = [rung.chance for rung in rungs if rung.chance is not None]
     return {"width": advice.width, "trial": advice.trial, "chance": min(chance, default=None)}
@@ -173,7 +184,7 @@ def advised(drawn: Callable[[int], Callable[[float], Any]], base_P: Any) -> tupl
     """
     base = Baseline(float(base_P.mean()), 0.0, 0.0, 0.0, np.inf, len(base_P))
     run = module.Training(EsConfig(sigma=WIDTH, population_size=128), 16, True)
-    members = MEMBERS if len(base_P) == PROMPTS else module.MOST_MEMBERS
+    members = MEMBERS if len(base_P) >= PROMPTS else module.MOST_MEMBERS
     first, second = module.shares(len(LADDER), members)
 
     def made(members: int, widths: Sequence[float]) -> list[module.WidthScores]:
@@ -191,7 +202,7 @@ def advised(drawn: Callable[[int], Callable[[float], Any]], base_P: Any) -> tupl
 
 TRIALS: dict[str, Callable[[int, argparse.Namespace], dict[str, Any]]] = {
     "hash": hashed, "concise": concise, "coin": coin, "interval": interval, "tools": tools,
-    "iid": iid, "two": two,
+    "iid": iid, "two": two, "half": half, "half_128": half_128,
 }  # fmt: skip
 
 

@@ -87,8 +87,8 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     ends = {"max_hours": seconds / 3600}
     config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **watched(job, "es", sections))
     off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
-    rows = trained(evoalign.train, config, study)
-    if not choice:
+    rows = trained_twice(evoalign.train, config, study)
+    if not choice and "failed" not in rows:
         with open_run(rows["run"], config=config, off_task=off) as run:
             names = {"base": None, "run": None}
             names |= {f"placebo {k}": parse("shuffle", run.log, k) for k in range(PLACEBOS[kind])}
@@ -101,7 +101,7 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
                     "other": None if found.off_task is None else seen(found.off_task, 0),
                 }
                 print(name, found.evaluation.measures[RIGHT], flush=True)
-    study.keep(job, rows | ended(job, config))
+    study.keep(job, rows if "failed" in rows else rows | ended(job, config))
 
 
 def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,26 +187,26 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
     model = {"name": str(study.model), "dtype": "float32"}
     own_settings = watched(job, "grpo", {"model": model, "grpo": section, **more})
     config = study.config(task, job.replace("/", "_"), seed=seed, **own_settings)
-    rows = trained_twice(config, study)
+    rows = trained_twice(evoalign.grpo, config, study)
     if lora and not choice and "failed" not in rows:
         rows["reached"] = forgotten(study, Path(config.output_dir), task)
     study.keep(job, rows if "failed" in rows else rows | ended(job, config))
 
 
-def trained_twice(config: Config, study: Study) -> dict[str, Any]:
-    """Train by GRPO, once more after weights that are not finite; a run that fails twice counts as the base."""
+def trained_twice(method: Any, config: Config, study: Study) -> dict[str, Any]:
+    """Train, once more after logits or weights that are not finite; a run that fails twice counts as the base."""
     failed = ""
     for _ in range(2):
         try:
-            return trained(evoalign.grpo, config, study)
+            return trained(method, config, study)
         except NotFiniteError as error:
             failed = str(error)
             shutil.rmtree(config.output_dir)
     parts = assemble(config)
-    base = seen(parts.evaluate())
+    base, validation = seen(parts.evaluate()), parts.evaluate("validation").measures
     parts.close()
-    tree = config.model_dump(mode="json")
-    return {"failed": failed, "config": tree, "generations": [], "before": base, "after": base}
+    both = {"before": base, "after": base, "validation": {"before": validation, "after": validation}}
+    return {"failed": failed, "config": config.model_dump(mode="json"), "generations": [], **both}
 
 
 def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
@@ -223,8 +223,9 @@ def steps_of(study: Study, job: str, seconds: float) -> int:
     file = study.file("/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE))))
     if not file.is_file() and kind == "mix":
         return max(3, round(seconds / 4))  # for the time of a step alone
-    rows = json.loads(file.read_text()) if file.is_file() else study.found(f"time/{kind}/{task}")
-    rows = rows["generations"][1:] or rows["generations"]
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    rows = found.get("generations") or study.found(f"time/{kind}/{task}")["generations"]
+    rows = rows[1:] or rows
     each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
     return max(3, round(seconds / each))
 

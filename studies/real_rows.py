@@ -115,7 +115,7 @@ class Run:
     @property
     def kl(self) -> float | None:
         """KL of the trained model from the base, nats per token; None if it was not measured."""
-        found = self.row.get("divergence") or self.row["generations"][-1].get("divergence")
+        found = self.row.get("divergence") or next((g.get("divergence") for g in self.row["generations"][-1:]), None)
         return found["exact"] if found else None
 
     @cached_property
@@ -129,8 +129,8 @@ class Run:
 
     @property
     def cost(self) -> Mapping[str, float]:
-        """Seconds of training, completions and tokens of the run."""
-        return self.spent[-1]
+        """Seconds of training, completions and tokens of the run; 0 for one that failed."""
+        return self.spent[-1] if self.spent else dict.fromkeys(SPENT, 0.0)
 
     def curve(self) -> list[Row]:
         """Return the evaluations on the test split: seconds, completions, exact share, and KL where measured."""

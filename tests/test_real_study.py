@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "studies"))
 import real
 import real_base
 import real_rows
+import real_tables
 
 SMALL = (
     "task.test_size=2", "task.validation_size=2", "task.batch_size=2", "sampling.max_tokens=2", "es.population_size=2",
@@ -114,7 +115,12 @@ def test_perturbations_are_as_many_as_the_budget_has() -> None:
     assert {plan.sigma for plan in plans} == {*real_base.WIDTHS} and max(len(plan.members) for plan in plans) == 64
 
 
-def test_run_that_fails_twice_counts_as_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("job", "called"), [("p/grpo/3e-5/tool_calls/0", "GRPO LoRA"), ("p/lowrank/tool_calls/0", "ES lowrank")]
+)
+def test_run_that_fails_twice_counts_as_the_base(
+    job: str, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries: list[Path] = []
 
     def failing(method: Any, config: Config, study: Any) -> Any:
@@ -123,14 +129,22 @@ def test_run_that_fails_twice_counts_as_the_base(tmp_path: Path, monkeypatch: py
         raise NotFiniteError("the trained weights are not finite")
 
     monkeypatch.setattr(real, "trained", failing)
-    job = "p/grpo/3e-5/tool_calls/0"
     found = study(tmp_path, *SMALL)
     real.do(found, job)
     row = json.loads(found.file(job).read_text())
     assert len(tries) == 2 and "not finite" in row["failed"]
     assert row["after"] == row["before"] and len(row["before"]["right"]) == 2
-    run = real_rows.Run.of(row)
-    assert run is not None and "failed" in run.called
+    (line,) = real_tables.arms(real_rows.Study([row]), "tool_calls")
+    assert called in str(line[0]) and "failed" in str(line[0])
+
+
+def test_choosing_run_that_failed_is_chosen_only_by_the_base_accuracy(tmp_path: Path) -> None:
+    found = study(tmp_path)
+    for rate, right in {"1e-5": 0.3, "3e-5": 0.4, "1e-4": 0.2}.items():
+        row: dict[str, Any] = {"validation": {"after": {"right": right}}, "generations": []}
+        found.keep(f"p/grpo/{rate}/tool_calls/100", row | ({"failed": "not finite"} if rate == "1e-4" else {}))
+    assert found.chosen("p/grpo/best/tool_calls/0") == "p/grpo/3e-5/tool_calls/0"
+    assert real.steps_of(found, "p/grpo/1e-4/tool_calls/0", 300) == 100, "by the timed steps"
 
 
 @pytest.mark.long
