@@ -33,6 +33,7 @@ from evoalign.analysis.page.view import RANDOM
 from evoalign.analysis.targets import locate
 from evoalign.baselines import planning, trainer_state
 from evoalign.baselines.policy import Policy
+from evoalign.baselines.steps import Steps
 from evoalign.baselines.train import _Grpo
 from evoalign.checks.divergence import ESTIMATORS
 from evoalign.config import from_dict
@@ -80,6 +81,20 @@ def traces(path: Path, but: Sequence[str] = ()) -> tuple[Any, ...]:
     told = [{key: value for key, value in row.items() if key not in (*CLOCKS, *but)} for row in rows(path)]
     saved = sorted(path.glob("*/generation_*"))[-1]
     return told, load_file(next(saved.glob("*model.safetensors"))), completions(path, "after")
+
+
+def test_training_never_uses_the_attention_of_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass is wrong for some lengths on some GPUs. On a CPU only torch's switch can be seen."""
+    own, seen = Steps.on_step_begin, list[bool]()
+
+    def begins(self: Steps, *arguments: Any, **named: Any) -> None:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        own(self, *arguments, **named)
+
+    monkeypatch.setattr(Steps, "on_step_begin", begins)
+    run(tmp_path / "run", grpo={"max_steps": 2}, evaluation={"every": 0})
+    assert seen == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def assert_equal(ours: Path, theirs: Path, but: Sequence[str] = ()) -> None:

@@ -19,7 +19,7 @@ from evoalign.baselines.planning import dry_run
 from evoalign.baselines.policy import EngineRollouts, Policy
 from evoalign.baselines.served import engine_of, served
 from evoalign.config import from_dict
-from evoalign.engines.transformers.engine import load_model
+from evoalign.engines.transformers.engine import TransformersEngine, load_model
 from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.setup import task_and_data
 
@@ -104,6 +104,40 @@ def test_close_frees_the_copy(tmp_path: Path) -> None:
     policy.close()
     gc.collect()
     assert weight() is None
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("rollouts", ["engine", "es"])
+def test_evaluation_by_the_copy_is_that_of_the_policy(
+    rollouts: str, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mixed precision the copy for completions is bfloat16, and evaluations come from another one."""
+    found, used = dict[str, Any](), list[tuple[bool, torch.dtype]]()
+    of_engine = TransformersEngine.rollout
+
+    def seen(self: TransformersEngine, *arguments: Any) -> Any:
+        used.append((self.is_static, self.dtype))
+        return of_engine(self, *arguments)
+
+    monkeypatch.setattr(TransformersEngine, "rollout", seen)
+    for decoder in ("library", "static"):
+        tree = config(tmp_path / decoder, engine={"name": "transformers", "decoder": decoder}, space="lowrank")
+        own = from_dict(
+            tree | {"grpo": {**tree["grpo"], "rollouts": rollouts, "trl": {"bf16": mixed}}, "es": {"sigma": 0.05}}
+        )
+        torch.manual_seed(0)
+        model = load_model(own.model, torch.float32)
+        task, data = task_and_data(own, None, None)
+        policy = Policy(own, tokens.load(own.model), task, data, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        used.clear()
+        found[decoder] = [c.text for c in policy.evaluate()[0].completions], policy.divergence().exact
+        assert {*used} == {(decoder == "static", torch.float32)}
+        policy.close()
+    assert found["static"][0] == found["library"][0]
+    assert found["static"][1] == pytest.approx(found["library"][1], rel=1e-3)
 
 
 @pytest.mark.slow

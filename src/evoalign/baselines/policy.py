@@ -177,15 +177,16 @@ class Policy:
             self.shape = flops.shape_of(bare.config, named)
         except ModelError as error:
             self.note = str(error)
+        self.copy = None if config.grpo.rollouts == "trl" else self._copy()
         self.source = self._source()
         self._reference = Reference(config, self.device, self.dtype)
 
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         """Evaluate the policy on a split with evoalign's own engine, and return the result with its cost."""
         start = time.perf_counter()
-        with self._as_served():
-            examples = self.data.of(split)
-            found = evaluation.evaluate(self.engine, self.tokens, self.task, examples, self.config.evaluation)
+        examples = self.data.of(split)
+        with self._completing() as engine:
+            found = evaluation.evaluate(engine, self.tokens, self.task, examples, self.config.evaluation)
         seconds = time.perf_counter() - start
         encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
         prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
@@ -199,8 +200,9 @@ class Policy:
 
     def divergence(self) -> Divergence:
         """Return the KL of the policy from the base model; the first call loads a copy of the base model."""
+        with self._completing() as engine:
+            samples = divergence.draw(engine, self.tokens, self.task, self.data.test, self.config)
         with self._as_served():
-            samples = divergence.draw(self.engine, self.tokens, self.task, self.data.test, self.config)
             return self._reference.divergence(self.model, samples)
 
     def distance(self) -> Distance:
@@ -215,9 +217,9 @@ class Policy:
     def close(self) -> None:
         """Free the copies of the base model and of the policy."""
         self._reference.close()
-        if isinstance(self.source, EngineRollouts) and self.source.copy is not None:
-            self.source.copy.close()
-        self.source = None
+        if self.copy is not None:
+            self.copy.close()
+        self.source = self.copy = None
 
     def cost_of_round(self, answers: Sequence[tuple[int, int]]) -> Cost:
         """Return the cost of generating `answers`, each (row of the training split, number of tokens)."""
@@ -283,6 +285,28 @@ class Policy:
         return weights_hash((name, p.data) for name, p in self.model.named_parameters() if p.requires_grad)
 
     @contextmanager
+    def _completing(self) -> Generator[Engine]:
+        """Return an engine with the current weights in their own dtype.
+
+        If completions come from a copy, so do these. A copy of another dtype is not used: one more is made, which has
+        the memory of the gradients, as there are none between two steps.
+        """
+        if self.copy is None:
+            with self._as_served():
+                yield self.engine
+            return
+        of_dtype = self.copy if self.copy.engine.dtype == self.dtype else self._copy(self.dtype)
+        assert of_dtype is not None
+        of_dtype.refresh()
+        try:
+            yield of_dtype.engine
+        finally:
+            if of_dtype is self.copy:
+                of_dtype.engine.release()
+            else:
+                of_dtype.close()
+
+    @contextmanager
     def _as_served(self) -> Generator[None]:
         """Compute in the dtype of the weights, as the saved model will, and restore the trainer's `forward` after."""
         trained = vars(self.model).get("forward")
@@ -301,11 +325,14 @@ class Policy:
         config = self.config.model_copy(update={"engine": self.config.engine.in_process()})
         return TransformersEngine(config, self.tokens, self.model)
 
+    def _copy(self, dtype: torch.dtype | None = None) -> Served | None:
+        return served(self.config, self.tokens, self.model, dtype)
+
     def _source(self) -> Source | None:
         """Return the function that generates completions; None if TRL does."""
         if self.config.grpo.rollouts == "trl":
             return None
-        own = (self.tokens, self.model, self.longest, self.mixed, served(self.config, self.tokens, self.model))
+        own = (self.tokens, self.model, self.longest, self.mixed, self.copy)
         if self.config.grpo.rollouts == "engine":
             return EngineRollouts(self.config, self.engine, *own)
         # A second engine, so that the members' hooks do not affect evaluation.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy of the policy for GRPO's completions, with the static decoder.
+"""A second copy of the policy for GRPO's completions and evaluations, with the static decoder.
 
 The model that is trained completes by transformers' own forward: on a GPU 30 to 60 ms per token at any batch size. The
 static decoder needs weights of one dtype, without adapters. Its copy is set from the policy before each round.
@@ -7,6 +7,7 @@ static decoder needs weights of one dtype, without adapters. Its copy is set fro
 In mixed precision the policy's products are those of weights rounded to bfloat16, and so the copy is bfloat16. An
 adapter's product is added to the weights, where bfloat16 would round most of a small one away, so that its copy is
 float32. The copy keeps all activations in its dtype and autocast some in float32: log-probabilities differ a little.
+Evaluations are of the weights in their own dtype, as they are saved.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def engine_of(config: Config, *, on_cpu: bool) -> EngineSettings | None:
     return config.engine.for_copy(mixed_on_gpu=not on_cpu and settings.mixed(config, on_cpu=on_cpu))
 
 
-def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
-    """Return a copy of the policy; None where the policy itself completes.
+def served(config: Config, tokens: Tokens, policy: Any, dtype: torch.dtype | None = None) -> Served | None:
+    """Return a copy of the policy, by default in the dtype for its completions; None where the policy itself completes.
 
     Raises ConfigError with `engine.decoder: static` for a model or an adapter that the static decoder does not support.
     """
@@ -70,9 +71,10 @@ def served(config: Config, tokens: Tokens, policy: Any) -> Served | None:
     if lost:
         return None
     own = own.model_copy(update={"device": str(policy.device)})  # each process has its own
-    own_dtype = str(policy.dtype).removeprefix("torch.")
-    dtype = settings.copy_dtype(config, own_dtype, is_adapter=bool(adapted), on_cpu=on_cpu)
-    model = config.model.model_copy(update={"dtype": dtype})
+    own_dtype = str(dtype or policy.dtype).removeprefix("torch.")
+    if dtype is None:
+        own_dtype = settings.copy_dtype(config, own_dtype, is_adapter=bool(adapted), on_cpu=on_cpu)
+    model = config.model.model_copy(update={"dtype": own_dtype})
     engine = TransformersEngine(config.model_copy(update={"engine": own, "model": model}), tokens)
     if engine.is_static:
         return Served(engine, policy)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
+from torch.nn.attention import sdpa_kernel
 
 from evoalign import tokens, tracking
 from evoalign.baselines import planning, settings
@@ -25,6 +26,7 @@ from evoalign.config import Config, LoraConfig
 from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.transformers.engine import load_model
+from evoalign.engines.transformers.prefill import ATTENTION
 from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
 from evoalign.models import origin
 from evoalign.report.figures import GRPO_WORDS
@@ -250,7 +252,9 @@ class _Grpo:
     def _train(self) -> None:
         folder = Path(self.trainer.args.output_dir)
         try:
-            with as_os_errors(folder):  # saving the trainer's state raises other errors on a full disk
+            # Saving the trainer's state raises other errors on a full disk. cuDNN's backward pass gives NaN for padded
+            # batches of some lengths on H100 and H200 (torch 2.11, github.com/pytorch/pytorch/issues/196678).
+            with as_os_errors(folder), sdpa_kernel(ATTENTION):
                 self.trainer.train(resume_from_checkpoint=None if self.state is None else str(self.state))
         except (EvoalignError, torch.OutOfMemoryError):
             raise

@@ -238,6 +238,12 @@ class TransformersEngine(KeepsMean):
         self._planned = self._planned or 0.5 * _free(self.device)  # once: the static decoder keeps its memory
         return self._planned
 
+    def release(self) -> None:
+        """Free the static decoder's memory; the next rollout allocates it again."""
+        if self._static is not None:
+            self._static.release()
+        self._planned = 0.0
+
     def close(self) -> None:
         if self._adapters is not None:
             self._adapters.remove()

@@ -86,8 +86,12 @@ class StaticDecoder:
         self._member_bytes = self._blocks.factor_bytes(names, layout.rank)
         return ""
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Free the memory and the graphs."""
+        self._memory = None
+
+    def close(self) -> None:
+        """Free the memory, the graphs and the source of factors."""
         self._memory = self._source = None
 
     def is_plain(self, member: Member) -> bool:
