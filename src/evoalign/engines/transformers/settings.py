@@ -110,7 +110,7 @@ class TransformersConfig(EngineSettings):
     """How tokens are decoded. `library`: by the forward of transformers, for any model. `static`: over fixed memory, on
     a GPU as CUDA graphs, for models of the Llama, Qwen2 and Qwen3 families. `auto`: `static` if it supports the model,
     on a GPU, or on a CPU in float32 if evoalign was installed with a C compiler. In GRPO the policy itself decodes by
-    `library`. With `rollouts: engine` or `es`, completions and evaluations come from a copy of the policy with `static`,
+    `library`. With `rollouts: engine` or `es`, completions and evaluations come from a copy of it with `static`,
     and with `auto` in mixed precision on a GPU."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads; None keeps the default of torch."""
