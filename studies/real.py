@@ -13,6 +13,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `gate` | the base on the validation split of each task |
 | `probe/SPACE/TASK/SEED` | `evoalign probe` |
 | `prompting/TASK` | zero-shot, 3-shot, self-consistency on the test split |
+| `longer/TASK` | zero-shot and 3-shot with twice the tokens |
 | `perturb/TASK` | the best single perturbation on the validation split, on the test split |
 | `p/SPACE/TASK/SEED` | ES `lora` or `lowrank`, with placebos and another task |
 | `r/es/ETA/TASK/SEED`, `step/ETA/TASK/SEED` | ES `lowrank` |
@@ -60,7 +61,7 @@ from evoalign.evaluation import RIGHT
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
 from evoalign.setup import assemble
-from real_base import ADAPTER, CHOICE, ROWS, Study, gate, perturbing, probing, prompting, seen
+from real_base import ADAPTER, CHOICE, ROWS, Study, gate, longer, perturbing, probing, prompting, seen
 
 OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
@@ -237,8 +238,9 @@ def do(study: Study, job: str) -> None:
             gate(study, job)
         case ["probe", space, task, seed]:
             probing(study, job, space, task, int(seed))
-        case [("prompting" | "perturb" | "coverage" | "alignment") as name, task]:
-            jobs = {"prompting": prompting, "perturb": perturbing, "coverage": covering, "alignment": aligning}
+        case [("prompting" | "longer" | "perturb" | "coverage" | "alignment") as name, task]:
+            jobs = {"prompting": prompting, "longer": longer, "perturb": perturbing, "coverage": covering,
+                    "alignment": aligning}  # fmt: skip
             jobs[name](study, job, task)
         case ["p", ("lora" | "lowrank") as space, task, seed]:
             es(study, job, task, int(seed), space=space, es=settings(study, space, task, 0.5), **ADAPTER.get(space, {}))

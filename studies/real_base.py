@@ -167,6 +167,19 @@ def prompting(study: Study, job: str, task: str) -> None:
         print(name, row.get("measures", {}).get(RIGHT), flush=True)
 
 
+def longer(study: Study, job: str, task: str) -> None:
+    """Evaluate the base model with twice the tokens: how much of a gain is that answers end in time?"""
+    most = {"max_tokens": 2 * MAX_TOKENS[task]}
+    parts = assemble(study.config(task, sampling=most, evaluation=most))
+    try:
+        how = parts.config.evaluation
+        rows = {"zero-shot": seen(parts.evaluate())}
+        rows["3-shot"] = seen(evaluate(parts.engine, parts.tokens, with_shots(parts), parts.data.test, how))
+    finally:
+        parts.close()
+    study.keep(job, {**most, "arms": rows})
+
+
 def with_shots(parts: Parts) -> Any:
     """Return the task with three training rows and right answers as earlier turns of every prompt.
 
@@ -174,7 +187,8 @@ def with_shots(parts: Parts) -> Any:
     the prompt asks for; the first three such rows are taken.
     """
     rows = parts.data.train[:SHOTS_FROM]
-    how = parts.config.evaluation.model_copy(update={"temperature": 0.7, "samples": DRAWS, "seeds": (0,)})
+    own = {"temperature": 0.7, "samples": DRAWS, "seeds": (0,), "max_tokens": MAX_TOKENS[parts.task.name]}
+    how = parts.config.evaluation.model_copy(update=own)
     drawn = evaluate(parts.engine, parts.tokens, parts.task, rows, how)
     found = {one.example: one.text for one in drawn.completions if one.right}
     task, own = copy.copy(parts.task), parts.task.prompt

@@ -22,6 +22,7 @@ from evoalign.analysis.compare.statistics import shared
 from evoalign.placebos.estimates import Split, split
 from evoalign.statistics import Estimate
 from evoalign.tasks.tool_calls import ToolCalls
+from evoalign.tasks.word_problems import WordProblems
 
 ROWS = Path(__file__).resolve().parent / "results" / "real"
 CHOICE = 100
@@ -181,13 +182,19 @@ class Study:
         return list(dict.fromkeys([*own, *(j.split("/")[1] for j in self.rows if j.split("/")[0] in kinds and
                                            j.count("/") == 1)]))  # fmt: skip
 
+    def arms(self, task: str) -> dict[str, Row]:
+        """Return the rows of the arms that do not train."""
+        arms = self.rows.get(f"prompting/{task}", {}).get("arms", {})
+        found = {name: arms[name] for name in ("zero-shot", "3-shot", "self-consistency") if name in arms}
+        if longer := self.rows.get(f"longer/{task}"):
+            found |= {f"{name}, {longer['max_tokens']} tokens": arm for name, arm in longer["arms"].items()}
+        if best := self.rows.get(f"perturb/{task}"):
+            found["best perturbation"] = best
+        return found
+
     def prompted(self, task: str) -> dict[str, Floats]:
         """Return exactness by item of the arms that do not train."""
-        arms = self.rows.get(f"prompting/{task}", {}).get("arms", {})
-        found = {name: arms[name]["right"] for name in ("zero-shot", "3-shot", "self-consistency") if name in arms}
-        if best := self.rows.get(f"perturb/{task}"):
-            found["best perturbation"] = best["right"]
-        return {name: np.array(right, dtype=np.float64) for name, right in found.items()}
+        return {name: np.array(row["right"], dtype=np.float64) for name, row in self.arms(task).items()}
 
 
 def _number(text: str) -> float:
@@ -200,9 +207,12 @@ def _number(text: str) -> float:
 
 
 @lru_cache
-def unseen(items: int) -> NDArray[np.bool_]:
-    """Return by test row of tool calls whether its schema is missing in training."""
-    return np.array([row["unseen"] for row in ToolCalls.rows("test", items)])
+def unseen(task: str, items: int) -> NDArray[np.bool_]:
+    """Return by test row whether training has no row of its kind: a function's schema, or a problem's template."""
+    kinds = {"tool_calls": ToolCalls, "word_problems": WordProblems}
+    return (
+        np.array([row["unseen"] for row in kinds[task].rows("test", items)]) if task in kinds else np.zeros(items, bool)
+    )
 
 
 def stacked(runs: Sequence[Run]) -> Floats:

@@ -88,13 +88,14 @@ def choices(study: Study) -> Iterator[Line]:
 def arms(study: Study, task: str) -> Iterator[Line]:
     """Yield each arm of P: exact share, gain, placebos, the other task and cost."""
     prompted = study.prompted(task)
-    base = prompted.get("zero-shot")
+    base, rows = prompted.get("zero-shot"), study.arms(task)
     for name, right in prompted.items():
         gain = None if base is None or name == "zero-shot" else statistics.paired(base, right, shares=True)
         yield (
             f"base, {name}" if name != "best perturbation" else name,
             "-",
             *_exact(right, task),
+            _cut_off(rows[name]),
             points(gain),
             *8 * "-",
         )
@@ -103,6 +104,7 @@ def arms(study: Study, task: str) -> Iterator[Line]:
             _called(run),
             run.seed,
             *_exact(run.after, task),
+            _cut_off(run.row["after"]),
             points(run.gain),
             *_placebos(run),
             *_other(run),
@@ -115,8 +117,14 @@ def _called(run: Run) -> str:
 
 
 def _exact(right: Floats, task: str) -> tuple[str, str]:
-    """Return the exact share, and that of rows of unseen schemas."""
-    return share(right.mean()), share(right[unseen(len(right))].mean()) if task == "tool_calls" else "-"
+    """Return the exact share, and that of rows of unseen kinds."""
+    kept = unseen(task, len(right))
+    return share(right.mean()), share(right[kept].mean()) if kept.any() else "-"
+
+
+def _cut_off(row: Row) -> str:
+    """Return the share of completions that end at the limit of tokens."""
+    return share(row.get("measures", {}).get("truncated_share"))
 
 
 def _placebos(run: Run) -> tuple[str, str, str]:
@@ -158,10 +166,10 @@ def contrasts(study: Study, task: str) -> Iterator[Line]:
             gap = statistics.crossed(after - right)
             pair = adjusted[space] if name == "3-shot" else None
             yield f"{called} less {name}", len(runs), points(gap), *_p(pair)
-        if "3-shot" in prompted and task == "tool_calls":
-            kept = unseen(after.shape[1])
+        kept = unseen(task, after.shape[1])
+        if "3-shot" in prompted and kept.any():
             gap = statistics.crossed((after - prompted["3-shot"])[:, kept])
-            yield f"{called} less 3-shot, unseen schemas", len(runs), points(gap), "-", "-"
+            yield f"{called} less 3-shot, unseen kinds", len(runs), points(gap), "-", "-"
         if grpo := study.find("p", "grpo", task):
             a, b, is_paired = paired(runs, grpo)
             gap = statistics.crossed_difference(a, b, paired=is_paired)
@@ -376,7 +384,7 @@ HEADS: dict[str, Sequence[str]] = {
     "gate": ("task", "rows", "base, exact", "95 %", "between 15 and 70 %"),
     "probe": ("probe", "seed", "recommended sigma", "offered trial", "used", "predicted gain per generation", "s"),
     "choices": ("choice", "value", "seed", "validation, before", "after", "training, s"),
-    "p": ("arm", "seed", "exact", "exact, unseen schemas", "gain, points (95 %)", *PLACEBOS, *OTHER, *COST),
+    "p": ("arm", "seed", "exact", "exact, unseen kinds", "cut off", "gain, points (95 %)", *PLACEBOS, *OTHER, *COST),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
     "r": ("run", "seed", "exact", "gain, points (95 %)", "pass@1 at 0.6", "KL, nats per token", *PLACEBOS, *OTHER,
           *COST[:2]),

@@ -153,7 +153,8 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     small = study(tmp_path, *SMALL)
     small.seconds = 0.1
     for job in (
-        "gate", "prompting/tool_calls", "p/lora/tool_calls/0", "perturb/tool_calls", "r/es/0.5/tool_calls/0",
+        "gate", "prompting/tool_calls", "longer/tool_calls",
+        "p/lora/tool_calls/0", "perturb/tool_calls", "r/es/0.5/tool_calls/0",
         "r/grpo/1e-6/tool_calls/0", "p/grpo/1e-5/tool_calls/0",
     ):  # fmt: skip
         real.do(small, job)

@@ -120,14 +120,30 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
 
 def test_arms_show_placebos_the_other_task_and_summed_costs(tmp_path: Path) -> None:
     line = cells(written(tmp_path, planted())["p_tool_calls"], "ES lora")
-    assert line[6] == "0 of 5" and line[8:] == ["50.0%", "25.0%", "6", "30", "5"]
+    assert line[7] == "0 of 5" and line[9:] == ["50.0%", "25.0%", "6", "30", "5"]
 
 
-def test_exactness_of_unseen_schemas_is_of_their_rows(tmp_path: Path) -> None:
-    kept = unseen(ITEMS)
+@pytest.mark.parametrize("task", ["tool_calls", "word_problems"])
+def test_exactness_of_unseen_kinds_is_of_their_rows(task: str, tmp_path: Path) -> None:
+    kept = unseen(task, ITEMS)
     assert 0.3 < kept.mean() < 0.7
-    row = trained("p/lora/tool_calls/0", [0] * ITEMS, kept.astype(int).tolist())
-    assert cells(written(tmp_path, [row])["p_tool_calls"], "ES lora")[3] == "100.0%"
+    row = trained(f"p/lora/{task}/0", [0] * ITEMS, kept.astype(int).tolist())
+    assert cells(written(tmp_path, [row])[f"p_{task}"], "ES lora")[3] == "100.0%"
+
+
+def test_prompting_with_more_tokens_is_an_arm_of_its_own(tmp_path: Path) -> None:
+    arms = {name: {"right": [float(i < n) for i in range(ITEMS)]} for name, n in (("zero-shot", 30), ("3-shot", 60))}
+    rows = [
+        {"job": "prompting/word_problems", "arms": arms},
+        {
+            "job": "longer/word_problems",
+            "max_tokens": 640,
+            "arms": {"zero-shot": {"right": [1.0] * ITEMS, "measures": {"truncated_share": 0.25}}},
+        },
+    ]
+    lines = written(tmp_path, rows)["p_word_problems"]
+    assert cells(lines, "base, zero-shot, 640 tokens")[2:5:2] == ["100.0%", "25.0%"]
+    assert cells(lines, "base, 3-shot")[2] == f"{60 / ITEMS:.1%}"
 
 
 def of_r(shift: float) -> list[Row]:

@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from pages import REPOSITORY
 
 from evoalign import statistics
 from evoalign.config import load
 from evoalign.models import tiny
+from evoalign.tasks.word_problems import WordProblems
 
 Rows = list[dict[str, Any]]
 NOT_FIGURES = (
-    r"SmolLM2(-135M-Instruct)?", r"Qwen2(\.5-0\.5B)?", r"\bH200\b", r"Apache-2\.0", r"b?float(16|32)", r"macro-F1",
-    r"Python 3\.11 or newer",
+    r"Qwen2\.5-Coder-1\.5B-Instruct", r"SmolLM2(-135M-Instruct)?", r"Qwen2(\.5-0\.5B)?", r"\bH200\b",
+    r"Apache-2\.0", r"b?float(16|32)", r"macro-F1", r"Python 3\.11 or newer",
 )  # fmt: skip
 """Names with digits."""
 
@@ -98,7 +100,8 @@ def best_placebos() -> str:
         100 * max(p["exact"] for row in demo(c) for p in row["placebos"]) for c in ("quickstart", "template")
     )
     third, fourth = (max(landscape(on, "placebo of es")) for on in ("countdown", "smollm2"))
-    return f"had {first:.0f} %, {second:.0f} %, {third:.2f} and {fourth:.0f}."
+    real = max(max(row["placebos"]) for row in real_seeds())
+    return f"had {100 * real:.0f} %, {first:.0f} %, {second:.0f} %, {third:.2f} and {fourth:.0f}."
 
 
 def hacked() -> float:
@@ -106,6 +109,65 @@ def hacked() -> float:
     found = [r for r in rows("studies/results/landscape.jsonl") if r["what"] == "end" and r["on"] == "smollm2"]
     shares = [row["rates"]["hacked"] for row in found if row["model"] == "es"]
     return 100 * sum(shares) / len(shares)
+
+
+def real(job: str) -> dict[str, Any]:
+    """Return the rows of a job of the study on a 1.5B model."""
+    return json.loads((REPOSITORY / f"studies/results/real/{job}.json").read_text(encoding="utf-8"))
+
+
+def real_seeds() -> Rows:
+    """Return the runs of ES `lora` on word problems by seed, and check their placebos."""
+    found = [real(f"p_lora_word_problems_{seed}") for seed in range(3)]
+    for row in found:
+        placebos = [one["test"]["measures"]["right"] for name, one in row["reached"].items() if "placebo" in name]
+        assert len(placebos) == 5 and max(placebos) < row["after"]["measures"]["right"]
+        assert len(row["after"]["right"]) == 500
+        row["placebos"] = placebos
+    return found
+
+
+def real_row() -> str:
+    (before,) = {row["before"]["measures"]["right"] for row in real_seeds()}
+    after = span([row["after"]["measures"]["right"] for row in real_seeds()], ".0f", 100)
+    noise = span([sum(row["placebos"]) / 5 for row in real_seeds()], ".0f", 100)
+    return f"3 seeds, `, exact answers: ` | {100 * before:.1f} % | {after} % | {noise} % |"
+
+
+def real_prompting() -> str:
+    arms = real("prompting_word_problems")["arms"]
+    shots, vote = (100 * sum(arms[name]["right"]) / len(arms[name]["right"]) for name in ("3-shot", "self-consistency"))
+    both = [real(f"p_{space}_word_problems_{seed}") for space in ("lora", "lowrank") for seed in range(3)]
+    es = span([row["after"]["measures"]["right"] for row in both], ".0f", 100)
+    return (
+        f"reach {shots:.0f} % of the test problems, ES {es} %, and a vote of 16 samples without training {vote:.0f} %"
+    )
+
+
+def real_texts() -> str:
+    """Return the sentences on one test problem, whose question and completions are those of the rows."""
+    place, row = 4, real("p_lora_word_problems_0")
+    question = WordProblems.rows("test", place + 1)[place]["question"]
+    assert all(part in question for part in ("4 loaves take 800 grams of flour", "orders 17 loaves", "2450 grams"))
+    before, after = (row[end]["texts"][place] for end in ("before", "after"))
+    assert r"17 \times 800 = 13600" in before and r"\boxed{11150}" in before
+    assert r"\frac{800 \text{ grams}}{4 \text{ loaves}}" in after and r"\boxed{950}" in after
+    return (
+        "4 loaves take 800 grams of flour. How much more do 17 loaves take, if there are 2450 grams? "
+        "Qwen2.5-Coder-1.5B-Instruct multiplies 17 by 800 and answers 11150. After five minutes of ES it divides by "
+        "4 first and answers 950."
+    )
+
+
+def unseen_kinds() -> str:
+    """Check that the intervals of ES less three examples hold 0 on kinds of problems that training does not have."""
+    kept = np.array([row["unseen"] for row in WordProblems.rows("test", 500)])
+    shots = np.array(real("prompting_word_problems")["arms"]["3-shot"]["right"])
+    for space in ("lora", "lowrank"):
+        after = np.array([real(f"p_{space}_word_problems_{seed}")["after"]["right"] for seed in range(3)])
+        gap = statistics.crossed((after - shots)[:, kept])
+        assert gap.low is not None and gap.high is not None and gap.low < 0 < gap.high
+    return "On kinds of problems that training does not have, ES is not better than the three examples."
 
 
 @functools.cache
@@ -214,6 +276,10 @@ def wall_time_on_countdown() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "the figure": demo_figure,
+    "a real model": real_row,
+    "prompting": real_prompting,
+    "texts": real_texts,
+    "unseen kinds": unseen_kinds,
     "demo": lambda: demo_row("quickstart"),
     "template": lambda: demo_row("template"),
     "Countdown": countdown_row,
@@ -236,8 +302,8 @@ FIGURES: dict[str, Callable[[], str]] = {
 }
 """Each phrase with figures, computed from the rows. A phrase may occur more than once."""
 SETTINGS = (
-    "`, 5 seeds, exact answers", ", 20 per seed in", "Countdown, 500 problems, ` with",
-    "models of up to 135 M parameters", "at 32 completions per backward pass", "a population of 30 with two prompts",
+    "`, 5 seeds, exact answers", ", 20 in the next two", "Countdown, 500 problems, ` with",
+    "Word problems, 500 problems", "dequantised from 4 bits", "models of up to 1.5 B parameters", "at 32 completions per backward pass", "a population of 30 with two prompts",
     "30 members with two prompts", "(12 seeds, equal tuning trials)",
 )  # fmt: skip
 """Phrases that describe how the figures were measured; the functions above check their numbers where rows have them."""
