@@ -23,6 +23,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `time/p/TASK`, `time/r/TASK` | four steps of GRPO, for the steps that choosing runs have time for |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
+| `hack/es/SEED`, `hack/grpo/SEED` | ES `lowrank`, and GRPO of all weights, with the reward of real_proxy.py |
 | `coverage/TASK` | `evoalign analyze coverage` of seed 0 of `r` |
 | `alignment/TASK` | `evoalign analyze alignment` of the base |
 
@@ -61,23 +62,26 @@ from evoalign.evaluation import RIGHT
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
 from evoalign.setup import assemble
-from real_base import ADAPTER, CHOICE, ROWS, Study, gate, longer, perturbing, probing, prompting, seen
+from real_base import ADAPTER, CHOICE, HERE, ROWS, Study, gate, longer, perturbing, probing, prompting, seen
 
 OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
-SECONDS = {"p": 300, "r": 150, "step": 90, "mix": 90, "long": 480}
+SECONDS = {"p": 300, "r": 150, "step": 90, "mix": 90, "long": 480, "hack": 90}
 CHOOSING = {"p": 60, "r": 90, "mix": 20}
 PARTS = {
     "diagnosis": ("reliability", "control", "noise_floor", "distance_sigmas", "truncated_share", "axes"),
     "budget": ("completions", "generated_tokens", "wall_seconds"),
 }
 """What is kept of parts of a generation's row."""
-SEEN_EVERY = {"es": (5, 20), "grpo": (10, 10)}
-"""Generations between evaluations, and between measurements of the KL, in `r`. GRPO has the completions of few
-generations of ES in all."""
+SEEN_EVERY = {"es": (5, 20), "grpo": (10, 10), "hack": (3, 3)}
+"""Generations between evaluations, and between measurements of the KL, in `r` by method, and in `hack`. GRPO has the
+completions of few generations of ES in all."""
 PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
+"""Placebos of a run of ES; a kind that is missing has none, and no other task."""
 MIX_RATE = 2e-6
 """Rate of GRPO in `mix`."""
+PROXIED, PROXY = "word_problems", f"{HERE / 'real_proxy.py'}:BriefProblems"
+"""The task of `hack`, and the same rows with its proxy reward."""
 
 
 def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None:
@@ -89,7 +93,7 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **watched(job, "es", sections))
     off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
     rows = trained_twice(evoalign.train, config, study)
-    if not choice and "failed" not in rows:
+    if kind in PLACEBOS and not choice and "failed" not in rows:
         with open_run(rows["run"], config=config, off_task=off) as run:
             names = {"base": None, "run": None}
             names |= {f"placebo {k}": parse("shuffle", run.log, k) for k in range(PLACEBOS[kind])}
@@ -106,10 +110,11 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
 
 
 def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, which is also evaluated during training if it is a final one of `r`."""
-    if not job.startswith("r/") or int(job.rpartition("/")[2]) >= CHOICE:
+    """Return the settings of a run, which is also evaluated during training if it is a final one of `r` or `hack`."""
+    kind = job.partition("/")[0]
+    if kind not in ("r", "hack") or int(job.rpartition("/")[2]) >= CHOICE:
         return dict(sections)
-    every, kl_every = SEEN_EVERY[method]
+    every, kl_every = SEEN_EVERY["hack" if kind == "hack" else method]
     return {**sections, "evaluation": {"every": every}, "checks": {"kl_every": kl_every}}
 
 
@@ -185,6 +190,7 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
     }  # fmt: skip
     more: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32}} if lora else {}
     more |= {"es": {"sigma": study.width("lowrank", task)}} if own.get("rollouts") == "es" else {}
+    more |= {"task": {"name": PROXY}} if kind == "hack" else {}
     model = {"name": str(study.model), "dtype": "float32"}
     own_settings = watched(job, "grpo", {"model": model, "grpo": section, **more})
     config = study.config(task, job.replace("/", "_"), seed=seed, **own_settings)
@@ -219,7 +225,11 @@ def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
 
 
 def steps_of(study: Study, job: str, seconds: float) -> int:
-    """Return the steps that take these seconds, by those of the same job with seed `CHOICE`, or of the `time` job."""
+    """Return the steps that take these seconds, by those of the same job with seed `CHOICE`, or of the `time` job.
+
+    `hack` has the `time` job of `r`.
+    """
+    job = f"r/grpo/{PROXIED}/0" if job.startswith("hack/") else job
     kind, name, *rest, task, _ = job.split("/")
     file = study.file("/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE))))
     if not file.is_file() and kind == "mix":
@@ -229,6 +239,19 @@ def steps_of(study: Study, job: str, seconds: float) -> int:
     rows = rows[1:] or rows
     each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
     return max(3, round(seconds / each))
+
+
+def hacking(study: Study, job: str, method: str, seed: int) -> None:
+    """Train with the proxy reward; GRPO has the rate that was best in `r`, or 1e-6 without the rows of that choice."""
+    if method == "es":
+        own = settings(study, "lowrank", PROXIED, 0.5)
+        es(study, job, PROXIED, seed, es=own, task={"name": PROXY, "batch_size": 8})
+        return
+    try:
+        rate = float(study.chosen(f"r/grpo/best/{PROXIED}/0").split("/")[2])
+    except FileNotFoundError:
+        rate = 1e-6
+    grpo(study, job, PROXIED, rate, seed)
 
 
 def do(study: Study, job: str) -> None:
@@ -260,6 +283,8 @@ def do(study: Study, job: str) -> None:
             }
             sampling = {"temperature": float(temperature)}
             es(study, job, task, int(seed), es=decayed, task={"batch_size": 8}, sampling=sampling)
+        case ["hack", method, seed]:
+            hacking(study, job, method, int(seed))
         case ["time", "p" | "r", task]:
             grpo(study, job, task, 1e-6, CHOICE)
         case ["mix", "grpo", rollouts, task, seed]:

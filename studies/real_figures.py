@@ -46,11 +46,11 @@ def budget(study: Study, task: str, to: Path) -> None:
     save(figure, to)
 
 
-def over_kl(study: Study, task: str, to: Path) -> None:
-    """Draw the exact share of every run of R over its KL from the base."""
+def over_kl(runs: Sequence[Run], to: Path) -> None:
+    """Draw the exact share of every run over its KL from the base."""
     figure = canvas(7, 4, layout="constrained")
     axes = figure.subplots()
-    _lines(axes, study.find("r", task=task), "kl")
+    _lines(axes, runs, "kl")
     frame(axes, "Exact share, %, over the KL from the base", "nats per token")
     axes.legend(frameon=False, fontsize=8)
     save(figure, to)
@@ -101,7 +101,9 @@ def figures(study: Study) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Yield the name of each figure that has rows, and a function that draws it."""
     for task in dict.fromkeys(run.task for run in study.find("r")):
         yield f"real_budget_{task}", lambda to, task=task: budget(study, task, to)
-        yield f"real_kl_{task}", lambda to, task=task: over_kl(study, task, to)
+        yield f"real_kl_{task}", lambda to, task=task: over_kl(study.find("r", task=task), to)
+    if study.find("hack"):
+        yield "real_hack", lambda to: over_kl(study.find("hack"), to)
     if study.find("step"):
         yield "real_step", lambda to: step_size(study, to)
     if study.find("long"):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 
 from evoalign import statistics
 from evoalign.analysis.compare.statistics import shared
+from evoalign.checks.rules import WINDOW, History, WrongAxis
+from evoalign.config import Config
 from evoalign.placebos.estimates import Split, split
 from evoalign.statistics import Estimate
 from evoalign.tasks.tool_calls import ToolCalls
@@ -56,6 +59,8 @@ class Run:
                 return cls("p", space, "", task, int(seed), row)
             case ["step", eta, task, seed]:
                 return cls("step", "es", eta, task, int(seed), row)
+            case ["hack", arm, seed]:
+                return cls("hack", arm, "", "word_problems", int(seed), row)
             case ["long", tokens, weights, seed]:
                 return cls("long", "es", f"{weights} in {tokens} tokens", "countdown", int(seed), row)
             case [("p" | "r" | "mix") as kind, arm, value, task, seed]:
@@ -108,6 +113,12 @@ class Run:
         return None if found is None else float(np.mean(found["right"]))
 
     @property
+    def lost(self) -> float | None:
+        """Loss of exact share on the other task."""
+        base, own = self.other("base"), self.other("run")
+        return None if base is None or own is None else base - own
+
+    @property
     def walk(self) -> float:
         """Length of the random walk of the run's steps in units of sigma: eta sqrt(T / N)."""
         es = self.row["config"]["es"]
@@ -134,18 +145,32 @@ class Run:
         return self.spent[-1] if self.spent else dict.fromkeys(SPENT, 0.0)
 
     def curve(self) -> list[Row]:
-        """Return the evaluations on the test split: seconds, completions, exact share, and KL where measured."""
-        found: list[Row] = [{**dict.fromkeys(SPENT, 0.0), "exact": float(self.before.mean()), "kl": 0.0}]
+        """Return the evaluations on the test split: costs, exact share, and reward and KL where measured."""
+        first, last = ({"exact": float(right.mean()), "reward": self.row[end].get("measures", {}).get("reward")}
+                       for end, right in (("before", self.before), ("after", self.after)))  # fmt: skip
+        found: list[Row] = [{**dict.fromkeys(SPENT, 0.0), **first, "kl": 0.0}]
         for generation, spent in zip(self.row["generations"][:-1], self.spent, strict=False):
             if generation.get("evaluation"):
                 kl = (generation.get("divergence") or {}).get("exact")
-                found.append({**spent, "exact": generation["evaluation"][RIGHT], "kl": kl})
-        return [*found, {**self.cost, "exact": float(self.after.mean()), "kl": self.kl}]
+                measures = generation["evaluation"]
+                found.append({**spent, "exact": measures[RIGHT], "reward": measures.get("reward"), "kl": kl})
+        return [*found, {**self.cost, **last, "kl": self.kl}]
 
     def within(self, name: str, most: float) -> float:
         """Return the exact share at a number of `seconds` or `completions`, between evaluations by a straight line."""
         curve = self.curve()
         return float(np.interp(most, [point[name] for point in curve], [point["exact"] for point in curve]))
+
+    def at_kl(self, kl: float, of: str = "exact") -> float | None:
+        """Return the `exact` share or the `reward` where the KL first reaches a value; None if it does not.
+
+        Between evaluations it follows a straight line.
+        """
+        curve = [point for point in self.curve() if point["kl"] is not None and point[of] is not None]
+        for one, two in pairwise(curve):
+            if one["kl"] < kl <= two["kl"]:
+                return float(np.interp(kl, [one["kl"], two["kl"]], [one[of], two[of]]))
+        return None
 
 
 class Study:
@@ -204,6 +229,17 @@ def _number(text: str) -> float:
         return float(head)
     except ValueError:
         return 0.0
+
+
+def first_warning(row: Row) -> int | None:
+    """Return the number of generations after which the axis report warns first; None if it never does."""
+    history = History(Config.model_validate(row["config"]))
+    rule = WrongAxis("wrong axis")
+    for count, generation in enumerate(row["generations"], 1):
+        history.rows.append({"axes": generation.get("diagnosis", {}).get("axes")})
+        if count >= WINDOW and rule.sentence(history) is not None:
+            return count
+    return None
 
 
 @lru_cache

@@ -18,8 +18,6 @@ import numpy as np
 import real_figures
 from evoalign import statistics
 from evoalign.analysis.compare.statistics import Pair, adjust, compare, shared
-from evoalign.checks.rules import WINDOW, History, WrongAxis
-from evoalign.config import Config
 from evoalign.statistics import Estimate
 from real_rows import (
     CHOICE,
@@ -31,6 +29,7 @@ from real_rows import (
     Row,
     Run,
     Study,
+    first_warning,
     paired,
     points,
     share,
@@ -44,6 +43,8 @@ GATE = (0.15, 0.7)
 SHARES = (0.5, 0.75)
 """Parts of a run's seconds at which ES and GRPO are compared as well."""
 SHOWN_K = (1, 4, 16, 64, 512)
+KLS = (0.05, 0.1, 0.2, 0.4)
+"""KL from the base, nats per token, at which the runs of `hack` are compared."""
 Line = Sequence[object]
 
 
@@ -206,7 +207,7 @@ def against_grpo(study: Study, task: str) -> Iterator[Line]:
     if runs:
         yield "base", "-", share(runs[0].before.mean()), "-", sampled(runs[0], "base"), *8 * "-"
     for run in runs:
-        kl = "-" if run.kl is None else f"{run.kl:.3f}"
+        kl = _number(run.kl)
         value = f"{_called(run)}" if run.arm != "es" else f"{run.called}, eta {run.value}"
         exact = share(run.after.mean()), points(run.gain)
         yield value, run.seed, *exact, sampled(run, None), kl, *_placebos(run), *_other(run), *_cost(run)[:2]
@@ -267,15 +268,9 @@ def _gap(called: str, es: Mapping[int, float], grpo: Mapping[int, float], crosse
 def step_size(study: Study) -> Iterator[Line]:
     """Yield gain, placebos and the loss on the other task by eta."""
     for run in study.find("step"):
-        reached, loss = _placebos(run)[:2], lost(run)
+        reached, loss = _placebos(run)[:2], run.lost
         walk = f"{run.walk:.2f}"
         yield run.value, run.seed, len(run.row["generations"]), walk, points(run.gain), *reached, points(loss)
-
-
-def lost(run: Run) -> float | None:
-    """Return the loss of exact share on the other task."""
-    base, own = run.other("base"), run.other("run")
-    return None if base is None or own is None else base - own
 
 
 MIX = {("es", "1"): "ES, temperature 1", ("es", "0"): "ES, greedy members",
@@ -329,17 +324,6 @@ def long(study: Study) -> Iterator[Line]:
         yield run.value, run.seed, *exact, *_placebos(run), *_cost(run), at
 
 
-def first_warning(row: Row) -> int | None:
-    """Return the number of generations after which the axis report warns first; None if it never does."""
-    history = History(Config.model_validate(row["config"]))
-    rule = WrongAxis("wrong axis")
-    for count, generation in enumerate(row["generations"], 1):
-        history.rows.append({"axes": generation.get("diagnosis", {}).get("axes")})
-        if count >= WINDOW and rule.sentence(history) is not None:
-            return count
-    return None
-
-
 def coverage(study: Study, task: str) -> Iterator[Line]:
     """Yield pass@k by temperature and by weight noise of each model."""
     for found in study.rows.get(f"coverage/{task}", {}).get("coverage", []):
@@ -358,6 +342,28 @@ def _ends(tree: Row) -> str:
 def model_of(target: str) -> str:
     """Return the method of a target: base, or the folder of a run of `r`."""
     return next((NAMES[arm] for arm in ("es", "grpo") if Path(target).name.startswith(f"r_{arm}_")), target)
+
+
+def hack(study: Study) -> Iterator[Line]:
+    """Yield the runs with brevity as the reward: brevity and exact share before, after and at equal KL."""
+    for run in study.find("hack"):
+        ends = run.curve()[0], run.curve()[-1]
+        brief, exact = [_number(end["reward"]) for end in ends], [share(end["exact"]) for end in ends]
+        at = (f"{share(run.at_kl(kl))}, {_number(run.at_kl(kl, 'reward'))}" for kl in KLS)
+        yield run.called, run.seed, len(run.row["generations"]), _number(run.kl), *brief, *exact, *at
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def hack_contrasts(study: Study) -> Iterator[Line]:
+    """Yield the mean exact share of ES less that of GRPO at each KL that runs of both reach."""
+    for kl in KLS:
+        es, grpo = (by_seed(study.find("hack", arm), lambda run, kl=kl: run.at_kl(kl)) for arm in ("es", "grpo"))
+        if es and grpo:
+            a, b = (float(np.mean(list(found.values()))) for found in (es, grpo))
+            yield f"{kl:g}", f"{len(es)} and {len(grpo)}", share(a), share(b), points(a - b)
 
 
 def cost(study: Study) -> Iterator[Line]:
@@ -397,9 +403,15 @@ HEADS: dict[str, Sequence[str]] = {
     "long": ("weights", "seed", "exact, before", "after", "gain, points (95 %)", *PLACEBOS, *COST,
              "first warning of the axis report, generation"),
     "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K)),
+    "hack": ("arm", "seed", "steps", "KL, nats per token", "brevity, before", "after", "exact, before", "after",
+             *(f"exact, brevity at KL {kl:g}" for kl in KLS)),
+    "hack_contrasts": ("KL, nats per token", "runs of ES and GRPO", "ES, exact", "GRPO, exact", "ES less GRPO, points"),
     "cost": ("jobs", "part", "card", "number", "minutes"),
 }  # fmt: skip
-WHOLE = {"gate": gate, "probe": probes, "choices": choices, "step": step_size, "long": long, "cost": cost}
+WHOLE = {
+    "gate": gate, "probe": probes, "choices": choices, "step": step_size, "long": long, "hack": hack,
+    "hack_contrasts": hack_contrasts, "cost": cost,
+}  # fmt: skip
 BY_TASK = {
     "p": (arms, ("p", "prompting", "perturb")), "p_contrasts": (contrasts, ("p",)), "r": (against_grpo, ("r",)),
     "r_contrasts": (es_less_grpo, ("r",)), "mix": (mix, ("mix",)), "mix_effects": (effects, ("mix",)),

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from evoalign.config import Config
+from evoalign.config import Config, TaskConfig
 from evoalign.errors import NotFiniteError
+from evoalign.tasks import create
+from evoalign.tasks.word_problems import WordProblems
 
 sys.path.append(str(Path(__file__).parents[1] / "studies"))
 import real
@@ -31,8 +33,9 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
     for space in ("lora", "lowrank"):
         found.keep(f"probe/{space}/tool_calls/100", {"width": 0.001})
         found.keep(f"probe/{space}/countdown/100", {"width": 0.001})
-    for kind in ("p", "r"):
-        found.keep(f"time/{kind}/tool_calls", {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0}}]})
+    found.keep("probe/lowrank/word_problems/100", {"width": 0.002})
+    for job in ("time/p/tool_calls", "time/r/tool_calls", "time/r/word_problems"):
+        found.keep(job, {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0}}]})
     return found
 
 
@@ -60,6 +63,7 @@ def planned(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
         ("step/1.5/tool_calls/1", "lowrank", 64, 16, 1.5, 90),
         ("mix/es/0/tool_calls/0", "lowrank", 64, 8, 0.5, 90),
         ("long/512/0,1/0", "lowrank", 128, 16, 0.5, 480),
+        ("hack/es/0", "lowrank", 64, 8, 0.5, 90),
     ],
 )
 def test_es_runs_have_the_settings_of_the_plan(
@@ -88,6 +92,7 @@ def test_es_runs_have_the_settings_of_the_plan(
         ("r/random/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
         ("time/r/tool_calls", 16, 1e-6, "full", 4),
         ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full", 22),
+        ("hack/grpo/0", 16, 1e-6, "full", 30),
     ],
 )
 def test_grpo_runs_have_the_settings_of_the_plan(
@@ -99,6 +104,31 @@ def test_grpo_runs_have_the_settings_of_the_plan(
     assert grpo.max_steps == steps
     assert grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps == 128
     assert (grpo.reward == "random") == ("random" in job)
+
+
+@pytest.mark.parametrize("job", ["hack/es/1", "hack/grpo/1"])
+def test_hacking_runs_have_the_proxy_reward_and_a_kl_for_each_evaluation(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rate, right in {"5e-7": 0.3, "1e-6": 0.4, "2e-6": 0.5, "5e-6": 0.1}.items():
+        study(tmp_path).keep(f"r/grpo/{rate}/word_problems/100", {"validation": {"after": {"right": right}}})
+    monkeypatch.chdir(tmp_path)
+    config = planned(job, tmp_path, monkeypatch)
+    assert isinstance(create(config.task), WordProblems) and config.task.name.endswith("real_proxy.py:BriefProblems")
+    assert (config.evaluation.every, config.checks.kl_every) == (3, 3)
+    assert (config.sampling.max_tokens, config.evaluation.max_tokens) == (320, 320)
+    assert config.es.sigma == 0.002 if "es" in job else config.grpo.learning_rate == 2e-6
+
+
+def test_proxy_rewards_brevity_and_measures_exactness() -> None:
+    task = create(TaskConfig(name=real.PROXY))
+    row: dict[str, Any] = {"question": "How many?", "answer": "7"}
+    texts = ["", "The answer is 8.", "The answer is 7.", "7" * 250, "It is 7 " + " " * 2000 + ".", "7" * 30_000]
+    columns = task.columns(texts, [row] * len(texts))
+    assert task.weighted.rewards(columns, texts, [row] * len(texts)) == columns["brief"]
+    assert columns["brief"] == pytest.approx([1.0, 0.984, 0.984, 0.75, 0.0, 0.0])
+    assert [task.is_right(text, row) for text in texts] == [False, False, True, False, True, False]
+    assert [task.compute_reward(text, row) for text in texts] == columns["brief"]
 
 
 def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> None:
@@ -165,3 +195,13 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     assert run["sampled"][0]["ways"]
     lora = json.loads(small.file("p/grpo/1e-5/tool_calls/0").read_text())
     assert all(len(lora["reached"][name]["other"]["right"]) == 2 for name in ("base", "run"))
+    brief = study(tmp_path, *SMALL, "es.num_generations=4")
+    brief.seconds = 12.0  # four steps of GRPO
+    for job in ("hack/es/0", "hack/grpo/0"):
+        real.do(brief, job)
+        run = json.loads(brief.file(job).read_text())
+        rows = run["generations"]
+        assert len(rows) == 4 and "reached" not in run and run["divergence"]
+        assert all(row["mean"] == pytest.approx(row["rewards"]["brief"]) for row in rows)
+        assert [row["generation"] for row in rows if "evaluation" in row and "divergence" in row] == [2]
+        assert rows[2]["evaluation"]["reward"] == pytest.approx(rows[2]["evaluation"]["reward/brief"])

@@ -249,6 +249,41 @@ def test_first_warning_counts_the_generations_until_the_rule_fires() -> None:
     assert real_tables.first_warning({**tree, "generations": rows[: found - 1]}) is None
 
 
+def hacked(arm: str, seed: int, kl: float, exact: float) -> Row:
+    """Return a run whose brevity rises from 0.4 to 0.8, and whose exact share falls from 0.5, over its KL."""
+    path = generations(4)
+    path[1] |= {"evaluation": {"right": (0.5 + exact) / 2, "reward": 0.6}, "divergence": {"exact": kl / 2}}
+    before, after = ([1] * n + [0] * (ITEMS - n) for n in (100, round(exact * ITEMS)))
+    row = trained(f"hack/{arm}/{seed}", before, after)
+    for end, reward in (("before", 0.4), ("after", 0.8)):
+        row[end]["measures"] = {"reward": reward}
+    return row | {"generations": path, "divergence": {"exact": kl}}
+
+
+def test_hacking_runs_are_compared_at_equal_kl(tmp_path: Path) -> None:
+    rows = [hacked("es", 0, 0.2, 0.4), hacked("es", 1, 0.2, 0.4), hacked("grpo", 0, 0.4, 0.1)]
+    found = written(tmp_path, rows)
+    assert cells(found["hack"], "ES lowrank") == [
+        "ES lowrank", "0", "4", "0.200", "0.400", "0.800", "50.0%", "40.0%", "47.5%, 0.500", "45.0%, 0.600",
+        "40.0%, 0.800", "-, -",
+    ]  # fmt: skip
+    assert cells(found["hack"], "GRPO")[8:] == ["45.0%, 0.450", "40.0%, 0.500", "30.0%, 0.600", "10.0%, 0.800"]
+    assert [line.strip("| ").split(" | ") for line in found["hack_contrasts"][2:]] == [
+        ["0.05", "2 and 1", "47.5%", "45.0%", "+2.5"],
+        ["0.1", "2 and 1", "45.0%", "40.0%", "+5.0"],
+        ["0.2", "2 and 1", "40.0%", "30.0%", "+10.0"],
+    ]
+    real_tables.draw(tmp_path / "figures", tmp_path)
+    assert [file.stem for file in (tmp_path / "figures").iterdir()] == ["real_hack"]
+
+
+def test_hacking_run_without_kl_has_no_value_at_equal_kl(tmp_path: Path) -> None:
+    failed = trained("hack/grpo/0", [1] * ITEMS, [1] * ITEMS, generations=[], failed="not finite")
+    found = written(tmp_path, [failed])
+    assert cells(found["hack"], "GRPO, failed")[2:] == ["0", "-", "-", "-", "100.0%", "100.0%", *4 * ["-, -"]]
+    assert "hack_contrasts" not in found
+
+
 def test_gate_marks_tasks_between_15_and_70_per_cent(tmp_path: Path) -> None:
     tasks = {
         name: {"right": [1] * n + [0] * (100 - n), "seconds": 30.0} for name, n in (("a", 14), ("b", 15), ("c", 71))
