@@ -304,7 +304,8 @@ FIGURES: dict[str, Callable[[], str]] = {
 SETTINGS = (
     "`, 5 seeds, exact answers", ", 20 in the next two", "Countdown, 500 problems, ` with",
     "Word problems, 500 problems", "dequantised from 4 bits", "models of up to 1.5 B parameters",
-    "at 32 completions per backward pass", "a population of 30 with two prompts", "30 members with two prompts", "(12 seeds, equal tuning trials)",
+    "at 32 completions per backward pass", "a population of 30 with two prompts", "30 members with two prompts",
+    "(12 seeds, equal tuning trials)",
 )  # fmt: skip
 """Phrases that describe how the figures were measured; the functions above check their numbers where rows have them."""
 
