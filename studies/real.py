@@ -24,7 +24,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
 | `hack/es/SEED`, `hack/grpo/SEED` | ES `lowrank`, and GRPO of all weights, with the reward of real_proxy.py |
-| `coverage/TASK` | `evoalign analyze coverage` of seed 0 of `r` |
+| `coverage/TASK/WAY` | `evoalign analyze coverage` of seed 0 of `r`; way: a temperature, or `noise` |
 | `alignment/TASK` | `evoalign analyze alignment` of the base |
 
 A seed of 100 or more is of a choice, made on the validation split; such a run has no placebos. `best` in the place of a
@@ -42,7 +42,6 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +92,7 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **watched(job, "es", sections))
     off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
     rows = trained_twice(evoalign.train, config, study)
+    study.keep(job, rows)  # in case that what follows fails
     if kind in PLACEBOS and not choice and "failed" not in rows:
         with open_run(rows["run"], config=config, off_task=off) as run:
             names = {"base": None, "run": None}
@@ -106,7 +106,7 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
                     "other": None if found.off_task is None else seen(found.off_task, 0),
                 }
                 print(name, found.evaluation.measures[RIGHT], flush=True)
-    study.keep(job, rows if "failed" in rows else rows | ended(job, config))
+    study.keep(job, rows if "failed" in rows else rows | ended(study, job, config))
 
 
 def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,25 +118,28 @@ def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any
     return {**sections, "evaluation": {"every": every}, "checks": {"kl_every": kl_every}}
 
 
-def ended(job: str, config: Config) -> dict[str, Any]:
+def ended(study: Study, job: str, config: Config) -> dict[str, Any]:
     """Return the pass@1 at temperature .6 of a final run of `r`, and remove weights that nothing else reads."""
     folder, found = Path(config.output_dir), dict[str, Any]()
     kind, *_, seed = job.split("/")
     if kind == "r" and int(seed) < CHOICE:
         ways = Ways(temperature=(0.6,), sigma=(), samples=8, k=(1, 2, 4, 8), examples=config.task.test_size or 500)
-        found["sampled"] = Coverage().run([str(folder)], ways).numbers["targets"]
+        found["sampled"] = Coverage().run([str(folder)], ways, study.config(config.task.name)).numbers["targets"]
     if (kind, seed) != ("r", "0"):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
 
 
-def covering(study: Study, job: str, task: str) -> None:
-    """Measure the coverage of seed 0 of ES and of GRPO."""
-    names = [study.chosen(f"r/{method}/best/{task}/0").replace("/", "_") for method in ("es", "grpo")]
-    heat = Ways(temperature=(0.2, 0.6, 1.0), sigma=(), samples=512, examples=64)
-    noise = replace(heat, sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16)  # a draw of noise takes a second
-    found = [Coverage().run([str(study.to / name) for name in names], ways).numbers for ways in (heat, noise)]
-    study.keep(job, {"coverage": [{k: v for k, v in one.items() if k != "problems"} for one in found]})
+def covering(study: Study, job: str, task: str, way: str) -> None:
+    """Measure the coverage of seed 0 of ES and of GRPO at a temperature, or with `noise` on the weights."""
+    runs = [study.chosen(f"r/{of}/best/{task}/0") for of in ("es", "grpo")]
+    folders = [str(study.to / Path(study.found(run)["run"]).name) for run in runs]
+    if way == "noise":
+        ways = Ways(temperature=(), sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16, examples=64)
+    else:
+        ways = Ways(temperature=(float(way),), sigma=(), samples=512, examples=64)
+    found = Coverage().run(folders, ways, study.config(task)).numbers
+    study.keep(job, {"coverage": {k: v for k, v in found.items() if k != "problems"}})
 
 
 def aligning(study: Study, job: str, task: str) -> None:
@@ -195,9 +198,10 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
     own_settings = watched(job, "grpo", {"model": model, "grpo": section, **more})
     config = study.config(task, job.replace("/", "_"), seed=seed, **own_settings)
     rows = trained_twice(evoalign.grpo, config, study)
+    study.keep(job, rows)
     if lora and not choice and "failed" not in rows:
         rows["reached"] = forgotten(study, Path(config.output_dir), task)
-    study.keep(job, rows if "failed" in rows else rows | ended(job, config))
+    study.keep(job, rows if "failed" in rows else rows | ended(study, job, config))
 
 
 def trained_twice(method: Any, config: Config, study: Study) -> dict[str, Any]:
@@ -254,17 +258,19 @@ def hacking(study: Study, job: str, method: str, seed: int) -> None:
     grpo(study, job, PROXIED, rate, seed)
 
 
+UNTRAINED: Mapping[str, Any] = {
+    "gate": gate, "prompting": prompting, "longer": longer, "perturb": perturbing, "alignment": aligning,
+    "coverage": covering,
+}  # fmt: skip
+
+
 def do(study: Study, job: str) -> None:
     """Do one job by its name."""
     match job.split("/"):
-        case ["gate"]:
-            gate(study, job)
         case ["probe", space, task, seed]:
             probing(study, job, space, task, int(seed))
-        case [("prompting" | "longer" | "perturb" | "coverage" | "alignment") as name, task]:
-            jobs = {"prompting": prompting, "longer": longer, "perturb": perturbing, "coverage": covering,
-                    "alignment": aligning}  # fmt: skip
-            jobs[name](study, job, task)
+        case [name, *parts] if name in UNTRAINED:
+            UNTRAINED[name](study, job, *parts)
         case ["p", ("lora" | "lowrank") as space, task, seed]:
             es(study, job, task, int(seed), space=space, es=settings(study, space, task, 0.5), **ADAPTER.get(space, {}))
         case ["r", "es", eta, task, seed] | ["step", eta, task, seed]:

@@ -204,8 +204,9 @@ class Study:
     def tasks(self, *kinds: str) -> list[str]:
         """Return the tasks that have rows of these kinds of jobs."""
         own = [run.task for run in self.runs if run.kind in kinds and run.seed < CHOICE]
-        return list(dict.fromkeys([*own, *(j.split("/")[1] for j in self.rows if j.split("/")[0] in kinds and
-                                           j.count("/") == 1)]))  # fmt: skip
+        parts = [job.split("/") for job in self.rows]
+        whole = [part[1] for part in parts if part[0] in kinds and len(part) == (3 if part[0] == "coverage" else 2)]
+        return list(dict.fromkeys([*own, *whole]))
 
     def arms(self, task: str) -> dict[str, Row]:
         """Return the rows of the arms that do not train."""

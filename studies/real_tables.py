@@ -19,6 +19,7 @@ import real_figures
 from evoalign import statistics
 from evoalign.analysis.compare.statistics import Pair, adjust, compare, shared
 from evoalign.statistics import Estimate
+from real_coverage import SHOWN_K, coverage
 from real_rows import (
     CHOICE,
     NAMES,
@@ -42,7 +43,6 @@ GATE = (0.15, 0.7)
 """Exact shares of the base between which a task is used."""
 SHARES = (0.5, 0.75)
 """Parts of a run's seconds at which ES and GRPO are compared as well."""
-SHOWN_K = (1, 4, 16, 64, 512)
 KLS = (0.05, 0.1, 0.2, 0.4)
 """KL from the base, nats per token, at which the runs of `hack` are compared."""
 Line = Sequence[object]
@@ -324,26 +324,6 @@ def long(study: Study) -> Iterator[Line]:
         yield run.value, run.seed, *exact, *_placebos(run), *_cost(run), at
 
 
-def coverage(study: Study, task: str) -> Iterator[Line]:
-    """Yield pass@k by temperature and by weight noise of each model."""
-    for found in study.rows.get(f"coverage/{task}", {}).get("coverage", []):
-        for i in range(len(found["targets"][0]["ways"])):
-            for target in found["targets"]:
-                way = target["ways"][i]
-                kind = "temperature" if "temperature" in way else "sigma"
-                passes = {one["k"]: f"{share(one['mean'])}{_ends(one)}" for one in way["pass"]}
-                yield f"{kind} {way[kind]:g}", model_of(target["target"]), *(passes.get(k, "-") for k in SHOWN_K)
-
-
-def _ends(tree: Row) -> str:
-    return "" if tree["low"] is None else f" ({share(tree['low'])} to {share(tree['high'])})"
-
-
-def model_of(target: str) -> str:
-    """Return the method of a target: base, or the folder of a run of `r`."""
-    return next((NAMES[arm] for arm in ("es", "grpo") if Path(target).name.startswith(f"r_{arm}_")), target)
-
-
 def hack(study: Study) -> Iterator[Line]:
     """Yield the runs with brevity as the reward: brevity and exact share before, after and at equal KL."""
     for run in study.find("hack"):
@@ -402,7 +382,7 @@ HEADS: dict[str, Sequence[str]] = {
     "mix_effects": ("effect", "seeds", "points (95 %)"),
     "long": ("weights", "seed", "exact, before", "after", "gain, points (95 %)", *PLACEBOS, *COST,
              "first warning of the axis report, generation"),
-    "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K)),
+    "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K), "support lost beyond chance, points", "gained"),
     "hack": ("arm", "seed", "steps", "KL, nats per token", "brevity, before", "after", "exact, before", "after",
              *(f"exact, brevity at KL {kl:g}" for kl in KLS)),
     "hack_contrasts": ("KL, nats per token", "runs of ES and GRPO", "ES, exact", "GRPO, exact", "ES less GRPO, points"),

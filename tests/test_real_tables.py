@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from evoalign import shaping
+from evoalign.analysis.coverage.command import BEYOND
 from evoalign.checks import axes
 from evoalign.checks.axes import Measurement
 from evoalign.checks.rules import WINDOW
@@ -331,16 +332,27 @@ def test_coverage_names_the_method_of_each_model(tmp_path: Path) -> None:
         return [{kind: 0.2, "pass": [{"k": k, "mean": mean, "low": None, "high": None} for k in (1, 16)]}]
 
     targets = {"base": 0.25, "/runs/r_es_0.5_tool_calls_0": 0.5, "/runs/r_grpo_1e-6_tool_calls_0": 0.75}
-    found = [
-        {"targets": [{"target": name, "ways": ways(kind, mean)} for name, mean in targets.items()]}
-        for kind in ("temperature", "sigma")
+    rows = [
+        {
+            "job": f"coverage/tool_calls/{way}",
+            "device": "card",
+            "coverage": {
+                "targets": [{"target": name, "ways": ways(kind, mean)} for name, mean in targets.items()],
+                "against_base": [
+                    {"target": name, kind: 0.2, BEYOND[0]: {"mean": mean / 10}, BEYOND[1]: {"mean": -mean / 10}}
+                    for name, mean in [*targets.items()][1:]
+                ],
+            },
+        }
+        for way, kind in (("0.2", "temperature"), ("noise", "sigma"))
     ]
-    lines = written(tmp_path, [{"job": "coverage/tool_calls", "device": "card", "coverage": found}])
+    lines = written(tmp_path, rows)
     shown = [line.strip("| ").split(" | ") for line in lines["coverage_tool_calls"][2:]]
     assert [line[:5] for line in shown[:3]] == [
         ["temperature 0.2", name, share, "-", share]
         for name, share in (("base", "25.0%"), ("ES lowrank", "50.0%"), ("GRPO", "75.0%"))
     ]
+    assert [line[-2:] for line in shown[:3]] == [["-", "-"], ["+5.0", "-5.0"], ["+7.5", "-7.5"]]
     assert {line[0] for line in shown[3:]} == {"sigma 0.2"}
 
 

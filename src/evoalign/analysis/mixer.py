@@ -315,7 +315,8 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: Eva
     checked = from_dict({**own.model_dump(), "evaluation": tree}).evaluation
     prompts = 2**31 if wanted.examples is None else wanted.examples
     checks = own.checks.model_copy(update={"kl_prompts": prompts, "kl_tokens": wanted.kl_tokens})
-    return own.model_copy(update={"evaluation": checked, "checks": checks, "engine": own.engine.in_process()})
+    engine = own.engine if own.engine.serves_here else own.engine.in_process()
+    return own.model_copy(update={"evaluation": checked, "checks": checks, "engine": engine})
 
 
 TASK_KEYS = ("task.name", "model.name", "task.test_data")
