@@ -96,20 +96,23 @@ def arms(study: Study, task: str) -> Iterator[Line]:
             f"base, {name}" if name != "best perturbation" else name,
             "-",
             *_exact(right, task),
+            "-",
             _cut_off(rows[name]),
             points(gain),
-            *8 * "-",
+            *9 * "-",
         )
     for run in study.find("p", task=task):
         yield (
             _called(run),
             run.seed,
             *_exact(run.after, task),
+            share(run.row.get("validation", {}).get("after", {}).get(RIGHT)),
             _cut_off(run.row["after"]),
             points(run.gain),
             *_placebos(run),
             *_other(run),
             *_cost(run),
+            _memory(run),
         )
 
 
@@ -129,11 +132,13 @@ def _cut_off(row: Row) -> str:
 
 
 def _placebos(run: Run) -> tuple[str, str, str]:
-    """Return the placebos' mean gain, how many reach the run, and the run less their mean with its interval."""
+    """Return the placebos' mean and best gain, how many reach the run, and the run less their mean."""
     found = run.split
     if found is None:
         return "-", "-", "-"
-    return points(found.drift.mean), f"{found.reached} of {len(found.placebos)}", points(found.beside)
+    best = float(run.placebos.mean(1).max() - run.before.mean())
+    gains = f"{points(found.drift.mean)}, {points(best)}"
+    return gains, f"{found.reached} of {len(found.placebos)}", points(found.beside)
 
 
 def _other(run: Run) -> tuple[str, str]:
@@ -148,6 +153,12 @@ def _cost(run: Run) -> tuple[str, str, str]:
         f"{cost['completions']:,.0f}",
         f"{cost['tokens'] / max(1, cost['completions']):.0f}",
     )
+
+
+def _memory(run: Run) -> str:
+    """Return the peak of allocated memory in GiB."""
+    peak = run.row.get("cost", {}).get("peak_memory_bytes")
+    return f"{peak / 2**30:.0f}" if peak else "-"
 
 
 def contrasts(study: Study, task: str) -> Iterator[Line]:
@@ -363,14 +374,15 @@ def cost(study: Study) -> Iterator[Line]:
         yield "all", "", "", len(whole), f"{sum(whole) / 60:.1f}"
 
 
-PLACEBOS = ("mean placebo, points", "placebos that reach it", "less the mean placebo (95 %)")
-COST = ("training, s", "completions", "tokens per completion")
+PLACEBOS = ("placebos: mean, best, points", "placebos that reach it", "less the mean placebo (95 %)")
+COST = ("training, s", "completions", "tokens of each")
 OTHER = ("other task, base", "other task, run")
 HEADS: dict[str, Sequence[str]] = {
     "gate": ("task", "rows", "base, exact", "95 %", "between 15 and 70 %"),
     "probe": ("probe", "seed", "recommended sigma", "offered trial", "used", "predicted gain per generation", "s"),
     "choices": ("choice", "value", "seed", "validation, before", "after", "training, s"),
-    "p": ("arm", "seed", "exact", "exact, unseen kinds", "cut off", "gain, points (95 %)", *PLACEBOS, *OTHER, *COST),
+    "p": ("arm", "seed", "exact", "exact, unseen kinds", "validation", "cut off", "gain, points (95 %)",
+          *PLACEBOS, *OTHER, *COST, "peak memory, GiB"),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
     "r": ("run", "seed", "exact", "gain, points (95 %)", "pass@1 at 0.6", "KL, nats per token", *PLACEBOS, *OTHER,
           *COST[:2]),

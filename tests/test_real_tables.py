@@ -121,7 +121,7 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
 
 def test_arms_show_placebos_the_other_task_and_summed_costs(tmp_path: Path) -> None:
     line = cells(written(tmp_path, planted())["p_tool_calls"], "ES lora")
-    assert line[7] == "0 of 5" and line[9:] == ["50.0%", "25.0%", "6", "30", "5"]
+    assert line[8] == "0 of 5" and line[10:-1] == ["50.0%", "25.0%", "6", "30", "5"]
 
 
 @pytest.mark.parametrize("task", ["tool_calls", "word_problems"])
@@ -143,7 +143,7 @@ def test_prompting_with_more_tokens_is_an_arm_of_its_own(tmp_path: Path) -> None
         },
     ]
     lines = written(tmp_path, rows)["p_word_problems"]
-    assert cells(lines, "base, zero-shot, 640 tokens")[2:5:2] == ["100.0%", "25.0%"]
+    assert cells(lines, "base, zero-shot, 640 tokens")[2:6:3] == ["100.0%", "25.0%"]
     assert cells(lines, "base, 3-shot")[2] == f"{60 / ITEMS:.1%}"
 
 
@@ -223,7 +223,7 @@ def test_step_size_walks_eta_root_of_generations_over_members(tmp_path: Path) ->
     placebos = [[0] * ITEMS] * 3
     row = trained("step/0.5/tool_calls/0", [0] * ITEMS, [1] * ITEMS, placebos, generations=generations(32))
     line = cells(written(tmp_path, [row])["step"], "0.5")
-    assert line[2:4] == ["32", "1.00"] and line[5:] == ["+0.0", "0 of 3", "+25.0"]
+    assert line[2:4] == ["32", "1.00"] and line[5:] == ["+0.0, +0.0", "0 of 3", "+25.0"]
 
 
 def follows_format(rng: np.random.Generator, index: int) -> Row | None:
