@@ -19,8 +19,9 @@ from evoalign.baselines.planning import dry_run
 from evoalign.baselines.policy import EngineRollouts, Policy
 from evoalign.baselines.served import engine_of, served
 from evoalign.config import from_dict
+from evoalign.engines.transformers.blocks import Blocks
 from evoalign.engines.transformers.engine import TransformersEngine, load_model
-from evoalign.errors import ConfigError, NotFiniteError
+from evoalign.errors import ConfigError, ModelError, NotFiniteError
 from evoalign.setup import task_and_data
 
 pytest.importorskip("trl")
@@ -138,6 +139,37 @@ def test_evaluation_by_the_copy_is_that_of_the_policy(
         policy.close()
     assert found["static"][0] == found["library"][0]
     assert found["static"][1] == pytest.approx(found["library"][1], rel=1e-3)
+
+
+def test_evaluations_between_two_steps_share_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = config(tmp_path / "run", engine={"name": "transformers", "decoder": "static"})
+    own = from_dict(tree | {"grpo": {**tree["grpo"], "trl": {"bf16": True}}})
+    task, data = task_and_data(own, None, None)
+    policy = Policy(own, tokens.load(own.model), task, data, load_model(own.model, torch.float32))
+    made: list[str] = []
+
+    def loaded(model: Any, dtype: torch.dtype) -> Any:
+        made.append(str(dtype))
+        return load_model(model, dtype)
+
+    monkeypatch.setattr("evoalign.engines.transformers.engine.load_model", loaded)
+    for _ in range(2):
+        policy.evaluate()
+        policy.evaluate("validation")
+        policy.before_step()
+    policy.close()
+    assert made == ["torch.float32"] * 2
+
+
+def test_copy_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = settings(tmp_path / "run", decoder="static")
+    task, data = task_and_data(own, None, None)
+    policy = Policy(own, tokens.load(own.model), task, data, load_model(own.model, torch.float32))
+    policy.check_mean()
+    own_step = Blocks.step
+    monkeypatch.setattr(Blocks, "step", lambda *given, **named: own_step(*given, **named).roll(1, -1))
+    with pytest.raises(ModelError):
+        policy.check_mean()
 
 
 @pytest.mark.slow

@@ -178,6 +178,7 @@ class Policy:
         except ModelError as error:
             self.note = str(error)
         self.copy = None if config.grpo.rollouts == "trl" else self._copy()
+        self._evaluator: Served | None = None
         self.source = self._source()
         self._reference = Reference(config, self.device, self.dtype)
 
@@ -197,6 +198,9 @@ class Policy:
         """Raise ModelError if the engine does not compute the model as transformers does; see `Engine.check_mean`."""
         with self._as_served():
             self.engine.check_mean()
+        if self.copy is not None:
+            self.copy.refresh()
+            self.copy.engine.check_mean()
 
     def divergence(self) -> Divergence:
         """Return the KL of the policy from the base model; the first call loads a copy of the base model."""
@@ -217,6 +221,7 @@ class Policy:
     def close(self) -> None:
         """Free the copies of the base model and of the policy."""
         self._reference.close()
+        self.before_step()
         if self.copy is not None:
             self.copy.close()
         self.source = self.copy = None
@@ -288,23 +293,26 @@ class Policy:
     def _completing(self) -> Generator[Engine]:
         """Return an engine with the current weights in their own dtype.
 
-        If completions come from a copy, so do these. A copy of another dtype is not used: one more is made, which has
-        the memory of the gradients, as there are none between two steps.
+        If completions come from a copy, so do these. A copy of another dtype is not used: one more is made, which
+        `before_step` frees.
         """
         if self.copy is None:
             with self._as_served():
                 yield self.engine
             return
-        of_dtype = self.copy if self.copy.engine.dtype == self.dtype else self._copy(self.dtype)
-        assert of_dtype is not None
-        of_dtype.refresh()
-        try:
-            yield of_dtype.engine
-        finally:
-            if of_dtype is self.copy:
-                of_dtype.engine.release()
-            else:
-                of_dtype.close()
+        if self._evaluator is None:
+            self._evaluator = self.copy if self.copy.engine.dtype == self.dtype else self._copy(self.dtype)
+        assert self._evaluator is not None
+        self._evaluator.refresh()
+        yield self._evaluator.engine
+
+    def before_step(self) -> None:
+        """Free the memory of evaluations, which the gradients of a step take."""
+        if self._evaluator is self.copy and self.copy is not None:
+            self.copy.engine.release()
+        elif self._evaluator is not None:
+            self._evaluator.close()
+        self._evaluator = None
 
     @contextmanager
     def _as_served(self) -> Generator[None]:

@@ -99,6 +99,7 @@ class Steps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock of the step; time between steps is not counted."""
+        self.policy.before_step()
         self.trainer.rollout_seconds = self._score_seconds = 0.0
         self._began = time.perf_counter()
         self._working.enter_context(watching.phase("updating"))  # within it: answering and scoring
