@@ -23,7 +23,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `time/p/TASK`, `time/r/TASK` | four steps of GRPO, for the steps that choosing runs have time for |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
-| `hack/es/SEED`, `hack/grpo/SEED` | ES `lowrank`, and GRPO of all weights, with the reward of real_proxy.py |
+| `hack/es/SEED`, `hack/grpo/RATE/SEED` | ES `lowrank`, and GRPO of all weights, with the reward of real_proxy.py |
 | `coverage/TASK/WAY` | `evoalign analyze coverage` of seed 0 of `r`; way: a temperature, or `noise` |
 | `alignment/TASK` | `evoalign analyze alignment` of the base |
 
@@ -61,7 +61,20 @@ from evoalign.evaluation import RIGHT
 from evoalign.placebos.counterfactual import parse
 from evoalign.placebos.run import open_run
 from evoalign.setup import assemble
-from real_base import ADAPTER, CHOICE, HERE, ROWS, Study, gate, longer, perturbing, probing, prompting, seen
+from real_base import (
+    ADAPTER,
+    CHOICE,
+    PROXIED,
+    PROXY,
+    ROWS,
+    Study,
+    gate,
+    longer,
+    perturbing,
+    probing,
+    prompting,
+    seen,
+)  # fmt: skip
 
 OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
@@ -79,8 +92,6 @@ PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
 """Placebos of a run of ES; a kind that is missing has none, and no other task."""
 MIX_RATE = 2e-6
 """Rate of GRPO in `mix`."""
-PROXIED, PROXY = "word_problems", f"{HERE / 'real_proxy.py'}:BriefProblems"
-"""The task of `hack`, and the same rows with its proxy reward."""
 
 
 def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None:
@@ -123,8 +134,9 @@ def ended(study: Study, job: str, config: Config) -> dict[str, Any]:
     folder, found = Path(config.output_dir), dict[str, Any]()
     kind, *_, seed = job.split("/")
     if kind == "r" and int(seed) < CHOICE:
-        ways = Ways(temperature=(0.6,), sigma=(), samples=8, k=(1, 2, 4, 8), examples=config.task.test_size or 500)
-        found["sampled"] = Coverage().run([str(folder)], ways, study.config(config.task.name)).numbers["targets"]
+        ways = Ways(temperature=(0.6,), sigma=(), samples=4, k=(1, 2, 4), examples=config.task.test_size or 500)
+        own = study.config(config.task.name, model={"dtype": config.model.dtype})
+        found["sampled"] = Coverage().run([str(folder)], ways, own).numbers["targets"]
     if (kind, seed) != ("r", "0"):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
@@ -135,10 +147,11 @@ def covering(study: Study, job: str, task: str, way: str) -> None:
     runs = [study.chosen(f"r/{of}/best/{task}/0") for of in ("es", "grpo")]
     folders = [str(study.to / Path(study.found(run)["run"]).name) for run in runs]
     if way == "noise":
-        ways = Ways(temperature=(), sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16, examples=64)
+        ways = Ways(temperature=(), sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16, examples=32)
     else:
-        ways = Ways(temperature=(float(way),), sigma=(), samples=512, examples=64)
-    found = Coverage().run(folders, ways, study.config(task)).numbers
+        ways = Ways(temperature=(float(way),), sigma=(), samples=512, examples=32)
+    whole = study.config(task, model={"dtype": "float32"})  # bfloat16 would round most of GRPO's small steps away
+    found = Coverage().run(folders, ways, whole).numbers
     study.keep(job, {"coverage": {k: v for k, v in found.items() if k != "problems"}})
 
 
@@ -222,7 +235,7 @@ def trained_twice(method: Any, config: Config, study: Study) -> dict[str, Any]:
 
 def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
     """Evaluate the base and a run on the other task."""
-    off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
+    off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200}, model={"dtype": "float32"})
     names = {"base": BASE, "run": str(folder)}
     with ModelMixer([*names.values()], off) as mixer:
         return {key: {"other": seen(mixer.evaluate({name: 1.0}), 0)} for key, name in names.items()}
@@ -231,31 +244,17 @@ def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
 def steps_of(study: Study, job: str, seconds: float) -> int:
     """Return the steps that take these seconds, by those of the same job with seed `CHOICE`, or of the `time` job.
 
-    `hack` has the `time` job of `r`.
+    `hack` has the `time` job of `r`, and `mix` none: its job with seed `CHOICE` has steps of a guess, 4 s each.
     """
-    job = f"r/grpo/{PROXIED}/0" if job.startswith("hack/") else job
-    kind, name, *rest, task, _ = job.split("/")
-    file = study.file("/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE))))
-    if not file.is_file() and kind == "mix":
-        return max(3, round(seconds / 4))  # for the time of a step alone
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kind, name, *rest, task, seed = f"r/grpo/{PROXIED}/0".split("/") if job.startswith("hack/") else job.split("/")
+    if kind == "mix" and int(seed) >= CHOICE:
+        return max(3, round(seconds / 4))
+    first = "/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE)))
+    found = study.found(first) if kind == "mix" else study.known(first)
     rows = found.get("generations") or study.found(f"time/{kind}/{task}")["generations"]
     rows = rows[1:] or rows
     each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
     return max(3, round(seconds / each))
-
-
-def hacking(study: Study, job: str, method: str, seed: int) -> None:
-    """Train with the proxy reward; GRPO has the rate that was best in `r`, or 1e-6 without the rows of that choice."""
-    if method == "es":
-        own = settings(study, "lowrank", PROXIED, 0.5)
-        es(study, job, PROXIED, seed, es=own, task={"name": PROXY, "batch_size": 8})
-        return
-    try:
-        rate = float(study.chosen(f"r/grpo/best/{PROXIED}/0").split("/")[2])
-    except FileNotFoundError:
-        rate = 1e-6
-    grpo(study, job, PROXIED, rate, seed)
 
 
 UNTRAINED: Mapping[str, Any] = {
@@ -289,8 +288,11 @@ def do(study: Study, job: str) -> None:
             }
             sampling = {"temperature": float(temperature)}
             es(study, job, task, int(seed), es=decayed, task={"batch_size": 8}, sampling=sampling)
-        case ["hack", method, seed]:
-            hacking(study, job, method, int(seed))
+        case ["hack", "es", seed]:
+            own = settings(study, "lowrank", PROXIED, 0.5)
+            es(study, job, PROXIED, int(seed), es=own, task={"name": PROXY, "batch_size": 8})
+        case ["hack", "grpo", rate, seed]:
+            grpo(study, job, PROXIED, float(rate), int(seed))
         case ["time", "p" | "r", task]:
             grpo(study, job, task, 1e-6, CHOICE)
         case ["mix", "grpo", rollouts, task, seed]:
@@ -326,9 +328,11 @@ def main() -> None:
         if time.perf_counter() - began > options.limit:
             print(f"left for the next command: {job} and what follows", flush=True)
             break
-        start = time.perf_counter()
+        start, study.waited = time.perf_counter(), 0.0
         do(study, job)
-        print(f"{job}: {time.perf_counter() - start:.0f} s", flush=True)
+        seconds = time.perf_counter() - start - study.waited
+        study.keep(job, {**study.known(job), "job_seconds": seconds})
+        print(f"{job}: {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

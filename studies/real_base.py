@@ -43,6 +43,8 @@ CHOICES = {
 }  # fmt: skip
 """Rates of GRPO and etas of ES to choose from."""
 ADAPTER: dict[str, dict[str, Any]] = {"lora": {"lora": {"rank": 4, "alpha": 4}}}
+PROXIED, PROXY = "word_problems", f"{HERE / 'real_proxy.py'}:BriefProblems"
+"""The task of `hack`, and the same rows with its proxy reward."""
 WIDTHS = (0.0005, 0.001, 0.002)
 SHOTS, SHOTS_FROM, DRAWS, TEXTS = 3, 24, 16, 12
 
@@ -55,6 +57,8 @@ class Study:
         self.sets: list[str] = options.sets
         self.rows: Path = options.rows
         self.wait: float = options.wait
+        self.waited = 0.0
+        """Seconds spent in `found`."""
 
     def config(self, of: str, output: str = "run", /, **sections: Any) -> Config:
         """Return the config of a job; `sections` replace the study's own settings."""
@@ -77,20 +81,31 @@ class Study:
     def file(self, job: str) -> Path:
         return self.rows / f"{job.replace('/', '_')}.json"
 
+    def known(self, job: str) -> dict[str, Any]:
+        """Return the rows of a job; none if they are not there."""
+        file = self.file(job)
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
     def found(self, job: str) -> dict[str, Any]:
-        """Return the rows of an earlier job, once they are there."""
-        end = time.perf_counter() + self.wait
-        while not self.file(job).is_file() and time.perf_counter() < end:
+        """Return the rows of an earlier job, once they are there. Raises SystemExit if they do not come."""
+        began = time.perf_counter()
+        while not self.file(job).is_file() and time.perf_counter() < began + self.wait:
             time.sleep(1)
-        return json.loads(self.file(job).read_text(encoding="utf-8"))
+        self.waited += time.perf_counter() - began
+        if not self.file(job).is_file():
+            raise SystemExit(f"{self.file(job)} is missing: run the job {job} first")
+        return self.known(job)
 
     def chosen(self, job: str) -> str:
-        """Return the job with `best` replaced by the value whose run of seed `CHOICE` is best on validation rows."""
+        """Return the job with `best` replaced by the value whose run of seed `CHOICE` is best on validation rows.
+
+        `hack` has the rate that is best for word problems in `r`.
+        """
         if "best" not in job.split("/"):
             return job
-        kind, name, *rest = job.split("/")
+        kind, name, _, *rest = f"r/grpo/best/{PROXIED}/0".split("/") if job.startswith("hack/") else job.split("/")
         method = "grpo" if name == "random" else name
-        runs = {v: self.found(f"{kind}/{method}/{v}/{rest[1]}/{CHOICE}") for v in CHOICES[kind, method]}
+        runs = {v: self.found(f"{kind}/{method}/{v}/{rest[0]}/{CHOICE}") for v in CHOICES[kind, method]}
         return job.replace("best", max(runs, key=lambda v: runs[v]["validation"]["after"][RIGHT]))
 
     def keep(self, job: str, rows: Mapping[str, Any]) -> None:
@@ -174,10 +189,11 @@ def longer(study: Study, job: str, task: str) -> None:
     try:
         how = parts.config.evaluation
         rows = {"zero-shot": seen(parts.evaluate())}
-        rows["3-shot"] = seen(evaluate(parts.engine, parts.tokens, with_shots(parts), parts.data.test, how))
+        shown = with_shots(parts)
+        rows["3-shot"] = seen(evaluate(parts.engine, parts.tokens, shown, parts.data.test, how))
     finally:
         parts.close()
-    study.keep(job, {**most, "arms": rows})
+    study.keep(job, {**most, "arms": rows, "turns": shown.turns})
 
 
 def with_shots(parts: Parts) -> Any:
@@ -195,6 +211,7 @@ def with_shots(parts: Parts) -> Any:
     turns: list[dict[str, Any]] = []
     for example in sorted(found)[:SHOTS]:
         turns += [*messages(own(rows[example])), {"role": "assistant", "content": parts.task.clean(found[example])}]
+    task.turns = turns  # type: ignore[attr-defined]
     task.prompt = lambda example: (*turns, *messages(own(example)))  # type: ignore[method-assign]
     return task
 

@@ -59,8 +59,8 @@ class Run:
                 return cls("p", space, "", task, int(seed), row)
             case ["step", eta, task, seed]:
                 return cls("step", "es", eta, task, int(seed), row)
-            case ["hack", arm, seed]:
-                return cls("hack", arm, "", "word_problems", int(seed), row)
+            case ["hack", arm, *value, seed]:
+                return cls("hack", arm, "".join(value), "word_problems", int(seed), row)
             case ["long", tokens, weights, seed]:
                 return cls("long", "es", f"{weights} in {tokens} tokens", "countdown", int(seed), row)
             case [("p" | "r" | "mix") as kind, arm, value, task, seed]:

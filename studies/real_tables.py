@@ -19,7 +19,7 @@ import real_figures
 from evoalign import statistics
 from evoalign.analysis.compare.statistics import Pair, adjust, compare, shared
 from evoalign.statistics import Estimate
-from real_coverage import SHOWN_K, coverage
+from real_analyses import KINDS, SHOWN_K, alignment, coverage, kinds
 from real_rows import (
     CHOICE,
     NAMES,
@@ -179,9 +179,11 @@ def contrasts(study: Study, task: str) -> Iterator[Line]:
             pair = adjusted[space] if name == "3-shot" else None
             yield f"{called} less {name}", len(runs), points(gap), *_p(pair)
         kept = unseen(task, after.shape[1])
-        if "3-shot" in prompted and kept.any():
-            gap = statistics.crossed((after - prompted["3-shot"])[:, kept])
-            yield f"{called} less 3-shot, unseen kinds", len(runs), points(gap), "-", "-"
+        for name in ("3-shot", "self-consistency"):
+            for kind, rows in (("kinds of training", ~kept), ("unseen kinds", kept)):
+                if name in prompted and kept.any():
+                    gap = statistics.crossed((after - prompted[name])[:, rows])
+                    yield f"{called} less {name}, {kind}", len(runs), points(gap), "-", "-"
         if grpo := study.find("p", "grpo", task):
             a, b, is_paired = paired(runs, grpo)
             gap = statistics.crossed_difference(a, b, paired=is_paired)
@@ -358,20 +360,19 @@ def hack_contrasts(study: Study) -> Iterator[Line]:
 
 
 def cost(study: Study) -> Iterator[Line]:
-    """Yield the minutes of each experiment: training of runs, or the whole of a job that trains nothing."""
-    spent: dict[tuple[str, str, str], list[float]] = {}
-    for run in study.runs:
-        part = "choice of a setting" if run.seed >= CHOICE else "final runs"
-        spent.setdefault((f"{run.kind}, {run.called}", part, run.row["device"]), []).append(run.cost["seconds"])
+    """Yield the minutes of each experiment: training alone, and whole jobs with loading, evaluations and placebos."""
+    spent: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    of_runs = {id(run.row): run for run in study.runs}
     for job, row in study.rows.items():
-        seconds = [row["seconds"]] if "seconds" in row else [t["seconds"] for t in row.get("tasks", {}).values()]
-        if seconds:
-            spent.setdefault((job.split("/")[0], "all", row["device"]), []).append(sum(seconds))
-    for (called, part, device), seconds in spent.items():
-        yield called, part, device, len(seconds), f"{sum(seconds) / 60:.1f}"
-    if spent:
-        whole = [second for seconds in spent.values() for second in seconds]
-        yield "all", "", "", len(whole), f"{sum(whole) / 60:.1f}"
+        run, called = of_runs.get(id(row)), (job.split("/")[0], "all")
+        if run is not None:
+            called = f"{run.kind}, {run.called}", "choice of a setting" if run.seed >= CHOICE else "final runs"
+        own = 0.0 if run is None else run.cost["seconds"]
+        spent.setdefault((*called, row.get("device", "-")), []).append((own, row.get("job_seconds", float("nan"))))
+    whole = [seconds for one in spent.values() for seconds in one]
+    for where, seconds in [*spent.items(), (("all", "", ""), whole)] if whole else ():
+        trained, jobs = np.sum(seconds, axis=0) / 60
+        yield *where, len(seconds), f"{trained:.1f}" if trained else "-", "-" if np.isnan(jobs) else f"{jobs:.1f}"
 
 
 PLACEBOS = ("placebos: mean, best, points", "placebos that reach it", "less the mean placebo (95 %)")
@@ -383,6 +384,8 @@ HEADS: dict[str, Sequence[str]] = {
     "choices": ("choice", "value", "seed", "validation, before", "after", "training, s"),
     "p": ("arm", "seed", "exact", "exact, unseen kinds", "validation", "cut off", "gain, points (95 %)",
           *PLACEBOS, *OTHER, *COST, "peak memory, GiB"),
+    "kinds": ("arm", "kinds of training", *KINDS),
+    "alignment": ("rank", "sigma", "members", "cosine (95 %)", "of a linear reward", "p by shuffling"),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
     "r": ("run", "seed", "exact", "gain, points (95 %)", "pass@1 at 0.6", "KL, nats per token", *PLACEBOS, *OTHER,
           *COST[:2]),
@@ -398,14 +401,15 @@ HEADS: dict[str, Sequence[str]] = {
     "hack": ("arm", "seed", "steps", "KL, nats per token", "brevity, before", "after", "exact, before", "after",
              *(f"exact, brevity at KL {kl:g}" for kl in KLS)),
     "hack_contrasts": ("KL, nats per token", "runs of ES and GRPO", "ES, exact", "GRPO, exact", "ES less GRPO, points"),
-    "cost": ("jobs", "part", "card", "number", "minutes"),
+    "cost": ("jobs", "part", "card", "number", "minutes of training", "of whole jobs"),
 }  # fmt: skip
 WHOLE = {
     "gate": gate, "probe": probes, "choices": choices, "step": step_size, "long": long, "hack": hack,
     "hack_contrasts": hack_contrasts, "cost": cost,
 }  # fmt: skip
 BY_TASK = {
-    "p": (arms, ("p", "prompting", "perturb")), "p_contrasts": (contrasts, ("p",)), "r": (against_grpo, ("r",)),
+    "p": (arms, ("p", "prompting", "perturb")), "kinds": (kinds, ("p",)), "alignment": (alignment, ("alignment",)),
+    "p_contrasts": (contrasts, ("p",)), "r": (against_grpo, ("r",)),
     "r_contrasts": (es_less_grpo, ("r",)), "mix": (mix, ("mix",)), "mix_effects": (effects, ("mix",)),
     "coverage": (coverage, ("coverage",)),
 }  # fmt: skip

@@ -34,7 +34,8 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
         found.keep(f"probe/{space}/tool_calls/100", {"width": 0.001})
         found.keep(f"probe/{space}/countdown/100", {"width": 0.001})
     found.keep("probe/lowrank/word_problems/100", {"width": 0.002})
-    for job in ("time/p/tool_calls", "time/r/tool_calls", "time/r/word_problems"):
+    timed = "time/p/tool_calls", "time/r/tool_calls", "time/r/word_problems"
+    for job in (*timed, "mix/es/0/tool_calls/100", "mix/grpo/engine/tool_calls/100"):
         found.keep(job, {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0}}]})
     return found
 
@@ -91,14 +92,15 @@ def test_es_runs_have_the_settings_of_the_plan(
         ("r/grpo/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
         ("r/random/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
         ("time/r/tool_calls", 16, 1e-6, "full", 4),
-        ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full", 22),
-        ("hack/grpo/0", 16, 1e-6, "full", 30),
+        ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full", 30),
+        ("mix/grpo/es/tool_calls/100", 16, 2e-6, "full", 5),
+        ("hack/grpo/1e-6/0", 16, 1e-6, "full", 30),
     ],
 )
 def test_grpo_runs_have_the_settings_of_the_plan(
     job: str, group: int, rate: float, tune: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step took 3 s in the job `time`; `mix` guesses 4 s without its own choosing run."""
+    """A step took 3 s in the job `time`, and in the choosing run of `mix`, whose own steps are of a guess of 4 s."""
     grpo = planned(job, tmp_path, monkeypatch).grpo
     assert (grpo.num_generations, grpo.learning_rate, grpo.tune, grpo.beta) == (group, rate, tune, 0)
     assert grpo.max_steps == steps
@@ -106,14 +108,14 @@ def test_grpo_runs_have_the_settings_of_the_plan(
     assert (grpo.reward == "random") == ("random" in job)
 
 
-@pytest.mark.parametrize("job", ["hack/es/1", "hack/grpo/1"])
+@pytest.mark.parametrize("job", ["hack/es/1", "hack/grpo/best/1"])
 def test_hacking_runs_have_the_proxy_reward_and_a_kl_for_each_evaluation(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rate, right in {"5e-7": 0.3, "1e-6": 0.4, "2e-6": 0.5, "5e-6": 0.1}.items():
         study(tmp_path).keep(f"r/grpo/{rate}/word_problems/100", {"validation": {"after": {"right": right}}})
     monkeypatch.chdir(tmp_path)
-    config = planned(job, tmp_path, monkeypatch)
+    config = planned(study(tmp_path).chosen(job), tmp_path, monkeypatch)
     assert isinstance(create(config.task), WordProblems) and config.task.name.endswith("real_proxy.py:BriefProblems")
     assert (config.evaluation.every, config.checks.kl_every) == (3, 3)
     assert (config.sampling.max_tokens, config.evaluation.max_tokens) == (320, 320)
@@ -137,6 +139,11 @@ def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> N
         found.keep(f"r/es/{eta}/tool_calls/100", {"validation": {"after": {"right": right}}})
     assert found.chosen("r/es/best/tool_calls/3") == "r/es/0.5/tool_calls/3"
     assert found.chosen("gate") == "gate"
+
+
+def test_final_run_whose_timing_is_missing_stops_and_names_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="mix/grpo/es/tool_calls/100"):
+        real.do(study(tmp_path), "mix/grpo/es/tool_calls/0")
 
 
 def test_perturbations_are_as_many_as_the_budget_has() -> None:
@@ -197,7 +204,7 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     assert all(len(lora["reached"][name]["other"]["right"]) == 2 for name in ("base", "run"))
     brief = study(tmp_path, *SMALL, "es.num_generations=4")
     brief.seconds = 12.0  # four steps of GRPO
-    for job in ("hack/es/0", "hack/grpo/0"):
+    for job in ("hack/es/0", "hack/grpo/1e-6/0"):
         real.do(brief, job)
         run = json.loads(brief.file(job).read_text())
         rows = run["generations"]

@@ -16,10 +16,12 @@ from evoalign.checks import axes
 from evoalign.checks.axes import Measurement
 from evoalign.checks.rules import WINDOW
 from evoalign.config import from_dict
+from evoalign.tasks.word_problems import WordProblems
 from evoalign.types import Generation, Update, population
 
 sys.path.append(str(Path(__file__).parents[1] / "studies"))
 import real_tables
+from real_analyses import KINDS
 from real_rows import Run, unseen
 
 ITEMS, MEMBERS = 200, 8
@@ -289,9 +291,28 @@ def test_gate_marks_tasks_between_15_and_70_per_cent(tmp_path: Path) -> None:
     tasks = {
         name: {"right": [1] * n + [0] * (100 - n), "seconds": 30.0} for name, n in (("a", 14), ("b", 15), ("c", 71))
     }
-    found = written(tmp_path, [{"job": "gate", "device": "card", "tasks": tasks}])
+    found = written(tmp_path, [{"job": "gate", "device": "card", "tasks": tasks, "job_seconds": 90.0}])
     assert [line.split(" | ")[-1] for line in found["gate"][2:]] == ["no |", "yes |", "no |"]
-    assert found["cost"][-1].endswith("| 1 | 1.5 |")
+    assert found["cost"][-1].endswith("| 1 | - | 1.5 |")
+
+
+def test_kinds_are_of_the_rows_of_their_templates(tmp_path: Path) -> None:
+    """Of four unseen kinds one alone is right."""
+    rows = WordProblems.rows("test", ITEMS)
+    right = [int(" printers " in row["question"]) for row in rows]
+    found = written(tmp_path, [trained(f"p/lora/word_problems/{seed}", [0] * ITEMS, right) for seed in range(2)])
+    line = cells(found["kinds_word_problems"], "ES lora")
+    assert line[1:] == ["0.0%", "0.0%", "0.0%", "100.0%", "0.0%"]
+    unseen_rows = [any(words in row["question"] for words in KINDS.values()) for row in rows]
+    assert unseen_rows == [row["unseen"] for row in rows]
+
+
+def test_alignment_has_a_line_for_each_width_and_number_of_members(tmp_path: Path) -> None:
+    at = {"rank": 4, "sigma": 0.001, "members": 64, "expected": 0.002, "placebo": {"p": 0.01},
+          "cosine": {"mean": 0.0015, "low": 0.001, "high": 0.002}}  # fmt: skip
+    row = {"job": "alignment/word_problems", "alignment": {"targets": [{"target": "base", "rows": [at]}]}}
+    line = cells(written(tmp_path, [row])["alignment_word_problems"], "4")
+    assert line == ["4", "0.001", "64", "0.0015 (0.0010 to 0.0020)", "0.0020", "0.01"]
 
 
 def test_draw_makes_the_figures_that_have_rows(tmp_path: Path) -> None:

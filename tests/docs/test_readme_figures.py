@@ -146,21 +146,25 @@ def real_texts() -> str:
     assert r"17 \times 800 = 13600" in before and r"\boxed{11150}" in before
     assert r"\frac{800 \text{ grams}}{4 \text{ loaves}}" in after and r"\boxed{950}" in after
     return (
-        "4 loaves take 800 grams of flour. How much more do 17 loaves take, if there are 2450 grams? "
+        "4 loaves take 800 grams of flour: how much do 17 loaves take beyond the 2450 grams at hand? "
         "Qwen2.5-Coder-1.5B-Instruct multiplies 17 by 800 and answers 11150. After five minutes of ES it divides by "
         "4 first and answers 950."
     )
 
 
 def unseen_kinds() -> str:
-    """Check that the intervals of ES less three examples hold 0 on kinds of problems that training does not have."""
+    """Check the intervals of ES less three examples, and less the vote, on kinds that training does not have."""
     kept = np.array([row["unseen"] for row in WordProblems.rows("test", 500)])
-    shots = np.array(real("prompting_word_problems")["arms"]["3-shot"]["right"])
+    arms = real("prompting_word_problems")["arms"]
     for space in ("lora", "lowrank"):
         after = np.array([real(f"p_{space}_word_problems_{seed}")["after"]["right"] for seed in range(3)])
-        gap = statistics.crossed((after - shots)[:, kept])
-        assert gap.low is not None and gap.high is not None and gap.low < 0 < gap.high
-    return "On kinds of problems that training does not have, no difference from the three examples is shown."
+        shots, vote = (
+            statistics.crossed((after - np.array(arms[name]["right"]))[:, kept])
+            for name in ("3-shot", "self-consistency")
+        )
+        assert shots.low is not None and shots.high is not None and shots.low < 0 < shots.high
+        assert vote.high is not None and vote.high < 0
+    return "no difference from the three examples is shown, and the vote is better."
 
 
 def cut_off() -> str:
@@ -170,12 +174,10 @@ def cut_off() -> str:
 
 
 def real_grpo() -> str:
-    """Return what GRPO LoRA and ES had on validation rows."""
+    """Return what GRPO LoRA had on test rows in the run that chose its rate."""
     chosen = real("p_grpo_1e-4_word_problems_100")
     assert sum(row["budget"]["wall_seconds"] for row in chosen["generations"]) < 60
-    es = span([row["validation"]["after"]["right"] for row in real_runs()], ".0f", 100)
-    reached = f"{100 * chosen['validation']['after']['right']:.0f} % of the validation problems in its first minute"
-    return f"GRPO LoRA reached {reached}, in a run that chose its rate; ES had {es} % after five."
+    return f"GRPO LoRA reached {100 * chosen['after']['measures']['right']:.0f} % of the test problems in one minute"
 
 
 @functools.cache

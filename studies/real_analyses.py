@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the jobs `coverage` and `alignment` of real.py, and of kinds of word problems; used by real_tables.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from evoalign.analysis.coverage.command import BEYOND
+from evoalign.tasks.word_problems import WordProblems
+from real_rows import NAMES, Row, Study, share, stacked
+
+SHOWN_K = (1, 4, 16, 64, 512)
+KINDS = {"tank": " empty tank ", "trip": " km to ", "printers": " printers ", "shop": " mugs "}
+"""Templates of word problems that training does not have, by words that only they have."""
+
+
+def coverage(study: Study, task: str) -> Iterator[Sequence[object]]:
+    """Yield pass@k by temperature and by weight noise of each model, and the support that it lost and gained."""
+    for job in sorted(job for job in study.rows if job.startswith(f"coverage/{task}/")):
+        found = study.rows[job]["coverage"]
+        for i in range(len(found["targets"][0]["ways"])):
+            for target in found["targets"]:
+                way, name = target["ways"][i], target["target"]
+                kind = "temperature" if "temperature" in way else "sigma"
+                passes = {one["k"]: f"{share(one['mean'])}{_ends(one)}" for one in way["pass"]}
+                changes = [c for c in found["against_base"] if (c["target"], c.get(kind)) == (name, way[kind])]
+                support = [f"{100 * c[part]['mean']:+.1f}" for c in changes for part in BEYOND] or ["-", "-"]
+                yield f"{kind} {way[kind]:g}", model_of(name), *(passes.get(k, "-") for k in SHOWN_K), *support
+
+
+def _ends(tree: Row) -> str:
+    return "" if tree["low"] is None else f" ({share(tree['low'])} to {share(tree['high'])})"
+
+
+def model_of(target: str) -> str:
+    """Return the method of a target: base, or the folder of a run of `r`."""
+    return next((NAMES[arm] for arm in ("es", "grpo") if Path(target).name.startswith(f"r_{arm}_")), target)
+
+
+def alignment(study: Study, task: str) -> Iterator[Sequence[object]]:
+    """Yield the cosine of the step of ES with the gradient by rank, sigma and members."""
+    for target in study.rows.get(f"alignment/{task}", {}).get("alignment", {}).get("targets", []):
+        for at in target["rows"]:
+            cosine, ends = at["cosine"], ""
+            if cosine["low"] is not None:
+                ends = f" ({cosine['low']:.4f} to {cosine['high']:.4f})"
+            expected, p = f"{at['expected']:.4f}", f"{at['placebo']['p']:.2g}"
+            yield at["rank"], f"{at['sigma']:g}", at["members"], f"{cosine['mean']:.4f}{ends}", expected, p
+
+
+def kinds(study: Study, task: str) -> Iterator[Sequence[object]]:
+    """Yield the exact share of each arm of P by the kind of word problem; of runs, the mean over seeds."""
+    arms = study.prompted(task)
+    for name, arm in (("ES lora", "lora"), ("ES lowrank", "lowrank"), ("GRPO LoRA", "grpo")):
+        if runs := study.find("p", arm, task):
+            arms[name] = stacked(runs).mean(0)
+    if task != "word_problems" or not arms:
+        return
+    rows = WordProblems.rows("test", max(map(len, arms.values())))
+    places = {kind: [i for i, row in enumerate(rows) if words in row["question"]] for kind, words in KINDS.items()}
+    places = {"of training": [i for i, row in enumerate(rows) if not row["unseen"]], **places}
+    for name, right in arms.items():
+        yield name, *(share(right[where].mean()) for where in places.values())
