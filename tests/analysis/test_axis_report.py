@@ -65,6 +65,15 @@ def test_a_run_of_an_earlier_release_is_not_known(trained, tmp_path):
     assert finding.draw(tmp_path) == []
 
 
+def test_a_run_whose_members_always_earned_the_same_says_so(trained, tmp_path):
+    run = copied(trained, tmp_path)
+    rows_of(run, lambda row: {**with_axes(row, None), "zero_variance": True})
+    finding = AxisReport().run([str(run)], Settings())
+    assert finding.sentences == [f"{run}: all members earned the same in every generation, so nothing selected"]
+    rows_of(run, lambda row: {**row, "zero_variance": row["generation"] > 0})
+    assert "not known" in AxisReport().run([str(run)], Settings()).sentences[0]
+
+
 @pytest.mark.parametrize(("target", "window"), [("nothing", 10), ("grpo", 10), ("lora", 0)])
 def test_what_is_no_run_of_es_is_refused(target, window, trained, tmp_path):
     folder = tmp_path / "run" if target == "grpo" else trained / target
