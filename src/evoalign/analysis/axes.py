@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_names
+from evoalign.analysis.base import Analysis, Finding, below, check_unique, short_names
 from evoalign.errors import ConfigError
 from evoalign.report.tables import percent, visible
 
@@ -48,13 +48,24 @@ class Window:
 
     def line(self, name: str) -> str:
         """Return the figures as text."""
-        shares, share, lasting = self.axes.shares, self.axes.lasting_share, self.axes.lasting
-        cells = {
-            "coefficients follow": "not known with too few members" if shares is None else percent(shares),
-            "of that generalises to other prompts": "no more than by chance" if share is None else f"{share:.0%}",
-            "what generalises follows": None if lasting is None else percent(lasting),
-        }
-        return row(f"{name}, generations {self.first} to {self.last}", cells)
+        place, shares = f"{name}, generations {self.first} to {self.last}", self.axes.shares
+        if shares is None:
+            return f"{place}: what the coefficients follow is not known with too few members; {self._lasting()}"
+        return f"{place}: the coefficients follow these columns: {percent(shares)}; {self._lasting()}"
+
+    def _lasting(self) -> str:
+        """Return what of the reward's columns holds on other prompts, or why that is not known."""
+        from evoalign.checks.axes import FEWEST
+
+        share, lasting, rows = self.axes.lasting_share, self.axes.lasting, self.axes.rows
+        if share is not None and lasting is not None:
+            return f"{share:.0%} of what the reward's columns explain generalises to other prompts: {percent(lasting)}"
+        what = "what generalises to other prompts is"
+        if not self.axes.rewarded or any(row["lasting_covariance"] is None for row in rows):
+            return f"{what} not known: this needs columns of the reward, and two prompts per generation"
+        if len(rows) < FEWEST:
+            return f"{what} not known: this needs {FEWEST} generations in which scores differ, not {len(rows)}"
+        return f"{what} not shown to be more than chance"
 
 
 class AxisReport(Analysis[Settings]):
