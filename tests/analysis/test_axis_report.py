@@ -57,12 +57,39 @@ def test_shares_of_windows_are_those_of_their_generations(trained, tmp_path):
     assert few.numbers["runs"][0]["windows"][0]["shares"] is None and "too few members" in few.sentences[0]
 
 
+@pytest.mark.parametrize(
+    ("count", "changes", "words"),
+    [
+        (8, {}, "; 32% of what the reward's columns explain generalises to other prompts: format 77%, accuracy 23%"),
+        (4, {}, "; what generalises to other prompts is not known: this needs 5 generations in which scores differ, "
+         "not 4"),
+        (8, {"lasting_covariance": [[0.0] * 4] * 4}, "what generalises to other prompts is not shown to be more than"),
+        (8, {"lasting_covariance": None}, "is not known: this needs columns of the reward, and two prompts"),
+    ],
+)  # fmt: skip
+def test_line_says_what_generalises_or_why_it_is_not_known(count, changes, words, trained, tmp_path):
+    run = copied(trained, tmp_path)
+    rows_of(run, lambda row: with_axes(row, {**planted(1.0, 3.0), **changes}), count)
+    (line,) = AxisReport().run([str(run)], Settings()).sentences
+    assert f"generations 0 to {count - 1}: the coefficients follow these columns: accuracy 75%, format 25%; " in line
+    assert words in line
+
+
 def test_a_run_of_an_earlier_release_is_not_known(trained, tmp_path):
     run = copied(trained, tmp_path)
     rows_of(run, lambda row: {**row, "diagnosis": {k: v for k, v in row["diagnosis"].items() if k != "axes"}})
     finding = AxisReport().run([str(run)], Settings())
     assert finding.numbers["runs"][0]["windows"] == [] and "not known" in finding.sentences[0]
     assert finding.draw(tmp_path) == []
+
+
+def test_a_run_whose_members_always_earned_the_same_says_so(trained, tmp_path):
+    run = copied(trained, tmp_path)
+    rows_of(run, lambda row: {**with_axes(row, None), "zero_variance": True})
+    finding = AxisReport().run([str(run)], Settings())
+    assert finding.sentences == [f"{run}: all members earned the same in every generation, so nothing selected"]
+    rows_of(run, lambda row: {**row, "zero_variance": row["generation"] > 0})
+    assert "not known" in AxisReport().run([str(run)], Settings()).sentences[0]
 
 
 @pytest.mark.parametrize(("target", "window"), [("nothing", 10), ("grpo", 10), ("lora", 0)])

@@ -779,7 +779,7 @@ def test_placebo_of_grpo_names_the_command_of_a_run_with_random_rewards(straight
     words = shlex.split(str(refused.value).partition("rewards: ")[2])
     assert words[:2] == ["evoalign", "grpo"]
     done = CliRunner().invoke(cli.app, words[1:])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0 and "note: trains on random rewards" in done.output, done.output
     other = tmp_path / "run_random"
     assert read_own(other).grpo.reward == "random" and read_own(path).grpo.reward == "task"
     found = compare([path, other])

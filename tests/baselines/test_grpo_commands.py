@@ -370,6 +370,14 @@ def test_dry_run_prints_defaults_without_a_section_grpo(tmp_path: Path) -> None:
     assert "learning rate 1e-06, 100 steps, groups of 8" in line
 
 
+def test_dry_run_says_that_rewards_are_random(tmp_path: Path) -> None:
+    tree = config(tmp_path / "new")
+    assert not [line for line in planning.dry_run(tree) if "random rewards" in line]
+    tree["grpo"]["reward"] = "random"
+    (line,) = [line for line in planning.dry_run(tree) if "random rewards" in line]
+    assert "grpo.reward: random" in line and line in planning.step_lines(from_dict(tree))
+
+
 MEMBERS = {"rollouts": "es", "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4}
 
 

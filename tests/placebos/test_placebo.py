@@ -33,6 +33,7 @@ from evoalign.placebos.estimates import (
     Split,
     beyond_drift,
     distance_line,
+    drift_together,
     off_task_lines,
     parse,
     reward_lines,
@@ -488,12 +489,31 @@ def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended, tmp_path):
 def test_runs_together_have_one_share_of_drift(ended):
     """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
     found = read(ended[0])
-    some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
-    runs = [replace(found, placebo=PlaceboResults(some)), replace(found, placebo=PlaceboResults(none))]
-    assert _drift(runs, "reward") == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
-    assert _drift([*runs, replace(found, placebo=None)], "reward") == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
-    alone = [replace(found, placebo=PlaceboResults(split(REAL, BEFORE, PLACEBOS)))]
-    assert _drift(alone, "reward") == _drift([], "reward") == "-"
+    unsure = [b + g for b, g in zip(BEFORE, [4.0, -4.0, 1.0, -1.0, 0.5], strict=True)]
+    some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, unsure, [BEFORE] * 3)
+    assert some.share is not None and none.share is None
+
+    def shown(*splits):
+        return _drift([replace(found, placebo=one and PlaceboResults(one)) for one in splits], "reward")
+
+    assert shown(some, none) == f"{5.4 / (7.4 + 0.1):.0%}"
+    assert shown(some, none, None) == f"{5.4 / (7.4 + 0.1):.0%} (of 2)"
+    assert shown() == shown(None) == "-"
+
+
+def test_compare_reports_no_share_of_drift_where_placebo_reports_none(ended):
+    found = read(ended[0])
+
+    def shown(before, real, placebos):
+        return _drift([replace(found, placebo=PlaceboResults(split(before, real, placebos)))], "reward")
+
+    unsure = [b + g for b, g in zip(BEFORE, [4.0, -4.0, 1.0, -1.0, 0.5], strict=True)]
+    lower, higher = [[b + g for b in BEFORE] for g in (-0.2, 9.0)]
+    assert shown(BEFORE, unsure, [lower] * 3) == "no significant gain", "and not -200%"
+    assert shown(REAL, BEFORE, PLACEBOS) == "no significant gain"
+    assert shown(BEFORE, REAL, PLACEBOS[:1]) == "not known from one placebo"
+    assert (shown(BEFORE, REAL, [lower] * 3), shown(BEFORE, REAL, [higher] * 3)) == ("none shown", "may be all")
+    assert shown(BEFORE, REAL, [[b - 1e-6 for b in BEFORE]] * 3) == "0%", "and not -0%"
 
 
 def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run, ended, tmp_path):
@@ -507,7 +527,8 @@ def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run, ended, tmp_path):
     runs[1] = replace(runs[1], seed=3)
     cells = collect(runs, {}, {})
     found = [read(r.path) for r in runs]
-    shown = _drift(found[:2], "reward")
+    kept = [one.placebo.reward for one in found[:2] if one.placebo]
+    shown = f"{drift_together([(one.mean - one.before, one.real - one.before) for one in kept]):.0%}"
     assert f"{cells[0]['drift_share']:.0%}" == shown and cells[1]["drift_share"] is None
     assert [r["placebo"] and r["placebo"]["placebos"] for c in cells for r in c["runs"]] == [2, 3, None]
     head, _, *rows = table(cells, "reward").splitlines()
@@ -544,8 +565,8 @@ def test_comparisons_and_cards_say_it(ended):
     assert found.placebo is not None and found.placebo.reward.placebos == tuple(own["placebos"])
     rows = {row[0]: row[1] for row in end_grid(compare(folder)).rows}
     assert rows["reward of the mean placebo"] == f"{own['mean']:.4g}"
-    share = (own["mean"] - own["before"]) / (own["real"] - own["before"])
-    assert rows["share of the gain that would have come without signal, all runs pooled"] == f"{share:.0%}"
+    assert "is not significant, so no drift share" in sentence(found.placebo.reward)
+    assert rows["share of the gain that would have come without signal, all runs pooled"] == "no significant gain"
     said = placebo_lines(results(folder))
     assert said[1].startswith("**Signal and drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.analysis.base import Analysis, Finding, below, check_unique, row, short_names
+from evoalign.analysis.base import Analysis, Finding, below, check_unique, short_names
 from evoalign.errors import ConfigError
 from evoalign.report.tables import percent, visible
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evoalign.config import Config
 
 UNKNOWN = "what selected is not known: metrics.jsonl has no `axes`, as of runs of earlier releases"
+EQUAL = "all members earned the same in every generation, so nothing selected"
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,24 @@ class Window:
 
     def line(self, name: str) -> str:
         """Return the figures as text."""
-        shares, share, lasting = self.axes.shares, self.axes.lasting_share, self.axes.lasting
-        cells = {
-            "coefficients follow": "not known with too few members" if shares is None else percent(shares),
-            "of that generalises to other prompts": "no more than by chance" if share is None else f"{share:.0%}",
-            "what generalises follows": None if lasting is None else percent(lasting),
-        }
-        return row(f"{name}, generations {self.first} to {self.last}", cells)
+        place, shares = f"{name}, generations {self.first} to {self.last}", self.axes.shares
+        if shares is None:
+            return f"{place}: what the coefficients follow is not known with too few members; {self._lasting()}"
+        return f"{place}: the coefficients follow these columns: {percent(shares)}; {self._lasting()}"
+
+    def _lasting(self) -> str:
+        """Return what of the reward's columns holds on other prompts, or why that is not known."""
+        from evoalign.checks.axes import FEWEST
+
+        share, lasting, rows = self.axes.lasting_share, self.axes.lasting, self.axes.rows
+        if share is not None and lasting is not None:
+            return f"{share:.0%} of what the reward's columns explain generalises to other prompts: {percent(lasting)}"
+        what = "what generalises to other prompts is"
+        if not self.axes.rewarded or any(row["lasting_covariance"] is None for row in rows):
+            return f"{what} not known: this needs columns of the reward, and two prompts per generation"
+        if len(rows) < FEWEST:
+            return f"{what} not known: this needs {FEWEST} generations in which scores differ, not {len(rows)}"
+        return f"{what} not shown to be more than chance"
 
 
 class AxisReport(Analysis[Settings]):
@@ -76,7 +88,7 @@ class AxisReport(Analysis[Settings]):
         for name, windows in found.items():
             middle = len(windows) // 2
             chosen = dict.fromkeys([0, middle, len(windows) - 1] if windows else [])
-            lines += [windows[i].line(name) for i in chosen] or [f"{name}: {UNKNOWN}"]
+            lines += [windows[i].line(name) for i in chosen] or [f"{name}: {_why_empty(Path(name))}"]
         numbers = [{"target": name, "windows": [one.tree() for one in windows]} for name, windows in found.items()]
         return Finding({**asdict(settings), "runs": numbers}, lines, figures=partial(draw, found))
 
@@ -85,20 +97,32 @@ def windows_of(run: Path, window: int) -> list[Window]:
     """Return the axis report of each `window` generations of a run; empty where its rows have none. Raises
     EvoalignError."""
     from evoalign.checks.axes import Axes
-    from evoalign.rundir.directory import RunDir
     from evoalign.rundir.method import method_of
     from evoalign.rundir.own import read_own
 
     if method_of(run) != "es":
         raise ConfigError(f"{run} is no run of ES, so it has no coefficients; name the folder of one")
-    members, by_row = read_own(run).es.population_size, RunDir(run).read_metrics()
-    rows = [by_row[at] for at in sorted(by_row)]
+    members, rows = read_own(run).es.population_size, _rows(run)
     found: list[Window] = []
     for start in range(0, len(rows), window):
         part = rows[start : start + window]
         axes = Axes.of([(one.get("diagnosis") or {}).get("axes") for one in part], members)
         found += [] if axes is None else [Window(part[0]["generation"], part[-1]["generation"], axes)]
     return found
+
+
+def _rows(run: Path) -> list[Mapping[str, Any]]:
+    """Return the rows of a run's metrics.jsonl in order."""
+    from evoalign.rundir.directory import RunDir
+
+    by_row = RunDir(run).read_metrics()
+    return [by_row[at] for at in sorted(by_row)]
+
+
+def _why_empty(run: Path) -> str:
+    """Return why a run has no axis report."""
+    rows = _rows(run)
+    return EQUAL if rows and all(one.get("zero_variance") for one in rows) else UNKNOWN
 
 
 def draw(found: Mapping[str, Sequence[Window]], folder: Path) -> list[Path]:

@@ -145,7 +145,7 @@ def default_lines(config: Config) -> list[str]:
 
 
 def step_lines(config: Config) -> list[str]:
-    """Return a line on optimizer, loss and completions, and a warning if groups are small."""
+    """Return a line on optimizer, loss and completions, a note on random rewards, and a warning if groups are small."""
     grpo = config.grpo
     tuned = f"LoRA of rank {config.lora.rank}" if grpo.tune == "lora" else "all weights"
     trl = grpo.by_name
@@ -154,6 +154,10 @@ def step_lines(config: Config) -> list[str]:
         f"({trl['lr_scheduler_type']}), loss {trl['loss_type']}, beta {grpo.beta:g}, "
         f"completions by {_generator(config)}"
     ]
+    if grpo.reward == "random":
+        lines.append(
+            "note: trains on random rewards, 0 or 1 (grpo.reward: random); evaluations use the rewards of the task"
+        )
     if grpo.num_generations < FEW:
         lines.append(
             f"warning: grpo.num_generations {grpo.num_generations} is small: advantages are noisy, and a group with "

@@ -226,6 +226,16 @@ def drift_together(drift_and_gain: Sequence[tuple[float, float]]) -> float | Non
     return sum(drift for drift, _ in drift_and_gain) / gain if gain > 0 else None
 
 
+def is_gain_together(gains: Sequence[Estimate]) -> bool:
+    """Return whether the mean gain of several runs is significantly above 0, for these runs and new items.
+
+    The ends of the intervals are averaged, which is exact for one run and conservative for several: their errors may
+    have any correlation, as runs are evaluated on the same items.
+    """
+    lows = [found.low for found in gains if found.low is not None]
+    return len(lows) == len(gains) > 0 and float(np.mean(lows)) > 0
+
+
 def expected_distance(updates: Sequence[Update], layout: Layout, es: EsConfig) -> float | None:
     """Return the root mean square L2 distance from the start, over fresh noise with the recorded weights.
 

@@ -22,6 +22,7 @@ from scipy import stats
 from evoalign.analysis.compare import comparison, figures, statistics
 from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare
+from evoalign.analysis.compare.groups import labels_of
 from evoalign.analysis.compare.runs import MATCHINGS, find, read
 from evoalign.analysis.compare.statistics import Pair, adjust
 from evoalign.analysis.compare.tables import counted, duration, end_grid
@@ -188,6 +189,19 @@ def test_label_names_what_differs(copy: Copy, tmp_path: Path, settings: list[Any
     for i, sets in enumerate(settings):
         copy(f"run{i}", sets=sets)
     assert sorted(g.label for g in compare(tmp_path / "runs").groups) == [f"ES {label}" for label in labels]
+
+
+def test_label_of_random_rewards_says_so(copy: Copy, tmp_path: Path) -> None:
+    copy("es")
+    copy("random", method="grpo", sets={"grpo.reward": "random"})
+    found = compare(tmp_path / "runs")
+    assert [g.label for g in found.groups] == ["ES", "GRPO reward random"]
+    assert end_grid(found).header == ("", "ES", "GRPO reward random")
+    copy("normal", method="grpo")
+    labels = [g.label for g in compare(tmp_path / "runs").groups]
+    assert sorted(labels) == ["ES", "GRPO", "GRPO reward random"]
+    kinds = [{"method": "grpo", "grpo.reward": "random"}, {"method": "grpo", "grpo.beta": 0.1, "grpo.max_steps": 9}]
+    assert labels_of(kinds)[0].startswith("GRPO reward random")
 
 
 def test_names_label_groups(copy: Copy, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evoalign.analysis.compare.groups import Group, Plan, check_comparable, grouped, named, read_plan, usable
+from evoalign.analysis.compare.groups import REWARD, Group, Plan, check_comparable, grouped, named, read_plan, usable
 from evoalign.analysis.compare.runs import MATCHINGS, Matching, Point, Run, amount, find, read
 from evoalign.analysis.compare.statistics import (
     Pair,
@@ -348,7 +348,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     notes += [
         f"{group.label}: trained on random rewards (grpo.reward), so its gain is what the method brings without signal"
         for group in groups
-        if group.settings.get("grpo.reward") == "random"
+        if group.settings.get(REWARD) == "random"
     ]
     few = [group.label for group in groups if len(group.runs) < 3]
     if few:

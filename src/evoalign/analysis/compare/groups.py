@@ -28,6 +28,8 @@ MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
 """Settings that are named first in a label."""
 STEP = ("es.learning_rate", "es.noise_multiplier", "es.sigma")
 """Settings of the step and its noise; a label names all of these that differ."""
+REWARD = "grpo.reward"
+"""A label always names it where rewards are random: such a group is a control and not the method."""
 FEW = 2
 """Up to this many differing settings, a label names all."""
 LENGTHS = ("es.num_generations", "grpo.max_steps")
@@ -148,7 +150,7 @@ def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     found: dict[int, str] = {}
     for method in dict.fromkeys(kind["method"] for kind in settings):
         places = [i for i, kind in enumerate(settings) if kind["method"] == method]
-        parts = _parts([settings[i] for i in places])
+        parts = [_marked(settings[i], p) for i, p in zip(places, _parts([settings[j] for j in places]), strict=True)]
         found |= {i: " ".join([method.upper(), ", ".join(p)]).strip() for i, p in zip(places, parts, strict=True)}
     return [found[i] for i in range(len(settings))]
 
@@ -165,6 +167,12 @@ def _parts(kinds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             alike = [other for other, label in zip(kinds, before, strict=True) if label == before[i]]
             labels[i] += tuple(_setting(n, kind[n]) for n in names if n in kind and _differs(n, alike))
     return labels
+
+
+def _marked(kind: Mapping[str, Any], parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parts of a label with that of random rewards, if the group has these."""
+    part = _setting(REWARD, kind.get(REWARD))
+    return (part, *parts) if kind.get(REWARD) == "random" and part not in parts else parts
 
 
 def _differs(name: str, kinds: Sequence[Mapping[str, Any]]) -> bool:

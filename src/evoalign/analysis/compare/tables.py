@@ -12,7 +12,7 @@ from typing import Any
 from evoalign.analysis.compare.comparison import Comparison, Match
 from evoalign.analysis.compare.runs import Matching, Run
 from evoalign.analysis.compare.statistics import SHARES, Pair
-from evoalign.placebos.estimates import Split, Whole, drift_together
+from evoalign.placebos.estimates import Split, Whole, drift_together, is_gain_together
 from evoalign.statistics import LEVEL, Estimate, mean
 
 FEW = 3
@@ -127,11 +127,21 @@ def _placebos(runs: Sequence[Run], name: str) -> list[Split | Whole | None]:
 
 
 def _drift(runs: Sequence[Run], name: str) -> str:
+    """Return the share of drift of all runs, or why there is none, as `evoalign placebo` says it of one run."""
     known = [found for found in _placebos(runs, name) if found is not None]
     share = drift_together([(found.mean - found.before, found.real - found.before) for found in known])
-    if share is None:
+    splits = [found for found in known if isinstance(found, Split)]
+    if splits and not is_gain_together([found.gain for found in splits]):
+        text = "no significant gain"
+    elif share is None:
         return "-"
-    return f"{share:.0%}" if len(known) == len(runs) else f"{share:.0%} (of {len(known)})"
+    elif splits and sum(len(found.placebos) for found in splits) == 1:
+        text = "not known from one placebo"
+    elif splits and round(share, 2) < 0:
+        text = "none shown"
+    else:
+        text = f"{round(share, 2) + 0.0:.0%}" if share <= 1 or not splits else "may be all"
+    return text if len(known) == len(runs) else f"{text} (of {len(known)})"
 
 
 def _averaged(values: Sequence[float | None], shown: Callable[[float], str], pick: str) -> str:
