@@ -344,3 +344,18 @@ def both(model: Any, prompt: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tenso
     rows_VT = torch.tensor([[*prompt, v] for v in range(len(first_V))])
     then_VV = torch.cat([model(part).logits[:, -1] for part in rows_VT.split(256)])
     return first_V, then_VV.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("decoder", ["auto", "static"])
+def test_decoder_answers_with_the_weights_that_were_written(decoder: str, dtype: str, tmp_path: Path) -> None:
+    """On a CPU the arithmetic is float32, also where the config serves the model in another dtype."""
+    tree = {"output_dir": str(tmp_path), "task": {"name": "conciseness"}, "es": ES, "model": {"dtype": dtype}}
+    found: list[list[tuple[str, ...]]] = []
+    for name in ("library", decoder):
+        config = from_dict(tree | {"engine": {"name": "transformers", "decoder": name}})
+        with ModelMixer([BASE], config, ASKED) as mixer:
+            drawn = [mixer.evaluate({BASE: 1.0}, noisy) for noisy in (None, Perturbation(0.3, 1))]
+        found.append([tuple(one.text for one in each.completions) for each in drawn])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

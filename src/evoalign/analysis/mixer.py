@@ -40,6 +40,7 @@ from evoalign.rundir import checkpoint
 from evoalign.setup import task_and_data, with_form
 from evoalign.statistics import Estimate
 from evoalign.tasks import Data, Split, Task
+from evoalign.tokens import Tokens
 from evoalign.training.resolve import check_parted
 from evoalign.training.weights import check_folder
 
@@ -120,7 +121,7 @@ class ModelMixer:
             self._tokens = tokens.load(own.model, own.task.template_kwargs)
             for target in targets.values():
                 target.check_prompts(own, self.task, data, self._tokens)
-            self._engine = TransformersEngine(own, self._tokens)
+            self._engine = _engine_of(own, self._tokens)
             self._dtype = self._engine.dtype
             self.model: Any = self._engine.model
             if self._engine.device.type == "cpu":
@@ -285,6 +286,15 @@ def effective(target: Target, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return tensors_of(put_into(model, target.weights, config.name))
     model = load_whole(str(target.weights), None, torch.float32, target.name)
     return {**tensors_of(model), **checkpoint.mean_of(target.weights)}
+
+
+def _engine_of(config: Config, tokens: Tokens) -> TransformersEngine:
+    """Return an engine whose weights can be made float32 on a CPU: the static decoder keeps the dtype it began with."""
+    engine = TransformersEngine(config, tokens)
+    if engine.device.type != "cpu" or engine.dtype == torch.float32 or not engine.is_static:
+        return engine
+    engine.close()
+    return TransformersEngine(config.model_copy(update={"engine": config.engine.in_process()}), tokens)
 
 
 def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: EvalSettings) -> Config:
