@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,8 +61,9 @@ class Popen:
             self._process = PROCESSES.Process(target=_be, args=own, daemon=True)
             self._process.start()
         Popen.latest = self
-        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # who asks for its session finds it
-            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            while self.poll() is None and os.getpgid(self.pid) != self.pid:  # who asks for its session finds it
+                time.sleep(0.01)
 
     @property
     def pid(self) -> int:
@@ -79,8 +80,10 @@ class Popen:
         return code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        # The server of forks reaps a process that ends a moment before `poll` tells its code.
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
 
 @contextmanager
