@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,6 @@ def render(views: Sequence[View], live: str | None = None, shared: Sequence[Anal
         curves_table=curves.numbers,
         together=curves.together,
         timings=curves.timings,
-        now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         missing={
             "placebos": [v.name for v in views if v.placebos is None and v.method == "ES"],
             "analyses": [v.name for v in views if not v.analyses],
