@@ -44,6 +44,7 @@ def test_doctor_without_config_checks_machine_and_shipped_model(run, tmp_path):
 
 
 @pytest.mark.first("quickstart]", "quickstart_grpo")
+@pytest.mark.last("quickstart_ray")
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_doctor_finds_shipped_configs_ready(tmp_path, monkeypatch, file):
