@@ -19,6 +19,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `r/es/ETA/TASK/SEED`, `step/ETA/TASK/SEED` | ES `lowrank` |
 | `r/grpo/RATE/TASK/SEED`, `p/grpo/RATE/TASK/SEED` | GRPO of all weights, and of an adapter |
 | `r/random/RATE/TASK/SEED` | GRPO with random rewards |
+| `population/MEMBERS/TASK/SEED` | ES `lowrank` with the completions of `step/0.5/TASK/SEED` |
 | `long/MAX_TOKENS/WEIGHTS/SEED` | Countdown, ES `lowrank`, 128 x 16, 480 s; weights: format,accuracy |
 | `time/p/TASK`, `time/r/TASK` | four steps of GRPO, for the steps that choosing runs have time for |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
@@ -78,7 +79,7 @@ from real_base import (
 
 OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
-SECONDS = {"p": 300, "r": 150, "step": 90, "mix": 90, "long": 480, "hack": 90}
+SECONDS = {"p": 300, "r": 150, "step": 90, "population": 400, "mix": 90, "long": 480, "hack": 90}
 CHOOSING = {"p": 60, "r": 90, "mix": 20}
 PARTS = {
     "diagnosis": ("reliability", "control", "noise_floor", "distance_sigmas", "truncated_share", "axes"),
@@ -88,7 +89,7 @@ PARTS = {
 SEEN_EVERY = {"es": (5, 20), "grpo": (10, 10), "hack": (3, 3)}
 """Generations between evaluations, and between measurements of the KL, in `r` by method, and in `hack`. GRPO has the
 completions of few generations of ES in all."""
-PLACEBOS = {"p": 5, "r": 5, "step": 3, "mix": 3, "long": 5}
+PLACEBOS = {"p": 5, "r": 5, "step": 3, "population": 3, "mix": 3, "long": 5}
 """Placebos of a run of ES; a kind that is missing has none, and no other task."""
 MIX_RATE = 2e-6
 """Rate of GRPO in `mix`."""
@@ -257,9 +258,17 @@ def steps_of(study: Study, job: str, seconds: float) -> int:
     return max(3, round(seconds / each))
 
 
-UNTRAINED: Mapping[str, Any] = {
+def other_members(study: Study, job: str, members: str, task: str, seed: str) -> None:
+    """Train with more or fewer members, and the completions of the run of 64 members with this seed."""
+    generations = study.found(f"step/0.5/{task}/{seed}")["generations"]
+    asked = sum(row["budget"]["completions"] for row in generations) / 16 / int(members)
+    own = {"population_size": int(members), "num_generations": round(asked)}
+    es(study, job, task, int(seed), es=settings(study, "lowrank", task, 0.5) | own)
+
+
+BY_NAME: Mapping[str, Any] = {
     "gate": gate, "prompting": prompting, "longer": longer, "perturb": perturbing, "alignment": aligning,
-    "coverage": covering,
+    "coverage": covering, "population": other_members,
 }  # fmt: skip
 
 
@@ -268,8 +277,8 @@ def do(study: Study, job: str) -> None:
     match job.split("/"):
         case ["probe", space, task, seed]:
             probing(study, job, space, task, int(seed))
-        case [name, *parts] if name in UNTRAINED:
-            UNTRAINED[name](study, job, *parts)
+        case [name, *parts] if name in BY_NAME:
+            BY_NAME[name](study, job, *parts)
         case ["p", ("lora" | "lowrank") as space, task, seed]:
             es(study, job, task, int(seed), space=space, es=settings(study, space, task, 0.5), **ADAPTER.get(space, {}))
         case ["r", "es", eta, task, seed] | ["step", eta, task, seed]:

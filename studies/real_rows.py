@@ -42,7 +42,10 @@ Lines = Iterator[str]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of training, by the parts of its job's name; `value` is its eta, rate, kind of completions or weights."""
+    """A run of training, by the parts of its job's name.
+
+    `value` is its eta, rate, number of members, kind of completions or weights.
+    """
 
     kind: str
     arm: str
@@ -57,8 +60,8 @@ class Run:
         match row["job"].split("/"):
             case ["p", ("lora" | "lowrank") as space, task, seed]:
                 return cls("p", space, "", task, int(seed), row)
-            case ["step", eta, task, seed]:
-                return cls("step", "es", eta, task, int(seed), row)
+            case [("step" | "population") as kind, value, task, seed]:
+                return cls(kind, "es", value, task, int(seed), row)
             case ["hack", arm, *value, seed]:
                 return cls("hack", arm, "".join(value), "word_problems", int(seed), row)
             case ["long", tokens, weights, seed]:

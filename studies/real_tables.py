@@ -279,11 +279,11 @@ def _gap(called: str, es: Mapping[int, float], grpo: Mapping[int, float], crosse
 
 
 def step_size(study: Study) -> Iterator[Line]:
-    """Yield gain, placebos and the loss on the other task by eta."""
-    for run in study.find("step"):
-        reached, loss = _placebos(run)[:2], run.lost
-        walk = f"{run.walk:.2f}"
-        yield run.value, run.seed, len(run.row["generations"]), walk, points(run.gain), *reached, points(loss)
+    """Yield gain, placebos and the loss on the other task by eta, and by the number of members."""
+    for run in [*study.find("step"), *study.find("population")]:
+        es, made, reached = run.row["config"]["es"], len(run.row["generations"]), _placebos(run)[:2]
+        own = f"{es['learning_rate'] / es['sigma']:g}", es["population_size"], run.seed, *_cost(run)[:2]
+        yield *own, made, f"{run.walk:.2f}", points(run.gain), *reached, points(run.lost)
 
 
 MIX = {("es", "1"): "ES, temperature 1", ("es", "0"): "ES, greedy members",
@@ -391,7 +391,7 @@ HEADS: dict[str, Sequence[str]] = {
           *COST[:2]),
     "r_contrasts": ("ES less GRPO", "ES", "GRPO", "points (95 % over seeds)", "p",
                     "points (95 % over seeds and items)"),
-    "step": ("eta", "seed", "generations", "walk, sigma", "gain, points (95 %)", *PLACEBOS[:2],
+    "step": ("eta", "members", "seed", *COST[:2], "generations", "walk, sigma", "gain, points (95 %)", *PLACEBOS[:2],
              "loss on the other task, points"),
     "mix": ("update, completions", "exact, mean", "runs"),
     "mix_effects": ("effect", "seeds", "points (95 %)"),

@@ -37,6 +37,7 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
     timed = "time/p/tool_calls", "time/r/tool_calls", "time/r/word_problems"
     for job in (*timed, "mix/es/0/tool_calls/100", "mix/grpo/engine/tool_calls/100"):
         found.keep(job, {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0}}]})
+    found.keep("step/0.5/tool_calls/1", {"generations": [{"budget": {"completions": 1024}}] * 80})
     return found
 
 
@@ -62,6 +63,7 @@ def planned(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
         ("r/es/0.25/tool_calls/100", "lowrank", 64, 8, 0.25, 90),
         ("r/es/0.5/tool_calls/0", "lowrank", 64, 8, 0.5, 150),
         ("step/1.5/tool_calls/1", "lowrank", 64, 16, 1.5, 90),
+        ("population/16/tool_calls/1", "lowrank", 16, 16, 0.5, 400),
         ("mix/es/0/tool_calls/0", "lowrank", 64, 8, 0.5, 90),
         ("long/512/0,1/0", "lowrank", 128, 16, 0.5, 480),
         ("hack/es/0", "lowrank", 64, 8, 0.5, 90),
@@ -82,6 +84,14 @@ def test_es_runs_have_the_settings_of_the_plan(
     assert config.es.learning_rate == pytest.approx(eta * config.es.sigma)
     assert config.stopping is not None and config.stopping.max_hours == pytest.approx(seconds / 3600)
     assert not config.es.antithetic and config.es.shaping == "zscore"
+
+
+@pytest.mark.parametrize(("members", "generations"), [(16, 320), (256, 20)])
+def test_runs_of_more_or_fewer_members_have_as_many_completions(
+    members: int, generations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned(f"population/{members}/tool_calls/1", tmp_path, monkeypatch)
+    assert config.es.num_generations == generations
 
 
 @pytest.mark.parametrize(
@@ -192,7 +202,7 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     for job in (
         "gate", "prompting/tool_calls", "longer/tool_calls",
         "p/lora/tool_calls/0", "perturb/tool_calls", "r/es/0.5/tool_calls/0",
-        "r/grpo/1e-6/tool_calls/0", "p/grpo/1e-5/tool_calls/0",
+        "r/grpo/1e-6/tool_calls/0", "p/grpo/1e-5/tool_calls/0", "population/16/tool_calls/1",
     ):  # fmt: skip
         real.do(small, job)
         assert small.file(job).is_file()

@@ -224,8 +224,11 @@ def test_mix_has_planted_effects(tmp_path: Path) -> None:
 def test_step_size_walks_eta_root_of_generations_over_members(tmp_path: Path) -> None:
     placebos = [[0] * ITEMS] * 3
     row = trained("step/0.5/tool_calls/0", [0] * ITEMS, [1] * ITEMS, placebos, generations=generations(32))
-    line = cells(written(tmp_path, [row])["step"], "0.5")
-    assert line[2:4] == ["32", "1.00"] and line[5:] == ["+0.0, +0.0", "0 of 3", "+25.0"]
+    larger = {**CONFIG, "es": {**CONFIG["es"], "population_size": 128}}
+    most = row | {"job": "population/128/tool_calls/0", "config": larger, "generations": generations(16)}
+    one, two = (line.strip("| ").split(" | ") for line in written(tmp_path, [row, most])["step"][2:])
+    assert one[:7] == ["0.5", "8", "0", "64", "320", "32", "1.00"] and one[8:] == ["+0.0, +0.0", "0 of 3", "+25.0"]
+    assert two[:7] == ["0.5", "128", "0", "32", "160", "16", "0.18"]
 
 
 def follows_format(rng: np.random.Generator, index: int) -> Row | None:
