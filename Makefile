@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   make demo     a small language model learns to be brief, on this machine's CPU
-#   make test     what a change needs first, in at most five minutes on two cores
+#   make test     what a change needs first, in about eight minutes on two cores
 #   make test-all   the other tests, but those that need vLLM
 #   make test-long  the long sweeps
 #   make test-real  tests with SmolLM2-135M-Instruct, which is made from a package; part of test-long

@@ -107,8 +107,7 @@ def test_close_frees_the_copy(tmp_path: Path) -> None:
     assert weight() is None
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("rollouts", ["engine", "es"])
+@pytest.mark.parametrize(("rollouts", "mixed"), [("engine", False), ("es", True)])
 def test_evaluation_by_the_copy_is_that_of_the_policy(
     rollouts: str, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

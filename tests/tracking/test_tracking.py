@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -258,6 +259,8 @@ def test_tracker_continues_its_run_with_repeated_steps_once(backend: str, resume
     """The first session reports three generations; W&B, which cannot go back a step, two."""
     run = tmp_path / "run"
     report(run, backend, ROWS[: 2 if backend == "wandb" else 3], whole=False)
+    if backend == "tensorboard":
+        time.sleep(1)  # its files are read in the order of the seconds in their names
     report(run, backend, [{**row, "mean": 7.0} for row in ROWS[resumed_at:]], resumed_at=resumed_at)
     assert READERS[backend](run).curves["train/mean"] == [(i, -4.0 + i if i < resumed_at else 7.0) for i in range(4)]
     if backend == "tensorboard":

@@ -431,6 +431,7 @@ def test_ask_resumes(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.last("[15]", "[2]")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_stopped_process_keeps_all_judgments(number: signal.Signals, run: Run) -> None:
     with serving(slow(0.05)) as server:

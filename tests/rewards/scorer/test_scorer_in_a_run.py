@@ -152,6 +152,7 @@ def test_unavailable_service_ends_the_run_which_can_resume(tmp_path, unbroken):
     same(resumed, unbroken)
 
 
+@pytest.mark.long
 def test_restarted_service_with_other_weights_is_rejected(tmp_path, unbroken):
     others = "--reward", str(safe_rlhf(tmp_path / "other", seed=11)), "--cost", MODELS["cost"], "--batch-size", "1"
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
@@ -172,6 +173,7 @@ def test_restarted_service_with_other_weights_is_rejected(tmp_path, unbroken):
     same(resumed, unbroken)
 
 
+@pytest.mark.long
 def test_a_thousand_requests_from_another_process_during_a_run(tmp_path, unbroken):
     rows = rows_of("train")
     prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
