@@ -128,10 +128,14 @@ def write(file: Path, tree: Mapping[str, Any]) -> Path:
 
 
 def seen(found: Evaluation, texts: int = TEXTS) -> dict[str, Any]:
-    """Return what is kept of an evaluation: measures, exactness by example, and the first texts."""
+    """Return what is kept of an evaluation: measures, two of them by example, and the first texts."""
+    by_example = {
+        name: [round(value, 4) if value % 1 else int(value) for value in found.measures_E[of]]
+        for name, of in (("right", RIGHT), ("truncated", "truncated_share"))
+    }
     return {
         "measures": {name: round(value, 6) for name, value in found.measures.items()},
-        "right": [round(value, 4) if value % 1 else int(value) for value in found.measures_E[RIGHT]],
+        **by_example,
         "texts": [one.text for one in found.completions[:texts]],
     }
 

@@ -92,6 +92,13 @@ class Run:
         """Change of the exact share, with its interval for new items."""
         return statistics.paired(self.before, self.after, shares=True)
 
+    @property
+    def gain_of_whole(self) -> float | None:
+        """The part of the gain on items whose answer before training was not cut off; None for rows without that."""
+        if (truncated := self.row["before"].get("truncated")) is None:
+            return None
+        return float(((self.after - self.before) * (1 - np.array(truncated))).mean())
+
     @cached_property
     def placebos(self) -> Floats:
         """Exactness by placebo and item [K, I]; K is 0 for a run without placebos."""

@@ -218,11 +218,11 @@ def against_grpo(study: Study, task: str) -> Iterator[Line]:
     """Yield each run of R at equal seconds."""
     runs = study.find("r", task=task)
     if runs:
-        yield "base", "-", share(runs[0].before.mean()), "-", sampled(runs[0], "base"), *8 * "-"
+        yield "base", "-", share(runs[0].before.mean()), "-", "-", sampled(runs[0], "base"), *8 * "-"
     for run in runs:
         kl = _number(run.kl)
         value = f"{_called(run)}" if run.arm != "es" else f"{run.called}, eta {run.value}"
-        exact = share(run.after.mean()), points(run.gain)
+        exact = share(run.after.mean()), points(run.gain), points(run.gain_of_whole)
         yield value, run.seed, *exact, sampled(run, None), kl, *_placebos(run), *_other(run), *_cost(run)[:2]
 
 
@@ -387,8 +387,8 @@ HEADS: dict[str, Sequence[str]] = {
     "kinds": ("arm", "kinds of training", *KINDS),
     "alignment": ("rank", "sigma", "members", "cosine (95 %)", "of a linear reward", "p by shuffling"),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
-    "r": ("run", "seed", "exact", "gain, points (95 %)", "pass@1 at 0.6", "KL, nats per token", *PLACEBOS, *OTHER,
-          *COST[:2]),
+    "r": ("run", "seed", "exact", "gain, points (95 %)", "of that, base not cut off", "pass@1 at 0.6",
+          "KL, nats per token", *PLACEBOS, *OTHER, *COST[:2]),
     "r_contrasts": ("ES less GRPO", "ES", "GRPO", "points (95 % over seeds)", "p",
                     "points (95 % over seeds and items)"),
     "step": ("eta", "members", "seed", *COST[:2], "generations", "walk, sigma", "gain, points (95 %)", *PLACEBOS[:2],
