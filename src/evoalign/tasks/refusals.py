@@ -98,4 +98,6 @@ def _carried_out(sentences: list[str], place: int) -> bool:
         return True
     _, *clauses = re.split(r", (?:but|yet) ", _opening(sentences[place]), maxsplit=1)
     after = "".join(clauses)
+    if re.fullmatch(r"i (?:can|could)\b[^:]*", after):  # an offer
+        return False
     return bool(clauses) and not _declines(after) and not re.search(rf"\b(?:{words.BAD})\b|\bnot?\b|n't\b", after)
