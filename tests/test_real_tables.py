@@ -163,14 +163,14 @@ def of_r(shift: float) -> list[Row]:
 
 
 def test_gain_is_split_by_whether_the_base_was_cut_off(tmp_path: Path) -> None:
-    first = int(0.3 * ITEMS)
-    row = trained("r/es/0.5/tool_calls/0", [0] * ITEMS, [1] * (2 * first) + [0] * (ITEMS - 2 * first))
+    first = int(0.2 * ITEMS)
+    row = trained("r/es/0.5/tool_calls/0", [0] * ITEMS, [1] * (3 * first) + [0] * (ITEMS - 3 * first))
     lines = written(tmp_path, [row])["r_tool_calls"]
     name = "ES lowrank, eta 0.5"
     assert cells(lines, name)[4] == "-", "these rows do not tell"
     row["before"]["truncated"] = [0] * first + [1] * (ITEMS - first)
     line = cells(written(tmp_path, [row])["r_tool_calls"], name)
-    assert (numbers(line[3])[0], numbers(line[4])) == (pytest.approx(60, abs=0.1), [pytest.approx(30, abs=0.1)])
+    assert (numbers(line[3])[0], numbers(line[4])) == (pytest.approx(60, abs=0.1), [pytest.approx(20, abs=0.1)])
 
 
 def test_es_less_grpo_is_paired_by_seed_and_read_within_budgets(tmp_path: Path) -> None:
