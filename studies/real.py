@@ -25,7 +25,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
 | `mix/grpo/ROLLOUTS/TASK/SEED` | GRPO with decayed rates; completions by `engine` (temperature 1) or members (`es`) |
 | `hack/es/SEED`, `hack/grpo/RATE/SEED` | ES `lowrank`, and GRPO of all weights, with the reward of real_proxy.py |
-| `coverage/TASK/WAY` | `evoalign analyze coverage` of seed 0 of `r`; way: a temperature, or `noise` |
+| `coverage/TASK/WAY` | `evoalign analyze coverage` of seed 3 of `r`; way: a temperature, or `noise` |
 | `alignment/TASK` | `evoalign analyze alignment` of the base |
 
 A seed of 100 or more is of a choice, made on the validation split; such a run has no placebos. `best` in the place of a
@@ -79,16 +79,18 @@ from real_base import (
 
 OTHER = {"tool_calls": "word_problems"}
 """The task on which forgetting is measured; for others `tool_calls`."""
-SECONDS = {"p": 300, "r": 150, "step": 90, "population": 400, "mix": 90, "long": 480, "hack": 90}
+SECONDS = {"p": 300, "r": 150, "step": 90, "mix": 90, "long": 480, "hack": 90}
 CHOOSING = {"p": 60, "r": 90, "mix": 20}
+COVERED = "3"
+"""The seed whose weights `coverage` reads."""
 PARTS = {
     "diagnosis": ("reliability", "control", "noise_floor", "distance_sigmas", "truncated_share", "axes"),
     "budget": ("completions", "generated_tokens", "wall_seconds"),
 }
 """What is kept of parts of a generation's row."""
-SEEN_EVERY = {"es": (5, 20), "grpo": (10, 10), "hack": (3, 3)}
-"""Generations between evaluations, and between measurements of the KL, in `r` by method, and in `hack`. GRPO has the
-completions of few generations of ES in all."""
+SEEN_EVERY = {("r", "es"): (5, 20), ("r", "grpo"): (10, 10), ("hack", "es"): (6, 6), ("hack", "grpo"): (3, 3)}
+"""Generations between evaluations, and between measurements of the KL. GRPO has the completions of few generations of
+ES in all."""
 PLACEBOS = {"p": 5, "r": 5, "step": 3, "population": 3, "mix": 3, "long": 5}
 """Placebos of a run of ES; a kind that is missing has none, and no other task."""
 MIX_RATE = 2e-6
@@ -99,9 +101,12 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     """Train by ES for the job's seconds, and evaluate the run, its placebos and the other task."""
     kind = job.partition("/")[0]
     choice = seed >= CHOICE
-    seconds = study.seconds or (CHOOSING if choice else SECONDS)[kind]
-    ends = {"max_hours": seconds / 3600}
-    config = study.config(task, job.replace("/", "_"), seed=seed, stopping=ends, **watched(job, "es", sections))
+    seconds = study.seconds or (CHOOSING if choice else SECONDS).get(kind, 0)
+    if kind in ("p", "long") or (kind == "r" and choice):
+        sections["stopping"] = {"max_hours": seconds / 3600}
+    elif kind in ("r", "step", "hack"):  # that limit counts evaluations too
+        sections["es"]["num_generations"] = steps_of(study, job, seconds)
+    config = study.config(task, job.replace("/", "_"), seed=seed, **watched(job, "es", sections))
     off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
     rows = trained_twice(evoalign.train, config, study)
     study.keep(job, rows)  # in case that what follows fails
@@ -126,7 +131,7 @@ def watched(job: str, method: str, sections: Mapping[str, Any]) -> dict[str, Any
     kind = job.partition("/")[0]
     if kind not in ("r", "hack") or int(job.rpartition("/")[2]) >= CHOICE:
         return dict(sections)
-    every, kl_every = SEEN_EVERY["hack" if kind == "hack" else method]
+    every, kl_every = SEEN_EVERY[kind, method]
     return {**sections, "evaluation": {"every": every}, "checks": {"kl_every": kl_every}}
 
 
@@ -138,21 +143,20 @@ def ended(study: Study, job: str, config: Config) -> dict[str, Any]:
         ways = Ways(temperature=(0.6,), sigma=(), samples=4, k=(1, 2, 4), examples=config.task.test_size or 500)
         own = study.config(config.task.name, model={"dtype": config.model.dtype})
         found["sampled"] = Coverage().run([str(folder)], ways, own).numbers["targets"]
-    if (kind, seed) != ("r", "0"):
+    if (kind, seed) != ("r", COVERED):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
 
 
 def covering(study: Study, job: str, task: str, way: str) -> None:
-    """Measure the coverage of seed 0 of ES and of GRPO at a temperature, or with `noise` on the weights."""
-    runs = [study.chosen(f"r/{of}/best/{task}/0") for of in ("es", "grpo")]
+    """Measure the coverage of a seed of ES and of GRPO at a temperature, or with `noise` on the weights."""
+    runs = [study.chosen(f"r/{of}/best/{task}/{COVERED}") for of in ("es", "grpo")]
     folders = [str(study.to / Path(study.found(run)["run"]).name) for run in runs]
     if way == "noise":
         ways = Ways(temperature=(), sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16, examples=32)
     else:
         ways = Ways(temperature=(float(way),), sigma=(), samples=512, examples=32)
-    whole = study.config(task, model={"dtype": "float32"})  # bfloat16 would round most of GRPO's small steps away
-    found = Coverage().run(folders, ways, whole).numbers
+    found = Coverage().run(folders, ways, study.config(task)).numbers
     study.keep(job, {"coverage": {k: v for k, v in found.items() if k != "problems"}})
 
 
@@ -243,19 +247,30 @@ def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
 
 
 def steps_of(study: Study, job: str, seconds: float) -> int:
-    """Return the steps that take these seconds, by those of the same job with seed `CHOICE`, or of the `time` job.
-
-    `hack` has the `time` job of `r`, and `mix` none: its job with seed `CHOICE` has steps of a guess, 4 s each.
-    """
-    kind, name, *rest, task, seed = f"r/grpo/{PROXIED}/0".split("/") if job.startswith("hack/") else job.split("/")
-    if kind == "mix" and int(seed) >= CHOICE:
-        return max(3, round(seconds / 4))
-    first = "/".join((kind, "grpo" if name == "random" else name, *rest, task, str(CHOICE)))
-    found = study.found(first) if kind == "mix" else study.known(first)
-    rows = found.get("generations") or study.found(f"time/{kind}/{task}")["generations"]
+    """Return the generations or steps that take these seconds of training, by those of an earlier job."""
+    if job.startswith("mix/") and job.endswith(f"/{CHOICE}"):
+        return max(3, round(seconds / 4))  # a guess
+    *first, last = timed_by(job)
+    rows = next((known for one in first if (known := study.known(one).get("generations"))), None)
+    rows = rows or study.found(last)["generations"]
     rows = rows[1:] or rows
     each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
     return max(3, round(seconds / each))
+
+
+def timed_by(job: str) -> tuple[str, ...]:
+    """Return the jobs whose seconds per generation or step a job has: the first one that has any, or the last."""
+    match job.split("/"):
+        case ["step", _, task, _]:
+            return (f"p/lowrank/{task}/0",)
+        case ["hack", "es", _]:
+            return (f"r/es/0.5/{PROXIED}/{CHOICE}",)
+        case ["hack", "grpo", *_]:
+            return (f"time/r/{PROXIED}",)
+        case [("p" | "r") as kind, "grpo" | "random", rate, task, _]:
+            return f"{kind}/grpo/{rate}/{task}/{CHOICE}", f"time/{kind}/{task}"
+        case _:
+            return (f"{job.rpartition('/')[0]}/{CHOICE}",)
 
 
 def other_members(study: Study, job: str, members: str, task: str, seed: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import real_figures
 from evoalign import statistics
@@ -46,6 +47,7 @@ SHARES = (0.5, 0.75)
 KLS = (0.05, 0.1, 0.2, 0.4)
 """KL from the base, nats per token, at which the runs of `hack` are compared."""
 Line = Sequence[object]
+Booleans = NDArray[np.bool_]
 
 
 def gate(study: Study) -> Iterator[Line]:
@@ -162,40 +164,38 @@ def _memory(run: Run) -> str:
 
 
 def contrasts(study: Study, task: str) -> Iterator[Line]:
-    """Yield the contrasts of P, each ES space with each other arm; Holm is over the two endpoints."""
+    """Yield the contrasts of P, each trained arm with each other arm; Holm is over the two endpoints."""
     prompted = study.prompted(task)
-    spaces = {space: found for space in ("lora", "lowrank") if (found := study.find("p", space, task))}
+    trained = {arm: found for arm in ("lora", "lowrank", "grpo") if (found := study.find("p", arm, task))}
     tested: dict[str, Pair] = {}
-    for space, runs in spaces.items():
-        if "3-shot" in prompted:
-            gaps = stacked(runs) - prompted["3-shot"]
-            n, gap = len(runs), float(gaps.mean())
-            tested[space] = Pair(space, "3-shot", n, n, True, gap, p=statistics.crossed_p(gaps))
+    for space in trained.keys() & {"lora", "lowrank"} if "3-shot" in prompted else ():
+        gaps, n = stacked(trained[space]) - prompted["3-shot"], len(trained[space])
+        tested[space] = Pair(space, "3-shot", n, n, True, float(gaps.mean()), p=statistics.crossed_p(gaps))
     adjusted = dict(zip(tested, adjust(list(tested.values())), strict=True))
-    for space, runs in spaces.items():
-        called, after = NAMES[space], stacked(runs)
-        for name, right in prompted.items():
-            gap = statistics.crossed(after - right)
-            pair = adjusted[space] if name == "3-shot" else None
-            yield f"{called} less {name}", len(runs), points(gap), *_p(pair)
-        kept = unseen(task, after.shape[1])
-        for name in ("3-shot", "self-consistency"):
+    for arm, runs in trained.items():
+        called, kept = "GRPO LoRA" if arm == "grpo" else NAMES[arm], unseen(task, len(runs[0].after))
+        others: dict[str, Floats | list[Run]] = {**prompted}
+        if arm != "grpo" and "grpo" in trained:
+            others["GRPO LoRA"] = trained["grpo"]
+        for name, other in others.items():
+            pair = adjusted.get(arm) if name == "3-shot" else None
+            yield f"{called} less {name}", len(runs), points(_less(runs, other)), *_p(pair)
+        for name in ("3-shot", "self-consistency", "GRPO LoRA"):
             for kind, rows in (("kinds of training", ~kept), ("unseen kinds", kept)):
-                if name in prompted and kept.any():
-                    gap = statistics.crossed((after - prompted[name])[:, rows])
+                if name in others and kept.any():
+                    gap = _less(runs, others[name], rows)
                     yield f"{called} less {name}, {kind}", len(runs), points(gap), "-", "-"
-        if grpo := study.find("p", "grpo", task):
-            a, b, is_paired = paired(runs, grpo)
-            gap = statistics.crossed_difference(a, b, paired=is_paired)
-            yield f"{called} less GRPO LoRA", gap.n, points(gap), "-", "-"
         if with_placebos := [run for run in runs if len(run.placebos)]:
-            yield (
-                f"mean placebo's gain over the gain of {called}",
-                len(with_placebos),
-                drift_share(with_placebos),
-                "-",
-                "-",
-            )
+            of = f"mean placebo's gain over the gain of {called}"
+            yield of, len(with_placebos), drift_share(with_placebos), "-", "-"
+
+
+def _less(runs: Sequence[Run], other: Floats | Sequence[Run], rows: slice | Booleans = slice(None)) -> Estimate:
+    """Return the exact share of runs less that of other runs, or of an arm without seeds, on some rows."""
+    if isinstance(other, np.ndarray):
+        return statistics.crossed((stacked(runs) - other)[:, rows])
+    a, b, is_paired = paired(runs, other)
+    return statistics.crossed_difference(a[:, rows], b[:, rows], paired=is_paired)
 
 
 def _p(pair: Pair | None) -> tuple[str, str]:
@@ -360,7 +360,10 @@ def hack_contrasts(study: Study) -> Iterator[Line]:
 
 
 def cost(study: Study) -> Iterator[Line]:
-    """Yield the minutes of each experiment: training alone, and whole jobs with loading, evaluations and placebos."""
+    """Yield the minutes of each experiment: training alone, and whole jobs with loading, evaluations and placebos.
+
+    A job that was cut off after its training counts with that alone.
+    """
     spent: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     of_runs = {id(run.row): run for run in study.runs}
     for job, row in study.rows.items():
@@ -368,11 +371,11 @@ def cost(study: Study) -> Iterator[Line]:
         if run is not None:
             called = f"{run.kind}, {run.called}", "choice of a setting" if run.seed >= CHOICE else "final runs"
         own = 0.0 if run is None else run.cost["seconds"]
-        spent.setdefault((*called, row.get("device", "-")), []).append((own, row.get("job_seconds", float("nan"))))
+        spent.setdefault((*called, row.get("device", "-")), []).append((own, row.get("job_seconds", own)))
     whole = [seconds for one in spent.values() for seconds in one]
     for where, seconds in [*spent.items(), (("all", "", ""), whole)] if whole else ():
         trained, jobs = np.sum(seconds, axis=0) / 60
-        yield *where, len(seconds), f"{trained:.1f}" if trained else "-", "-" if np.isnan(jobs) else f"{jobs:.1f}"
+        yield *where, len(seconds), f"{trained:.1f}" if trained else "-", f"{jobs:.1f}"
 
 
 PLACEBOS = ("placebos: mean, best, points", "placebos that reach it", "less the mean placebo (95 %)")

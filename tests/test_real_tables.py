@@ -97,6 +97,12 @@ def test_contrasts_cover_the_planted_difference(tmp_path: Path) -> None:
     for name, difference in (("3-shot", 20.0), ("zero-shot", 30.0), ("GRPO LoRA", 10.0)):
         mean, low, high = numbers(cells(lines, f"ES lowrank less {name}")[2])
         assert low < difference < high and abs(mean - difference) < 8.0, name
+    mean, low, high = numbers(cells(lines, "GRPO LoRA less 3-shot")[2])
+    assert low < 10.0 < high and abs(mean - 10.0) < 8.0
+    both = [cells(lines, f"ES lora less GRPO LoRA{kind}")[2] for kind in (", kinds of training", ", unseen kinds", "")]
+    seen, hidden, whole = (numbers(cell)[0] for cell in both)
+    part = float(unseen("tool_calls", ITEMS).mean())
+    assert (1 - part) * seen + part * hidden == pytest.approx(whole, abs=0.1)
     p, holm = map(float, cells(lines, "ES lora less 3-shot")[3:])
     other = float(cells(lines, "ES lowrank less 3-shot")[3])
     assert holm == pytest.approx(max(2 * min(p, other), p), rel=0.1) and p < 0.05
