@@ -140,6 +140,11 @@ class Run:
         found = self.row.get("divergence") or next((g.get("divergence") for g in self.row["generations"][-1:]), None)
         return found["exact"] if found else None
 
+    def pass_at(self, k: int, *, of_base: bool = False) -> float | None:
+        """Return pass@k at temperature 0.6 of the trained model, or of its base; None if it was not measured."""
+        found = [target for target in self.row.get("sampled", []) if (target["target"] == "base") == of_base]
+        return next((one["mean"] for t in found for one in t["ways"][0]["pass"] if one["k"] == k), None)
+
     @cached_property
     def spent(self) -> list[dict[str, float]]:
         """Seconds of training, completions and tokens up to each generation, summed over the rows."""

@@ -44,6 +44,8 @@ GATE = (0.15, 0.7)
 """Exact shares of the base between which a task is used."""
 SHARES = (0.5, 0.75)
 """Parts of a run's seconds at which ES and GRPO are compared as well."""
+SAMPLED = (1, 4)
+"""k of pass@k in R, of 4 samples."""
 KLS = (0.05, 0.1, 0.2, 0.4)
 """KL from the base, nats per token, at which the runs of `hack` are compared."""
 Line = Sequence[object]
@@ -218,22 +220,14 @@ def against_grpo(study: Study, task: str) -> Iterator[Line]:
     """Yield each run of R at equal seconds."""
     runs = study.find("r", task=task)
     if runs:
-        yield "base", "-", share(runs[0].before.mean()), "-", "-", sampled(runs[0], "base"), *8 * "-"
+        sampled = (share(runs[0].pass_at(k, of_base=True)) for k in SAMPLED)
+        yield "base", "-", share(runs[0].before.mean()), "-", "-", *sampled, *8 * "-"
     for run in runs:
         kl = _number(run.kl)
         value = f"{_called(run)}" if run.arm != "es" else f"{run.called}, eta {run.value}"
         exact = share(run.after.mean()), points(run.gain), points(run.gain_of_whole)
-        yield value, run.seed, *exact, sampled(run, None), kl, *_placebos(run), *_other(run), *_cost(run)[:2]
-
-
-def pass_at_1(run: Run, name: str | None = None) -> float | None:
-    """Return pass@1 at temperature .6 of the trained model, or of `base`."""
-    found = [target for target in run.row.get("sampled", []) if (target["target"] == "base") == (name == "base")]
-    return next((one["mean"] for t in found for one in t["ways"][0]["pass"] if one["k"] == 1), None)
-
-
-def sampled(run: Run, name: str | None) -> str:
-    return share(pass_at_1(run, name))
+        sampled = (share(run.pass_at(k)) for k in SAMPLED)
+        yield value, run.seed, *exact, *sampled, kl, *_placebos(run), *_other(run), *_cost(run)[:2]
 
 
 def es_less_grpo(study: Study, task: str) -> Iterator[Line]:
@@ -247,8 +241,10 @@ def es_less_grpo(study: Study, task: str) -> Iterator[Line]:
     a, b, is_paired = paired(es, grpo)
     gap = statistics.crossed_difference(a, b, paired=is_paired)
     yield _gap("exact share at equal seconds", *_both(es, grpo, lambda run: run.after.mean()), gap)
-    if all(run.row.get("sampled") for run in (*es, *grpo)):
-        yield _gap("pass@1 at temperature 0.6", *_both(es, grpo, pass_at_1))
+    for k in SAMPLED:
+        both = _both(es, grpo, lambda run, k=k: run.pass_at(k))
+        if all(both):
+            yield _gap(f"pass@{k} at temperature 0.6", *both)
     for part in SHARES:
         found = _both(es, grpo, lambda run, part=part: run.within("seconds", part * run.cost["seconds"]))
         yield _gap(f"exact share at {part:g} of the seconds", *found)
@@ -390,8 +386,8 @@ HEADS: dict[str, Sequence[str]] = {
     "kinds": ("arm", "kinds of training", *KINDS),
     "alignment": ("rank", "sigma", "members", "cosine (95 %)", "of a linear reward", "p by shuffling"),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
-    "r": ("run", "seed", "exact", "gain, points (95 %)", "of that, base not cut off", "pass@1 at 0.6",
-          "KL, nats per token", *PLACEBOS, *OTHER, *COST[:2]),
+    "r": ("run", "seed", "exact", "gain, points (95 %)", "of that, base not cut off",
+          *(f"pass@{k} at 0.6" for k in SAMPLED), "KL, nats per token", *PLACEBOS, *OTHER, *COST[:2]),
     "r_contrasts": ("ES less GRPO", "ES", "GRPO", "points (95 % over seeds)", "p",
                     "points (95 % over seeds and items)"),
     "step": ("eta", "members", "seed", *COST[:2], "generations", "walk, sigma", "gain, points (95 %)", *PLACEBOS[:2],
