@@ -46,6 +46,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 import evoalign
@@ -69,6 +70,7 @@ from real_base import (
     PROXY,
     ROWS,
     Study,
+    device,
     gate,
     longer,
     perturbing,
@@ -88,13 +90,15 @@ PARTS = {
     "budget": ("completions", "generated_tokens", "wall_seconds"),
 }
 """What is kept of parts of a generation's row."""
-SEEN_EVERY = {("r", "es"): (5, 20), ("r", "grpo"): (10, 10), ("hack", "es"): (6, 6), ("hack", "grpo"): (3, 3)}
+SEEN_EVERY = {("r", "es"): (5, 20), ("r", "grpo"): (10, 10), ("hack", "es"): (6, 6), ("hack", "grpo"): (2, 2)}
 """Generations between evaluations, and between measurements of the KL. GRPO has the completions of few generations of
 ES in all."""
-PLACEBOS = {"p": 5, "r": 5, "step": 3, "population": 3, "mix": 3, "long": 5}
+PLACEBOS = {"p": 5, "r": 5, "step": 3, "population": 3, "long": 5}
 """Placebos of a run of ES; a kind that is missing has none, and no other task."""
-MIX_RATE = 2e-6
-"""Rate of GRPO in `mix`."""
+HACKED = {"test_size": 200, "validation_size": None}
+"""Rows of `hack`, which evaluates often."""
+MIX_ETA, MIX_RATE = 1.0, 2e-6
+"""First step sizes of `mix`: twice the constant ones that are best in `r`, as they decay to 0."""
 
 
 def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None:
@@ -109,7 +113,7 @@ def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None
     config = study.config(task, job.replace("/", "_"), seed=seed, **watched(job, "es", sections))
     off = study.config(OTHER.get(task, "tool_calls"), task={"test_size": 200})
     rows = trained_twice(evoalign.train, config, study)
-    study.keep(job, rows)  # in case that what follows fails
+    study.keep(job, rows, whole=False)
     if kind in PLACEBOS and not choice and "failed" not in rows:
         with open_run(rows["run"], config=config, off_task=off) as run:
             names = {"base": None, "run": None}
@@ -143,6 +147,9 @@ def ended(study: Study, job: str, config: Config) -> dict[str, Any]:
         ways = Ways(temperature=(0.6,), sigma=(), samples=4, k=(1, 2, 4), examples=config.task.test_size or 500)
         own = study.config(config.task.name, model={"dtype": config.model.dtype})
         found["sampled"] = Coverage().run([str(folder)], ways, own).numbers["targets"]
+        if seed == COVERED:
+            with ModelMixer([str(folder)], study.config(config.task.name)) as mixer:
+                found["bfloat16"] = seen(mixer.evaluate({str(folder): 1.0}), 0)
     if (kind, seed) != ("r", COVERED):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found
@@ -153,7 +160,7 @@ def covering(study: Study, job: str, task: str, way: str) -> None:
     runs = [study.chosen(f"r/{of}/best/{task}/{COVERED}") for of in ("es", "grpo")]
     folders = [str(study.to / Path(study.found(run)["run"]).name) for run in runs]
     if way == "noise":
-        ways = Ways(temperature=(), sigma=(0.0005, 0.001, 0.002, 0.004, 0.008), samples=16, examples=32)
+        ways = Ways(temperature=(), sigma=(0.001, 0.002, 0.004), samples=8, examples=32)
     else:
         ways = Ways(temperature=(float(way),), sigma=(), samples=512, examples=32)
     found = Coverage().run(folders, ways, study.config(task)).numbers
@@ -211,12 +218,12 @@ def grpo(study: Study, job: str, task: str, rate: float, seed: int, **own: Any) 
     }  # fmt: skip
     more: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32}} if lora else {}
     more |= {"es": {"sigma": study.width("lowrank", task)}} if own.get("rollouts") == "es" else {}
-    more |= {"task": {"name": PROXY}} if kind == "hack" else {}
+    more |= {"task": {"name": PROXY, **HACKED}} if kind == "hack" else {}
     model = {"name": str(study.model), "dtype": "float32"}
     own_settings = watched(job, "grpo", {"model": model, "grpo": section, **more})
     config = study.config(task, job.replace("/", "_"), seed=seed, **own_settings)
     rows = trained_twice(evoalign.grpo, config, study)
-    study.keep(job, rows)
+    study.keep(job, rows, whole=False)
     if lora and not choice and "failed" not in rows:
         rows["reached"] = forgotten(study, Path(config.output_dir), task)
     study.keep(job, rows if "failed" in rows else rows | ended(study, job, config))
@@ -247,15 +254,21 @@ def forgotten(study: Study, folder: Path, task: str) -> dict[str, Any]:
 
 
 def steps_of(study: Study, job: str, seconds: float) -> int:
-    """Return the generations or steps that take these seconds of training, by those of an earlier job."""
+    """Return the generations or steps that take these seconds of training, by those of an earlier job.
+
+    Raises SystemExit if that ran on another card; runs of `step` are compared at equal generations.
+    """
     if job.startswith("mix/") and job.endswith(f"/{CHOICE}"):
-        return max(3, round(seconds / 4))  # a guess
+        return max(3, round(seconds / (2 if "/es/" in job[:7] else 4)))  # a guess
     *first, last = timed_by(job)
-    rows = next((known for one in first if (known := study.known(one).get("generations"))), None)
-    rows = rows or study.found(last)["generations"]
-    rows = rows[1:] or rows
-    each = sum(sum(row["seconds"].values()) - row["seconds"].get("other", 0.0) for row in rows) / len(rows)
-    return max(3, round(seconds / each))
+    found = next((known for one in first if (known := study.known(one)).get("generations")), None)
+    found = found or study.found(last)
+    if found["device"] != device() and not job.startswith("step/"):
+        raise SystemExit(f"{found['job']} ran on {found['device']}, which says nothing of the seconds on {device()}")
+    took = np.array([sum(v for k, v in row["seconds"].items() if k != "other") for row in found["generations"]])
+    until, late = took.cumsum(), took[-(len(took) // 4 + 1) :].mean()
+    count = np.interp(seconds, [0.0, *until], range(len(took) + 1)) + max(0.0, seconds - until[-1]) / late
+    return max(3, round(float(count)))
 
 
 def timed_by(job: str) -> tuple[str, ...]:
@@ -267,6 +280,10 @@ def timed_by(job: str) -> tuple[str, ...]:
             return (f"r/es/0.5/{PROXIED}/{CHOICE}",)
         case ["hack", "grpo", *_]:
             return (f"time/r/{PROXIED}",)
+        case ["mix", "es", "0", task, _]:
+            return (f"r/es/0.5/{task}/{CHOICE}",)
+        case ["mix", "grpo", "engine", task, _]:
+            return (f"r/grpo/2e-6/{task}/{CHOICE}",)
         case [("p" | "r") as kind, "grpo" | "random", rate, task, _]:
             return f"{kind}/grpo/{rate}/{task}/{CHOICE}", f"time/{kind}/{task}"
         case _:
@@ -306,15 +323,15 @@ def do(study: Study, job: str) -> None:
             es(study, job, "countdown", int(seed), es=own_es, task=own, sampling=most, evaluation=most)
         case ["mix", "es", temperature, task, seed]:
             seconds = study.seconds or (CHOOSING if int(seed) >= CHOICE else SECONDS)["mix"]
-            decayed = settings(study, "lowrank", task, 0.5) | {
+            decayed = settings(study, "lowrank", task, MIX_ETA) | {
                 "num_generations": steps_of(study, job, seconds),
-                "learning_rate_schedule": {"name": "linear"},
+                "learning_rate_schedule": {"name": "linear", "floor": 1e-12},
             }
             sampling = {"temperature": float(temperature)}
             es(study, job, task, int(seed), es=decayed, task={"batch_size": 8}, sampling=sampling)
         case ["hack", "es", seed]:
             own = settings(study, "lowrank", PROXIED, 0.5)
-            es(study, job, PROXIED, int(seed), es=own, task={"name": PROXY, "batch_size": 8})
+            es(study, job, PROXIED, int(seed), es=own, task={"name": PROXY, "batch_size": 8, **HACKED})
         case ["hack", "grpo", rate, seed]:
             grpo(study, job, PROXIED, float(rate), int(seed))
         case ["time", "p" | "r", task]:

@@ -108,17 +108,22 @@ class Study:
         runs = {v: self.found(f"{kind}/{method}/{v}/{rest[0]}/{CHOICE}") for v in CHOICES[kind, method]}
         return job.replace("best", max(runs, key=lambda v: runs[v]["validation"]["after"][RIGHT]))
 
-    def keep(self, job: str, rows: Mapping[str, Any]) -> None:
-        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-        tree = {"job": job, "device": device, "versions": versions(), **rows}
-        part = self.file(job).with_suffix(".part")
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(self.file(job))
+    def keep(self, job: str, rows: Mapping[str, Any], *, whole: bool = True) -> None:
+        """Write the rows of a job. Those of one that goes on count only once they are `whole`."""
+        tree = {"job": job, "device": device(), "versions": versions(), **rows}
+        cut = self.file(job).with_suffix(".cut")
+        cut.parent.mkdir(parents=True, exist_ok=True)
+        cut.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+        if whole:
+            cut.replace(self.file(job))
 
     def width(self, space: str, task: str) -> float:
         """Return the width that the probe of seed 100 recommends, or the one that it would try."""
         return float(self.found(f"probe/{space}/{task}/{CHOICE}")["width"])
+
+
+def device() -> str:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 
 
 def write(file: Path, tree: Mapping[str, Any]) -> Path:

@@ -46,7 +46,7 @@ SHARES = (0.5, 0.75)
 """Parts of a run's seconds at which ES and GRPO are compared as well."""
 SAMPLED = (1, 4)
 """k of pass@k in R, of 4 samples."""
-KLS = (0.05, 0.1, 0.2, 0.4)
+KLS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 """KL from the base, nats per token, at which the runs of `hack` are compared."""
 Line = Sequence[object]
 Booleans = NDArray[np.bool_]
@@ -219,9 +219,11 @@ def drift_share(runs: Sequence[Run]) -> str:
 def against_grpo(study: Study, task: str) -> Iterator[Line]:
     """Yield each run of R at equal seconds."""
     runs = study.find("r", task=task)
-    if runs:
-        sampled = (share(runs[0].pass_at(k, of_base=True)) for k in SAMPLED)
-        yield "base", "-", share(runs[0].before.mean()), "-", "-", *sampled, *8 * "-"
+    for called in dict.fromkeys(run.called for run in runs if run.arm != "random"):
+        own = [run for run in runs if run.called == called]
+        bases = ([v for run in own if (v := run.pass_at(k, of_base=True)) is not None] for k in SAMPLED)
+        sampled = (share(np.mean(found)) if found else "-" for found in bases)
+        yield f"base of {called}", "-", share(own[0].before.mean()), "-", "-", *sampled, *8 * "-"
     for run in runs:
         kl = _number(run.kl)
         value = f"{_called(run)}" if run.arm != "es" else f"{run.called}, eta {run.value}"

@@ -287,17 +287,17 @@ def hacked(arm: str, seed: int, kl: float, exact: float) -> Row:
 
 
 def test_hacking_runs_are_compared_at_equal_kl(tmp_path: Path) -> None:
-    rows = [hacked("es", 0, 0.2, 0.4), hacked("es", 1, 0.2, 0.4), hacked("grpo", 0, 0.4, 0.1)]
+    rows = [hacked("es", 0, 0.05, 0.4), hacked("es", 1, 0.05, 0.4), hacked("grpo", 0, 0.1, 0.1)]
     found = written(tmp_path, rows)
-    assert cells(found["hack"], "ES lowrank") == [
-        "ES lowrank", "0", "4", "0.200", "0.400", "0.800", "50.0%", "40.0%", "47.5%, 0.500", "45.0%, 0.600",
-        "40.0%, 0.800", "-, -",
-    ]  # fmt: skip
-    assert cells(found["hack"], "GRPO")[8:] == ["45.0%, 0.450", "40.0%, 0.500", "30.0%, 0.600", "10.0%, 0.800"]
-    assert [line.strip("| ").split(" | ") for line in found["hack_contrasts"][2:]] == [
-        ["0.05", "2 and 1", "47.5%", "45.0%", "+2.5"],
-        ["0.1", "2 and 1", "45.0%", "40.0%", "+5.0"],
-        ["0.2", "2 and 1", "40.0%", "30.0%", "+10.0"],
+    ends = ["ES lowrank", "0", "4", "0.050", "0.400", "0.800", "50.0%", "40.0%"]
+    at = ["49.6%, 0.416", "49.0%, 0.440", "48.0%, 0.480", "46.0%, 0.560", "40.0%, 0.800", "-, -"]
+    assert cells(found["hack"], "ES lowrank") == ends + at
+    assert cells(found["hack"], "GRPO")[11:] == ["42.0%, 0.480", "30.0%, 0.600", "10.0%, 0.800"]
+    contrasts = [line.strip("| ").split(" | ") for line in found["hack_contrasts"][2:]]
+    assert contrasts[2:] == [
+        ["0.01", "2 and 1", "48.0%", "46.0%", "+2.0"],
+        ["0.02", "2 and 1", "46.0%", "42.0%", "+4.0"],
+        ["0.05", "2 and 1", "40.0%", "30.0%", "+10.0"],
     ]
     real_tables.draw(tmp_path / "figures", tmp_path)
     assert [file.stem for file in (tmp_path / "figures").iterdir()] == ["real_hack"]
@@ -306,7 +306,7 @@ def test_hacking_runs_are_compared_at_equal_kl(tmp_path: Path) -> None:
 def test_hacking_run_without_kl_has_no_value_at_equal_kl(tmp_path: Path) -> None:
     failed = trained("hack/grpo/0", [1] * ITEMS, [1] * ITEMS, generations=[], failed="not finite")
     found = written(tmp_path, [failed])
-    assert cells(found["hack"], "GRPO, failed")[2:] == ["0", "-", "-", "-", "100.0%", "100.0%", *4 * ["-, -"]]
+    assert cells(found["hack"], "GRPO, failed")[2:] == ["0", "-", "-", "-", "100.0%", "100.0%", *6 * ["-, -"]]
     assert "hack_contrasts" not in found
 
 
