@@ -273,7 +273,12 @@ def stacked(runs: Sequence[Run]) -> Floats:
 
 
 def paired(a: Sequence[Run], b: Sequence[Run]) -> tuple[Floats, Floats, bool]:
-    """Return exactness after training of both groups of runs, of common seeds if they share nearly all."""
+    """Return exactness after training of both groups of runs, of common seeds if they share nearly all.
+
+    Raises ValueError if they ran on several kinds of cards.
+    """
+    if len(cards := {run.row["device"] for run in (*a, *b)}) > 1:
+        raise ValueError(f"runs of equal seconds are compared on one kind of card, not on {sorted(cards)}")
     of_a, of_b = ({run.seed: run for run in runs} for runs in (a, b))
     if seeds := shared(of_a, of_b):
         return stacked([of_a[s] for s in seeds]), stacked([of_b[s] for s in seeds]), True

@@ -193,6 +193,13 @@ def test_es_less_grpo_is_paired_by_seed_and_read_within_budgets(tmp_path: Path) 
     assert cells(lines, "exact share at 0.5 of the seconds")[1:3] == ["35.0%", "20.0%"]
 
 
+def test_runs_on_several_cards_are_not_compared(tmp_path: Path) -> None:
+    rows = of_r(0.3)
+    rows[0]["device"] = "another card"
+    with pytest.raises(ValueError, match="another card"):
+        written(tmp_path, rows)
+
+
 def test_curve_adds_the_costs_of_generations() -> None:
     run = Run.of(of_r(0.0)[0])
     assert run is not None
