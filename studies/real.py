@@ -95,7 +95,7 @@ SEEN_EVERY = {("r", "es"): (5, 20), ("r", "grpo"): (10, 10), ("hack", "es"): (6,
 ES in all."""
 PLACEBOS = {"p": 5, "r": 5, "step": 3, "population": 3, "long": 5}
 """Placebos of a run of ES; a kind that is missing has none, and no other task."""
-HACKED = {"test_size": 200, "validation_size": None}
+HACKED = {"test_size": 200, "validation_size": 8}
 """Rows of `hack`, which evaluates often."""
 MIX_ETA, MIX_RATE = 1.0, 2e-6
 """First step sizes of `mix`: twice the constant ones that are best in `r`, as they decay to 0."""
@@ -147,7 +147,7 @@ def ended(study: Study, job: str, config: Config) -> dict[str, Any]:
         ways = Ways(temperature=(0.6,), sigma=(), samples=4, k=(1, 2, 4), examples=config.task.test_size or 500)
         own = study.config(config.task.name, model={"dtype": config.model.dtype})
         found["sampled"] = Coverage().run([str(folder)], ways, own).numbers["targets"]
-        if seed == COVERED:
+        if seed == COVERED and config.model.dtype == "float32":
             with ModelMixer([str(folder)], study.config(config.task.name)) as mixer:
                 found["bfloat16"] = seen(mixer.evaluate({str(folder): 1.0}), 0)
     if (kind, seed) != ("r", COVERED):
@@ -259,7 +259,7 @@ def steps_of(study: Study, job: str, seconds: float) -> int:
     Raises SystemExit if that ran on another card; runs of `step` are compared at equal generations.
     """
     if job.startswith("mix/") and job.endswith(f"/{CHOICE}"):
-        return max(3, round(seconds / (2 if "/es/" in job[:7] else 4)))  # a guess
+        return max(3, round(seconds / (2 if job.startswith("mix/es/") else 4)))  # a guess
     *first, last = timed_by(job)
     found = next((known for one in first if (known := study.known(one)).get("generations")), None)
     found = found or study.found(last)

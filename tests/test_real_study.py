@@ -129,7 +129,7 @@ def test_hacking_runs_have_the_proxy_reward_and_a_kl_for_each_evaluation(
     config = planned(study(tmp_path).chosen(job), tmp_path, monkeypatch)
     assert isinstance(create(config.task), WordProblems) and config.task.name.endswith("real_proxy.py:BriefProblems")
     assert (config.evaluation.every, config.checks.kl_every) == ((6, 6) if of_es else (2, 2))
-    assert (config.task.test_size, config.task.validation_size) == (200, None)
+    assert (config.task.test_size, config.task.validation_size) == (200, 8)
     assert (config.sampling.max_tokens, config.evaluation.max_tokens) == (320, 320)
     assert config.es.sigma == 0.002 if of_es else config.grpo.learning_rate == 2e-6
 
@@ -227,14 +227,16 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     for job in (
         "gate", "prompting/tool_calls", "longer/tool_calls",
         "p/lora/tool_calls/0", "perturb/tool_calls", "r/es/0.5/tool_calls/0",
-        "r/grpo/1e-6/tool_calls/0", "p/grpo/1e-5/tool_calls/0", "population/16/tool_calls/1",
+        "r/grpo/1e-6/tool_calls/3", "p/grpo/1e-5/tool_calls/0", "population/16/tool_calls/1",
     ):  # fmt: skip
         real.do(small, job)
         assert small.file(job).is_file()
     run = json.loads(small.file("r/es/0.5/tool_calls/0").read_text())
     assert {*run["reached"]} == {"base", "run", *(f"placebo {k}" for k in range(5))}
     assert run["cost"]["completions"] == sum(row["budget"]["completions"] for row in run["generations"])
-    assert run["sampled"][0]["ways"]
+    assert run["sampled"][0]["ways"] and not (Path(run["run"]) / "checkpoints").exists()
+    covered = json.loads(small.file("r/grpo/1e-6/tool_calls/3").read_text())
+    assert len(covered["bfloat16"]["right"]) == 2 and (Path(covered["run"]) / "checkpoints").exists()
     lora = json.loads(small.file("p/grpo/1e-5/tool_calls/0").read_text())
     assert all(len(lora["reached"][name]["other"]["right"]) == 2 for name in ("base", "run"))
     brief = study(tmp_path, *SMALL, "es.num_generations=7")

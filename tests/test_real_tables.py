@@ -160,7 +160,7 @@ def of_r(shift: float) -> list[Row]:
     base = drawn(rng, 0.3)
     for seed in range(4):
         for name, share in (("es/0.5", 0.4 + shift), ("grpo/1e-6", 0.4)):
-            ways = [{"temperature": 0.6, "pass": [{"k": 1, "mean": share}, {"k": 4, "mean": 2 - share}]}]
+            ways = [{"temperature": 0.6, "pass": [{"k": 1, "mean": share}, {"k": 4, "mean": share + 0.1}]}]
             sampled = [{"target": "base", "ways": ways}, {"target": "/x/run", "ways": ways}]
             path = generations(8, every=2, exact=share / 2)
             after = drawn(rng, share)
@@ -182,14 +182,17 @@ def test_gain_is_split_by_whether_the_base_was_cut_off(tmp_path: Path) -> None:
 def test_es_less_grpo_is_paired_by_seed_and_read_within_budgets(tmp_path: Path) -> None:
     rows = of_r(0.3)
     rows[3] |= {"sampled": []}
-    lines = written(tmp_path, rows)["r_contrasts_tool_calls"]
+    found = written(tmp_path, rows)
+    assert cells(found["r_tool_calls"], "base of ES lowrank")[5:7] == ["70.0%", "80.0%"]
+    assert cells(found["r_tool_calls"], "base of GRPO")[5:7] == ["40.0%", "50.0%"], "of the seeds that have it"
+    lines = found["r_contrasts_tool_calls"]
     line = cells(lines, "exact share at equal seconds")
     assert line[4] == "0.12 (exact paired permutation)"
     for cell in (line[3], line[5]):
         _, low, high = numbers(cell)
         assert low < 30.0 < high
     assert cells(lines, "pass@1 at temperature 0.6")[1:3] == ["70.0%", "40.0%"]
-    assert cells(lines, "pass@4 at temperature 0.6")[1:3] == ["130.0%", "160.0%"]
+    assert cells(lines, "pass@4 at temperature 0.6")[1:3] == ["80.0%", "50.0%"]
     assert cells(lines, "exact share at 0.5 of the seconds")[1:3] == ["35.0%", "20.0%"]
 
 
