@@ -91,6 +91,8 @@ def test_es_runs_have_the_settings_of_the_plan(
     limit = None if config.stopping is None else config.stopping.max_hours
     assert limit == (None if seconds is None else pytest.approx(seconds / 3600))
     assert generations in (None, config.es.num_generations)
+    schedule = config.es.learning_rate_schedule
+    assert (schedule.name == "linear" and schedule.floor < 1e-9) == job.startswith("mix"), "GRPO decays to 0 as well"
     assert not config.es.antithetic and config.es.shaping == "zscore"
 
 

@@ -102,7 +102,7 @@ def test_contrasts_cover_the_planted_difference(tmp_path: Path) -> None:
     both = [cells(lines, f"ES lora less GRPO LoRA{kind}")[2] for kind in (", kinds of training", ", unseen kinds", "")]
     seen, hidden, whole = (numbers(cell)[0] for cell in both)
     part = float(unseen("tool_calls", ITEMS).mean())
-    assert (1 - part) * seen + part * hidden == pytest.approx(whole, abs=0.1)
+    assert (1 - part) * seen + part * hidden == pytest.approx(whole, abs=0.1) and seen != hidden
     p, holm = map(float, cells(lines, "ES lora less 3-shot")[3:])
     other = float(cells(lines, "ES lowrank less 3-shot")[3])
     assert holm == pytest.approx(max(2 * min(p, other), p), rel=0.1) and p < 0.05
@@ -161,7 +161,8 @@ def of_r(shift: float) -> list[Row]:
     for seed in range(4):
         for name, share in (("es/0.5", 0.4 + shift), ("grpo/1e-6", 0.4)):
             ways = [{"temperature": 0.6, "pass": [{"k": 1, "mean": share}, {"k": 4, "mean": share + 0.1}]}]
-            sampled = [{"target": "base", "ways": ways}, {"target": "/x/run", "ways": ways}]
+            of_base = [{"temperature": 0.6, "pass": [{"k": 1, "mean": share / 2}, {"k": 4, "mean": share / 4}]}]
+            sampled = [{"target": "base", "ways": of_base}, {"target": "/x/run", "ways": ways}]
             path = generations(8, every=2, exact=share / 2)
             after = drawn(rng, share)
             rows.append(trained(f"r/{name}/tool_calls/{seed}", base, after, sampled=sampled, generations=path))
@@ -183,8 +184,8 @@ def test_es_less_grpo_is_paired_by_seed_and_read_within_budgets(tmp_path: Path) 
     rows = of_r(0.3)
     rows[3] |= {"sampled": []}
     found = written(tmp_path, rows)
-    assert cells(found["r_tool_calls"], "base of ES lowrank")[5:7] == ["70.0%", "80.0%"]
-    assert cells(found["r_tool_calls"], "base of GRPO")[5:7] == ["40.0%", "50.0%"], "of the seeds that have it"
+    assert cells(found["r_tool_calls"], "base of ES lowrank")[5:7] == ["35.0%", "17.5%"]
+    assert cells(found["r_tool_calls"], "base of GRPO")[5:7] == ["20.0%", "10.0%"], "of the seeds that have it"
     lines = found["r_contrasts_tool_calls"]
     line = cells(lines, "exact share at equal seconds")
     assert line[4] == "0.12 (exact paired permutation)"
