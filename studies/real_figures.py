@@ -41,7 +41,7 @@ def budget(study: Study, task: str, to: Path) -> None:
     figure = canvas(9, 4, layout="constrained")
     for axes, across in zip(figure.subplots(1, 2, sharey=True), ("seconds", "completions"), strict=True):
         _lines(axes, study.find("r", task=task), across)
-        frame(axes, f"Exact share, %, over {across}", f"{across} of training")
+        frame(axes, f"Exact, %, over {across}", f"{across} of training")
     figure.axes[0].legend(frameon=False, fontsize=8)
     save(figure, to)
 
