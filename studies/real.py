@@ -19,7 +19,7 @@ CPU: `--set task.test_size=8 --seconds 5`).
 | `r/es/ETA/TASK/SEED`, `step/ETA/TASK/SEED` | ES `lowrank` |
 | `r/grpo/RATE/TASK/SEED`, `p/grpo/RATE/TASK/SEED` | GRPO of all weights, and of an adapter |
 | `r/random/RATE/TASK/SEED` | GRPO with random rewards |
-| `population/MEMBERS/TASK/SEED` | ES `lowrank` with the completions of `step/0.5/TASK/SEED` |
+| `population/MEMBERS/TASK/SEED` | ES `lowrank` with the completions and the walk of `step/0.5/TASK/SEED` |
 | `long/MAX_TOKENS/WEIGHTS/SEED` | Countdown, ES `lowrank`, 128 x 16, 480 s; weights: format,accuracy |
 | `time/p/TASK`, `time/r/TASK` | four steps of GRPO, for the steps that choosing runs have time for |
 | `mix/es/TEMPERATURE/TASK/SEED` | ES `lowrank` with decayed steps; members sample at this temperature (0: greedy) |
@@ -291,11 +291,11 @@ def timed_by(job: str) -> tuple[str, ...]:
 
 
 def other_members(study: Study, job: str, members: str, task: str, seed: str) -> None:
-    """Train with more or fewer members, and the completions of the run of 64 members with this seed."""
+    """Train with more or fewer members, and the completions and the walk of the run of 64 members with this seed."""
     generations = study.found(f"step/0.5/{task}/{seed}")["generations"]
     asked = sum(row["budget"]["completions"] for row in generations) / 16 / int(members)
     own = {"population_size": int(members), "num_generations": round(asked)}
-    es(study, job, task, int(seed), es=settings(study, "lowrank", task, 0.5) | own)
+    es(study, job, task, int(seed), es=settings(study, "lowrank", task, 0.5 * int(members) / 64) | own)
 
 
 BY_NAME: Mapping[str, Any] = {

@@ -187,19 +187,6 @@ def real_grpo() -> str:
     )
 
 
-def real_full_grpo() -> str:
-    """Return what ES and GRPO of all weights reached on the real model."""
-    runs = {of: [real(f"r_{of}_word_problems_{seed}") for seed in range(3)] for of in ("es_0.5", "grpo_1e-6")}
-    es, grpo = ([row["after"]["measures"]["right"] for row in rows] for rows in runs.values())
-    near, far = ([row["divergence"]["exact"] for row in rows] for rows in runs.values())
-    assert 0.08 < np.mean(near) / np.mean(far) < 0.12
-    assert abs(np.mean(gaps := np.subtract(es, grpo))) < 4.303 * np.std(gaps, ddof=1) / np.sqrt(3), "t of 2 degrees"
-    return (
-        f"GRPO of all weights reached {span(grpo, '.0f', 100)} % in 150 s and ES {span(es, '.0f', 100)} %, "
-        "at a tenth of the KL from the base; over three seeds the difference is not shown."
-    )
-
-
 @functools.cache
 def peaks() -> dict[str, float]:
     """Return the largest peak of memory of each method in GiB."""
@@ -301,7 +288,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "unseen kinds": unseen_kinds,
     "cut off": cut_off,
     "GRPO on the real model": real_grpo,
-    "full GRPO": real_full_grpo,
     "demo": lambda: demo_row("quickstart"),
     "template": lambda: demo_row("template"),
     "Countdown": countdown_row,
