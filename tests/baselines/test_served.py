@@ -22,6 +22,7 @@ from evoalign.config import from_dict
 from evoalign.engines.transformers.blocks import Blocks
 from evoalign.engines.transformers.engine import TransformersEngine, load_model
 from evoalign.errors import ConfigError, ModelError, NotFiniteError
+from evoalign.rundir.directory import RunDir
 from evoalign.setup import task_and_data
 
 pytest.importorskip("trl")
@@ -81,6 +82,30 @@ def test_copy_keeps_a_small_adapter_in_mixed_precision(tmp_path: Path) -> None:
     moved = copy.engine.model.model.layers[0].self_attn.q_proj.weight.float() - layer.base_layer.weight
     wanted = layer.get_delta_weight("default")
     assert (moved - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_mixed_precision_evaluates_and_saves_what_it_trains_with(mixed: bool, tmp_path: Path) -> None:
+    """A step of 1e-7 does not show in weights rounded to bfloat16, but is kept for the next one."""
+    tree = config(tmp_path / "run", engine={"name": "transformers", "decoder": "static"})
+    own = from_dict(tree | {"grpo": {**tree["grpo"], "trl": {"bf16": mixed}}})
+    model = load_model(own.model, torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float() + (parameter.abs() > 1e-3) * 1e-7
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    task, data = task_and_data(own, None, None)
+    policy = Policy(own, tokens.load(own.model), task, data, model)
+    policy.evaluate()
+    evaluator = policy._evaluator
+    assert evaluator is not None
+    used = [p.data for p in evaluator.engine.model.parameters()]
+    folder = policy.save(RunDir(tmp_path / "run"), 1, None, lambda: None)
+    saved = load_model(own.model.model_copy(update={"name": str(folder)}), torch.float32)
+    wanted = [data.bfloat16().float() if mixed else data for data in kept]
+    for found in (used, [p.data for p in saved.parameters()]):
+        assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, [p.data for p in model.parameters()], kept))
+    policy.close()
 
 
 def test_adapter_of_a_tied_head_is_left_to_the_policy(tmp_path: Path) -> None:

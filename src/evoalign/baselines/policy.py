@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def generating(model: Any, *, mixed: bool) -> Generator[None]:
             yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def rounded(model: Any) -> Generator[None]:
+    """Round the weights to bfloat16, with which training in mixed precision computes, and restore them after.
+
+    From weights in bfloat16, steps of 1e-6 hardly show after rounding: unrounded ones are of a policy that neither
+    completes nor gives gradients. Memory: the weights once more.
+    """
+    kept = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter, data in kept.items():
+        parameter.data = data.bfloat16().to(data.dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in kept.items():
+            parameter.data = data
 
 
 class EngineRollouts:
@@ -165,6 +183,8 @@ class Policy:
         self.tuned = frozenset(f"{n.removeprefix(prefix)}.weight" for n, m in modules if hasattr(m, "lora_A"))
         """Names of the weights with a trained adapter; empty if all weights are trained."""
         self.is_adapter = bool(self.tuned)
+        self._result = partial(rounded, model) if self.mixed and not self.is_adapter else nullcontext
+        """A context in which the model has the weights that are evaluated and saved: see `rounded`."""
         self.engine = self._engine()
         self.longest = settings.longest(config)
         self.lengths = Encoded(task, tokens, data.train)
@@ -211,7 +231,8 @@ class Policy:
 
     def distance(self) -> Distance:
         """Return the distance of the policy's weights from the base model's. Raises EvoalignError."""
-        return distance_of(self.model, self.config)
+        with self._result():
+            return distance_of(self.model, self.config)
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         """Return the likelihood of both evaluations' completions under the base model."""
@@ -274,7 +295,7 @@ class Policy:
         folder = run.saved(done, adapter=self.is_adapter)
         mark = Mark(done, self.fingerprint(), NO_JOURNAL, validation=reward)
         if not checkpoint.holds(folder, mark):
-            with filled(folder, replace=True) as temporary, without_bar():
+            with filled(folder, replace=True) as temporary, without_bar(), self._result():
                 self.model.save_pretrained(temporary)
                 if not self.is_adapter:
                     self.tokens.tokenizer.save_pretrained(temporary)
@@ -286,12 +307,13 @@ class Policy:
         """Return at once: `save` has written everything."""
 
     def fingerprint(self) -> str:
-        """Return the `weights_hash` of the trained parameters."""
-        return weights_hash((name, p.data) for name, p in self.model.named_parameters() if p.requires_grad)
+        """Return the `weights_hash` of the trained parameters, as they are saved."""
+        with self._result():
+            return weights_hash((name, p.data) for name, p in self.model.named_parameters() if p.requires_grad)
 
     @contextmanager
     def _completing(self) -> Generator[Engine]:
-        """Return an engine with the current weights in their own dtype.
+        """Return an engine with the weights as they are saved, in their own dtype.
 
         If completions come from a copy, so do these. A copy of another dtype is not used: one more is made, which
         `before_step` frees.
@@ -303,7 +325,8 @@ class Policy:
         if self._evaluator is None:
             self._evaluator = self.copy if self.copy.engine.dtype == self.dtype else self._copy(self.dtype)
         assert self._evaluator is not None
-        self._evaluator.refresh()
+        with self._result():
+            self._evaluator.refresh()
         yield self._evaluator.engine
 
     def before_step(self) -> None:
@@ -320,7 +343,7 @@ class Policy:
         trained = vars(self.model).get("forward")
         self.model.forward = self._forward
         try:
-            with generating(self.model, mixed=False):
+            with self._result(), generating(self.model, mixed=False):
                 yield
         finally:
             if trained is None:

@@ -7,7 +7,7 @@ static decoder needs weights of one dtype, without adapters. Its copy is set fro
 In mixed precision the policy's products are those of weights rounded to bfloat16, and so the copy is bfloat16. An
 adapter's product is added to the weights, where bfloat16 would round most of a small one away, so that its copy is
 float32. The copy keeps all activations in its dtype and autocast some in float32: log-probabilities differ a little.
-Evaluations are of the weights in their own dtype, as they are saved.
+Evaluations are of the weights as they are saved, in their own dtype.
 """
 
 from __future__ import annotations
