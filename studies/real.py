@@ -147,9 +147,6 @@ def ended(study: Study, job: str, config: Config) -> dict[str, Any]:
         ways = Ways(temperature=(0.6,), sigma=(), samples=4, k=(1, 2, 4), examples=config.task.test_size or 500)
         own = study.config(config.task.name, model={"dtype": config.model.dtype})
         found["sampled"] = Coverage().run([str(folder)], ways, own).numbers["targets"]
-        if seed == COVERED and config.model.dtype == "float32":
-            with ModelMixer([str(folder)], study.config(config.task.name)) as mixer:
-                found["bfloat16"] = seen(mixer.evaluate({str(folder): 1.0}), 0)
     if (kind, seed) != ("r", COVERED):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return found

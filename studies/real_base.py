@@ -39,7 +39,7 @@ CHOICE = 100
 """The first seed of runs that choose a setting."""
 CHOICES = {
     ("p", "grpo"): ("1e-5", "3e-5", "1e-4"), ("r", "es"): ("0.25", "0.5", "1"),
-    ("r", "grpo"): ("5e-7", "1e-6", "2e-6", "5e-6"),
+    ("r", "grpo"): ("1e-6", "2e-6", "5e-6", "1e-5"),
 }  # fmt: skip
 """Rates of GRPO and etas of ES to choose from."""
 ADAPTER: dict[str, dict[str, Any]] = {"lora": {"lora": {"rank": 4, "alpha": 4}}}

@@ -124,7 +124,7 @@ def test_grpo_runs_have_the_settings_of_the_plan(
 def test_hacking_runs_have_the_proxy_reward_and_a_kl_for_each_evaluation(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rate, right in {"5e-7": 0.3, "1e-6": 0.4, "2e-6": 0.5, "5e-6": 0.1}.items():
+    for rate, right in {"1e-6": 0.4, "2e-6": 0.5, "5e-6": 0.1, "1e-5": 0.3}.items():
         study(tmp_path).keep(f"r/grpo/{rate}/word_problems/100", {"validation": {"after": {"right": right}}})
     monkeypatch.chdir(tmp_path)
     of_es = job.startswith("hack/es")
@@ -238,7 +238,7 @@ def test_jobs_run_on_the_tiny_model(tmp_path: Path) -> None:
     assert run["cost"]["completions"] == sum(row["budget"]["completions"] for row in run["generations"])
     assert run["sampled"][0]["ways"] and not (Path(run["run"]) / "checkpoints").exists()
     covered = json.loads(small.file("r/grpo/1e-6/tool_calls/3").read_text())
-    assert len(covered["bfloat16"]["right"]) == 2 and (Path(covered["run"]) / "checkpoints").exists()
+    assert (Path(covered["run"]) / "checkpoints").exists()
     lora = json.loads(small.file("p/grpo/1e-5/tool_calls/0").read_text())
     assert all(len(lora["reached"][name]["other"]["right"]) == 2 for name in ("base", "run"))
     brief = study(tmp_path, *SMALL, "es.num_generations=7")
