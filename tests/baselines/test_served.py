@@ -90,6 +90,7 @@ def test_mixed_precision_evaluates_and_saves_what_it_trains_with(mixed: bool, tm
     tree = config(tmp_path / "run", engine={"name": "transformers", "decoder": "static"})
     own = from_dict(tree | {"grpo": {**tree["grpo"], "trl": {"bf16": mixed}}})
     model = load_model(own.model, torch.float32)
+    grid = [parameter.data.clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float() + (parameter.abs() > 1e-3) * 1e-7
     kept = [parameter.data.clone() for parameter in model.parameters()]
@@ -104,7 +105,11 @@ def test_mixed_precision_evaluates_and_saves_what_it_trains_with(mixed: bool, tm
     wanted = [data.bfloat16().float() if mixed else data for data in kept]
     for found in (used, [p.data for p in saved.parameters()]):
         assert all(map(torch.equal, found, wanted))
+    with policy._as_served():  # as for the KL, and for evaluations without a copy
+        assert all(map(torch.equal, [p.data for p in model.parameters()], wanted))
     assert all(map(torch.equal, [p.data for p in model.parameters()], kept))
+    change = [(data - base).square().sum() for data, base in zip(wanted, grid, strict=True)]
+    assert policy.distance().l2 == pytest.approx(float(torch.stack(change).sum().sqrt()), rel=1e-3)
     policy.close()
 
 
