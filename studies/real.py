@@ -97,8 +97,6 @@ PLACEBOS = {"p": 5, "r": 5, "step": 3, "population": 3, "long": 5}
 """Placebos of a run of ES; a kind that is missing has none, and no other task."""
 HACKED = {"test_size": 200, "validation_size": 8}
 """Rows of `hack`, which evaluates often."""
-MIX_ETA, MIX_RATE = 1.0, 2e-6
-"""First step sizes of `mix`: twice the constant ones that are best in `r`, as they decay to 0."""
 
 
 def es(study: Study, job: str, task: str, seed: int, /, **sections: Any) -> None:
@@ -320,7 +318,7 @@ def do(study: Study, job: str) -> None:
             es(study, job, "countdown", int(seed), es=own_es, task=own, sampling=most, evaluation=most)
         case ["mix", "es", temperature, task, seed]:
             seconds = study.seconds or (CHOOSING if int(seed) >= CHOICE else SECONDS)["mix"]
-            decayed = settings(study, "lowrank", task, MIX_ETA) | {
+            decayed = settings(study, "lowrank", task, twice_best(study, "es", task)) | {
                 "num_generations": steps_of(study, job, seconds),
                 "learning_rate_schedule": {"name": "linear", "floor": 1e-12},
             }
@@ -334,7 +332,7 @@ def do(study: Study, job: str) -> None:
         case ["time", "p" | "r", task]:
             grpo(study, job, task, 1e-6, CHOICE)
         case ["mix", "grpo", rollouts, task, seed]:
-            grpo(study, job, task, MIX_RATE, int(seed), rollouts=rollouts)
+            grpo(study, job, task, twice_best(study, "grpo", task), int(seed), rollouts=rollouts)
         case ["r" | "p", ("grpo" | "random") as rewards, rate, task, seed]:
             own = {"reward": "random"} if rewards == "random" else {}
             grpo(study, job, task, float(rate), int(seed), **own)
@@ -345,6 +343,11 @@ def do(study: Study, job: str) -> None:
 def settings(study: Study, space: str, task: str, eta: float) -> dict[str, Any]:
     sigma = study.width(space, task)
     return {"num_generations": 10_000, "sigma": sigma, "learning_rate": eta * sigma, "shaping": "zscore"}
+
+
+def twice_best(study: Study, method: str, task: str) -> float:
+    """Return the first eta or rate of `mix`, which decays to 0: twice the constant one that is best in `r`."""
+    return 2 * float(study.chosen(f"r/{method}/best/{task}/0").split("/")[2])
 
 
 def main() -> None:

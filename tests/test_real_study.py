@@ -27,8 +27,9 @@ SMALL = (
 
 
 def study(tmp_path: Path, *sets: str) -> real.Study:
-    rows = tmp_path / "rows"
-    options = argparse.Namespace(model="tiny", to=tmp_path / "runs", rows=rows, seconds=None, sets=[*sets], wait=0.0)
+    options = argparse.Namespace(
+        model="tiny", to=tmp_path / "runs", rows=tmp_path / "rows", seconds=None, sets=[*sets], wait=0.0
+    )
     found = real.Study(options)
     for space in ("lora", "lowrank"):
         found.keep(f"probe/{space}/tool_calls/100", {"width": 0.001})
@@ -36,8 +37,13 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
     found.keep("probe/lowrank/word_problems/100", {"width": 0.002})
     timed = "time/p/tool_calls", "time/r/tool_calls", "time/r/word_problems"
     same = "mix/es/1/tool_calls/100", "mix/grpo/es/tool_calls/100", "r/es/0.5/tool_calls/100"
-    for job in (*timed, *same, "p/lowrank/tool_calls/0", "r/es/0.5/word_problems/100", "r/grpo/2e-6/tool_calls/100"):
-        found.keep(job, {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0, "other": 5.0}}]})
+    rows: dict[str, Any] = {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0, "other": 5.0}}]}
+    for job in (*timed, *same, "p/lowrank/tool_calls/0", "r/es/0.5/word_problems/100"):
+        found.keep(job, rows)
+    for method, best in {"es": "0.5", "grpo": "5e-6"}.items():
+        for value in real_base.CHOICES["r", method]:
+            right = {"validation": {"after": {"right": 0.6 if value == best else 0.5}}}
+            found.keep(f"r/{method}/{value}/tool_calls/100", rows | right)
     found.keep("step/0.5/tool_calls/1", {"generations": [{"budget": {"completions": 1024}}] * 80})
     return found
 
@@ -104,8 +110,8 @@ def test_es_runs_have_the_settings_of_the_plan(
         ("r/grpo/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
         ("r/random/1e-6/tool_calls/0", 16, 1e-6, "full", 50),
         ("time/r/tool_calls", 16, 1e-6, "full", 4),
-        ("mix/grpo/engine/tool_calls/0", 16, 2e-6, "full", 30),
-        ("mix/grpo/es/tool_calls/100", 16, 2e-6, "full", 5),
+        ("mix/grpo/engine/tool_calls/0", 16, 1e-5, "full", 30),
+        ("mix/grpo/es/tool_calls/100", 16, 1e-5, "full", 5),
         ("hack/grpo/1e-6/0", 16, 1e-6, "full", 30),
     ],
 )
@@ -156,8 +162,8 @@ def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> N
 
 
 def test_final_run_whose_timing_is_missing_stops_and_names_it(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="mix/es/1/word_problems/100"):
-        real.do(study(tmp_path), "mix/es/1/word_problems/0")
+    with pytest.raises(SystemExit, match="r/es/0.25/word_problems/100"):
+        real.do(study(tmp_path), "r/es/0.25/word_problems/0")
 
 
 def test_steps_go_on_at_the_pace_of_the_last_ones(tmp_path: Path) -> None:
