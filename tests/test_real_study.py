@@ -162,7 +162,7 @@ def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> N
 
 
 def test_final_run_whose_timing_is_missing_stops_and_names_it(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="r/es/0.25/word_problems/100"):
+    with pytest.raises(SystemExit, match="word_problems/100"):
         real.do(study(tmp_path), "r/es/0.25/word_problems/0")
 
 
