@@ -176,14 +176,15 @@ def cut_off() -> str:
 
 
 def real_grpo() -> str:
-    """Return what GRPO LoRA took beside ES on the real model."""
-    arms = {name: real_runs(name) for name in ("grpo_1e-4", "lora", "lowrank")}
-    cost = {name: [row["cost"]["completions"] for row in runs] for name, runs in arms.items()}
-    assert all(18 < es / max(cost["grpo_1e-4"]) < 24 for es in cost["lora"] + cost["lowrank"])
-    grpo, lora, lowrank = (max(row["cost"]["peak_memory_bytes"] for row in runs) / 2**30 for runs in arms.values())
+    """Return what GRPO and ES reached and took on the real model."""
+    full = {arm: [real(f"r_{arm}_word_problems_{seed}") for seed in range(4)] for arm in ("grpo_2e-6", "es_0.5")}
+    assert all(148 < row["cost"]["wall_seconds"] < 156 for runs in full.values() for row in runs)
+    arms = {**full, **{name: real_runs(name) for name in ("grpo_1e-4", "lora", "lowrank")}}
+    shares = [span([row["after"]["measures"]["right"] for row in runs], ".0f", 100) for runs in full.values()]
+    peak = [f"{max(row['cost']['peak_memory_bytes'] for row in runs) / 2**30:.0f}" for runs in arms.values()]
     return (
-        "GRPO LoRA had a twentieth of the completions of ES and "
-        f"a peak of {grpo:.0f} GiB, against {lora:.0f} for ` and {lowrank:.0f} for `"
+        f"150 s of GRPO with all weights reach {shares[0]} % in {peak[0]} GiB, ES {shares[1]} % in {peak[1]} "
+        f"(four seeds); GRPO LoRA took {peak[2]} GiB, five minutes of ES {peak[3]} (`) and {peak[4]} (`)."
     )
 
 
