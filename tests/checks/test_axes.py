@@ -81,7 +81,7 @@ def test_shares_are_recovered_within_ten_points(name, shape):
             each.append([weight * np.cov(k[n].mean(1), score_M)[0, 1] / score_M.var(ddof=1)
                          for n, weight in reward.items()])  # fmt: skip
         expected = dict(zip(reward, np.mean(each, axis=0), strict=True))
-    for column in (*found.names, "rest"):
+    for column in (*found.names, "unexplained"):
         assert found.shares[column] == pytest.approx(expected.get(column, 0.0), abs=0.1), found.shares
 
 
@@ -92,7 +92,7 @@ def test_independent_columns_have_the_squares_of_their_weights_times_their_varia
     columns = {"a": a, "b": b, "constant": still + 0.1, "tokens": a + b, "truncated": still}
     found = Axes.of([axes.row_of(generation(3 * a + b), Measurement(columns))], 20_000)
     assert found.shares["a"] == pytest.approx(0.9, abs=0.01) and found.shares["b"] == pytest.approx(0.1, abs=0.01)
-    assert [found.shares[name] for name in ("constant", "tokens", "truncated", "rest")] == pytest.approx(
+    assert [found.shares[name] for name in ("constant", "tokens", "truncated", "unexplained")] == pytest.approx(
         [0] * 4, abs=1e-5
     )
     assert found.lasting is None  # one prompt
@@ -103,7 +103,7 @@ def test_a_column_that_the_reward_does_not_pay_for_has_no_share_though_it_is_cor
     a = rng.standard_normal((400, 4))
     columns = {"a": a, "alike": a + 0.2 * rng.standard_normal(a.shape), "tokens": a, "truncated": a > 1}
     found = Axes.of([axes.row_of(generation(a), Measurement({n: np.array(c, float) for n, c in columns.items()}))], 400)
-    assert found.shares == pytest.approx({"a": 1, "alike": 0, "tokens": 0, "truncated": 0, "rest": 0}, abs=1e-4)
+    assert found.shares == pytest.approx({"a": 1, "alike": 0, "tokens": 0, "truncated": 0, "unexplained": 0}, abs=1e-4)
 
 
 @pytest.mark.parametrize("skill", [0.0, 0.3])
@@ -390,12 +390,16 @@ def test_countdown_weighs_format_and_accuracy(weights):
 
 @pytest.mark.parametrize("isolated", [False, True])
 def test_reserved_names_and_many_columns_are_kept(isolated, tmp_path):
-    task = made_task("{'tokens': n, 'rest': n, 'reward/rest': n, **{str(i): n for i in range(40)}}", isolated, tmp_path)
+    task = made_task(
+        "{'tokens': n, 'unexplained': n, 'reward/unexplained': n, **{str(i): n for i in range(40)}}", isolated, tmp_path
+    )
     with closing(task):
         data = task.load_data(0)
         found = axes.reader(task, data.train)(answered(task, ["yes", "nope", "no", "no"], data))
     names = list(found.columns_MP)
-    assert names[:3] == ["reward/tokens", "reward/reward/rest", "reward/rest"] and names[-2:] == list(axes.EFFECTS)
+    assert names[:3] == ["reward/tokens", "reward/reward/unexplained", "reward/unexplained"] and names[-2:] == list(
+        axes.EFFECTS
+    )
     assert len(names) == axes.MOST + 2 and found.columns_MP["reward/tokens"].tolist() == [[3, 4], [2, 2]]
     assert found.columns_MP["tokens"].tolist() == [[3, 4], [2, 2]]
 

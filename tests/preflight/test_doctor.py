@@ -70,7 +70,9 @@ def test_doctor_checks_every_space_says_whether_it_repeats_and_leaves_nothing(tm
 
 def test_findings_have_the_figures_of_the_config(tmp_path):
     found = module.doctor(config(tmp_path, task={"batch_size": 1}, lora={"target_modules": ["q_proj"], "rank": 4}))
-    assert of(found, "task").detail == "conciseness: 2 training and 8 test examples, 1 a generation"
+    assert of(found, "task").detail == (
+        "conciseness: 2 training and 8 test examples of conciseness_test.json, 1 a generation"
+    )
     hidden = json.loads((tiny() / "config.json").read_text())
     width, layers = hidden["hidden_size"], hidden["num_hidden_layers"]
     evolved = 4 * layers * width  # B of q_proj: [width, rank]
@@ -91,10 +93,10 @@ def test_generation_finding_warns_of_equal_scores_and_times_have_a_readable_unit
     assert same.status == "warning" and "all scored the same" in same.detail and "evoalign probe" in same.fix
     assert apart.status == "ok"
     ends = replace(said, finish_reason="length")
-    cut, whole = (short(few, 40, "sampling.max_tokens") for few in ([ends, said], [ends, said, said]))
+    cut, whole = (short(few, 80, "sampling.max_tokens") for few in ([ends, said], [ends, said, said]))
     assert whole is None and cut is not None
     found = generation_finding("scored", [ends, said], [[0.5, 0.6]], cut)
-    assert (found.status, found.fix) == ("warning", "try sampling.max_tokens 80") and "cut off" in found.detail
+    assert (found.status, found.fix) == ("warning", "try sampling.max_tokens 160") and "cut off" in found.detail
     assert [seconds_text(s) for s in (1.234, 59.7, 599, 2040, 20_160)] == ["1.23 s", "60 s", "599 s", "34 min", "5.6 h"]
 
 

@@ -165,4 +165,4 @@ def test_training_dry_run_doctor_and_evaluation_warn_of_what_a_template_leaves_o
 def test_a_run_warns_at_its_start_that_completions_are_cut_off(tmp_path):
     lines = told_by(tree(tmp_path)).splitlines()
     cut = [line for line in lines if "cut off at 4 tokens" in line and line.startswith("warning: ")]
-    assert "evaluation.max_tokens 8" in cut[0] and any("sampling.max_tokens 8" in line for line in cut[1:])
+    assert "evaluation.max_tokens 128" in cut[0] and any("sampling.max_tokens 128" in line for line in cut[1:])

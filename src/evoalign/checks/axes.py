@@ -6,7 +6,7 @@ columns of the reward come first. Each has the product of its regression weight 
 (Pratt 1987), so independent columns have weight^2 x variance, and a column that the reward does not pay for has 0
 however it is correlated. A negative share is of a column that members are selected against despite its weight. Tokens
 and truncation have what they add to that, averaged over both orders: length that only goes along with a rewarded column
-has no share. The rest is not explained. All shares add up to 1.
+has no share. All shares add up to 1.
 
 **Lasting** shares are of the generalising differences between members: those that hold on other prompts, which is all
 that an update can teach. A rare right answer makes large coefficients by luck: with 2 % accuracy on 16 prompts luck
@@ -60,9 +60,9 @@ RIGHT = 0.25
 """Share of right completions from which there is no warning: format may be what is left to learn."""
 CUT = 0.05
 """Smallest share of cut off completions for which the warning names `sampling.max_tokens`."""
-TOKENS, TRUNCATED, REST = "tokens", "truncated", "rest"
+TOKENS, TRUNCATED, UNEXPLAINED = "tokens", "truncated", "unexplained"
 EFFECTS = (TOKENS, TRUNCATED)
-RESERVED = (*EFFECTS, REST)
+RESERVED = (*EFFECTS, UNEXPLAINED)
 """Names that a column of the reward cannot have: it is then `reward/` and its name."""
 CORRECT = ("accuracy", "exact")
 """Names of columns that say whether a completion is right, if the task declares none."""
@@ -246,7 +246,7 @@ class Axes:
         with_one, with_other = _r2(matrix, [*first, one]), _r2(matrix, [*first, other])
         effects = (with_one - none + both - with_other) / 2, (with_other - none + both - with_one) / 2
         found = dict(zip(self.names, (*map(float, paid_K), *effects), strict=True))
-        return {name: round(share, 6) + 0.0 for name, share in {**found, REST: 1 - sum(found.values())}.items()}
+        return {name: round(share, 6) + 0.0 for name, share in {**found, UNEXPLAINED: 1 - sum(found.values())}.items()}
 
     @cached_property
     def lasting_share(self) -> float | None:

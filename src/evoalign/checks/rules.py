@@ -385,6 +385,8 @@ class CutOff(Rule):
 
     share: float = 0.5
     """Smallest share of completions that are cut off."""
+    least: int = 128
+    """Least number of tokens that is advised."""
 
     def sentence(self, run: History) -> str | None:
         window = run.rows[-WINDOW:]
@@ -404,7 +406,7 @@ def cut_off(
         return None
     return (
         f"{share:.0%} of {whose} are cut off at {tokens} tokens, so their ends are never scored; try "
-        f"{setting} {2 * tokens}"
+        f"{setting} {max(CutOff.least, 2 * tokens)}"
     )
 
 

@@ -156,10 +156,10 @@ def fault(width: Width, base: Baseline) -> str | None:
     if width.truncated_share - base.truncated_share > Hacked.rise:
         return "cut off"
     if width.kept is None:
-        return "wins by breaking" if width.both_rise is not None and width.both_rise > SURE else None
+        return "any noise wins" if width.both_rise is not None and width.both_rise > SURE else None
     if width.kept < KEPT:
         return "loses the reward"
-    return "wins by breaking" if width.kept > MOST_KEPT and gains_by_noise(width) else None
+    return "any noise wins" if width.kept > MOST_KEPT and gains_by_noise(width) else None
 
 
 def gains_by_noise(width: Width) -> bool:

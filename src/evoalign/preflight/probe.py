@@ -212,7 +212,7 @@ def _measure(
     began = time.perf_counter()  # the first rollout may load kernels
     again = collect(parts.engine, MEAN_PLAN, redrawn(config, requests, 0))
     seconds = (time.perf_counter() - began) * members * len(widths)
-    tell(f"at most about {seconds_text(seconds)}, if members take as long as the unperturbed model")
+    tell(f"about {seconds_text(seconds)}, if members' completions are as long as the unperturbed model's")
     own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
     texts = [text_of(parts.task.prompt(example)) for example in examples]
     golds = tuple(parts.task.gold(parts.task.handed(example)) for example in examples)

@@ -290,7 +290,16 @@ def test_evaluations_beyond_the_budget_are_not_used(every: int, advice: str, cop
     match = by(compare(tmp_path / "runs", "wall"), "wall")
     assert steps_of(match) == [[6], [4]]
     advised = [n for n in match.notes if "GRPO is taken after 67% of the budget" in n or "within this budget" in n]
-    assert len(advised) == 2 and all(note.split("; ")[1].endswith(advice) for note in advised), match.notes
+    missing, late = (note.split("; ")[1] for note in advised)
+    assert missing == "one step costs more" and late.endswith(advice), match.notes
+
+
+def test_missing_evaluation_is_advised_with_the_steps_of_the_budget(copy: Copy, tmp_path: Path) -> None:
+    """ES takes 3 s in all and a step of GRPO 1.6 s, so that one is within; it is evaluated after two."""
+    copy("short")
+    copy("long", seed=1, method="grpo", cost=lambda step: replace(step_cost(step), wall_seconds=1.6))
+    (note,) = (n for n in by(compare(tmp_path / "runs", "wall"), "wall").notes if "within this budget" in n)
+    assert note.endswith("set evaluation.every to at most 1")
 
 
 def test_compare_uses_the_given_budget_and_measure(copy: Copy, tmp_path: Path) -> None:

@@ -212,7 +212,9 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str, plan: Pla
         limit, notes = _limit(groups, by) if plan is None else (plan.settings.limit, _short(groups, by, plan))
         matched = [_within(group, by, limit, plan) for group in groups]
         if limit is not None:
-            notes += [note for g, runs in zip(groups, matched, strict=True) for note in _early(g, runs, by, plan)]
+            notes += [
+                note for g, runs in zip(groups, matched, strict=True) for note in _early(g, runs, by, limit, plan)
+            ]
         for group in groups:
             if (span := _span(group, by, measure)) and span[0] > span[1]:
                 finer = _finer(group.runs)
@@ -304,14 +306,16 @@ def _limit(groups: Sequence[Group], by: Matching) -> tuple[float | None, list[st
     return known[least], notes
 
 
-def _early(group: Group, matched: Sequence[MatchedRun], by: Matching, plan: Plan | None) -> list[str]:
+def _early(group: Group, matched: Sequence[MatchedRun], by: Matching, limit: float, plan: Plan | None) -> list[str]:
     """Advise on runs that have no evaluation within the budget, or only an early one."""
     notes: list[str] = []
     missing = [run for run in _usable(group, by, plan) if run not in [m.run for m in matched]]
     share = sum(m.share for m in matched) / len(matched) if matched else 1.0
     if missing:
         count = f"{len(missing)} of {len(group.runs)} runs have" if matched else "no run has"
-        notes.append(f"{group.label}: {count} an evaluation within this budget after the start; {_finer(missing)}")
+        steps = int(min(limit / (amount(by, run.cost) or 1.0) * run.steps for run in missing))
+        finer = f"set evaluation.every to at most {steps}" if steps else "one step costs more"
+        notes.append(f"{group.label}: {count} an evaluation within this budget after the start; {finer}")
     if share < LOW_SHARE:
         late = _finer([m.run for m in matched])
         notes.append(f"{group.label} is taken after {share:.0%} of the budget on average; {late}")
