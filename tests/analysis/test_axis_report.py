@@ -45,7 +45,7 @@ def test_shares_of_windows_are_those_of_their_generations(trained, tmp_path):
     finding = AxisReport().run([str(run)], Settings(window=8))
     (window,) = finding.numbers["runs"][0]["windows"]
     assert window["shares"] == pytest.approx(
-        {"format": 8 / 20, "accuracy": 12 / 20, "tokens": 0, "truncated": 0, "rest": 0}, abs=1e-5
+        {"format": 8 / 20, "accuracy": 12 / 20, "tokens": 0, "truncated": 0, "unexplained": 0}, abs=1e-5
     )
     assert window["lasting"] == pytest.approx({"format": 8 / 9.2, "accuracy": 1.2 / 9.2})
     assert window["lasting_share"] == pytest.approx(9.2 / 20)

@@ -397,9 +397,8 @@ def test_reserved_names_and_many_columns_are_kept(isolated, tmp_path):
         data = task.load_data(0)
         found = axes.reader(task, data.train)(answered(task, ["yes", "nope", "no", "no"], data))
     names = list(found.columns_MP)
-    assert names[:3] == ["reward/tokens", "reward/reward/unexplained", "reward/unexplained"] and names[-2:] == list(
-        axes.EFFECTS
-    )
+    assert names[:3] == ["reward/tokens", "reward/reward/unexplained", "reward/unexplained"]
+    assert names[-2:] == list(axes.EFFECTS)
     assert len(names) == axes.MOST + 2 and found.columns_MP["reward/tokens"].tolist() == [[3, 4], [2, 2]]
     assert found.columns_MP["tokens"].tolist() == [[3, 4], [2, 2]]
 
