@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evoalign.analysis.coverage.command import BEYOND
 from evoalign.tasks.word_problems import WordProblems
-from real_rows import NAMES, Row, Study, share, stacked
+from real_rows import NAMES, Row, Study, points, share, stacked
 
 SHOWN_K = (1, 4, 16, 64, 512)
 KINDS = {"tank": " empty tank ", "trip": " km to ", "printers": " printers ", "shop": " mugs "}
@@ -25,7 +25,7 @@ def coverage(study: Study, task: str) -> Iterator[Sequence[object]]:
                 kind = "temperature" if "temperature" in way else "sigma"
                 passes = {one["k"]: f"{share(one['mean'])}{_ends(one)}" for one in way["pass"]}
                 changes = [c for c in found["against_base"] if (c["target"], c.get(kind)) == (name, way[kind])]
-                support = [f"{100 * c[part]['mean']:+.1f}" for c in changes for part in BEYOND] or ["-", "-"]
+                support = [points(c[part]["mean"]) for c in changes for part in BEYOND] or ["-", "-"]
                 yield f"{kind} {way[kind]:g}", model_of(name), *(passes.get(k, "-") for k in SHOWN_K), *support
 
 

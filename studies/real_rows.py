@@ -304,7 +304,7 @@ def points(value: float | Estimate | None) -> str:
     if value is None:
         return "-"
     if not isinstance(value, Estimate):
-        return f"{100 * value:+.1f}"
+        return f"{round(100 * value, 1) + 0.0:+.1f}"  # no -0.0
     if value.low is None or value.high is None:
         return f"{100 * value.mean:+.1f}"
     return f"{100 * value.mean:+.1f} ({100 * value.low:+.1f} to {100 * value.high:+.1f})"
