@@ -257,7 +257,7 @@ def steps_of(study: Study, job: str, seconds: float) -> int:
         return max(3, round(seconds / (2 if job.startswith("mix/es/") else 4)))  # a guess
     *first, last = timed_by(job)
     found = next((known for one in first if (known := study.known(one)).get("generations")), None)
-    found = found or study.found(last)
+    found = found or study.found(study.chosen(last))
     if found["device"] != device() and not job.startswith("step/"):
         raise SystemExit(f"{found['job']} ran on {found['device']}, which says nothing of the seconds on {device()}")
     took = np.array([sum(v for k, v in row["seconds"].items() if k != "other") for row in found["generations"]])
@@ -276,9 +276,9 @@ def timed_by(job: str) -> tuple[str, ...]:
         case ["hack", "grpo", *_]:
             return (f"time/r/{PROXIED}",)
         case ["mix", "es", "0", task, _]:
-            return (f"r/es/0.5/{task}/{CHOICE}",)
+            return (f"r/es/best/{task}/{CHOICE}",)
         case ["mix", "grpo", "engine", task, _]:
-            return (f"r/grpo/2e-6/{task}/{CHOICE}",)
+            return (f"r/grpo/best/{task}/{CHOICE}",)
         case [("p" | "r") as kind, "grpo" | "random", rate, task, _]:
             return f"{kind}/grpo/{rate}/{task}/{CHOICE}", f"time/{kind}/{task}"
         case _:

@@ -23,6 +23,7 @@ from evoalign.preflight.advice import fault
 from evoalign.preflight.probe import probe
 from evoalign.rollouts import collect, sampling_of
 from evoalign.rundir.identity import versions
+from evoalign.rundir.method import Method
 from evoalign.setup import Parts, assemble
 from evoalign.tasks import Task
 from evoalign.tasks.word_problems import final_number
@@ -110,7 +111,8 @@ class Study:
 
     def keep(self, job: str, rows: Mapping[str, Any], *, whole: bool = True) -> None:
         """Write the rows of a job. Those of one that goes on count only once they are `whole`."""
-        tree = {"job": job, "device": device(), "versions": versions(), **rows}
+        method: Method = "grpo" if {"grpo", "random", "time"} & {*job.split("/")} else "es"
+        tree = {"job": job, "device": device(), "versions": versions(method), **rows}
         cut = self.file(job).with_suffix(".cut")
         cut.parent.mkdir(parents=True, exist_ok=True)
         cut.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")

@@ -233,16 +233,18 @@ def against_grpo(study: Study, task: str) -> Iterator[Line]:
 
 
 def es_less_grpo(study: Study, task: str) -> Iterator[Line]:
-    """Yield ES less GRPO: the endpoint, pass@1, and the exact share at parts of the seconds and equal completions.
+    """Yield ES less GRPO: the endpoint, by kind too, pass@k, and shares at parts of the seconds and equal completions.
 
     The shares at parts are between evaluations, see `Run.within`.
     """
     es, grpo = study.find("r", "es", task), study.find("r", "grpo", task)
     if not es or not grpo:
         return
-    a, b, is_paired = paired(es, grpo)
-    gap = statistics.crossed_difference(a, b, paired=is_paired)
-    yield _gap("exact share at equal seconds", *_both(es, grpo, lambda run: run.after.mean()), gap)
+    new = unseen(task, len(es[0].after))
+    for called, items in ((" at equal seconds", new | True), (", kinds of training", ~new), (", unseen kinds", new)):
+        if new.any() or "equal" in called:
+            found = _both(es, grpo, lambda run, items=items: run.after[items].mean())
+            yield _gap(f"exact share{called}", *found, _less(es, grpo, items))
     for k in SAMPLED:
         both = _both(es, grpo, lambda run, k=k: run.pass_at(k))
         if all(both):

@@ -40,7 +40,7 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
     rows: dict[str, Any] = {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0, "other": 5.0}}]}
     for job in (*timed, *same, "p/lowrank/tool_calls/0", "r/es/0.5/word_problems/100"):
         found.keep(job, rows)
-    for method, best in {"es": "0.5", "grpo": "5e-6"}.items():
+    for method, best in {"es": "0.25", "grpo": "5e-6"}.items():
         for value in real_base.CHOICES["r", method]:
             right = {"validation": {"after": {"right": 0.6 if value == best else 0.5}}}
             found.keep(f"r/{method}/{value}/tool_calls/100", rows | right)
@@ -72,9 +72,9 @@ def planned(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
         ("step/1.5/tool_calls/1", "lowrank", 64, 16, 1.5, None, 30),
         ("population/16/tool_calls/1", "lowrank", 16, 16, 0.125, None, 320),
         ("population/256/tool_calls/1", "lowrank", 256, 16, 2.0, None, 20),
-        ("mix/es/1/tool_calls/100", "lowrank", 64, 8, 1.0, None, 10),
-        ("mix/es/0/tool_calls/0", "lowrank", 64, 8, 1.0, None, 30),
-        ("mix/es/1/tool_calls/0", "lowrank", 64, 8, 1.0, None, 30),
+        ("mix/es/1/tool_calls/100", "lowrank", 64, 8, 0.5, None, 10),
+        ("mix/es/0/tool_calls/0", "lowrank", 64, 8, 0.5, None, 30),
+        ("mix/es/1/tool_calls/0", "lowrank", 64, 8, 0.5, None, 30),
         ("long/512/0,1/0", "lowrank", 128, 16, 0.5, 480, None),
         ("hack/es/0", "lowrank", 64, 8, 0.5, None, 30),
     ],
@@ -162,7 +162,7 @@ def test_best_is_the_value_that_was_best_on_validation_rows(tmp_path: Path) -> N
 
 
 def test_final_run_whose_timing_is_missing_stops_and_names_it(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="word_problems/100"):
+    with pytest.raises(SystemExit, match=r"r/es/0\.25/word_problems/100"):
         real.do(study(tmp_path), "r/es/0.25/word_problems/0")
 
 

@@ -207,7 +207,8 @@ def grpo_memory() -> str:
     lora = next(peak for name, peak in found.items() if "LoRA" in name)
     full = [peak for name, peak in found.items() if "LoRA" not in name]
     ratios = [lora / peaks()["ES lora"], *(peak / peaks()["ES lowrank"] for peak in full)]
-    assert all(4.5 < ratio < 6 for ratio in ratios), ratios
+    full_1b, es_1b = (real(f"r_{arm}_word_problems_0")["cost"]["peak_memory_bytes"] for arm in ("grpo_2e-6", "es_0.5"))
+    assert all(4.5 < ratio < 6 for ratio in ratios) and 2 < full_1b / es_1b < 2.5, "two to five times"
     return f"GRPO took {span(list(found.values()), '.0f')} GiB"
 
 

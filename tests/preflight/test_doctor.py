@@ -71,7 +71,7 @@ def test_doctor_checks_every_space_says_whether_it_repeats_and_leaves_nothing(tm
 def test_findings_have_the_figures_of_the_config(tmp_path):
     found = module.doctor(config(tmp_path, task={"batch_size": 1}, lora={"target_modules": ["q_proj"], "rank": 4}))
     assert of(found, "task").detail == (
-        "conciseness: 2 training and 8 test examples of conciseness_test.json, 1 a generation"
+        "conciseness: 2 training and 8 test examples (conciseness_test.json), 1 a generation"
     )
     hidden = json.loads((tiny() / "config.json").read_text())
     width, layers = hidden["hidden_size"], hidden["num_hidden_layers"]

@@ -385,8 +385,6 @@ class CutOff(Rule):
 
     share: float = 0.5
     """Smallest share of completions that are cut off."""
-    least: int = 128
-    """Least number of tokens that is advised."""
 
     def sentence(self, run: History) -> str | None:
         window = run.rows[-WINDOW:]
@@ -398,6 +396,10 @@ class CutOff(Rule):
         return cut_off(share, run.config.sampling.max_tokens)
 
 
+LEAST_TOKENS = 128
+"""Smallest limit that is advised where completions are cut off."""
+
+
 def cut_off(
     share: float, tokens: int, whose: str = "the completions", setting: str = "sampling.max_tokens"
 ) -> str | None:
@@ -406,7 +408,7 @@ def cut_off(
         return None
     return (
         f"{share:.0%} of {whose} are cut off at {tokens} tokens, so their ends are never scored; try "
-        f"{setting} {max(CutOff.least, 2 * tokens)}"
+        f"{setting} {max(LEAST_TOKENS, 2 * tokens)}"
     )
 
 

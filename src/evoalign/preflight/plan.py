@@ -201,8 +201,8 @@ def check_task(case: Case) -> Finding:
     case.task, case.data = setup.task_and_data(case.config, None, None)
     train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
     validation = f", {len(case.data.validation)} validation" if case.data.validation else ""
-    detail = f"{case.task.name}: {train} training{validation} and {test} test examples"
-    detail += f" of {Path(case.config.task.test_data).name}" if case.config.task.test_data else ""
+    file = f" ({Path(case.config.task.test_data).name})" if case.config.task.test_data else ""
+    detail = f"{case.task.name}: {train} training{validation} and {test} test examples{file}"
     detail += f", {min(batch or train, train)} a generation" if case.method == "es" else ""
     shared = [line.removeprefix("warning: ") for line in heading.shared_lines(case.task, case.data)]
     return Finding("task", "warning" if shared else "ok", detail, ". ".join(shared))

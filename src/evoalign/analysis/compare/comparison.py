@@ -313,8 +313,10 @@ def _early(group: Group, matched: Sequence[MatchedRun], by: Matching, limit: flo
     share = sum(m.share for m in matched) / len(matched) if matched else 1.0
     if missing:
         count = f"{len(missing)} of {len(group.runs)} runs have" if matched else "no run has"
-        steps = int(min(limit / (amount(by, run.cost) or 1.0) * run.steps for run in missing))
-        finer = f"set evaluation.every to at most {steps}" if steps else "one step costs more"
+        within = [int(limit / (amount(by, run.cost) or 1.0) * run.steps) for run in missing]
+        steps = min((number for number in within if number), default=0)
+        coarse = any(run.config.evaluation.every != 1 for run in missing)
+        finer = f"set evaluation.every to at most {steps}" if steps and coarse else "one step costs more"
         notes.append(f"{group.label}: {count} an evaluation within this budget after the start; {finer}")
     if share < LOW_SHARE:
         late = _finer([m.run for m in matched])
