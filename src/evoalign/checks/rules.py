@@ -396,10 +396,6 @@ class CutOff(Rule):
         return cut_off(share, run.config.sampling.max_tokens)
 
 
-LEAST_TOKENS = 128
-"""Smallest limit that is advised where completions are cut off."""
-
-
 def cut_off(
     share: float, tokens: int, whose: str = "the completions", setting: str = "sampling.max_tokens"
 ) -> str | None:
@@ -408,7 +404,7 @@ def cut_off(
         return None
     return (
         f"{share:.0%} of {whose} are cut off at {tokens} tokens, so their ends are never scored; try "
-        f"{setting} {max(LEAST_TOKENS, 2 * tokens)}"
+        f"{setting} {max(128, 2 * tokens)}"  # not 8, then 16, then 32
     )
 
 
