@@ -365,6 +365,7 @@ def main() -> None:
     for named in options.jobs:
         job = study.chosen(named)
         if study.file(job).is_file():
+            print(f"{job} has its rows: {study.file(job)}", flush=True)
             continue
         if time.perf_counter() - began > options.limit:
             print(f"left for the next command: {job} and what follows", flush=True)
