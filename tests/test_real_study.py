@@ -189,6 +189,12 @@ def test_job_that_was_cut_off_is_not_done(tmp_path: Path) -> None:
     assert found.known("gate")["tasks"] == {} and not [*found.rows.glob("gate.cut")]
 
 
+def test_rows_of_grpo_have_the_version_of_trl(tmp_path: Path) -> None:
+    found = study(tmp_path)
+    assert "trl" in found.known("r/grpo/1e-6/tool_calls/100")["versions"]
+    assert "trl" not in found.known("r/es/0.5/tool_calls/100")["versions"]
+
+
 def test_perturbations_are_as_many_as_the_budget_has() -> None:
     plans = real_base.perturbations(306.6)
     assert sum(len(plan.members) for plan in plans) == 306

@@ -195,6 +195,12 @@ def test_es_less_grpo_is_paired_by_seed_and_read_within_budgets(tmp_path: Path) 
     assert cells(lines, "pass@1 at temperature 0.6")[1:3] == ["70.0%", "40.0%"]
     assert cells(lines, "pass@4 at temperature 0.6")[1:3] == ["80.0%", "50.0%"]
     assert cells(lines, "exact share at 0.5 of the seconds")[1:3] == ["35.0%", "20.0%"]
+    new = unseen("tool_calls", ITEMS)
+    for kind, items in (("kinds of training", ~new), ("unseen kinds", new)):
+        means = [np.mean([np.array(row["after"]["right"])[items] for row in rows[k::2]]) for k in (0, 1)]
+        line = cells(lines, f"exact share, {kind}")
+        assert line[1:3] == [f"{mean:.1%}" for mean in means]
+        assert numbers(line[5])[0] == pytest.approx(100 * (means[0] - means[1]), abs=0.06)
 
 
 def test_runs_on_several_cards_are_not_compared(tmp_path: Path) -> None:

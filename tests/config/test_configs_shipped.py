@@ -153,9 +153,10 @@ def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, ca
             (tmp_path / f"{split}.jsonl").write_text(lines)
             sets.append(f"task.{split}_data={tmp_path / split}.jsonl")
     monkeypatch.chdir(tmp_path)
-    words = [command(path), path, "--dry-run", *(word for one in sets for word in ("--set", one))]
-    done = caller(monkeypatch, capsys)(*words)
-    assert done.code == 0 and not (tmp_path / "run").exists(), done.err
+    named = {name for name in ("train", "grpo") if f"evoalign {name} {path.relative_to(REPOSITORY)}" in head(path)}
+    for name in {command(path), *named}:
+        done = caller(monkeypatch, capsys)(name, path, "--dry-run", *(word for one in sets for word in ("--set", one)))
+        assert done.code == 0 and not (tmp_path / "run").exists(), done.err
 
 
 def test_output_directories_differ():

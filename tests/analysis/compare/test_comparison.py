@@ -302,6 +302,14 @@ def test_missing_evaluation_is_advised_with_the_steps_of_the_budget(copy: Copy, 
     assert note.endswith("set evaluation.every to at most 1")
 
 
+def test_missing_evaluation_after_a_slow_first_step_is_no_matter_of_the_setting(copy: Copy, tmp_path: Path) -> None:
+    copy("short")
+    times = lambda step: replace(step_cost(step), wall_seconds=4.0 if step == 1 else 0.1)  # noqa: E731
+    copy("long", seed=1, method="grpo", sets={"evaluation.every": 1}, cost=times)
+    (note,) = (n for n in by(compare(tmp_path / "runs", "wall"), "wall").notes if "within this budget" in n)
+    assert note.endswith("one step costs more")
+
+
 def test_compare_uses_the_given_budget_and_measure(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     assert [m.by for m in compare(tmp_path / "runs", "tokens", measure="exact").matches] == ["tokens"]
