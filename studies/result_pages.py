@@ -10,9 +10,9 @@ written by hand. The rows are in benchmarks/results and studies/results.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,10 @@ def filled(name: str) -> str:
 
 
 def main() -> None:
-    for name in sys.argv[1:] or TABLES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*TABLES, [])  # argparse checks the default as well
+    parser.add_argument("pages", nargs="*", choices=names, metavar="PAGE", help=", ".join(TABLES))
+    for name in parser.parse_args().pages or TABLES:
         (PAGES / f"{name}.md").write_text(filled(name), encoding="utf-8")
         DRAWINGS[name](FIGURES)
 
