@@ -303,7 +303,7 @@ def _chance(nearest: Width | None, whole: Sequence[Width]) -> str:
 
 def table(result: ProbeResult) -> Table:
     """Return one row per width, with the recommended one marked; the last column says why others are not."""
-    names = "changed", "broken", "cut off", "spread", "drop", "kept", "drift", "gain a generation", "chance"
+    names = "changed", "broken", "cut off", "spread", "drop", "kept", "noise cost", "gain a generation", "chance"
     shown = Table("", result.setting, *names)
     for column in shown.columns[1:]:
         column.justify = "right"
