@@ -259,6 +259,9 @@ def test_importing_the_config_imports_no_torch():
 def test_sections_that_a_method_does_not_read(tree, es, grpo):
     config = from_dict({"es": {"sigma": 0.01}, **tree})
     assert (set(config.unused(grpo=False)), set(config.unused(grpo=True))) == (es, grpo)
+    for left_out in (es, grpo):
+        kept = (yaml.safe_load(to_yaml(config, without=left_out, changed=changed)) for changed in (False, True))
+        assert not any(left_out & set(tree) for tree in kept)
     again = yaml.safe_load(to_yaml(config, without=config.unused(grpo=False)))
     assert from_dict(again) == config.model_copy(update={"grpo": from_dict(again).grpo})
 

@@ -140,7 +140,8 @@ def to_yaml(config: Config, without: Iterable[str] = (), *, changed: bool = Fals
 
     Both load to the same config. The names of space, task, model and engine are always included.
     """
-    tree = config.model_dump(mode="json", exclude={*without})
+    left_out = {*without}
+    tree = {name: section for name, section in config.model_dump(mode="json").items() if name not in left_out}
     tree = _changed(config, tree) if changed else tree
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
