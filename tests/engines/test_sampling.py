@@ -8,7 +8,7 @@ from families import PROMPTS, Bench, ids, make_config, next_logits, requests
 from scipy.stats import chisquare
 
 from evoalign import noise
-from evoalign.engines.transformers.decode import draw
+from evoalign.engines.transformers.decode import BLOCK, draw
 from evoalign.types import MEAN_PLAN, Plan, Request, Sampling
 
 WARM = Sampling(12, temperature=0.8, top_p=0.9)
@@ -23,10 +23,12 @@ def bench(folder):
 
 
 def inverse_cdf(logits, uniform, sampling):
-    """Draw in NumPy from the definition: likeliest first, the smallest set that reaches top_p."""
+    """Draw in NumPy from the definition: with top_p likeliest first, the smallest set that reaches it."""
     z = np.asarray(logits, dtype=np.float64) / sampling.temperature
     p = np.exp(z - z.max())
     p /= p.sum()
+    if sampling.top_p == 1:
+        return int(np.searchsorted(np.cumsum(p) / p.sum(), uniform))
     order = np.argsort(-p, kind="stable")
     kept = []
     for token in order:
@@ -53,6 +55,31 @@ def test_the_ends_of_the_unit_interval_draw_a_kept_token(uniform):
     logits = torch.tensor([[0.0, 3.0, -2.0, 1.0], [-1e4, -1e4, 0.0, -1e4]])
     got = draw(logits, torch.tensor([uniform, uniform], dtype=torch.float64), Sampling(1, 1.0, 0.95))
     assert got.tolist() == ([1, 2] if uniform < 0.5 else [3, 2])
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK - 1, BLOCK, 3 * BLOCK + 7, 151_936])
+def test_each_token_has_its_share_of_the_unit_interval(vocabulary):
+    """Of uniforms on a grid, a token gets as many as lie in its interval; one of probability 0 none."""
+    logits = 3 * torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[0, ::3] = -torch.inf
+    grid = (torch.arange(2_000, dtype=torch.float64) + 0.5) / 2_000
+    drawn = draw(logits.expand(len(grid), -1), torch.cat([grid[1:], grid[:1]]), Sampling(1, 1.3))
+    wanted = (logits[0].double() / 1.3).softmax(-1) * len(grid)
+    assert ((torch.bincount(drawn, minlength=vocabulary) - wanted).abs() < 1.01).all()
+    assert torch.isfinite(logits[0, drawn]).all()
+
+
+@pytest.mark.parametrize("uniform", [2.0**-33, 0.5, 1 - 2.0**-33])
+def test_a_token_of_probability_1_is_drawn_wherever_it_is(uniform):
+    tokens = torch.tensor([0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+    logits = torch.full((len(tokens), 2 * BLOCK + 4), -torch.inf).scatter(1, tokens[:, None], 0.0)
+    assert draw(logits, torch.full((len(tokens),), uniform).double(), Sampling(1, 1.0)).tolist() == tokens.tolist()
+
+
+def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary():
+    """The engine refuses them afterwards, so that a graph needs no branch."""
+    logits = torch.tensor([[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
+    assert draw(logits, torch.full((3,), 0.9).double(), Sampling(1, 1.0)).max() < 2
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.7, 0.95, 0.999, 1.0])

@@ -78,7 +78,7 @@ class Footprint:
         return self.cache * tokens + self.logits(greedy=greedy)
 
     def logits(self, *, greedy: bool) -> int:
-        """Return the bytes of one row's logits: with a copy if greedy, else sorted in float64 (measured)."""
+        """Return the bytes of one row's logits: with a copy if greedy, else sorted in float64 (measured; `top_p`)."""
         return (12 if greedy else 40) * self.vocabulary
 
     def prefill(self, width: int, columns: int) -> int:
