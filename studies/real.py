@@ -274,11 +274,9 @@ def timed_by(job: str) -> tuple[str, ...]:
         case ["hack", "es", _]:
             return (f"r/es/0.5/{PROXIED}/{CHOICE}",)
         case ["hack", "grpo", *_]:
-            return (f"time/r/{PROXIED}",)
+            return (f"mix/grpo/engine/{PROXIED}/{CHOICE}",)
         case ["mix", "es", "0", task, _]:
             return (f"r/es/best/{task}/{CHOICE}",)
-        case ["mix", "grpo", "engine", task, _]:
-            return (f"r/grpo/best/{task}/{CHOICE}",)
         case [("p" | "r") as kind, "grpo" | "random", rate, task, _]:
             return f"{kind}/grpo/{rate}/{task}/{CHOICE}", f"time/{kind}/{task}"
         case _:

@@ -334,7 +334,7 @@ def long(study: Study) -> Iterator[Line]:
         exact = share(run.before.mean()), share(run.after.mean()), points(run.gain)
         warned = first_warning(run.row)
         at = "none" if warned is None else f"{warned} of {len(run.row['generations'])}"
-        yield run.value, run.seed, *exact, *_placebos(run), *_cost(run), at
+        yield run.value, run.seed, *exact, *_placebos(run), *_other(run), *_cost(run), at
 
 
 def hack(study: Study) -> Iterator[Line]:
@@ -398,7 +398,7 @@ HEADS: dict[str, Sequence[str]] = {
              "loss on the other task, points"),
     "mix": ("update, completions", "exact, mean", "runs"),
     "mix_effects": ("effect", "seeds", "points (95 %)"),
-    "long": ("weights", "seed", "exact, before", "after", "gain, points (95 %)", *PLACEBOS, *COST,
+    "long": ("weights", "seed", "exact, before", "after", "gain, points (95 %)", *PLACEBOS, *OTHER, *COST,
              "first warning of the axis report, generation"),
     "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K), "support lost beyond chance, points", "gained"),
     "hack": ("arm", "seed", "steps", "KL, nats per token", "brevity, before", "after", "exact, before", "after",

@@ -35,7 +35,8 @@ def study(tmp_path: Path, *sets: str) -> real.Study:
         found.keep(f"probe/{space}/tool_calls/100", {"width": 0.001})
         found.keep(f"probe/{space}/countdown/100", {"width": 0.001})
     found.keep("probe/lowrank/word_problems/100", {"width": 0.002})
-    timed = "time/p/tool_calls", "time/r/tool_calls", "time/r/word_problems"
+    sampled = (f"mix/grpo/engine/{task}/100" for task in ("tool_calls", "word_problems"))
+    timed = "time/p/tool_calls", "time/r/tool_calls", *sampled
     same = "mix/es/1/tool_calls/100", "mix/grpo/es/tool_calls/100", "r/es/0.5/tool_calls/100"
     rows: dict[str, Any] = {"generations": [{"seconds": {"rollout": 2.0, "update": 1.0, "other": 5.0}}]}
     for job in (*timed, *same, "p/lowrank/tool_calls/0", "r/es/0.5/word_problems/100"):
@@ -112,6 +113,7 @@ def test_es_runs_have_the_settings_of_the_plan(
         ("time/r/tool_calls", 16, 1e-6, "full", 4),
         ("mix/grpo/engine/tool_calls/0", 16, 1e-5, "full", 30),
         ("mix/grpo/es/tool_calls/100", 16, 1e-5, "full", 5),
+        ("mix/grpo/engine/tool_calls/100", 16, 1e-5, "full", 5),
         ("hack/grpo/1e-6/0", 16, 1e-6, "full", 30),
     ],
 )

@@ -355,7 +355,8 @@ def wrong_axis(axes: Axes, config: Config) -> str | None:
     return (
         f"the coefficients follow {max(others, key=others.__getitem__)}{length}, not {right}: {percent(lasting)} of "
         f"the generalising differences between members, of which {', '.join([*others, *EFFECTS])} predict {share:.0%} "
-        f"without {right}; {solved:.1%} of the completions are right: reward {right} alone with {setting}{longer}"
+        f"without {right}; {solved:.1%} of the completions are right: if that does not rise, try {right} alone with "
+        f"{setting}{longer}"
     )
 
 
