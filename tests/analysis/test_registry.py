@@ -50,7 +50,7 @@ class Drawn(Finding):
 READ_ONLY = {"axes", "compare", "efficiency", "safety"}
 """Analyses that read what runs wrote, and report no progress."""
 SETTINGS = {
-    "alignment": ["members=8", "prompts=2", "samples=4", "sigma=[1, 2]"],
+    "alignment": ["members=8", "prompts=4", "samples=16", "sigma=[1, 2]"],
     "connectivity": ["points=3", "low=0", "high=1", "examples=3", "tokens=2", "sigma=0.01", "trials=3"],
     "coverage": ["temperature=[0.5]", "sigma=[0.01]", "samples=2", "examples=2", "tokens=2", "k=[1]"],
     "divergence": ["prompts=2", "tokens=1"],

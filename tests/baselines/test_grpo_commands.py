@@ -304,7 +304,8 @@ def test_train_requires_a_section_es_and_grpo_that_of_a_method(
 
 
 def test_doctor_accepts_a_config_for_grpo_only(tmp_path: Path) -> None:
-    found = doctor.doctor(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
+    short = config(tmp_path / "runs/new", grpo={"num_generations": 4}, sampling={"max_tokens": 2})
+    found = doctor.doctor(from_dict(short))
     assert [f.name for f in found[3:]] == [name for name, _ in doctor.checks_of("grpo")]
     odd = {name: status for name, status in statuses(found[3:]).items() if status != "ok"}
     assert odd == {"canary": "skipped", "generation": "warning"}  # a few tokens end no completion

@@ -271,7 +271,7 @@ class Stub:
         await asyncio.sleep(0.02)
         self.now -= 1
         said = self.says(path, body)
-        if isinstance(said, Exception):
+        if isinstance(said, BaseException):
             raise said
         return said
 

@@ -81,7 +81,7 @@ def test_fitness_is_reported_everywhere(runs):
         assert "rewards" not in other
     first, second, floor = rows[0]["diagnosis"]["control"]
     assert [first, second] == pytest.approx(plain[0]["diagnosis"]["control"][:2])
-    assert floor == abs(first - second) / math.sqrt(2) > 0
+    assert floor == pytest.approx(abs(first - second) / math.sqrt(2)) and floor > 0
     assert f"mean {name} {rows[0]['mean']:.4g}" in said and f"helpful {rows[0]['rewards']['helpful']:.4g}" in said
     report = json.loads((folder / "mean/results/evaluation.json").read_text())
     assert list(report["before"])[:2] == [name, "reward"]
