@@ -182,7 +182,7 @@ def contrasts(study: Study, task: str) -> Iterator[Line]:
         for name, other in others.items():
             pair = adjusted.get(arm) if name == "3-shot" else None
             yield f"{called} less {name}", len(runs), points(_less(runs, other)), *_p(pair)
-        for name in ("3-shot", "self-consistency", "GRPO LoRA"):
+        for name in ("3-shot", "self-consistency", "zero-shot, 640 tokens", "GRPO LoRA"):
             for kind, rows in (("kinds of training", ~kept), ("unseen kinds", kept)):
                 if name in others and kept.any():
                     gap = _less(runs, others[name], rows)

@@ -76,8 +76,18 @@ def test_a_token_of_probability_1_is_drawn_wherever_it_is(uniform):
     assert draw(logits, torch.full((len(tokens),), uniform).double(), Sampling(1, 1.0)).tolist() == tokens.tolist()
 
 
-def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary():
-    """The engine refuses them afterwards, so that a graph needs no branch."""
+@pytest.mark.parametrize("temperature", [0.003, 0.1])
+def test_low_temperatures_keep_the_distribution_of_large_logits(temperature):
+    """At 30 and more the division of a float32 logit alone would lose digits."""
+    logits = torch.tensor([[30.0, 30.0 + 0.5 * temperature, 29.9]])
+    grid = (torch.arange(50_000, dtype=torch.float64) + 0.5) / 50_000
+    drawn = draw(logits.expand(len(grid), -1), grid, Sampling(1, temperature))
+    wanted = (logits[0].double() / temperature).softmax(-1) * len(grid)
+    assert ((torch.bincount(drawn, minlength=3) - wanted).abs() < 1.1).all()
+
+
+def test_logits_that_are_not_finite_draw_a_token_of_the_vocabulary():
+    """The decoders refuse them afterwards, so that a graph needs no branch."""
     logits = torch.tensor([[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
     assert draw(logits, torch.full((3,), 0.9).double(), Sampling(1, 1.0)).max() < 2
 

@@ -250,9 +250,11 @@ def test_earlier_rollouts_do_not_change_prefill_pieces(folder, monkeypatch):
     assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
-def test_nan_logits_raise_not_finite_error(folder):
-    with bench_of(folder) as bench:
-        bench.model.model.layers[1].mlp.down_proj.weight.data[3, 3] = torch.nan
+@pytest.mark.parametrize("decoder", ["static", "library"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_raise_an_error(folder, decoder, value):
+    with bench_of(folder, decoder) as bench:
+        bench.model.lm_head.weight.data[3] = value
         for sampling in (GREEDY, WARM):
             with pytest.raises(NotFiniteError, match="not finite"):
                 bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))

@@ -350,13 +350,13 @@ def wrong_axis(axes: Axes, config: Config) -> str | None:
     setting = f"task.objective {{name: weighted_sum, weights: {{{right}: 1}}}}"
     if cls is not None and cls.takes_weights and config.task.objective is None:
         setting = f"task.reward_weights {[float(name == right) for name in lasting]}"
-    longer = f", and sampling.max_tokens {2 * tokens} ({is_cut:.0%} are cut off)" if is_cut >= CUT else ""
+    longer = f"; sampling.max_tokens {2 * tokens}, as {is_cut:.0%} are cut off" if is_cut >= CUT else ""
     length = " and length" if axes.predicted(EFFECTS) >= PREDICTABLE else ""
     return (
         f"the coefficients follow {max(others, key=others.__getitem__)}{length}, not {right}: {percent(lasting)} of "
         f"the generalising differences between members, of which {', '.join([*others, *EFFECTS])} predict {share:.0%} "
-        f"without {right}; {solved:.1%} of the completions are right: if that does not rise, try {right} alone with "
-        f"{setting}{longer}"
+        f"without {right}; {solved:.1%} of the completions are right: if {right} does not rise soon, reward it alone "
+        f"with {setting}{longer}"
     )
 
 

@@ -147,7 +147,7 @@ class Decoder:
         )
 
     def _choose(self, logits: torch.Tensor, rows: _Rows, step: int, sampling: Sampling) -> torch.Tensor:
-        if bool(logits.isnan().any()):
+        if not bool(logits.amax(-1).isfinite().all()):
             raise NotFiniteError(
                 "the model's logits are not finite; lower es.sigma (GRPO: grpo.learning_rate), or set model.dtype to "
                 "bfloat16 or float32"
@@ -196,14 +196,14 @@ def size_for(rows: int) -> int:
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Draw tokens [B] by inverse transform, in the order of the vocabulary; with `top_p` below 1 likeliest first.
 
-    `uniform` [B] in (0, 1) is common to all members of a (prompt, sample), so members with the same distribution draw
-    the same token. Members that differ a little agree more often in the order of the vocabulary, where no ranks change,
-    and a sort takes longer than the rest of a step. `top_p` keeps the smallest set that reaches it, as in transformers.
+    `uniform` [B], of 32 bits in (0, 1), is common to all members of a (prompt, sample), so members with the same
+    distribution draw the same token. `top_p` keeps the smallest set that reaches it, as in transformers; its sort can
+    take longer than the rest of a step.
     """
     if sampling.top_p < 1:
         return _draw_likeliest(logits, uniform, sampling)
-    weight = logits.float() / sampling.temperature
-    weight.sub_(weight.amax(-1, keepdim=True)).exp_()
+    below = logits.float() - logits.amax(-1, keepdim=True).float()
+    weight = below.div_(sampling.temperature).exp_()
     blocks = functional.pad(weight, (0, -weight.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]

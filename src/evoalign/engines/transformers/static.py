@@ -239,7 +239,7 @@ class StaticDecoder:
             token = draw(logits, noise.uniforms(self._plain.key, step, state.stream[rows]), sampling)
         own = logits.gather(1, token[:, None])[:, 0].float()
         # If any logit is NaN, so is the maximum.
-        odd = own.isnan() if draws.temperature == 0 else logits.isnan().any(-1)
+        odd = ~(own if draws.temperature == 0 else logits.amax(-1)).isfinite()
         state.finite.logical_and_(~(odd & ~done).any())
         state.ids[place, step] = token
         if draws.logprobs:
