@@ -104,7 +104,7 @@ def test_waiting_rows_enter_as_others_leave(folder, monkeypatch):
         own(self, memory, size, draws)
         assert torch.equal(memory.state.position[:size], at + ~done), "rows that are done do not advance"
 
-    some = asked(sampling=Sampling(30, temperature=1.3))
+    some = asked(sampling=Sampling(30, temperature=1.3, top_p=0.999))
     many = [replace(r, index=r.index + 100 * k, prompt_ids=r.prompt_ids[k:]) for k in range(3) for r in some]
     stops = range(0, VOCABULARY, 30)
     with bench_of(folder, "library", stop_ids=stops) as bench:
@@ -112,8 +112,7 @@ def test_waiting_rows_enter_as_others_leave(folder, monkeypatch):
     monkeypatch.setattr(StaticDecoder, "_step", counted)
     with bench_of(folder, stop_ids=stops, engine={"max_rows": 12}) as bench:
         found = bench.ask(bench.plan(), many)
-    rows, others = tokens_of(found), tokens_of(wanted)
-    assert sum(rows[at] != others[at] for at in others) <= 2, "they round otherwise, which rarely changes a draw"
+    assert tokens_of(found) == tokens_of(wanted)
     assert len(found) == 9 * max(live) == 9 * 12
     while_some_wait = live[: len(live) - 30]
     assert len(while_some_wait) > 30 and sum(while_some_wait) > 0.8 * 12 * len(while_some_wait)
@@ -254,7 +253,7 @@ def test_earlier_rollouts_do_not_change_prefill_pieces(folder, monkeypatch):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_raise_an_error(folder, decoder, value):
     with bench_of(folder, decoder) as bench:
-        bench.model.lm_head.weight.data[3] = value
+        bench.model.lm_head.weight.data[[3, 4], 0] = torch.tensor([value, -value])  # one of the two logits is inf
         for sampling in (GREEDY, WARM):
             with pytest.raises(NotFiniteError, match="not finite"):
                 bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))
