@@ -76,6 +76,14 @@ def test_a_token_of_probability_1_is_drawn_wherever_it_is(uniform):
     assert draw(logits, torch.full((len(tokens),), uniform).double(), Sampling(1, 1.0)).tolist() == tokens.tolist()
 
 
+def test_the_end_of_a_block_draws_a_token_of_it_however_sums_are_rounded():
+    """Half of the mass lies in each of two equal blocks, whose first tokens have none."""
+    block = 10 * torch.randn(500, BLOCK, generator=torch.Generator().manual_seed(0))
+    block[:, 0] = -torch.inf
+    drawn = draw(torch.cat([block, block], 1), torch.full((500,), 0.5).double(), Sampling(1, 1.0))
+    assert (drawn < BLOCK).all()
+
+
 @pytest.mark.parametrize("temperature", [0.003, 0.1])
 def test_low_temperatures_keep_the_distribution_of_large_logits(temperature):
     """At 30 and more the division of a float32 logit alone would lose digits."""
