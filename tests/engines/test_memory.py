@@ -9,6 +9,7 @@ from families import FAMILIES, Bench, ids, make_config, requests
 from live_memory import LiveMemory
 from transformers import AutoModelForCausalLM
 
+from evoalign.engines.transformers.decode import draw
 from evoalign.engines.transformers.prefill import RoomCache
 from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import MEAN_PLAN, Sampling
@@ -75,6 +76,17 @@ def test_rollout_stays_within_memory_gib(space, target, temperature, decoder, fo
     assert peak(folder, space, limit / 2**30, temperature, target, decoder) < limit
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_footprint_bounds_the_memory_of_a_draw(top_p, dtype):
+    vocabulary, rows, sampling = 50_000, 4, Sampling(1, 1.0, top_p)
+    uniform = torch.rand(rows, dtype=torch.float64)
+    with LiveMemory() as live:
+        draw(torch.zeros(rows, vocabulary, dtype=dtype), uniform, sampling)
+    told = rows * Footprint(0, 0, 0, vocabulary).logits(sampling)
+    assert told / 2 < live.peak < told
+
+
 LIMIT = 4 * 2**20
 
 
@@ -102,7 +114,7 @@ def test_static_decoder_reallocates_when_logits_need_more_memory(limited):
     rows = static._memory.shape.rows
     limited.ask(MEAN_PLAN, requests([ids(8, i) for i in range(rows)], Sampling(4, 1.0)))
     footprint = Footprint.of(limited.model)
-    taken = static._bytes_of(static._memory.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
+    taken = static._bytes_of(static._memory.shape) + rows * footprint.logits(Sampling(4, 1.0)) + footprint.least(8)
     assert rows < 60 and taken <= LIMIT
 
 

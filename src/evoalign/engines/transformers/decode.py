@@ -86,7 +86,7 @@ class Decoder:
     def rows(self, requests: Sequence[Request], room: float) -> int:
         """Return how many rows fit in `room` bytes, for requests with the same sampling, by the longest prompt."""
         sampling, longest = requests[0].sampling, max(len(r.prompt_ids) for r in requests)
-        row = self.footprint.row(longest + sampling.max_tokens, greedy=sampling.temperature == 0)
+        row = self.footprint.row(longest + sampling.max_tokens, sampling)
         return max(1, int((room - self.footprint.least(longest)) / row))
 
     @torch.inference_mode()
@@ -99,7 +99,7 @@ class Decoder:
         """
         sampling, wants_logprobs = pairs[0][1].sampling, any(r.logprobs for _, r in pairs)
         columns = max(len(r.prompt_ids) for _, r in pairs) + sampling.max_tokens
-        spare = room - len(pairs) * self.footprint.row(columns, greedy=sampling.temperature == 0)
+        spare = room - len(pairs) * self.footprint.row(columns, sampling)
         slots = torch.tensor([slot for slot, _ in pairs], device=self._device)
         cache = RoomCache(self.forward.layers, columns)
         read = Prefill(self.forward, self.footprint, cache, adapters, spare).run(pairs, columns, self.pad_id)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from evoalign.config import Config
-    from evoalign.types import Layout, TensorSpec
+    from evoalign.config.decoding import SamplingConfig
+    from evoalign.types import Layout, Sampling, TensorSpec
 
 DEFAULT_MEMORY_GIB = 2.0
 
@@ -73,13 +74,14 @@ class Footprint:
             vocabulary=text.vocab_size,
         )
 
-    def row(self, tokens: int, *, greedy: bool) -> int:
+    def row(self, tokens: int, sampling: Sampling | SamplingConfig) -> int:
         """Return the bytes of one row while it is decoded: its cache and its logits."""
-        return self.cache * tokens + self.logits(greedy=greedy)
+        return self.cache * tokens + self.logits(sampling)
 
-    def logits(self, *, greedy: bool) -> int:
-        """Return the bytes of one row's logits: with a copy if greedy, else sorted in float64 (measured; `top_p`)."""
-        return (12 if greedy else 40) * self.vocabulary
+    def logits(self, sampling: Sampling | SamplingConfig) -> int:
+        """Return the bytes of one row's logits and of a draw from them, which with `top_p` sorts in float64."""
+        each = 12 if sampling.temperature == 0 else 16 if sampling.top_p == 1 else 40
+        return each * self.vocabulary
 
     def prefill(self, width: int, columns: int) -> int:
         """Return the bytes to read one row of `width` tokens, without its cache of `columns`."""
@@ -148,7 +150,7 @@ class TransformersConfig(EngineSettings):
 
         drawn, model = (config.sampling, config.evaluation), model_config(config.model)
         footprint = Footprint.of_shapes(model, [(spec.name, spec.shape) for spec in specs], dtype.itemsize)
-        most, greedy = max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
+        most = max(s.max_tokens for s in drawn)
         supported = on_gpu(config) or (dtype.itemsize == 4 and compiled.here())
         supported = supported and model.model_type in STATIC_TYPES
         fixed = self.decoder == "static" or (self.decoder == "auto" and supported)
@@ -157,7 +159,8 @@ class TransformersConfig(EngineSettings):
         deterministic = not on_gpu(config) if config.deterministic is None else config.deterministic
         # The static decoder reads prompts in pieces; when deterministic, the pieces have a fixed size.
         reading = footprint.least(prompt) if fixed and deterministic else rows * footprint.prefill(prompt, prompt)
-        wanted = float(rows * (footprint.row(tokens, greedy=greedy) + written) + reading)
+        row = max(footprint.row(tokens, s) for s in drawn)
+        wanted = float(rows * (row + written) + reading)
         if self.memory_gib is None and on_gpu(config) and not config.deterministic:
             return wanted
         return min(wanted, (self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30)

@@ -103,7 +103,7 @@ class StaticDecoder:
         """Return how many rows and members fit together in `room` bytes; further rows wait."""
         sampling, longest = requests[0].sampling, max(len(r.prompt_ids) for r in requests)
         shape = Shape(1, columns(longest + sampling.max_tokens), sampling.max_tokens, 0)
-        each = self._bytes_of(shape) + self._footprint.logits(greedy=sampling.temperature == 0)
+        each = self._bytes_of(shape) + self._footprint.logits(sampling)
         pairs = len(requests) * (members if requests[0].member is None else 1)
         room -= self._footprint.least(longest) + each  # one place is for padding rows
         if pairs * each + members * self._member_bytes > room and self._member_bytes:
@@ -129,7 +129,7 @@ class StaticDecoder:
         """
         sampling, full = pairs[0][1].sampling, min(rows, len(pairs))
         draws = Draws(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in pairs))
-        room -= full * self._footprint.logits(greedy=sampling.temperature == 0)
+        room -= full * self._footprint.logits(sampling)
         turn = self._turn = object()
         memory = self._prepare(pairs, serve, full, room)
         fixed, spare = self._plain.deterministic, room - self._bytes_of(memory.shape)
