@@ -34,9 +34,9 @@ demo: $(STAMP)
 	$(BIN)/evoalign demo
 	@echo 'evoalign is on the path after:  . $(BIN)/activate'
 
-# One thread a worker: two workers with two threads each would take turns on two cores. Modules are compiled once, and not
-# by each process that a test starts.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang
+# One thread a worker: two workers with two threads each would take turns on two cores. A third one works while others wait
+# for processes. Modules are compiled once, and not by each process that a test starts.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not long"

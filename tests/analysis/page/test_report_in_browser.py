@@ -272,10 +272,10 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
     """A real run in a process of its own; what was typed and opened stays while the page goes on."""
     config = {
         "output_dir": str(tmp_path / "run"),
-        "es": {"num_generations": 4, "population_size": 4, "sigma": 0.05, "learning_rate": 0.02},
+        "es": {"num_generations": 2, "population_size": 4, "sigma": 0.05, "learning_rate": 0.02},
         "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
         "evaluation": {"max_tokens": 8}, "engine": {"threads": 1},
-        "checks": {**UNCHECKED, "placebo": 2},
+        "checks": {**UNCHECKED, "placebo": 1},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -295,9 +295,9 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         tab.page.get_by_label("Search").fill("what")
         tab.page.locator("#made-0 summary").click()
         (tmp_path / "open").touch()
-        tab.page.get_by_text("generation 4 of 4").wait_for(timeout=120_000)
+        tab.page.get_by_text("generation 2 of 2").wait_for(timeout=120_000)
         tab.page.locator("#placebo").wait_for(timeout=120_000)
-        tab.page.get_by_text("done; generation 4 of 4").wait_for(timeout=120_000)
+        tab.page.get_by_text("done; generation 2 of 2").wait_for(timeout=120_000)
         assert training.wait(timeout=120) == 0
         assert tab.page.get_by_label("Search").input_value() == "what"
         assert tab.page.evaluate("document.getElementById('made-0').open")
