@@ -62,7 +62,8 @@ def test_each_token_has_its_share_of_the_unit_interval(vocabulary):
     """Of uniforms on a grid, a token gets as many as lie in its interval; one of probability 0 none."""
     logits = 3 * torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(0))
     logits[0, ::3] = -torch.inf
-    grid = (torch.arange(500, dtype=torch.float64) + 0.5) / 500
+    count = 2_000 if vocabulary < 10_000 else 500
+    grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     drawn = draw(logits.expand(len(grid), -1), grid, Sampling(1, 1.3))
     wanted = (logits[0].double() / 1.3).softmax(-1) * len(grid)
     assert ((torch.bincount(drawn, minlength=vocabulary) - wanted).abs() < 1.01).all()
@@ -104,7 +105,8 @@ def test_logits_that_are_not_finite_draw_a_token_of_the_vocabulary():
 def test_the_kept_set_is_that_of_transformers(top_p):
     from transformers import TopPLogitsWarper
 
-    grid = (torch.arange(4_000, dtype=torch.float64) + 0.5) / 4_000
+    count = 40_000 if top_p < 1 else 4_000  # at 1 no token is cut
+    grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for seed in range(10):
         logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed))
         warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits.clone())

@@ -304,6 +304,19 @@ def test_batch_bytes_counts_the_fixed_memory(folder):
     assert said("auto", torch.bfloat16) == said("library", torch.bfloat16) != said("static", torch.bfloat16)
 
 
+@pytest.mark.parametrize("section", ["sampling", "evaluation"])
+def test_batch_bytes_are_those_of_the_draws_that_need_more(folder, section):
+    trees = [{section: {"temperature": t, "top_p": p}} for t, p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))]
+    with Bench(make_config(folder, "lowrank")) as bench:
+        specs, own = bench.engine.specs(), Footprint.of(bench.model)
+    found = []
+    for tree in trees:
+        config = make_config(folder, "lowrank", engine={"memory_gib": 1, "device": "cpu"}, **tree)
+        found.append(config.engine.batch_bytes(config, specs, torch.float32, 10, 30))
+    needs = [own.logits(Sampling(1, *tree[section].values())) for tree in trees]
+    assert found == [found[0] + 10 * (need - needs[0]) for need in needs] and len({*needs}) == 3
+
+
 def test_static_size_for_returns_few_sizes():
     sizes = [size_for(rows, 1 << 20) for rows in range(1, 4097)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)

@@ -59,7 +59,7 @@ GENERATION = 10**9
 """Generation of the members' noise, which no run uses."""
 NUMBERS = 1 << 26
 """Most numbers of all noises together that are held at a time, in float32: 256 MiB; on a GPU 16 times as many, because
-each noise of a block is a call of its own, and calls for small blocks leave a GPU idle."""
+each noise of a block needs a call, and calls for small blocks leave a GPU idle."""
 SHUFFLES = 199
 FEWEST = 8
 
