@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the jobs `coverage` and `alignment` of real.py, and of kinds of word problems; used by real_tables.py."""
+"""Tables of `coverage`, `alignment` and `hack` of real.py, and of kinds of word problems; used by real_tables.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from evoalign.analysis.coverage.command import BEYOND
 from evoalign.tasks.word_problems import WordProblems
-from real_rows import NAMES, Row, Study, points, share, stacked
+from real_rows import NAMES, Row, Study, by_seed, number, points, share, stacked
 
 SHOWN_K = (1, 4, 16, 64, 512)
+KLS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+"""KL from the base, nats per token, at which the runs of `hack` are compared."""
 KINDS = {"tank": " empty tank ", "trip": " km to ", "printers": " printers ", "shop": " mugs "}
 """Templates of word problems that training does not have, by words that only they have."""
 
@@ -42,11 +46,33 @@ def alignment(study: Study, task: str) -> Iterator[Sequence[object]]:
     """Yield the cosine of the step of ES with the gradient by rank, sigma and members."""
     for target in study.rows.get(f"alignment/{task}", {}).get("alignment", {}).get("targets", []):
         for at in target["rows"]:
-            cosine, ends = at["cosine"], ""
-            if cosine["low"] is not None:
-                ends = f" ({cosine['low']:.4f} to {cosine['high']:.4f})"
-            expected, p = f"{at['expected']:.4f}", f"{at['placebo']['p']:.2g}"
-            yield at["rank"], f"{at['sigma']:g}", at["members"], f"{cosine['mean']:.4f}{ends}", expected, p
+            cosine = at["cosine"]
+            shown = (cosine["mean"], cosine["low"], cosine["high"], at["corrected"]["mean"], at["expected"])
+            mean, low, high, *others = (f"{1e6 * value:.0f}" for value in shown)
+            p = f"{at['placebo']['p']:.2g}"
+            yield at["rank"], f"{at['sigma']:g}", at["members"], f"{mean} ({low} to {high})", *others, p
+
+
+def hack(study: Study) -> Iterator[Sequence[object]]:
+    """Yield the runs with brevity as the reward: brevity and exact share before, after and at equal KL."""
+    for run in study.find("hack"):
+        ends = run.curve()[0], run.curve()[-1]
+        brief, exact = [number(end["reward"]) for end in ends], [share(end["exact"]) for end in ends]
+        at = (f"{share(run.at_kl(kl))}, {number(run.at_kl(kl, 'reward'))}" for kl in KLS)
+        yield run.called, run.seed, len(run.row["generations"]), number(run.kl), *brief, *exact, *at
+
+
+def hack_contrasts(study: Study) -> Iterator[Sequence[object]]:
+    """Yield the mean exact share and brevity of ES and GRPO at each KL that runs of both reach."""
+    runs = [study.find("hack", arm) for arm in ("es", "grpo")]
+    for kl in KLS:
+        exact, brief = (
+            [by_seed(own, lambda run, kl=kl, of=of: run.at_kl(kl, of)) for own in runs] for of in ("exact", "reward")
+        )
+        if all(exact):
+            (a, b), means = ([float(np.mean(list(one.values()))) for one in found] for found in (exact, brief))
+            at = f"{kl:g}", f"{len(exact[0])} and {len(exact[1])}", share(a), share(b), points(a - b)
+            yield *at, *map(number, means)
 
 
 def kinds(study: Study, task: str) -> Iterator[Sequence[object]]:

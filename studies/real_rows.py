@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -297,6 +297,15 @@ def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> Lines:
 def share(value: float | np.floating[Any] | None) -> str:
     """Return a share in per cent."""
     return "-" if value is None else f"{value:.1%}"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def by_seed(runs: Sequence[Run], of: Callable[[Run], float | None]) -> dict[int, float]:
+    """Return a number of each run by its seed, of those that have it."""
+    return {run.seed: float(value) for run in runs if (value := of(run)) is not None}
 
 
 def points(value: float | Estimate | None) -> str:

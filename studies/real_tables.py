@@ -20,7 +20,7 @@ import real_figures
 from evoalign import statistics
 from evoalign.analysis.compare.statistics import Pair, adjust, compare, shared
 from evoalign.statistics import Estimate
-from real_analyses import KINDS, SHOWN_K, alignment, coverage, kinds
+from real_analyses import KINDS, KLS, SHOWN_K, alignment, coverage, hack, hack_contrasts, kinds
 from real_rows import (
     CHOICE,
     NAMES,
@@ -31,7 +31,9 @@ from real_rows import (
     Row,
     Run,
     Study,
+    by_seed,
     first_warning,
+    number,
     paired,
     points,
     share,
@@ -46,8 +48,6 @@ SHARES = (0.5, 0.75)
 """Parts of a run's seconds at which ES and GRPO are compared as well."""
 SAMPLED = (1, 4)
 """k of pass@k in R, of 4 samples."""
-KLS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""KL from the base, nats per token, at which the runs of `hack` are compared."""
 Line = Sequence[object]
 Booleans = NDArray[np.bool_]
 
@@ -225,7 +225,7 @@ def against_grpo(study: Study, task: str) -> Iterator[Line]:
         sampled = (share(np.mean(found)) if found else "-" for found in bases)
         yield f"base of {called}", "-", share(own[0].before.mean()), "-", "-", *sampled, *8 * "-"
     for run in runs:
-        kl = _number(run.kl)
+        kl = number(run.kl)
         value = f"{_called(run)}" if run.arm != "es" else f"{run.called}, eta {run.value}"
         exact = share(run.after.mean()), points(run.gain), points(run.gain_of_whole)
         sampled = (share(run.pass_at(k)) for k in SAMPLED)
@@ -262,11 +262,6 @@ def _both(
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Return a number of the runs of both methods by seed."""
     return by_seed(es, of), by_seed(grpo, of)
-
-
-def by_seed(runs: Sequence[Run], of: Callable[[Run], float | None]) -> dict[int, float]:
-    """Return a number of each run by its seed, of those that have it."""
-    return {run.seed: float(value) for run in runs if (value := of(run)) is not None}
 
 
 def _gap(called: str, es: Mapping[int, float], grpo: Mapping[int, float], crossed: Estimate | None = None) -> Line:
@@ -323,6 +318,7 @@ def effects(study: Study, task: str) -> Iterator[Line]:
     both = (sampled_es - greedy_es) - (sampled_grpo - greedy_grpo)
     for called, values in (
         ("update: ES less GRPO", update), ("completions: temperature 1 less greedy members", kind),
+        ("the same, with ES alone", sampled_es - greedy_es), ("the same, with GRPO alone", sampled_grpo - greedy_grpo),
         ("interaction: the effect of completions with ES less that with GRPO", both),
     ):  # fmt: skip
         yield called, len(seeds), points(statistics.mean(values))
@@ -335,28 +331,6 @@ def long(study: Study) -> Iterator[Line]:
         warned = first_warning(run.row)
         at = "none" if warned is None else f"{warned} of {len(run.row['generations'])}"
         yield run.value, run.seed, *exact, *_placebos(run), *_other(run), *_cost(run), at
-
-
-def hack(study: Study) -> Iterator[Line]:
-    """Yield the runs with brevity as the reward: brevity and exact share before, after and at equal KL."""
-    for run in study.find("hack"):
-        ends = run.curve()[0], run.curve()[-1]
-        brief, exact = [_number(end["reward"]) for end in ends], [share(end["exact"]) for end in ends]
-        at = (f"{share(run.at_kl(kl))}, {_number(run.at_kl(kl, 'reward'))}" for kl in KLS)
-        yield run.called, run.seed, len(run.row["generations"]), _number(run.kl), *brief, *exact, *at
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def hack_contrasts(study: Study) -> Iterator[Line]:
-    """Yield the mean exact share of ES less that of GRPO at each KL that runs of both reach."""
-    for kl in KLS:
-        es, grpo = (by_seed(study.find("hack", arm), lambda run, kl=kl: run.at_kl(kl)) for arm in ("es", "grpo"))
-        if es and grpo:
-            a, b = (float(np.mean(list(found.values()))) for found in (es, grpo))
-            yield f"{kl:g}", f"{len(es)} and {len(grpo)}", share(a), share(b), points(a - b)
 
 
 def cost(study: Study) -> Iterator[Line]:
@@ -388,7 +362,8 @@ HEADS: dict[str, Sequence[str]] = {
     "p": ("arm", "seed", "exact", "exact, unseen kinds", "validation", "cut off", "gain, points (95 %)",
           *PLACEBOS, *OTHER, *COST, "peak memory, GiB"),
     "kinds": ("arm", "kinds of training", *KINDS),
-    "alignment": ("rank", "sigma", "members", "cosine (95 %)", "of a linear reward", "p by shuffling"),
+    "alignment": ("rank", "sigma", "members", "cosine x 10^6 (95 %)", "corrected for the gradient's noise",
+                  "of a linear reward", "p by shuffling"),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
     "r": ("run", "seed", "exact", "gain, points (95 %)", "of that, base not cut off",
           *(f"pass@{k} at 0.6" for k in SAMPLED), "KL, nats per token", *PLACEBOS, *OTHER, *COST[:2]),
@@ -403,7 +378,8 @@ HEADS: dict[str, Sequence[str]] = {
     "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K), "support lost beyond chance, points", "gained"),
     "hack": ("arm", "seed", "steps", "KL, nats per token", "brevity, before", "after", "exact, before", "after",
              *(f"exact, brevity at KL {kl:g}" for kl in KLS)),
-    "hack_contrasts": ("KL, nats per token", "runs of ES and GRPO", "ES, exact", "GRPO, exact", "ES less GRPO, points"),
+    "hack_contrasts": ("KL, nats per token", "runs of ES and GRPO", "ES, exact", "GRPO, exact", "ES less GRPO, points",
+                       "ES, brevity", "GRPO, brevity"),
     "cost": ("jobs", "part", "card", "number", "minutes of training", "of whole jobs"),
 }  # fmt: skip
 WHOLE = {

@@ -255,7 +255,13 @@ def test_mix_has_planted_effects(tmp_path: Path) -> None:
     found = written(tmp_path, rows)
     assert len(found["mix_tool_calls"]) == 2 + 4
     effects = [line.strip("| ").split(" | ") for line in found["mix_effects_tool_calls"][2:]]
-    assert [(effect[1], numbers(effect[2])[0]) for effect in effects] == [("2", 20.0), ("2", 15.0), ("2", 20.0)]
+    assert [(effect[1], numbers(effect[2])[0]) for effect in effects] == [
+        ("2", 20.0),
+        ("2", 15.0),
+        ("2", 25.0),
+        ("2", 5.0),
+        ("2", 20.0),
+    ]
 
 
 def test_step_size_walks_eta_root_of_generations_over_members(tmp_path: Path) -> None:
@@ -312,9 +318,9 @@ def test_hacking_runs_are_compared_at_equal_kl(tmp_path: Path) -> None:
     assert cells(found["hack"], "GRPO")[11:] == ["42.0%, 0.480", "30.0%, 0.600", "10.0%, 0.800"]
     contrasts = [line.strip("| ").split(" | ") for line in found["hack_contrasts"][2:]]
     assert contrasts[2:] == [
-        ["0.01", "2 and 1", "48.0%", "46.0%", "+2.0"],
-        ["0.02", "2 and 1", "46.0%", "42.0%", "+4.0"],
-        ["0.05", "2 and 1", "40.0%", "30.0%", "+10.0"],
+        ["0.01", "2 and 1", "48.0%", "46.0%", "+2.0", "0.480", "0.440"],
+        ["0.02", "2 and 1", "46.0%", "42.0%", "+4.0", "0.560", "0.480"],
+        ["0.05", "2 and 1", "40.0%", "30.0%", "+10.0", "0.800", "0.600"],
     ]
     real_tables.draw(tmp_path / "figures", tmp_path)
     assert [file.stem for file in (tmp_path / "figures").iterdir()] == ["real_hack"]
@@ -349,10 +355,10 @@ def test_kinds_are_of_the_rows_of_their_templates(tmp_path: Path) -> None:
 
 def test_alignment_has_a_line_for_each_width_and_number_of_members(tmp_path: Path) -> None:
     at = {"rank": 4, "sigma": 0.001, "members": 64, "expected": 0.002, "placebo": {"p": 0.01},
-          "cosine": {"mean": 0.0015, "low": 0.001, "high": 0.002}}  # fmt: skip
+          "cosine": {"mean": 0.0015, "low": 0.001, "high": 0.002}, "corrected": {"mean": 0.003}}  # fmt: skip
     row = {"job": "alignment/word_problems", "alignment": {"targets": [{"target": "base", "rows": [at]}]}}
     line = cells(written(tmp_path, [row])["alignment_word_problems"], "4")
-    assert line == ["4", "0.001", "64", "0.0015 (0.0010 to 0.0020)", "0.0020", "0.01"]
+    assert line == ["4", "0.001", "64", "1500 (1000 to 2000)", "3000", "2000", "0.01"]
 
 
 def test_draw_makes_the_figures_that_have_rows(tmp_path: Path) -> None:
