@@ -46,11 +46,16 @@ def alignment(study: Study, task: str) -> Iterator[Sequence[object]]:
     """Yield the cosine of the step of ES with the gradient by rank, sigma and members."""
     for target in study.rows.get(f"alignment/{task}", {}).get("alignment", {}).get("targets", []):
         for at in target["rows"]:
-            cosine = at["cosine"]
-            shown = (cosine["mean"], cosine["low"], cosine["high"], at["corrected"]["mean"], at["expected"])
-            mean, low, high, *others = (f"{1e6 * value:.0f}" for value in shown)
-            p = f"{at['placebo']['p']:.2g}"
-            yield at["rank"], f"{at['sigma']:g}", at["members"], f"{mean} ({low} to {high})", *others, p
+            own, corrected = (
+                f"{_millionths(at[of]['mean'])} ({_millionths(at[of]['low'])} to {_millionths(at[of]['high'])})"
+                for of in ("cosine", "corrected")
+            )
+            expected, p = _millionths(at["expected"]), f"{at['placebo']['p']:.2g}"
+            yield at["rank"], f"{at['sigma']:g}", at["members"], own, corrected, expected, p
+
+
+def _millionths(value: float) -> int:
+    return round(1e6 * value)
 
 
 def hack(study: Study) -> Iterator[Sequence[object]]:

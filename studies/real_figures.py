@@ -47,13 +47,15 @@ def budget(study: Study, task: str, to: Path) -> None:
 
 
 def over_kl(runs: Sequence[Run], to: Path) -> None:
-    """Draw the exact share of every run over its KL from the base, on a logarithmic axis if one went far."""
+    """Draw the exact share of every run over its KL from the base: points on a logarithmic axis if one went far."""
     figure = canvas(7, 4, layout="constrained")
     axes = figure.subplots()
     _lines(axes, runs, "kl")
     if axes.get_xlim()[1] > 1:
         axes.set_xscale("symlog", linthresh=0.001)
         axes.set_xlim(left=0)
+        for line in axes.lines:
+            line.set_linestyle("none")
     frame(axes, "Exact share, %, over the KL from the base", "nats per token")
     axes.legend(frameon=False, fontsize=8)
     save(figure, to)

@@ -182,7 +182,7 @@ def contrasts(study: Study, task: str) -> Iterator[Line]:
         for name, other in others.items():
             pair = adjusted.get(arm) if name == "3-shot" else None
             yield f"{called} less {name}", len(runs), points(_less(runs, other)), *_p(pair)
-        for name in ("3-shot", "self-consistency", "zero-shot, 640 tokens", "GRPO LoRA"):
+        for name in ("3-shot", "self-consistency", "zero-shot, 640 tokens", "best perturbation", "GRPO LoRA"):
             for kind, rows in (("kinds of training", ~kept), ("unseen kinds", kept)):
                 if name in others and kept.any():
                     gap = _less(runs, others[name], rows)
@@ -305,7 +305,7 @@ def mix(study: Study, task: str) -> Iterator[Line]:
 
 
 def effects(study: Study, task: str) -> Iterator[Line]:
-    """Yield both main effects and the interaction, over the seeds that have all four cells."""
+    """Yield the effects of update and completions and the interaction, over the seeds that have all four cells."""
     found = cells(study, task)
     seeds = set.intersection(*({*found.get(cell, {})} for cell in MIX))
     if not seeds:
@@ -362,8 +362,8 @@ HEADS: dict[str, Sequence[str]] = {
     "p": ("arm", "seed", "exact", "exact, unseen kinds", "validation", "cut off", "gain, points (95 %)",
           *PLACEBOS, *OTHER, *COST, "peak memory, GiB"),
     "kinds": ("arm", "kinds of training", *KINDS),
-    "alignment": ("rank", "sigma", "members", "cosine x 10^6 (95 %)", "corrected for the gradient's noise",
-                  "of a linear reward", "p by shuffling"),
+    "alignment": ("rank", "sigma", "members", "cosine x 10^6 (95 %)", "corrected for the gradient's noise (95 %)",
+                  "linear reward", "p by shuffling"),
     "p_contrasts": ("contrast", "seeds", "points, or ratio (95 %)", "p", "p, Holm over two"),
     "r": ("run", "seed", "exact", "gain, points (95 %)", "of that, base not cut off",
           *(f"pass@{k} at 0.6" for k in SAMPLED), "KL, nats per token", *PLACEBOS, *OTHER, *COST[:2]),
@@ -372,7 +372,7 @@ HEADS: dict[str, Sequence[str]] = {
     "step": ("eta", "members", "seed", *COST[:2], "generations", "walk, sigma", "gain, points (95 %)", *PLACEBOS[:2],
              "loss on the other task, points"),
     "mix": ("update, completions", "exact, mean", "runs"),
-    "mix_effects": ("effect", "seeds", "points (95 %)"),
+    "mix_effects": ("effect", "seeds", "points (95 % over paired seeds)"),
     "long": ("weights", "seed", "exact, before", "after", "gain, points (95 %)", *PLACEBOS, *OTHER, *COST,
              "first warning of the axis report, generation"),
     "coverage": ("way", "model", *(f"pass@{k}" for k in SHOWN_K), "support lost beyond chance, points", "gained"),
