@@ -100,6 +100,8 @@ def windows_of(run: Path, window: int) -> list[Window]:
     from evoalign.rundir.method import method_of
     from evoalign.rundir.own import read_own
 
+    if not run.is_dir():
+        raise ConfigError(f"there is no folder {run}; name the folder of a run of ES")
     if method_of(run) != "es":
         raise ConfigError(f"{run} is no run of ES, so it has no coefficients; name the folder of one")
     members, rows = read_own(run).es.population_size, _rows(run)

@@ -289,8 +289,11 @@ def _passes(
             if (k := promising(rungs, base)) is not None:
                 pair = [score(widths[j], everyone[first:]) for j in (k - 1, k)]
                 again = tested(widths_of(pair, own_P, run, lowest(scored)), pair, base, paired=paired)
-                near = replace(again[0], gain=rungs[k - 1].gain, gain_error=rungs[k - 1].gain_error)
-                rungs = (*rungs[: k - 1], near, again[1], *rungs[k + 1 :])
+                first_pass, far = rungs[k - 1], again[1]
+                near = replace(again[0], gain=first_pass.gain, gain_error=first_pass.gain_error)
+                if (far.gain or 0.0) > 0:  # the test was of both widths together
+                    near = replace(near, chance=far.chance, z=far.z)
+                rungs = (*rungs[: k - 1], near, far, *rungs[k + 1 :])
     except KeyboardInterrupt as interrupt:
         number = signal.SIGTERM if interrupt.args else signal.SIGINT
         return scored, rungs or widths_of(scored, own_P, run), number
