@@ -15,6 +15,7 @@ import pytest
 from drawings import figures_of, words_of
 from test_mixer import of_task, write_negated
 
+import evoalign
 from evoalign.analysis import Finding, hacking
 from evoalign.analysis.base import BASE
 from evoalign.analysis.hacking import SEVERAL, Hacking, Pair, Rate, Settings
@@ -66,6 +67,25 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     nothing = hacking._row("run", Pair(clean, clean, stored=True).rates())  # pyright: ignore[reportPrivateUsage]
     assert nothing == "run: other signs none; gold answers none"
     assert any("No placebo is among the targets" in line for line in found.sentences)
+
+
+def test_completions_of_a_run_with_a_reward_of_its_own_are_counted_without_its_code(tmp_path: Path) -> None:
+    reward, data = tmp_path / "own.py", tmp_path / "rows.jsonl"
+    reward.write_text("def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    data.write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(4)))
+    task = {"name": "custom", "train_data": str(data), "test_data": str(data), "prompt": "raw"}
+    config = {
+        "output_dir": str(tmp_path / "run"), "model": {"name": "tiny"},
+        "task": task | {"rewards": [f"{reward}:length"]},
+        "engine": {"device": "cpu", "threads": 1}, "es": {"population_size": 2, "num_generations": 1, "sigma": 0.01},
+        "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4},
+    }  # fmt: skip
+    evoalign.train(config)
+    reward.unlink()
+    (found,) = evaluated([str(tmp_path / "run")]).numbers["targets"]
+    assert found["stored"] is True and found["examples"] == 4
+    with pytest.raises(ConfigError, match=r"task\.rewards"):
+        evaluated([str(found["weights"])])
 
 
 def said_by(example: int, text: str, right: bool | None = None, reward: float = 0.0) -> Scored:

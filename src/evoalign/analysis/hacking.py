@@ -124,7 +124,7 @@ class Hacking(Analysis[Settings]):
         from evoalign.checks import hacking
 
         check_unique(targets)
-        located = {name: locate(name, config) for name in targets if name != BASE}
+        located = {name: locate(name, config, reads_run=True) for name in targets if name != BASE}
         if not located:
             raise ConfigError(f"{BASE} alone has no other model to compare; add a run, or a model with --config")
         runs = {name: t.run for name, t in located.items() if config is None and t.run and t.is_whole_run}

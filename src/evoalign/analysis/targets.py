@@ -15,6 +15,7 @@ from evoalign.errors import ConfigError
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import Method, method_of
+from evoalign.rundir.own import read_own
 from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
 from evoalign.training.resolve import check_prompts, check_saved, last_saved, refuse_lost_task, to_ask
@@ -72,10 +73,13 @@ class Target:
             check_prompts(self.run, config, task, data, known)
 
 
-def locate(name: str, config: Config | None, base: str | None = None, split: Split = "test") -> Target:
+def locate(
+    name: str, config: Config | None, base: str | None = None, split: Split = "test", *, reads_run: bool = False
+) -> Target:
     """Return a target. `config` replaces a run's own, and is required where there is no run.
 
-    `base` names the base model of targets without a run; with it no config is needed unless a task is evaluated. Raises
+    `base` names the base model of targets without a run; with it no config is needed unless a task is evaluated. With
+    `reads_run` only the files of a whole run are read, so that its config may name code, which is not run. Raises
     ConfigError, also where with `config` examples of `split` may be training examples of the run.
     """
     path = Path(name)
@@ -93,7 +97,8 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
             own = own.model_copy(update={"model": own.model.model_copy(update={"name": base, "revision": None})})
         return Target(name, path, own, None)
     weights = last_saved(run) if run == path else path
-    own = to_ask(run, config, split)
+    reads = reads_run and config is None and run == path
+    own = read_own(run) if reads else to_ask(run, config, split)
     check_saved(run, weights, own)
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=weights.parent.name == "loras", own_engine=config is None)
