@@ -186,7 +186,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
         assert run(*words).code == 0, "as it was printed"
     unasked = run("eval", "runs/my_task")
     assert unasked.code == 2 and all(
-        f"task.rewards to 'reward.py:{name}'" in unasked.err for name in ("right", "brief")
+        f"task.rewards to 'reward.py:{name}'" in unasked.err for name in ("alone", "brief")
     )
     assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
     scores = json.loads((folder / "out/scores.json").read_text())

@@ -15,13 +15,13 @@ ENOUGH = 20
 """Characters that a brief answer may have."""
 
 
-def right(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+def alone(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """1 for the answer alone, 0.5 for the answer among other words, 0 without it."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
-        alone = completion.strip(" .\n").lower() == wanted.lower()
+        is_alone = completion.strip(" .\n").lower() == wanted.lower()
         among = re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", completion, re.IGNORECASE)
-        scores.append(1.0 if alone else 0.5 if among else 0.0)
+        scores.append(1.0 if is_alone else 0.5 if among else 0.0)
     return scores
 
 
