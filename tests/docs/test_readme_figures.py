@@ -57,11 +57,14 @@ def means_of_placebos(config: str, measure: str) -> list[float]:
 
 
 def demo_row(config: str) -> str:
-    """Return the cells of a row: exact answers before, after, and of the mean placebos."""
+    """Return the cells of a row: exact answers before, after, of the mean placebos and of the best."""
     before = {100 * row["before"]["exact"] for row in demo(config)}
     after = span([row["real"]["exact"] for row in demo(config)], ".0f", 100)
     assert len(before) == 1 and {len(row["placebos"]) for row in demo(config)} == {20} and len(demo(config)) == 5
-    return f"| {before.pop():.1f} % | {after} % | {span(means_of_placebos(config, 'exact'), '.0f', 100)} % |"
+    assert all(p["exact"] < row["real"]["exact"] for row in demo(config) for p in row["placebos"])
+    noise = span(means_of_placebos(config, "exact"), ".0f", 100)
+    best = 100 * max(p["exact"] for row in demo(config) for p in row["placebos"])
+    return f"| {before.pop():.1f} % | {after} % | {noise} % | {best:.0f} % |"
 
 
 def landscape(on: str, model: str) -> list[float]:
@@ -71,26 +74,13 @@ def landscape(on: str, model: str) -> list[float]:
 
 
 def landscape_row(on: str, form: str) -> str:
-    """Return the cells of a row: reward before, after, and of the mean placebo."""
+    """Return the cells of a row: reward before, after, of the mean placebo and of the best."""
     ends = [r for r in rows("studies/results/landscape.jsonl") if r["what"] == "end" and r["on"] == on]
     (before,) = {row["rewards"]["before"] for row in ends}
     placebos = landscape(on, "placebo of es")
-    mean = sum(placebos) / len(placebos)
-    return f"| {before:{form}} | {span(landscape(on, 'es'), form)} | {mean:{form}} |"
-
-
-def best_placebos() -> str:
-    """Return the best single placebo of each row of the table, and check that none reaches its run."""
-    for config in ("quickstart", "template"):
-        assert all(p["exact"] < row["real"]["exact"] for row in demo(config) for p in row["placebos"])
-    for on in ("countdown", "smollm2"):
-        assert max(landscape(on, "placebo of es")) < min(landscape(on, "es"))
-    first, second = (
-        100 * max(p["exact"] for row in demo(c) for p in row["placebos"]) for c in ("quickstart", "template")
-    )
-    third, fourth = (max(landscape(on, "placebo of es")) for on in ("countdown", "smollm2"))
-    real = max(max(row["placebos"]) for row in real_seeds())
-    return f"had {100 * real:.0f} %, {first:.0f} %, {second:.0f} %, {third:.2f} and {fourth:.0f}."
+    assert max(placebos) < min(landscape(on, "es"))
+    mean, best = sum(placebos) / len(placebos), max(placebos)
+    return f"| {before:{form}} | {span(landscape(on, 'es'), form)} | {mean:{form}} | {best:{form}} |"
 
 
 def hacked() -> float:
@@ -125,7 +115,8 @@ def real_row() -> str:
     (before,) = {row["before"]["measures"]["right"] for row in real_seeds()}
     after = span([row["after"]["measures"]["right"] for row in real_seeds()], ".0f", 100)
     noise = span([sum(row["placebos"]) / 5 for row in real_seeds()], ".0f", 100)
-    return f"3 seeds, `, exact answers: ` | {100 * before:.1f} % | {after} % | {noise} % |"
+    best = 100 * max(max(row["placebos"]) for row in real_seeds())
+    return f"3 seeds, `, exact answers: ` | {100 * before:.1f} % | {after} % | {noise} % | {best:.0f} % |"
 
 
 def real_prompting() -> str:
@@ -136,8 +127,8 @@ def real_prompting() -> str:
     best = real("perturb_word_problems")
     chosen = f"the best of {best['perturbations']} random perturbations {100 * np.mean(best['right']):.0f} %"
     return (
-        f"reach {shots:.0f} % of the test problems, {chosen}, ES {es} %, a vote of 16 samples without training {vote:.0f} %, "
-        f"and five minutes of GRPO LoRA {grpo} %."
+        f"reach {shots:.0f} % of the test problems, {chosen}, ES {es} %, "
+        f"a vote of 16 samples without training {vote:.0f} %, and five minutes of GRPO LoRA {grpo} %."
     )
 
 
@@ -306,7 +297,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "template": lambda: demo_row("template"),
     "Countdown": countdown_row,
     "SmolLM2": smollm2_row,
-    "best placebos": best_placebos,
     "hacked": lambda: f"{hacked():.0f} % of the completions show signs of hacking",
     "test questions": data_sizes,
     "parameters of tiny": lambda: f"{weights_of_tiny() / 1e6:.1f} M parameters",
