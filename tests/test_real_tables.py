@@ -355,7 +355,8 @@ def test_kinds_are_of_the_rows_of_their_templates(tmp_path: Path) -> None:
 
 def test_alignment_has_a_line_for_each_width_and_number_of_members(tmp_path: Path) -> None:
     at = {"rank": 4, "sigma": 0.001, "members": 64, "expected": 0.002, "placebo": {"p": 0.01},
-          "cosine": {"mean": 0.0015, "low": 0.001, "high": 0.002}, "corrected": {"mean": 0.003, "low": 0.0, "high": 0.005}}  # fmt: skip
+          "cosine": {"mean": 0.0015, "low": 0.001, "high": 0.002},
+          "corrected": {"mean": 0.003, "low": 0.0, "high": 0.005}}  # fmt: skip
     row = {"job": "alignment/word_problems", "alignment": {"targets": [{"target": "base", "rows": [at]}]}}
     line = cells(written(tmp_path, [row])["alignment_word_problems"], "4")
     assert line == ["4", "0.001", "64", "1500 (1000 to 2000)", "3000 (0 to 5000)", "2000", "0.01"]
