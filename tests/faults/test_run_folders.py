@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,19 @@ def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path):
 def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path):
     run = RunDir(tmp_path / "a/b")
     run.lock()
+    with pytest.raises(RunExistsError, match="another process"):
+        RunDir(tmp_path / "a/b").lock()
+    run.release()
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_lock_that_a_killed_process_leaves_for_a_moment_is_waited_for(tmp_path):
+    left, run = RunDir(tmp_path / "a/b"), RunDir(tmp_path / "a/b")
+    left.lock()
+    release = threading.Timer(0.3, left.release)
+    release.start()
+    run.lock()
+    release.join()
     with pytest.raises(RunExistsError, match="another process"):
         RunDir(tmp_path / "a/b").lock()
     run.release()

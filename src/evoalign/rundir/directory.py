@@ -29,6 +29,9 @@ from evoalign.rundir.metrics import MetricsRow
 FAILED_COMPLETION = "failed_completion.json"
 REPORT = "report.html"
 LOCK = ".lock"
+LINGERS = 1.0
+"""Seconds that a lock is waited for: where a process was killed, one that it was just starting may hold the lock until
+it has started."""
 CHECKSUMS = "SHA256SUMS"
 OURS = (
     JOURNAL,
@@ -100,6 +103,20 @@ class RunDir:
         self._check_place()
         files.refuse_links_above(self.path / LOCK)
         refuse_links(self.path, whole=True)
+        until = time.monotonic() + LINGERS
+        while (file := self._locked()) is None:
+            if time.monotonic() > until:
+                raise RunExistsError(
+                    f"output_dir {self.path}: another process is training there; stop it first, or choose another"
+                )
+            time.sleep(0.05)
+        self._lock = file
+        self._folder = files.opened(self.path)
+        _LOCKS.add(file)
+        files.unlink_files(self.path)
+
+    def _locked(self) -> IO[bytes] | None:
+        """Make the folder and return the locked file; None where another process holds it, or is removing it."""
         self._made += [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -108,16 +125,14 @@ class RunDir:
             pass
         except DataError as error:
             raise RunExistsError(f"output_dir {self.path}: {error}") from error
-        file = (self.path / LOCK).open("ab")
-        if not files.locked(file) or not is_at(file, self.path / LOCK):
-            file.close()
-            raise RunExistsError(
-                f"output_dir {self.path}: another process is training there; stop it first, or choose another"
-            )
-        self._lock = file
-        self._folder = files.opened(self.path)
-        _LOCKS.add(file)
-        files.unlink_files(self.path)
+        try:
+            file = (self.path / LOCK).open("ab")
+        except FileNotFoundError:
+            return None
+        if files.locked(file) and is_at(file, self.path / LOCK):
+            return file
+        file.close()
+        return None
 
     def release(self) -> None:
         """Remove the lock, and the folders that were made for it where they are empty."""
