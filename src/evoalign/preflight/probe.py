@@ -44,7 +44,18 @@ from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import Config, EsConfig
 from evoalign.errors import ConfigError, RewardError, StoppedError
 from evoalign.optimizer import reach
-from evoalign.preflight.advice import ETA, SHOWN, Baseline, ProbeResult, Width, fault, nothing, promising, recommend
+from evoalign.preflight.advice import (
+    ETA,
+    SHOWN,
+    Baseline,
+    ProbeResult,
+    Width,
+    fault,
+    is_sure,
+    nothing,
+    promising,
+    recommend,
+)
 from evoalign.preflight.gains import advantages, both_rise, direction, rise, worths
 from evoalign.preflight.work import seconds_text
 from evoalign.report import watching
@@ -290,8 +301,8 @@ def _passes(
                 pair = [score(widths[j], everyone[first:]) for j in (k - 1, k)]
                 again = tested(widths_of(pair, own_P, run, lowest(scored)), pair, base, paired=paired)
                 first_pass, far = rungs[k - 1], again[1]
-                near = replace(again[0], gain=first_pass.gain, gain_error=first_pass.gain_error)
-                if (far.gain or 0.0) > 0:  # the test was of both widths together
+                near = replace(again[0], gain=first_pass.gain, gain_error=first_pass.gain_error, pairs=first_pass.pairs)
+                if is_sure(far) and (far.gain or 0.0) > 0:  # the test was of both widths together
                     near = replace(near, chance=far.chance, z=far.z)
                 rungs = (*rungs[: k - 1], near, far, *rungs[k + 1 :])
     except KeyboardInterrupt as interrupt:
