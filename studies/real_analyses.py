@@ -46,16 +46,17 @@ def alignment(study: Study, task: str) -> Iterator[Sequence[object]]:
     """Yield the cosine of the step of ES with the gradient by rank, sigma and members."""
     for target in study.rows.get(f"alignment/{task}", {}).get("alignment", {}).get("targets", []):
         for at in target["rows"]:
-            own, corrected = (
-                f"{_millionths(at[of]['mean'])} ({_millionths(at[of]['low'])} to {_millionths(at[of]['high'])})"
-                for of in ("cosine", "corrected")
-            )
-            expected, p = _millionths(at["expected"]), f"{at['placebo']['p']:.2g}"
-            yield at["rank"], f"{at['sigma']:g}", at["members"], own, corrected, expected, p
+            expected, p = f"{1e6 * at['expected']:.0f}", f"{at['placebo']['p']:.2g}"
+            cosines = _millionths(at["cosine"]), _millionths(at["corrected"])
+            yield at["rank"], f"{at['sigma']:g}", at["members"], *cosines, expected, p
 
 
-def _millionths(value: float) -> int:
-    return round(1e6 * value)
+def _millionths(tree: Row | None) -> str:
+    """Return a cosine in millionths with its interval; `-` for none, where the gradient is not reliable."""
+    if tree is None:
+        return "-"
+    mean, low, high = (round(1e6 * tree[name]) for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
 
 
 def hack(study: Study) -> Iterator[Sequence[object]]:

@@ -20,6 +20,7 @@ from evoalign.tasks.word_problems import WordProblems
 from evoalign.types import Generation, Update, population
 
 sys.path.append(str(Path(__file__).parents[1] / "studies"))
+import real_figures
 import real_tables
 from real_analyses import KINDS
 from real_rows import Run, unseen
@@ -326,6 +327,16 @@ def test_hacking_runs_are_compared_at_equal_kl(tmp_path: Path) -> None:
     assert [file.stem for file in (tmp_path / "figures").iterdir()] == ["real_hack"]
 
 
+@pytest.mark.parametrize(("kl", "scale", "style"), [(0.5, "linear", "-"), (10.0, "symlog", "None")])
+def test_a_run_that_went_far_is_drawn_as_points_on_a_logarithmic_axis(tmp_path, monkeypatch, kl, scale, style) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(real_figures, "save", lambda figure, to: drawn.append(figure))
+    written(tmp_path, [hacked("grpo", 0, kl, 0.1)])
+    real_tables.draw(tmp_path / "figures", tmp_path)
+    (axes,) = drawn[0].axes
+    assert (axes.get_xscale(), axes.lines[0].get_linestyle()) == (scale, style)
+
+
 def test_hacking_run_without_kl_has_no_value_at_equal_kl(tmp_path: Path) -> None:
     failed = trained("hack/grpo/0", [1] * ITEMS, [1] * ITEMS, generations=[], failed="not finite")
     found = written(tmp_path, [failed])
@@ -360,6 +371,8 @@ def test_alignment_has_a_line_for_each_width_and_number_of_members(tmp_path: Pat
     row = {"job": "alignment/word_problems", "alignment": {"targets": [{"target": "base", "rows": [at]}]}}
     line = cells(written(tmp_path, [row])["alignment_word_problems"], "4")
     assert line == ["4", "0.001", "64", "1500 (1000 to 2000)", "3000 (0 to 5000)", "2000", "0.01"]
+    at["corrected"] = None
+    assert cells(written(tmp_path, [row])["alignment_word_problems"], "4")[4] == "-"
 
 
 def test_draw_makes_the_figures_that_have_rows(tmp_path: Path) -> None:

@@ -168,13 +168,15 @@ def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_lock_that_a_killed_process_leaves_for_a_moment_is_waited_for(tmp_path):
+def test_a_lock_that_a_killed_process_leaves_for_a_moment_is_waited_for(tmp_path, monkeypatch):
     left, run = RunDir(tmp_path / "a/b"), RunDir(tmp_path / "a/b")
     left.lock()
     release = threading.Timer(0.3, left.release)
     release.start()
+    monkeypatch.setattr(directory, "LINGERS", 60.0)
     run.lock()
     release.join()
+    monkeypatch.setattr(directory, "LINGERS", 0.0)
     with pytest.raises(RunExistsError, match="another process"):
         RunDir(tmp_path / "a/b").lock()
     run.release()

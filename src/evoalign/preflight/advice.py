@@ -64,8 +64,9 @@ class Width:
     - `eta`: step of the config's optimizer, shaping and pairs that moves the mean as far as `ETA` does with SGD,
       z-scores and members without pairs.
     - `chance`, `z`: p-value of no direction that helps on several prompts, for the tested widths together, and the
-      standardised sum; None if only the first pass measured this width.
-    - `pairs`: number of pairs, or of members without pairs.
+      standardised sum; None if this width was not tested. The smaller of two tested widths has them where they are
+      significant.
+    - `pairs`: number of pairs, or of members without pairs, that the gain is measured with.
     - `best_text`, `median_text`: completions of the first prompt by the members of highest and median fitness.
     """
 
