@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evoalign import transcripts
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError, RewardError, cut, plain
@@ -54,10 +55,13 @@ class Scored:
     """Whether it is right by the gold answer (`Task.is_right`); None if unknown."""
     rendered: str | None = None
     """The text that the model read, if the prompt is of messages; `prompt` joins their contents."""
+    later: Sequence[tuple[int, int]] = ()
+    """Prompt tokens and generated tokens of each turn after the first; not in a table."""
 
     def flat(self) -> dict[str, Any]:
         """Return a table row, with each reward column as `reward/NAME`."""
         row = asdict(self)
+        del row["later"]
         return row | {f"{PREFIX}{name}": value for name, value in row.pop("rewards").items()}
 
     @classmethod
@@ -135,7 +139,8 @@ def evaluate_together(
             first += len(examples)
             for place, (e, seed, k) in enumerate(keys[-1]):
                 places.append((answers, place))
-                requests.append(Request(len(requests), prompts[e], sampling, derive_seed("evaluation", seed, e, k)))
+                drawn = derive_seed("evaluation", seed, e, k)
+                requests.append(prompts.request(len(requests), e, sampling, drawn))
 
         def take(at: int, rollout: Rollout) -> None:
             if at < len(places):
@@ -180,6 +185,7 @@ def _evaluation(
             rewards={name: of[i] for name, of in several.items()},
             right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
             rendered=prompts.rendered.get(e),
+            later=rollout.later,
         )
         for i, ((e, seed, k), rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
     ]
@@ -191,8 +197,9 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     rows: list[dict[str, float | None]] = []
     for s in scored:
         own = task.measures(task.clean(s.text), task.handed(examples[s.example]))
+        own = {"turns": float(len(transcripts.turns(s.text))), **own} if task.has_turns else own
         shares = {
-            "empty_share": float(not s.text.strip()),
+            "empty_share": float(not transcripts.spoken(s.text).strip()),
             "truncated_share": float(s.finish_reason == "length"),
             "tokens": float(s.tokens),
         }

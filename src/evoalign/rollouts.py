@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,14 +14,25 @@ import numpy as np
 from evoalign.config import Config, SamplingConfig
 from evoalign.engines import Engine
 from evoalign.engines.base import Answering, pairs_of
-from evoalign.errors import ConfigError, EvoalignError
+from evoalign.episodes import LostError, Turns, checked, derive_seed
+from evoalign.errors import ConfigError
+from evoalign.gateway.player import Harnesses
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.grading import Answers, Grading, scored
+from evoalign.tasks.harness import Harness
+from evoalign.tasks.isolated.task import Isolated
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Member, Plan, Prompt, Request, Rollout, Sampling
+from evoalign.transcripts import spoken
+from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Player, Prompt, Request, Rollout, Sampling
+
+__all__ = [
+    "Answered", "Clock", "Encoded", "LostError", "Run", "alone", "ask", "batch", "collect", "columns_of",
+    "columns_taken", "derive_seed", "group_of", "lengths_of", "prompts_hash", "requests_of", "rewards_of", "rows_of",
+    "sampling_of", "scores_of", "typical", "with_mean",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,7 @@ class Answered:
     @property
     def empty_share(self) -> float:
         """Share of the members' completions that are empty or white space."""
-        return float(np.mean([not r.text.strip() for r in self.rollouts]))
+        return float(np.mean([not spoken(r.text).strip() for r in self.rollouts]))
 
     @property
     def truncated_share(self) -> float:
@@ -108,41 +119,35 @@ def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], 
     return Answered(group, rollouts, mean)
 
 
-class LostError(EvoalignError):
-    """An engine returned no completion for a (member, request), or one that was not requested."""
-
-    def __init__(self, message: str, member: Member) -> None:
-        super().__init__(message)
-        self.member = member
-
-
 def collect(
     engine: Answering, plan: Plan, requests: Sequence[Request], take: Callable[[int, Rollout], None] | None = None
 ) -> list[Rollout]:
     """Return all completions of a plan, ordered by member and then by request. All text of an engine comes from here.
 
-    `take` is called with (position in that order, rollout) as each completion arrives. Raises LostError for a
-    completion that is missing or was not requested.
+    A request with an episode yields the whole episode as one rollout. `take` is called with (position in that order,
+    rollout) as each arrives. Raises LostError for a completion that is missing or was not requested.
     """
-    wanted = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
+    wanted = [(m.index, r.index) for m, r in pairs_of(plan.members, requests)]
     places = {key: place for place, key in enumerate(wanted)}
     found: dict[tuple[int, int], Rollout] = {}
     with watching.phase("answering", len(wanted)) as work:
-        for rollout in engine.rollout(plan, requests):
+        for rollout in checked(_played(engine, plan, requests), plan.members, requests):
             key = (rollout.member.index, rollout.request)
-            if key not in wanted or key in found:
-                raise LostError(f"the engine returned (member, request) {key}, which was not requested", rollout.member)
             found[key] = rollout
             work.done += 1
             work.tokens += len(rollout.token_ids)
             if take is not None:
                 take(places[key], rollout)
-    for key, member in wanted.items():
-        if key not in found:
-            raise LostError(
-                f"the engine returned no completion for (member, request) {key}; nothing was scored", member
-            )
     return [found[key] for key in wanted]
+
+
+def _played(engine: Answering, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+    """Yield the completions of the requests without an episode, then the episodes of each player."""
+    players: dict[Player | None, list[Request]] = {}
+    for request in requests:
+        players.setdefault(request.episode and request.episode.player, []).append(request)
+    for player, some in players.items():
+        yield from engine.rollout(plan, some) if player is None else player.play(engine, plan, some)
 
 
 def sampling_of(settings: SamplingConfig) -> Sampling:
@@ -150,12 +155,6 @@ def sampling_of(settings: SamplingConfig) -> Sampling:
     return Sampling(
         settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop), bool(settings.keep_stop)
     )
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed as a hash of its parts, such as run seed, prompt and sample."""
-    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
@@ -212,28 +211,49 @@ TYPICAL = 200
 class Encoded(dict[int, tuple[int, ...]]):
     """Token ids of a split's prompts by row; those of a large split are encoded at first use. Raises ModelError.
 
-    `rendered` has the text of the chat template by row, of those that are messages.
+    `rendered` has the text of the chat template by row, of those that are messages. `request` makes requests of rows,
+    which begin an episode if the task has several turns.
     """
 
     def __init__(self, task: Task, tokens: Tokens, examples: Sequence[Example]) -> None:
         super().__init__()
         self._task, self._tokens, self._examples = task, tokens, examples
         self.rendered = dict[int, str]()
+        self._player = _player_of(task, tokens)
         if len(examples) <= EARLY:
             self.update((row, self[row]) for row in range(len(examples)))
 
     def __missing__(self, row: int) -> tuple[int, ...]:
+        if isinstance(self._player, Harnesses):
+            return self.setdefault(row, ())  # the harness writes all prompts
         prompt = self._task.prompt(self._examples[row])
-        self[row], text = self._tokens.encode_read(prompt)
+        self[row], text = self._tokens.encode_read(prompt, self._task.tools)
         if not isinstance(prompt, str):
             self.rendered[row] = text
+        elif self._player is not None:
+            raise ConfigError(
+                f"task {self._task.name} has several turns, so its prompts are messages; set task.prompt: chat"
+            )
         return self[row]
+
+    def request(self, index: int, row: int, sampling: Sampling, seed: int) -> Request:
+        """Return a request of a row from every member."""
+        episode = None if self._player is None else Episode(self._player, self._examples[row])
+        return Request(index, self[row], sampling, seed, episode=episode)
+
+
+def _player_of(task: Task, tokens: Tokens) -> Player | None:
+    """Return the player of a task's episodes; None: a completion is all."""
+    inner = task.task if isinstance(task, Isolated) else task
+    if isinstance(inner, Harness):
+        return Harnesses(inner, tokens)
+    return Turns(task, tokens) if task.has_turns else None
 
 
 def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[int]:
     """Return the prompts' lengths in tokens. For a large split they are estimated from evenly spaced rows."""
     step = -(-len(examples) // EARLY)
-    known = [len(tokens.encode(task.prompt(example))) for example in examples[::step]]
+    known = [len(tokens.encode(task.prompt(example), task.tools)) for example in examples[::step]]
     return [known[row // step] for row in range(len(examples))]
 
 
@@ -255,7 +275,7 @@ def prompts_hash(task: Task, data: Data, tokens: Tokens) -> str | None:
     """
     digest, chats = hashlib.sha256(), [p for p in typical(task, data) if not isinstance(p, str)]
     for chat in chats:
-        digest.update(json.dumps(tokens.encode(chat)).encode())
+        digest.update(json.dumps(tokens.encode(chat, task.tools)).encode())
     return digest.hexdigest() if chats else None
 
 
@@ -296,15 +316,8 @@ def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout], answers: An
     return replace(group, mean=group_of(task, group.examples, rollouts, 1, group.generation, answers))
 
 
-def requests_of(
-    config: Config,
-    rows: Sequence[int],
-    prompts: Mapping[int, tuple[int, ...]] | Sequence[tuple[int, ...]],
-    generation: int,
-) -> list[Request]:
+def requests_of(config: Config, rows: Sequence[int], prompts: Encoded, generation: int) -> list[Request]:
     """Return one request per row of the training examples. All members sample with the request's seed."""
     sampling = sampling_of(config.sampling)
-    return [
-        Request(i, prompts[row], sampling, derive_seed(config.seed, "training", generation, i))
-        for i, row in enumerate(rows)
-    ]
+    seeds = [derive_seed(config.seed, "training", generation, i) for i in range(len(rows))]
+    return [prompts.request(i, row, sampling, seeds[i]) for i, row in enumerate(rows)]

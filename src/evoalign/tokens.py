@@ -65,11 +65,11 @@ class Tokens:
         """Whether the tokenizer has tokens that the model has no embedding for."""
         return self.rows is not None and max(self.tokenizer.get_vocab().values(), default=0) >= self.rows
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, tools: Sequence[Any] = ()) -> tuple[int, ...]:
         """Return the token ids of a prompt. Messages use the chat template. Raises ModelError without one."""
-        return self.encode_read(prompt)[0]
+        return self.encode_read(prompt, tools)[0]
 
-    def encode_read(self, prompt: Prompt) -> tuple[tuple[int, ...], str]:
+    def encode_read(self, prompt: Prompt, tools: Sequence[Any] = ()) -> tuple[tuple[int, ...], str]:
         """Return the token ids of a prompt, and the text that the model reads. Raises ModelError."""
         text, special = (prompt, True) if isinstance(prompt, str) else (self.render(prompt)[0], False)
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]

@@ -8,9 +8,9 @@ only integers and floats, so that a whole run can be recorded in a few bytes per
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # a grader's process starts much faster without torch
     import torch
@@ -85,6 +85,22 @@ class Sampling:
     keep_stop: bool = False
 
 
+class Player(Protocol):
+    """Plays episodes: asks an engine for the turns of each member, and gives it the replies to them."""
+
+    def play(self, engine: Any, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Play the episode of each request with each member, or with the one that it names; yield them as they end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An episode of several turns, of one row of the data."""
+
+    player: Player
+    example: Example
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request for one completion from every member of a plan, or from one `member`.
@@ -101,11 +117,16 @@ class Request:
     logprobs: bool = False
     member: Member | None = None
     """The member that generates the completion; None: every member."""
+    episode: Episode | None = None
+    """The episode that begins with this request; None: it has one turn. Engines never see it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One completion. `token_ids` includes the stop token where one was produced; `text` has no special tokens.
+
+    That of an episode has the tokens of all turns, the text of `evoalign.transcripts`, and in `later` the numbers of
+    prompt tokens and of generated tokens of each turn after the first.
 
     `request` is the `index` of its Request, not its position in a list or batch. `logprobs`, if requested, has the
     log-probability of each token of `token_ids` under the member's distribution at temperature 1.
@@ -117,6 +138,7 @@ class Rollout:
     text: str
     finish_reason: FinishReason
     logprobs: tuple[float, ...] | None = None
+    later: tuple[tuple[int, int], ...] = ()
 
 
 Summation: TypeAlias = Literal["ordered", "library", "own"]

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from evoalign.analysis.targets import Target
     from evoalign.checks.divergence import Sample
     from evoalign.config import Config
+    from evoalign.rollouts import Encoded
     from evoalign.setup import Parts
     from evoalign.spaces import Space
     from evoalign.types import Layout
@@ -222,6 +223,10 @@ def sample(parts: Parts, settings: Settings) -> Drawn:
     from evoalign.types import MEAN_PLAN
 
     refuse_whole_members(parts.objective, "analyze alignment")
+    if parts.task.has_turns:
+        raise ConfigError(
+            f"analyze alignment: the gradient of episodes of several turns ({parts.task.name}) is unknown"
+        )
     rows, config, prompts = _prompts(parts, settings, settings.samples)
     requests = requests_of(config, rows, prompts, GENERATION)
     requests = [replace(r, seed=derive_seed("alignment", config.seed, r.index)) for r in requests]
@@ -245,15 +250,14 @@ def answer(parts: Parts, settings: Settings, times: float) -> Floats:
     return judge(parts.objective, group_of(parts.task, [parts.data.train[i] for i in rows], rollouts, len(members)))
 
 
-def _prompts(parts: Parts, settings: Settings, each: int) -> tuple[list[int], Config, dict[int, tuple[int, ...]]]:
+def _prompts(parts: Parts, settings: Settings, each: int) -> tuple[list[int], Config, Encoded]:
     """Return the rows of the prompts, each as often as it is sampled; the config at temperature 1; token ids by row."""
-    from evoalign.rollouts import batch
+    from evoalign.rollouts import Encoded, batch
 
     train, sampling = parts.data.train, {"temperature": 1.0, "top_p": 1.0}
     chosen = batch(len(train), min(settings.prompts, len(train)), parts.config.seed, 0)
     config = parts.config.model_copy(update={"sampling": parts.config.sampling.model_copy(update=sampling)})
-    encoded = {i: parts.tokens.encode(parts.task.prompt(train[i])) for i in chosen}
-    return [i for i in chosen for _ in range(each)], config, encoded
+    return [i for i in chosen for _ in range(each)], config, Encoded(parts.task, parts.tokens, train)
 
 
 def gradients(

@@ -263,6 +263,7 @@ def _refusals(config: Config, examples: int, task: Task) -> list[str]:
         partial(settings.trains_on_cpu, config),
         partial(settings.check_prompts, config, examples),
         partial(settings.check_objective, config, task.objective()),
+        partial(settings.check_turns, config, task),
         partial(check_scorer, config, task),
     )
     for refuse in refusing:

@@ -209,7 +209,10 @@ class Policy:
         with self._completing() as engine:
             found = evaluation.evaluate(engine, self.tokens, self.task, examples, self.config.evaluation)
         seconds = time.perf_counter() - start
-        encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
+        encoded = {
+            e: self.tokens.encode(self.task.prompt(examples[e]), self.task.tools)
+            for e in {s.example for s in found.completions}
+        }
         prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
         cost = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
         return found, cost + time_cost(seconds, 1, budget.peak_memory(str(self.device)))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from evoalign import transcripts
 from evoalign.baselines import trainer_state
 from evoalign.baselines.policy import Policy
 from evoalign.baselines.settings import cycle, save_every
@@ -73,6 +74,8 @@ class Steps(TrainerCallback):
         start = time.perf_counter()
         policy, ids_of = self.policy, columns["completion_ids"]
         texts = [policy.tokens.decode(ids) for ids in ids_of]
+        if policy.task.has_turns:
+            texts = [transcripts.of_messages(messages) for messages in completions]
         examples = [policy.data.train[row] for row in columns["row"]]
         found = columns_of(policy.task, texts, examples)
         rewards = scores_of(self.objective, found, texts, examples)

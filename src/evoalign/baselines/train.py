@@ -79,6 +79,7 @@ def grpo(
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
                 settings.check_objective(config, chosen.objective())
+                settings.check_turns(config, chosen)
                 console = console or Console(quiet=not writes)
                 earlier = _EarlierRun(run, config, chosen, data, given)
                 done = earlier.result(console) if resume else None
@@ -300,6 +301,7 @@ def make_trainer(
     arguments = _arguments(config, folder)
     settings.check_prompts(config, len(data.train), arguments.world_size)
     model = load_model(config.model, getattr(torch, config.model.trained_dtype)).requires_grad_(True).train()
+    environment = settings.environment_of(task)
     try:
         with warnings.catch_warnings(), _reference_of(config, model):
             warnings.simplefilter("ignore")  # about experimental features and deprecated names
@@ -313,7 +315,10 @@ def make_trainer(
                 processing_class=tokens.tokenizer,
                 peft_config=_peft(config.lora) if config.grpo.tune == "lora" else None,
                 rollout_func=rollouts if config.grpo.rollouts != "trl" else None,
+                environment_factory=None if environment is None else environment.unrewarded(),
+                tools_of_prompts=task.tools,
             )
+            trainer.max_tool_calling_iterations = max(1, config.task.limits.turns - 1)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"grpo: TRL rejects these settings: {' '.join(str(error).split())}") from error
     finally:
@@ -332,7 +337,11 @@ def _collate(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[st
 
     A function of the module, so that workers of a data loader can be spawned.
     """
-    return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
+    examples = [data.train[row["row"]] for row in rows]
+    if (environment := settings.environment_of(task)) is not None:  # TRL calls its `reset`, with all columns
+        prompts = map(environment.before_reset, examples)
+        return [{**e, "prompt": p, "row": row["row"]} for e, p, row in zip(examples, prompts, rows, strict=True)]
+    return [{"prompt": task.prompt(e), "row": row["row"]} for e, row in zip(examples, rows, strict=True)]
 
 
 def _arguments(config: Config, folder: Path) -> Any:

@@ -60,16 +60,18 @@ class Trainer(GRPOTrainer):
     With `corrected`, completions come from ES members, whose log-probabilities are the old ones of PPO's ratio.
     """
 
-    def __init__(self, tokens: Tokens, *, corrected: bool, **arguments: Any) -> None:
+    def __init__(
+        self, tokens: Tokens, *, corrected: bool, tools_of_prompts: Sequence[Any] = (), **arguments: Any
+    ) -> None:
         check_release()
-        self.evoalign_tokens = tokens
+        self.evoalign_tokens, self.tools_of_prompts = tokens, tools_of_prompts
         self.corrected = corrected
         self.rollout_seconds = 0.0
         super().__init__(**arguments)
 
     def _tokenize_prompts(self, prompts: Sequence[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Encode prompts as evoalign's engines do; TRL differs without a chat template or with a prefilled answer."""
-        return [list(self.evoalign_tokens.encode(prompt)) for prompt in prompts], None, {}
+        return [list(self.evoalign_tokens.encode(p, self.tools_of_prompts)) for p in prompts], None, {}
 
     def _generate(self, prompts: list[Any]) -> Any:
         start = time.perf_counter()

@@ -17,7 +17,7 @@ import numpy as np
 from evoalign import evolve
 from evoalign.config import Config
 from evoalign.rewards.objective import Objective, judge
-from evoalign.rollouts import derive_seed, group_of
+from evoalign.rollouts import Encoded, derive_seed, group_of
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
@@ -52,8 +52,7 @@ def requests_of(
     other texts show an engine whose completions depend on the place in a batch, other scores of the same text a reward
     that is not deterministic.
     """
-    prompts = [tokens.encode(task.prompt(example)) for example in examples]
-    first = evolve.requests_of(config, range(len(prompts)), prompts, generation)
+    first = evolve.requests_of(config, range(len(examples)), Encoded(task, tokens, examples), generation)
     second = redrawn(config, first, generation)
     return [*first, *(dataclasses.replace(r, index=len(first) + r.index) for r in second)]
 

@@ -35,6 +35,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from evoalign import transcripts
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.engines.transformers.adapters import Adapters
@@ -155,7 +156,7 @@ def draw(engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example]
     seeds are the same at every measurement of a run, which reduces noise between its points.
     """
     sampling = Sampling(config.evaluation.max_tokens, temperature=1.0, top_p=1.0)
-    prompts = [tokens.encode(task.prompt(example)) for example in examples[: config.checks.kl_prompts]]
+    prompts = [tokens.encode(task.prompt(example), task.tools) for example in examples[: config.checks.kl_prompts]]
     samples: list[Sample] = []
     done, wanted = 0, 1
     while prompts and done < wanted:
@@ -401,7 +402,8 @@ def fluency(
 ) -> Fluency:
     """Measure `MOST_COMPLETIONS` completions of each side. Raises ModelError if the base model does not fit.
 
-    Texts are encoded again, without the stop token, so tokens may differ from those that were drawn.
+    Only the first turn of an episode is measured. Texts are encoded again, without the stop token, so tokens may differ
+    from those that were drawn.
     """
     chosen: list[list[int]] = []
     found: list[list[torch.Tensor]] = []
@@ -410,7 +412,10 @@ def fluency(
         order = sorted(range(len(side)), key=lambda i: (side[i].seed, side[i].sample, side[i].example))
         chosen.append(order[:MOST_COMPLETIONS])
         samples = [
-            Sample(tokens.encode(task.prompt(examples[side[i].example])), tokens.encode_text(side[i].text))
+            Sample(
+                tokens.encode(task.prompt(examples[side[i].example]), task.tools),
+                tokens.encode_text(transcripts.turns(side[i].text)[0]),
+            )
             for i in chosen[-1]
         ]
         try:

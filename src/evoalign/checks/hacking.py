@@ -27,6 +27,7 @@ from evoalign.checks import signs
 from evoalign.checks.divergence import Fluency
 from evoalign.rewards.functions import normalized, says
 from evoalign.statistics import Estimate
+from evoalign.transcripts import spoken
 
 Golds = Sequence[str | None]
 H = TypeVar("H", bound=Hashable)
@@ -92,6 +93,7 @@ def templates(
     same text: a list of all labels contains every gold answer. Keys and short values of JSON do not count alone. Where
     most gold answers share their clauses, only the second rule counts. The first ignores the clauses in `form`.
     """
+    texts = [spoken(text) for text in texts]
     clauses = _map_once(_clauses, texts)
     whole = ["".join(parts) for parts in clauses]
     shared = _shared(clauses, prompts) - form
@@ -163,7 +165,7 @@ def text_flags(
     `prompts` identify the prompt of each text (None: all different). `known` are the scripts that prompts, gold answers
     or the model before training use; if empty, no script is unexpected.
     """
-    prompts = range(len(texts)) if prompts is None else prompts
+    prompts, texts = range(len(texts)) if prompts is None else prompts, [spoken(text) for text in texts]
     rows = list(zip(texts, [None] * len(texts) if golds is None else golds, strict=True))
     found = {
         "truncated": [reason == "length" for reason in finish_reasons],

@@ -38,7 +38,7 @@ def check(config: Config, tokens: Tokens, task: Task, data: Data, longest: int |
             rows = nlargest(LONGEST, rows, key=lambda row, of=examples: len(text_of(task.prompt(of[row]))))
         for row in rows:
             try:
-                length = len(tokens.encode(task.prompt(examples[row])))
+                length = len(tokens.encode(task.prompt(examples[row]), task.tools))
             except ModelError as error:
                 raise ModelError(f"{split} row {row}: {error}") from error
             found.append((length + room, length, setting, room))

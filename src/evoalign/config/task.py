@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from evoalign.config.base import Count, Gib, Place, Section, Texts, named
-from evoalign.config.outside import CODE, DATA, INSIDE, SCRIPT
+from evoalign.config.outside import CODE, DATA, INSIDE, PROGRAM, SCRIPT
 from evoalign.errors import shown
 
 Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
@@ -62,6 +62,8 @@ TASKS = {
     "constraints": "evoalign.tasks.constraints:Constraints",
     "countdown": "evoalign.tasks.countdown:Countdown",
     "custom": "evoalign.tasks.custom:Custom",
+    "environment": "evoalign.tasks.environment:Environment",
+    "harness": "evoalign.tasks.harness:Harness",
     "gsm8k": "evoalign.tasks.mathematics:Gsm8k",
     "math": "evoalign.tasks.mathematics:Math",
     "safety": "evoalign.tasks.safety:Safety",
@@ -76,6 +78,22 @@ OBJECTIVES = {
     "weighted_sum": "evoalign.rewards.objective:WeightedSum",
 }
 """Built-in objectives and their classes."""
+
+
+class EpisodeConfig(Section):
+    """Limits of one episode, for tasks of several turns."""
+
+    turns: Annotated[int, Field(ge=1, le=10**6)] = 8
+    """Most completions of the model. The episode then ends, with the replies to the last one."""
+    tokens: Count | None = None
+    """Most tokens of all completions: no further turn begins once they are reached. None: turns x max_tokens."""
+    seconds: Annotated[float, Field(ge=1e-3, le=1e7, allow_inf_nan=False)] = 600.0
+    """For `harness`: most seconds of an episode, after which its processes are killed."""
+    concurrency: Annotated[int, Field(ge=1, le=10**4)] = 64
+    """For `harness`: most episodes at a time."""
+    at_limit: Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)] | None = None
+    """For `harness`: reward of an episode that ends at a limit without a score. None: it is a failure, which is
+    retried and then stops the run."""
 
 
 class TaskConfig(Section):
@@ -132,6 +150,16 @@ class TaskConfig(Section):
     gold: Annotated[str | None, INSIDE] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """For `custom`: column with a right answer. It detects rewards that wrong answers earn, and does not affect scores.
     Recorded only if set."""
+    environment: Annotated[str | None, SCRIPT] = Field(
+        default=None, min_length=1, exclude_if=lambda value: value is None
+    )
+    """For `environment`: import path `package.module:Class` or `file.py:Class` of an environment class as TRL's
+    `environment_factory` takes it. Recorded only if set."""
+    command: Annotated[str | None, PROGRAM] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    """For `harness`: the command that runs one episode, such as `./my_eval.sh {base_url} {api_key} {example}`, or the
+    import path `my_eval.py:function` of a function that takes these three. Recorded only if set."""
+    episode: EpisodeConfig | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Limits of an episode, for a task of several turns; None: the defaults. Recorded only if set."""
     objective: Annotated[
         ObjectiveConfig | None, BeforeValidator(named, json_schema_input_type=str | ObjectiveConfig | None)
     ] = Field(default=None, exclude_if=lambda value: value is None)
@@ -149,6 +177,11 @@ class TaskConfig(Section):
     def asked(self, examples: int) -> int:
         """Return the number of completions per member and generation, given the number of training examples."""
         return min(self.batch_size or examples, examples) * (self.samples or 1)
+
+    @property
+    def limits(self) -> EpisodeConfig:
+        """Limits of an episode."""
+        return self.episode or EpisodeConfig()
 
     @property
     def options(self) -> dict[str, Any]:

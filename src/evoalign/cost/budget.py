@@ -187,6 +187,20 @@ def answers_cost(
     )
 
 
+def later_cost(shape: ModelShape | None, turns: Sequence[tuple[int, int]], adapted: Adapted | None) -> Cost:
+    """Return the cost of turns after the first of an episode, from the prompt and generated tokens of each.
+
+    Each reads its whole prompt again. An engine that keeps a cache of prefixes computes less.
+    """
+    flops = sum(forward_flops(shape, p, c, adapted) for p, c in turns) if shape else None
+    return Cost(
+        prompt_tokens=sum(p for p, _ in turns),
+        generated_tokens=sum(c for _, c in turns),
+        forward_flops=None if flops is None else float(flops),
+        backward_flops=0.0 if shape else None,
+    )
+
+
 def time_cost(seconds: float, devices: int, peak_memory_bytes: int | None) -> Cost:
     """Return the measured part of a cost. A device counts for as long as it is reserved, busy or idle."""
     return Cost(wall_seconds=seconds, device_seconds=seconds * devices, peak_memory_bytes=peak_memory_bytes)
@@ -278,9 +292,11 @@ class Meter:
     def _rollouts(self, generation: Generation, rollouts: Sequence[Rollout], adapted: Adapted | None) -> Cost:
         """Return the cost of rollouts that are ordered by member, each with all prompts."""
         members = len(rollouts) // max(1, len(generation.prompts))
-        tokens = [len(rollout.token_ids) for rollout in rollouts]
+        later = [turn for rollout in rollouts for turn in rollout.later]
+        tokens = [len(rollout.token_ids) - sum(c for _, c in rollout.later) for rollout in rollouts]
         most = self._config.sampling.max_tokens
-        return answers_cost(self.shape, generation.prompts, tokens, adapted, most, members)
+        first = answers_cost(self.shape, generation.prompts, tokens, adapted, most, members)
+        return first + later_cost(self.shape, later, adapted)
 
     def followed(self, updates: Sequence[Update], seconds: float) -> Cost:
         """Return the cost of applying these updates."""
@@ -288,10 +304,17 @@ class Meter:
         flops = sum(es_flops(self._space, self._layout, 0, count) for count in streams)
         return Cost(forward_flops=float(flops) if self.shape else None) + self._time(seconds)
 
-    def evaluation(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int], seconds: float) -> Cost:
-        """Return the cost of the mean's completions, one per prompt."""
+    def evaluation(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        tokens: Sequence[int],
+        seconds: float,
+        later: Sequence[tuple[int, int]] = (),
+    ) -> Cost:
+        """Return the cost of the mean's completions, one per prompt; `later` are the turns after the first."""
         most = self._config.evaluation.max_tokens
-        return answers_cost(self.shape, prompts, tokens, self._adapted_mean, most) + self._time(seconds)
+        first = answers_cost(self.shape, prompts, tokens, self._adapted_mean, most)
+        return first + later_cost(self.shape, later, self._adapted_mean) + self._time(seconds)
 
     def _time(self, seconds: float) -> Cost:
         # With tensor parallelism, other processes hold the memory.

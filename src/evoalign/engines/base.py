@@ -34,6 +34,10 @@ class Answering(Protocol):
         """
         ...
 
+    def context(self) -> int | None:
+        """Return the most tokens of a prompt and its completion; None: unbounded, or unknown."""
+        ...
+
     def fingerprint(self) -> str:
         """Return the `weights_hash` of the mean."""
         ...
@@ -45,6 +49,10 @@ class Answering(Protocol):
 
 class EngineDefaults(Protocol):
     """Optional methods of an engine, with their defaults."""
+
+    def context(self) -> int | None:
+        """Return None: an episode is limited by `task.episode` alone."""
+        return None
 
     def metrics(self) -> Mapping[str, float]:
         """Return measures of the engine's load, for the generation's row in metrics.jsonl."""

@@ -61,7 +61,7 @@ from evoalign.preflight.work import seconds_text
 from evoalign.report import watching
 from evoalign.report.tables import questions
 from evoalign.rewards.objective import judge, refuse_whole_groups
-from evoalign.rollouts import batch, collect, group_of, typical
+from evoalign.rollouts import Encoded, batch, collect, group_of, typical
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
@@ -216,8 +216,8 @@ def _measure(
 ) -> ProbeResult:
     """Measure all widths on the same prompts with the same noise, next to the unperturbed model."""
     config, examples = parts.config, [parts.data.train[row] for row in rows]
-    prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in examples]
-    requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
+    prompts = Encoded(parts.task, parts.tokens, examples)
+    requests = evolve.requests_of(config, range(len(examples)), prompts, 0)
     watching.stage("the unperturbed model, twice")
     own = collect(parts.engine, MEAN_PLAN, requests)
     began = time.perf_counter()  # the first rollout may load kernels

@@ -21,7 +21,7 @@ from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
 from evoalign.preflight.plan import Case, Finding, IdleError, need
 from evoalign.rewards.objective import score
-from evoalign.rollouts import batch, collect, group_of, rewards_of, rows_of, with_mean
+from evoalign.rollouts import Encoded, batch, collect, group_of, rewards_of, rows_of, with_mean
 from evoalign.tasks import Data, Task, takes_any_form
 from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling, population
 
@@ -121,8 +121,7 @@ def check_generation(case: Case) -> Finding:
     plan, objective = Plan(canary.address(0), evolve.sigma_at(config, 0), members), task.objective()
 
     def requests(examples: Sequence[Example]) -> list[Request]:
-        prompts = [tokens_.encode(task.prompt(e)) for e in examples]
-        return evolve.requests_of(config, range(len(prompts)), prompts, 0)
+        return evolve.requests_of(config, range(len(examples)), Encoded(task, tokens_, examples), 0)
 
     def ask(some: Sequence[Member], asked: Sequence[Request]) -> list[Rollout]:
         return collect(engine, replace(plan, members=tuple(some)), asked)
@@ -177,7 +176,7 @@ def _grpo_generation(case: Case) -> Finding:
     failed = try_splits(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
     if failed is not None:
         return failed
-    grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
+    grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]), task.tools)
     sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
     began = time.perf_counter()
     rollouts = collect(engine, MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)])
@@ -186,7 +185,7 @@ def _grpo_generation(case: Case) -> Finding:
     took, scoring = time.perf_counter() - began, time.perf_counter() - answered
     size = settings.round_size(grpo) * settings.rounds(grpo)
     rows = batch(len(data.train), size // grpo.num_generations, config.seed, 0)
-    prompts = [tokens_.encode(task.prompt(data.train[row])) for row in rows]
+    prompts = [tokens_.encode(task.prompt(data.train[row]), task.tools) for row in rows]
     asked = [Request(i, prompts[i // grpo.num_generations % len(prompts)], sampling, i) for i in range(size)]
     lengths = [len(r.token_ids) for r in rollouts]
 

@@ -21,9 +21,9 @@ import math
 import re
 import reprlib
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 from evoalign.config.secrets import redacted
@@ -59,6 +59,8 @@ class Batch:
     completions: Sequence[Completion]
     texts: Sequence[str]
     examples: Sequence[Example]
+    arguments: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    """Further arguments in TRL's form, such as `environments`, which are passed as they are."""
 
 
 class RewardFunction:
@@ -110,8 +112,9 @@ class RewardFunction:
             arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
             arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
             arguments |= {"prompts": list(batch.prompts), "completions": list(batch.completions)}
-            taken = arguments if self._takes_all else arguments.keys() & self._named
-            return self.function(**{name: fresh(value) for name, value in arguments.items() if name in taken})
+            taken = {*arguments, *batch.arguments} if self._takes_all else self._named
+            given = {name: fresh(value) for name, value in arguments.items() if name in taken}
+            return self.function(**given, **{n: list(v) for n, v in batch.arguments.items() if n in taken})
         pairs = zip(batch.texts, batch.examples, strict=True)
         results = [self.function(text, fresh(example)) for text, example in pairs]
         return asyncio.gather(*results) if self.is_async else results

@@ -14,6 +14,7 @@ from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
 from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.custom import Custom
+from evoalign.tasks.environment import Environment
 from evoalign.tasks.isolated import task as isolation
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
 OF_PROMPTS = ("name", "prompt", "system_prompt", "template_kwargs", "options")
 """Settings of a task that decide its prompts besides its rows."""
-PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}
+PLAIN = {name: task for name, task in TASKS.items() if task not in (Custom, Environment)}
 """Tasks without user code, whose measures are known in advance."""
 
 

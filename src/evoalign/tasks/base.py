@@ -12,12 +12,14 @@ from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 from pydantic import BaseModel
 
+from evoalign import transcripts
 from evoalign.config import ScorerConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
 from evoalign.rewards.functions import failure, finite, fresh, says, shown
 from evoalign.rewards.objective import Columns, Objective, SetObjective, WeightedSum
+from evoalign.transcripts import Message
 from evoalign.types import Example, Messages, Prompt
 
 SHOWN = 3
@@ -123,6 +125,8 @@ class Task(ABC):
     them at its end if the files that they name exist."""
     notes: Sequence[str] = ()
     """Sentences about the loaded rows, printed at the start of a run."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the tools that the model can call, as chat templates take them."""
     set_objective: SetObjective | None = None
     """The objective that `task.fitness` names, if set."""
 
@@ -171,6 +175,40 @@ class Task(ABC):
     def prompt(self, example: Example) -> Prompt:
         """Return a raw string, or messages for the chat template."""
 
+    def reply(self, example: Example, transcript: Messages) -> str | None:
+        """Return the user's next message, or None where the episode ends: a pure function of its arguments.
+
+        Define it for dialogues. The transcript has the messages of the prompt and those after it; the last one is the
+        model's. `task.episode` limits the turns.
+        """
+        return None
+
+    def replies(self, texts: Sequence[str], examples: Sequence[Example]) -> list[list[Message] | None]:
+        """Return the replies to the last turn of episodes, one example each; None where an episode ends.
+
+        Each text (see `evoalign.transcripts`) ends with the message of its last turn. By default the user's `reply`.
+        """
+        return [self._user_reply(text, example) for text, example in zip(texts, examples, strict=True)]
+
+    def _user_reply(self, text: str, example: Example) -> list[Message] | None:
+        found: Any = self.reply(fresh(example), self.transcript(text, example))
+        if not isinstance(found, str | None):
+            raise RewardError(f"task {self.name}: reply returned {shown(found)}; return a text, or None")
+        return None if found is None else [{"role": "user", "content": transcripts.clean(found)}]
+
+    def transcript(self, text: str, example: Example) -> Messages:
+        """Return the messages of an episode: the prompt, the model's turns, and the replies."""
+        prompt = self.prompt(example)
+        if isinstance(prompt, str):
+            raise ConfigError(f"task {self.name} has several turns, so its prompts are messages; set task.prompt: chat")
+        return [*prompt, *transcripts.messages(text)]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether episodes may have more than one turn."""
+        own = type(self)
+        return own.reply is not Task.reply or own.replies is not Task.replies
+
     def with_system(self, messages: Messages) -> Messages:
         """Prepend `task.system_prompt`, if set, to messages that have no system message."""
         text = self.config.system_prompt
@@ -189,10 +227,11 @@ class Task(ABC):
     def is_right(self, text: str, example: Example) -> bool | None:
         """Return whether a cleaned completion is right by gold, whatever its reward; None if unknown.
 
-        By default, whether it contains the gold answer's words. Redefine it for a task with many right answers.
+        By default, whether what the model wrote contains the gold answer's words. Redefine it for a task with many
+        right answers.
         """
         gold = self.gold(example)
-        return None if gold is None else says(text, self.clean(gold))
+        return None if gold is None else says(transcripts.spoken(text), self.clean(gold))
 
     def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
         """Return further evaluation measures of one cleaned completion, such as accuracy or exact match.

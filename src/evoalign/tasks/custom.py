@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, cut, plain
@@ -47,14 +47,12 @@ class Custom(Task):
     takes_weights = True
     takes_system_prompt = True
     forms = ("chat", "raw")
+    arguments: ClassVar[tuple[str, ...]] = ()
+    """Further arguments that reward functions may take."""
 
     def __init__(self, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> None:
         super().__init__(config)
-        self.functions = (
-            [RewardFunction(load_object(p, "task.rewards")) if ":" in p else Script(p) for p in config.rewards]
-            if rewards is None
-            else [RewardFunction(function) for function in rewards]
-        )
+        self.functions = self.loaded_functions(rewards)
         self.calling: Calling | None = None
         if not self.functions:
             raise ConfigError("task.rewards is empty; name at least one function, such as my_rewards.py:accuracy")
@@ -71,6 +69,12 @@ class Custom(Task):
         if self._is_sum:
             self.weighted = self._sum
 
+    def loaded_functions(self, rewards: Sequence[Callable[..., Any]] | None) -> list[RewardFunction]:
+        """Return the reward functions: `rewards`, or those of the config. Raises ConfigError."""
+        if rewards is not None:
+            return [RewardFunction(function) for function in rewards]
+        return [RewardFunction(load_object(p, "task.rewards")) if ":" in p else Script(p) for p in self.config.rewards]
+
     @classmethod
     def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
         """Create the task of a config, with `rewards` instead of `task.rewards`. A subclass has its own reward."""
@@ -86,7 +90,7 @@ class Custom(Task):
         for what, examples in (("data", loaded.train), ("validation data", loaded.validation)):
             columns = list(dict.fromkeys(name for example in examples for name in example))
             for function in self.functions if examples or what == "data" else ():
-                missing = function.missing(columns)
+                missing = function.missing([*columns, *self.arguments])
                 if not missing:
                     continue
                 alike = {name: data.likely(name, columns) for name in missing}
@@ -143,8 +147,12 @@ class Custom(Task):
         columns = dict(zip(names, call_all(self.functions, batch, self.calling), strict=True))
         return columns, self._sum.rewards(columns, texts, examples)
 
+    def completed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row of a file with what it may leave out."""
+        return row
+
     def _check(self, where: str, row: dict[str, Any]) -> Example:
-        row = with_prompt(where, row)
+        row = self.completed(with_prompt(where, row))
         self._refuse_separate(where, row)
         if "prompt" not in row:
             raise data.lacking(where, row, self.config, "no prompt", "prompt")

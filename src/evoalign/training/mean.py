@@ -52,8 +52,9 @@ class Mean:
         seconds = time.perf_counter() - start
         found: dict[Split, Evaluation] = dict(zip(splits, made, strict=True))
         prompts = [self._prompts[split][c.example] for split in splits for c in found[split].completions]
-        lengths = [c.tokens for evaluated in made for c in evaluated.completions]
-        return found, self.meter.evaluation(prompts, lengths, seconds), rollouts
+        later = [turn for evaluated in made for c in evaluated.completions for turn in c.later]
+        lengths = [c.tokens - sum(t for _, t in c.later) for evaluated in made for c in evaluated.completions]
+        return found, self.meter.evaluation(prompts, lengths, seconds, later), rollouts
 
     def divergence(self) -> Divergence:
         return divergence.measure(self.parts, self.reference)

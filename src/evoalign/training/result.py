@@ -26,6 +26,7 @@ from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Split, Task
+from evoalign.transcripts import readable
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -206,4 +207,5 @@ def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
 
 def _samples(before: Evaluation, after: Evaluation, which: Sequence[int] = range(SHOWN_SAMPLES)) -> list[Sample]:
     pairs = list(zip(before.completions, after.completions, strict=True))
-    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in (pairs[i] for i in which if i < len(pairs))]
+    shown = [pairs[i] for i in which if i < len(pairs)]
+    return [Sample(b.prompt, b.target, readable(b.text), readable(a.text)) for b, a in shown]

@@ -23,6 +23,7 @@ from evoalign.analysis.compare.runs import Completion
 from evoalign.analysis.page import charts, curves
 from evoalign.analysis.page.view import Analysed, Measure, Pair, Placebos, Table, View
 from evoalign.report.tables import NAMES, is_share, listed, visible
+from evoalign.transcripts import readable
 
 MARK = Markup('<meta name="generator" content="evoalign report">')
 """Element by which a report is recognised."""
@@ -333,7 +334,7 @@ def _row(pair: Pair, length: int) -> dict[str, Any]:
         if one is not None:
             right = {} if one.right is None else {"k": int(one.right)}
             end = lines_visible(one.finish_reason[:40])
-            row[name] = {"t": cut(one.text), "r": one.reward, "f": end, "n": one.tokens, **right}
+            row[name] = {"t": cut(readable(one.text)), "r": one.reward, "f": end, "n": one.tokens, **right}
     return row
 
 

@@ -50,6 +50,10 @@ class ReplicaActor:
         """Return the rollouts of one chunk; see `Engine.rollout`."""
         return list(self._engine.rollout(plan, requests))
 
+    def context(self) -> int | None:
+        """See `Answering.context`."""
+        return self._engine.context()
+
     def apply(self, updates: Sequence[Update]) -> None:
         """Move the mean by each update."""
         for update in updates:

@@ -41,6 +41,7 @@ class RayEngine(EngineDefaults):
         began = time.monotonic()
         try:
             self._dtype, self._specs = self.pool.ask("load_model")
+            self._context: int | None = self.pool.ask("context")
             self.pool.load_seconds = time.monotonic() - began
         except BaseException:
             self.pool.close()
@@ -66,6 +67,9 @@ class RayEngine(EngineDefaults):
         first: Facts = next(iter(returned.values()))
         deterministic = all(facts.deterministic for facts in returned.values())
         return replace(first, engine=f"ray, {self._settings.replicas} x {first.engine}", deterministic=deterministic)
+
+    def context(self) -> int | None:
+        return self._context
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield rollouts as replicas finish their chunks."""
@@ -159,6 +163,9 @@ class SingleReplica:
         """Return the result of the replica, or `FAILED`."""
         is_ready = self._replica.stage == "ready"
         return self._pool.ask_one(self._replica, method, *args, check=check) if is_ready else FAILED
+
+    def context(self) -> int | None:
+        return self._engine.context()
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         check_members(plan, requests)

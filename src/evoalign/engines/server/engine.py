@@ -222,11 +222,12 @@ class ServerEngine(KeepsMean):
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
+    def context(self) -> int | None:
+        return self.connection.about.longest
+
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
-        check_lengths(
-            requests, self.connection.about.longest, "the {} positions of the server", "engine.context_length"
-        )
+        check_lengths(requests, self.context(), "the {} positions of the server", "engine.context_length")
         check_started(self._mean is not None, plan)
         while ABSENT in plan.members:
             try:

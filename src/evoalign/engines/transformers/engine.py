@@ -156,6 +156,9 @@ class TransformersEngine(KeepsMean):
         finally:
             self._mean, self._planned = mean, 0.0
 
+    def context(self) -> int | None:
+        return positions(self.model.config)[0]
+
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Generate one completion of each request for each member, or for the one it names.
 
@@ -163,7 +166,7 @@ class TransformersEngine(KeepsMean):
         member, are in separate batches.
         """
         check_members(plan, requests)
-        check_lengths(requests, *positions(self.model.config))
+        check_lengths(requests, self.context(), positions(self.model.config)[1])
         alike: dict[tuple[Sampling, bool], list[Request]] = {}
         for request in requests:
             alike.setdefault((request.sampling, request.member is None), []).append(request)

@@ -122,10 +122,12 @@ class VllmEngine(MeanMethods):
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
+    def context(self) -> int:
+        return self.llm.llm_engine.model_config.max_model_len
+
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Yield a completion of each request for each member, or the one it names; before `start` for the mean only."""
-        limit: int = self.llm.llm_engine.model_config.max_model_len
-        check_lengths(requests, limit, "the {} positions of engine.max_model_len", "engine.max_model_len")
+        check_lengths(requests, self.context(), "the {} positions of engine.max_model_len", "engine.max_model_len")
         check_members(plan, requests)
         check_started(self._space is not None, plan)
         with self._memory():

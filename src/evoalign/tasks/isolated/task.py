@@ -28,9 +28,11 @@ from evoalign.rewards.objective import Columns, Objective
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.data.spool import Spooled, held, is_exact
+from evoalign.tasks.environment import Environment
 from evoalign.tasks.isolated.connection import START_LIMIT, NoAnswerError, Worker
 from evoalign.tasks.isolated.worker import work
-from evoalign.types import Example, Prompt
+from evoalign.transcripts import Message
+from evoalign.types import Example, Messages, Prompt
 
 logger = logging.getLogger("evoalign.grader")
 
@@ -58,7 +60,7 @@ class Isolated(Task):
         self.task, self._grader = task, grader
         self.config, self.name, self.from_config = task.config, task.name, task.from_config
         self.weighted, self.text_form, self.commands = task.weighted, task.text_form, task.commands
-        self.correctness = task.correctness
+        self.correctness, self.tools = task.correctness, task.tools
         self.per_call = task.per_call or grader.batch
         self.set_objective = copy.copy(task.set_objective)
         if self.set_objective is not None:
@@ -110,7 +112,20 @@ class Isolated(Task):
         return data
 
     def prompt(self, example: Example) -> Prompt:
-        return self.task.prompt(example)
+        """Make the prompt in this process, except for one that an environment writes."""
+        is_written = isinstance(self.task, Environment)
+        return self._ask("prompt", [""], [example]) if is_written else self.task.prompt(example)
+
+    @property
+    def has_turns(self) -> bool:
+        return self.task.has_turns
+
+    def reply(self, example: Example, transcript: Messages) -> str | None:
+        return self.task.reply(example, transcript)
+
+    def replies(self, texts: Sequence[str], examples: Sequence[Example]) -> list[list[Message] | None]:
+        """Reply to all episodes in one call to the worker. Raises RewardError."""
+        return self._ask("replies", texts, examples)
 
     def compute_reward(self, text: str, example: Example) -> float:
         return self._ask("compute_reward", [text], [example])

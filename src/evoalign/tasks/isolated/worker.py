@@ -161,15 +161,15 @@ def _guard(end: socket.socket) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def kill_marked(mark: str) -> None:
-    """Kill all other processes started with this mark, also those in other sessions, which killpg misses.
+def kill_marked(mark: str, but: int | None = None) -> None:
+    """Kill all other processes started with this mark, except `but`, also those in other sessions, which killpg misses.
 
     Reads /proc, so it needs Linux. It misses processes with another environment, and forks without exec.
     """
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended, or owned by another user
-            if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+            if int(folder.name) not in (os.getpid(), but) and wanted in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
@@ -211,6 +211,8 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
         case "parts":
             parts = task.parts(texts, examples)
             return task.checked_columns(parts, texts, examples) if parts else {}
+        case "replies":
+            return task.replies(texts, examples)
         case "compute_reward":
             return task.checked([task.compute_reward(texts[0], examples[0])], texts, examples)[0]
         case "fitness":
@@ -223,8 +225,8 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
             return {str(name): None if value is None else float(value) for name, value in measures.items()}
         case "self_check":
             return task.self_check(examples)
-        case "gold":
-            return task.gold(examples[0])
+        case "prompt" | "gold":
+            return getattr(task, op)(examples[0])
         case "clean":
             return task.clean(texts[0])
         case _:

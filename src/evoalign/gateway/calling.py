@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process that runs one episode by a Python function, and prints its score."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+from pathlib import Path
+
+from evoalign.plugins import load_object
+from evoalign.tasks.harness import checked
+
+
+def main() -> None:
+    """Call `function(base_url, api_key, example)`, plain or async, with the row as a dict."""
+    path, base_url, key, row = sys.argv[1:]
+    sys.path.insert(0, str(Path.cwd()))
+    found = load_object(path, "task.command")(base_url, key, json.loads(Path(row).read_text(encoding="utf-8")))
+    print(f"\n{json.dumps(checked(asyncio.run(found) if inspect.iscoroutine(found) else found))}")

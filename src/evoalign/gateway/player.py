@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays the episodes of a population through harnesses: one process each, one server for all.
+
+The key of a request names an attempt at an episode, and so its member. Threads wait for the harnesses, the server's
+thread for their requests, and the caller's thread alone uses the engine: it answers all requests that wait in one
+batch, while others arrive. What arrives late waits for the next batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from evoalign.gateway.chat import Answer, Chat
+
+from evoalign.engines import Answering
+from evoalign.engines.base import pairs_of
+from evoalign.episodes import derive_seed
+from evoalign.errors import ConfigError, RefusedError, RewardError
+from evoalign.gateway.batches import Asked, answer
+from evoalign.gateway.kept import Kept
+from evoalign.gateway.process import FailedError, Processes, reported
+from evoalign.tasks.harness import REWARD, Harness, finished
+from evoalign.tokens import Tokens
+from evoalign.transcripts import Message
+from evoalign.types import Example, Member, Plan, Request, Rollout
+from evoalign.version import install
+
+if TYPE_CHECKING:
+    from evoalign.gateway.server import Server
+
+WINDOW = 0.05
+"""Seconds without a further request after which a batch begins, while other episodes are still running."""
+LIMIT = "episode_limit"
+"""Code of a refusal at a limit of `task.episode`."""
+Drive: TypeAlias = Callable[[str, str, Example, float], str | None]
+"""Runs a harness, given the address, the key, the row and the seconds: returns its output, or None after that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The episode of one member and request."""
+
+    member: Member
+    request: Request
+    example: Example
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    """One attempt at an episode."""
+
+    job: _Job
+    begun: int = 0
+    """Requests so far."""
+    calls: list[tuple[Sequence[Message], str]] = field(default_factory=list[tuple[Sequence[Message], str]])
+    lengths: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    token_ids: list[int] = field(default_factory=list[int])
+    limit: str = ""
+    """The limit that it reached, in words."""
+    scores: Mapping[str, float] | None = None
+    """The scores that were posted."""
+
+    def take(self, chat: Chat, prompt_tokens: int, rollouts: Sequence[Rollout]) -> None:
+        """Record the completions of a request."""
+        for rollout in rollouts:
+            self.calls.append((chat.messages, rollout.text))
+            self.lengths.append((prompt_tokens, len(rollout.token_ids)))
+            self.token_ids += rollout.token_ids
+
+    def ended(self, scores: Mapping[str, float]) -> Rollout:
+        """Return the episode as one rollout; all of its calls are `later` ones."""
+        text = finished(self.calls, scores)
+        reason = "length" if self.limit else "stop"
+        member, request = self.job.member, self.job.request
+        return Rollout(member, request.index, tuple(self.token_ids), text, reason, later=tuple(self.lengths))
+
+
+Event: TypeAlias = "Asked | Rollout | RewardError"
+
+
+class _Backend:
+    """Takes the requests of harnesses to `events`; see `evoalign.gateway.chat.Backend`."""
+
+    def __init__(self, task: Harness) -> None:
+        self._limits = task.config.limits
+        self.events = queue.SimpleQueue[Event]()
+        self.attempts = dict[str, _Attempt]()
+
+    def begin(self, job: _Job) -> tuple[str, _Attempt]:
+        """Return the key of a new attempt."""
+        key, attempt = f"sk-{secrets.token_urlsafe(24)}", _Attempt(job)
+        self.attempts[key] = attempt
+        return key, attempt
+
+    def end(self, key: str) -> None:
+        """Refuse further requests with this key."""
+        self.attempts.pop(key, None)
+
+    def knows(self, key: str) -> bool:
+        return key in self.attempts
+
+    def _attempt(self, key: str) -> _Attempt:
+        if (attempt := self.attempts.get(key)) is None:
+            raise RefusedError("the episode of this key has ended", 401, "invalid_api_key")
+        return attempt
+
+    async def complete(self, key: str, chat: Chat) -> list[Answer]:
+        attempt, limits = self._attempt(key), self._limits
+        sampling = attempt.job.request.sampling
+        most = limits.tokens or limits.turns * sampling.max_tokens
+        if attempt.begun >= limits.turns:
+            attempt.limit = f"{limits.turns} turns (task.episode.turns)"
+        elif len(attempt.token_ids) >= most:
+            attempt.limit = f"{most} tokens (task.episode.tokens)"
+        if attempt.limit:
+            raise RefusedError(f"the episode has reached its limit of {attempt.limit}", 400, LIMIT)
+        place, first = attempt.begun, attempt.job.request
+        attempt.begun += 1
+        loop = asyncio.get_running_loop()
+        asked = Asked(
+            member=attempt.job.member,
+            chat=chat,
+            sampling=sampling,
+            seed=derive_seed(first.seed, "turn", place) if place else first.seed,
+            order=(attempt.job.member.index, first.index, place),
+            loop=loop,
+            reply=loop.create_future(),
+            done=lambda read, rollouts: attempt.take(chat, read, rollouts),
+        )
+        self.events.put(asked)
+        return await asked.reply
+
+    async def score(self, key: str, scores: Mapping[str, float]) -> None:
+        if REWARD not in scores:
+            raise RefusedError(f'the scores have no "{REWARD}"', 400)
+        self._attempt(key).scores = scores
+
+
+def _server(backend: _Backend) -> Server:
+    try:
+        from evoalign.gateway.server import Server
+    except ImportError as error:
+        raise ConfigError(f"task harness needs the extra gateway ({error}): {install('gateway')}") from None
+    return Server(backend)
+
+
+@dataclass(frozen=True)
+class Harnesses:
+    """Plays the episodes of a task `harness`; see `evoalign.types.Player`. `drive` runs a harness; None: a process."""
+
+    task: Harness
+    tokens: Tokens
+    drive: Drive | None = None
+
+    def play(self, engine: Answering, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Play the episodes of requests with all members of a plan, or with those that they name.
+
+        Episodes that `task.record` has are not played again. Raises RewardError for a harness that keeps failing.
+        """
+        with Kept(self.task.record, self.task.config.command or "", plan) as kept, ExitStack() as stack:
+            jobs = list[_Job]()
+            for member, request in pairs_of(plan.members, requests):
+                assert request.episode is not None
+                if (rollout := kept.find(member, request)) is not None:
+                    yield rollout
+                else:
+                    jobs.append(_Job(member, request, request.episode.example))
+            if not jobs:
+                return
+            backend, closing = _Backend(self.task), threading.Event()
+            server = stack.enter_context(_server(backend))
+            threads = ThreadPoolExecutor(self.task.config.limits.concurrency, "evoalign-harness")
+            stack.callback(threads.shutdown, cancel_futures=True)
+            drive = self.drive or self._process(stack.enter_context(Processes()))
+            stack.callback(closing.set)
+            for job in jobs:
+                threads.submit(self._episode, backend, job, drive, server.url, closing)
+            for rollout in self._answered(engine, plan, backend, len(jobs)):
+                kept.add(rollout)
+                yield rollout
+
+    def _process(self, processes: Processes) -> Drive:
+        return lambda url, key, example, seconds: processes.run(self.task.command, url, key, example, seconds)
+
+    def _answered(self, engine: Answering, plan: Plan, backend: _Backend, count: int) -> Iterator[Rollout]:
+        """Answer the requests of harnesses until this many episodes have ended; yield them as they end."""
+        waiting = list[Asked]()
+        while count:
+            is_idle = len({one.order[:2] for one in waiting}) >= len(backend.attempts) > 0
+            try:
+                event = backend.events.get(timeout=None if not waiting else 0.0 if is_idle else WINDOW)
+            except queue.Empty:
+                answer(engine, plan, self.tokens, waiting, is_serial=self.task.is_serial)
+                waiting = []
+                continue
+            if isinstance(event, Asked):
+                waiting.append(event)
+            elif isinstance(event, Rollout):
+                count -= 1
+                yield event
+            else:
+                raise event
+
+    def _episode(self, backend: _Backend, job: _Job, drive: Drive, url: str, closing: threading.Event) -> None:
+        """Play one episode in a thread, and again after a failure."""
+        began, problem = time.monotonic(), FailedError("was not started")
+        for attempt in range(self.task.retries + 1):
+            if closing.wait(min(2.0 ** (attempt - 1), 30.0) if attempt else 0.0):
+                return
+            try:
+                backend.events.put(self._attempt(backend, job, drive, url))
+                return
+            except FailedError as error:
+                problem = error
+            except Exception as error:  # of this code: the caller's thread must not wait for ever
+                problem = FailedError(f"failed: {type(error).__name__}: {error}")
+                break
+        seconds = time.monotonic() - began
+        backend.events.put(
+            RewardError(
+                f"the harness of member {job.member.index}, request {job.request.index} {problem} "
+                f"({self.task.retries + 1} attempts, {seconds:.0f} s); fix task.command"
+            )
+        )
+
+    def _attempt(self, backend: _Backend, job: _Job, drive: Drive, url: str) -> Rollout:
+        """Return the episode of one attempt. Raises FailedError."""
+        limits = self.task.config.limits
+        key, attempt = backend.begin(job)
+        try:
+            output = drive(url, key, job.example, limits.seconds)
+            if output is None:
+                attempt.limit = f"{limits.seconds:g} seconds (task.episode.seconds)"
+            if attempt.scores is None and output is None:
+                raise FailedError("was killed")
+            return attempt.ended(attempt.scores or reported(output or ""))
+        except FailedError as error:
+            if not attempt.limit:
+                raise
+            if limits.at_limit is None:
+                raise FailedError(
+                    f"reached the limit of {attempt.limit} without a score ({error}); raise it, or set "
+                    "task.episode.at_limit to the reward of such an episode"
+                ) from error
+            return attempt.ended({REWARD: limits.at_limit})
+        finally:
+            backend.end(key)

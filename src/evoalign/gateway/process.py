@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one episode's harness: start it, wait for its score, and kill it with all its descendants.
+
+A guard process kills what is left once the trainer is gone, also by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Self
+
+from evoalign.errors import DataError, EvoalignError, cut, plain
+from evoalign.tasks.harness import FUNCTION, REWARD, checked
+from evoalign.tasks.isolated.worker import MARK, kill_marked
+from evoalign.types import Example
+
+TAIL = 1 << 16
+"""Bytes of a harness's output that are read, from the end."""
+GUARD = "from evoalign.gateway import guarding; guarding.main()"
+CALLED = "from evoalign.gateway import calling; calling.main()"
+
+
+class FailedError(EvoalignError):
+    """A harness ended without a score."""
+
+
+class Processes:
+    """The processes of the harnesses that are running. Leaving the context kills them."""
+
+    def __init__(self) -> None:
+        self._mark, self._groups, self._lock, self._closed = uuid.uuid4().hex, set[int](), threading.Lock(), False
+        self._environment = {"PYTHONHASHSEED": "0"} | os.environ | {MARK: self._mark}
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, env=self._environment, start_new_session=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._closed = True
+            groups = list(self._groups)
+        for group in groups:
+            _kill(group)
+        kill_marked(self._mark, but=self._guard.pid)
+        assert self._guard.stdin is not None
+        with suppress(OSError):
+            self._guard.stdin.close()
+        self._guard.wait()
+
+    def run(self, command: Sequence[str], base_url: str, key: str, example: Example, seconds: float) -> str | None:
+        """Run the harness of one episode; return its output, or None if it was killed after `seconds`.
+
+        Raises FailedError if it cannot be started, or ends with an error.
+        """
+        with tempfile.TemporaryDirectory(prefix="evoalign-episode-", ignore_cleanup_errors=True) as folder:
+            row, score = Path(folder, "example.json"), Path(folder, "score.json")
+            row.write_text(json.dumps(dict(example), ensure_ascii=False, default=str), encoding="utf-8")
+            places = {"base_url": base_url, "api_key": key, "example": str(row)}
+            words = [word.format(**places) for word in command]
+            if FUNCTION.fullmatch(command[0]):
+                words = [sys.executable, "-c", CALLED, command[0], base_url, key, str(row)]
+            given = {
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_KEY": key,
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": key,
+                "EVOALIGN_EXAMPLE": str(row),
+                "EVOALIGN_SCORE": str(score),
+                "TMPDIR": folder,
+            }
+            with Path(folder, "out").open("w+b") as out, Path(folder, "err").open("w+b") as err:
+                status = self._wait(words, given, seconds, out, err)
+                if status is None:
+                    return None
+                if status:
+                    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"has exit status {status}"
+                    raise FailedError(f"{how}{_last_words(err)}")
+                return score.read_text("utf-8", "replace") if score.is_file() else _tail(out)
+
+    def _wait(
+        self, words: Sequence[str], given: Mapping[str, str], seconds: float, out: IO[bytes], err: IO[bytes]
+    ) -> int | None:
+        """Return the exit status of a process, or None after `seconds`; kill its group in any case."""
+        with self._lock:
+            if self._closed:
+                raise FailedError("was not started: the run is ending")
+            try:
+                child = subprocess.Popen(
+                    list(words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env={**self._environment, **given},
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                raise FailedError(f"cannot be started: {error}") from error
+            self._groups.add(child.pid)
+            self._tell_guard(f"+{child.pid}")
+        try:
+            return child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _kill(child.pid)
+            child.wait()
+            with self._lock:
+                self._groups.discard(child.pid)
+                self._tell_guard(f"-{child.pid}")
+
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with suppress(OSError, ValueError):  # it was killed, or is closed: this process kills its children itself
+            self._guard.stdin.write(f"{line}\n".encode())
+            self._guard.stdin.flush()
+
+
+def reported(output: str) -> dict[str, float]:
+    """Return the scores that a harness reported: the last line of its output that is a JSON object with a `reward`, or
+    a number. Raises FailedError."""
+    for line in reversed(output.splitlines()):
+        try:
+            found: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        try:
+            return checked(found)
+        except DataError as error:
+            if isinstance(found, dict) and REWARD in found:
+                raise FailedError(f"reported a wrong score: {error}") from None
+    raise FailedError(
+        'ended without a score; print {"reward": 0.5} as the last line, write it to the file $EVOALIGN_SCORE, or POST '
+        f"it to BASE_URL/score; its last output is {plain(cut(output.strip()[-300:], 300))!r}"
+    )
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _tail(file: IO[bytes]) -> str:
+    file.seek(0, os.SEEK_END)
+    file.seek(max(0, file.tell() - TAIL))
+    return file.read().decode("utf-8", "replace")
+
+
+def _last_words(err: IO[bytes]) -> str:
+    lines = [line for line in _tail(err).splitlines() if line.strip()]
+    return f": {plain(cut(lines[-1], 300))}" if lines else ""
