@@ -46,10 +46,12 @@ OTHERS = {
     "preflight/doctor.py": "a library's name", "rundir/identity.py": "sections, grpo.tune, libraries' names",
     "analysis/sweeping/search.py": "the default of task.name",
     "training/resolve.py": "what a PEFT adapter is",
+    "gateway/anthropic.py": "fields of its API", "gateway/chat.py": "a finish reason",
+    "gateway/dialect.py": "a field of messages", "gateway/openai_chat.py": "fields of its API",
 }  # fmt: skip
 """Files where such a word stands for something else, and for what. None comes."""
 MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/")
-MOST_ENTRIES, MOST_LINES = 36, 450
+MOST_ENTRIES, MOST_LINES = 37, 450
 
 
 # --- what counts ---

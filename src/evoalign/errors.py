@@ -95,6 +95,17 @@ class NotFiniteError(EvoalignError):
     """A model's logits are not finite, because of its weights or the noise on them."""
 
 
+class RefusedError(EvoalignError):
+    """A request that a server of this package refuses, with an HTTP status, a code, and the field at fault.
+
+    Codes are those of OpenAI's API, where it has one.
+    """
+
+    def __init__(self, message: str, status: int, code: str = "invalid_request_error", field: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code, self.field = status, code, field
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether Python or torch, of which the CPU's allocator raises a RuntimeError, could not get memory."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error))

@@ -21,7 +21,7 @@ from evoalign.rewards.scorer.client import Service
 from evoalign.rewards.scorer.models import Local
 
 service = pytest.importorskip("evoalign.rewards.scorer.service")
-guard = pytest.importorskip("evoalign.rewards.scorer.guard")
+guard = pytest.importorskip("evoalign.http.guard")
 uvicorn = pytest.importorskip("uvicorn")
 TOKEN = {"SCORER_TOKEN_OF_TEST": "0123456789abcdef0123"}
 VARIABLE = next(iter(TOKEN))
@@ -295,7 +295,7 @@ def is_closed(connection):
 )
 def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch):
     """Also where a byte of them arrives now and then."""
-    monkeypatch.setattr("evoalign.rewards.scorer.guard.HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.5)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -303,7 +303,7 @@ def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch)
 
     async def closed():
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60)
-        state = uvicorn.server.ServerState()
+        state = guard.State()
         server = await asyncio.get_running_loop().create_server(
             lambda: guard.Connection(config, state, {}), "127.0.0.1", 0
         )
@@ -315,7 +315,7 @@ def test_connection_is_closed_where_its_headers_take_too_long(sent, monkeypatch)
             assert time.monotonic() < begun + SECONDS
         writer.close()
         server.close()
-        assert not guard.Connection.waiting and not state.connections
+        assert not state.waiting and not state.connections
         return answer
 
     answer = asyncio.run(closed())

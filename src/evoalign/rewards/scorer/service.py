@@ -8,6 +8,7 @@ POST /score_batch and /score_texts take and answer requests in the form of publi
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import signal
@@ -19,29 +20,27 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field, model_validator
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from evoalign.config.scorer import DIGEST, PROMPT, RESPONSE, ScorerConfig
 from evoalign.config.secrets import public_path
-from evoalign.errors import ConfigError, RewardError
+from evoalign.errors import ConfigError, RefusedError, RewardError
 from evoalign.http import is_loopback
+from evoalign.http.guard import NAMES, Guard, GuardedServer, settings
 from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
-from evoalign.rewards.scorer.guard import Connection, Guard, refused
 from evoalign.rewards.scorer.models import Local
 from evoalign.version import __version__
 
 logger = logging.getLogger(__name__)
 Text = Annotated[str, Field(description="Plain text; the service adds the template.")]
 SHORTEST_TOKEN = 16
-CONNECTIONS = 1024
-"""Maximum connections; the status for more is 503."""
-
-NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""Allowed host names without a token. Any port is allowed, since a tunnel may change it."""
+CHALLENGE = {"WWW-Authenticate": "Bearer"}
+ADVICE = "; send fewer pairs, or raise --max-body"
 
 
 class Item(BaseModel, extra="forbid"):
@@ -242,6 +241,11 @@ class Service:
         )
 
 
+def refused(status: int, words: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with the reason."""
+    return JSONResponse({"detail": words}, status, headers)
+
+
 def _lists(pairs: Iterable[tuple[str, str]]) -> Lists:
     both = list(pairs)
     return Lists(prompts=[prompt for prompt, _ in both], responses=[response for _, response in both])
@@ -262,25 +266,30 @@ def serve(
         )
     with _bound(host, port) as listening:
         service = Service(Local(config), limits)
-        names = NAMES if is_loopback(host) else None
-        guarded = Guard(service.app, token=token, names=names, max_body=limits.max_body)
+        guarded = Guard(
+            service.app,
+            admit=lambda scope: _admit(scope, token),
+            refused=lambda _, error: refused(error.status, str(error), CHALLENGE if error.status == 401 else None),
+            names=NAMES if is_loopback(host) else None,
+            max_body=limits.max_body,
+            advice=ADVICE,
+        )
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listening.getsockname()[1]}"
-        settings = uvicorn.Config(
-            guarded,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            http=Connection,
-            loop="asyncio",
-            ws="none",
-            lifespan="on",
-            limit_concurrency=CONNECTIONS,
-        )
+        server = GuardedServer(settings(guarded, lifespan="on"), ready=lambda: tell(address), end=service.end)
         with _quiet_end():
-            _Server(settings, service, lambda: tell(address)).run(sockets=[listening])
+            server.run(sockets=[listening])
+
+
+@contextmanager
+def _admit(scope: Scope, token: str | None) -> Generator[None]:
+    """Raise RefusedError unless a request has the token, compared in constant time, and no other credentials."""
+    given = Headers(scope=scope).getlist("authorization")
+    if token is not None and not (
+        len(given) == 1 and hmac.compare_digest(given[0].encode("latin-1"), f"Bearer {token}".encode())
+    ):
+        raise RefusedError("the bearer token of the service is required", 401)
+    yield
 
 
 def token_of(variable: str) -> str:
@@ -292,24 +301,6 @@ def token_of(variable: str) -> str:
             "digits, such as the output of `openssl rand -hex 16`"
         )
     return token
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn server that reports when it is ready, and ends the service on shutdown."""
-
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._service, self._ready = service, ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.end()
-        for connection in list(Connection.waiting):
-            connection.transport.abort()
-        await super().shutdown(sockets)
 
 
 @contextmanager
