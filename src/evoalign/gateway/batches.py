@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from evoalign.gateway.chat import Answer, Chat
-
 from evoalign.engines import Answering
 from evoalign.episodes import checked, derive_seed
 from evoalign.errors import ModelError, RefusedError
+from evoalign.gateway.chat import Answer, Chat
 from evoalign.tokens import Tokens
 from evoalign.types import Member, Plan, Request, Rollout, Sampling
 

@@ -19,13 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from evoalign.gateway.chat import Answer, Chat
-
 from evoalign.engines import Answering
 from evoalign.engines.base import pairs_of
 from evoalign.episodes import derive_seed
 from evoalign.errors import ConfigError, RefusedError, RewardError
 from evoalign.gateway.batches import Asked, answer
+from evoalign.gateway.chat import Answer, Chat
 from evoalign.gateway.kept import Kept
 from evoalign.gateway.process import FailedError, Processes, reported
 from evoalign.tasks.harness import REWARD, Harness, finished

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, shaping, spaces, tracking
-from evoalign.checks import axes, canary, control, prompts
+from evoalign.checks import axes, canary, control, gateway, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
 from evoalign.checks.signs import scripts
@@ -380,12 +380,18 @@ class _EvolutionStrategies:
 
     def _check_canary(self, generation: int) -> None:
         """Raise CanaryError if members do not answer with their own weights."""
-        parts, prompt = self.parts, self.parts.tokens.encode(self.task.prompt(self.data.train[0]), self.task.tools)
+        parts, messages = self.parts, self.task.prompt(self.data.train[0])
+        prompt = parts.tokens.encode(messages, self.task.tools)
         at = min(generation, self.config.es.num_generations - 1)
         width = evolve.sigma_at(self.config, at, self._course.plateaus())
         for engine in parts.engine.parts():
             canary.check(
                 engine, parts.space, parts.layout, prompt,
+                generation=generation, width=width, exact=parts.facts.deterministic,
+            )  # fmt: skip
+        if isinstance(self.task, Harness):
+            gateway.check(
+                parts.engine, self.task, parts.tokens, parts.layout, self.task.prompt(self.data.train[0]),
                 generation=generation, width=width, exact=parts.facts.deterministic,
             )  # fmt: skip
 
