@@ -48,10 +48,11 @@ OTHERS = {
     "training/resolve.py": "what a PEFT adapter is",
     "gateway/anthropic.py": "fields of its API", "gateway/chat.py": "a finish reason",
     "gateway/dialect.py": "a field of messages", "gateway/openai_chat.py": "fields of its API",
+    "gateway/batches.py": "a finish reason", "episodes.py": "a field of messages", "transcripts.py": "the same",
 }  # fmt: skip
 """Files where such a word stands for something else, and for what. None comes."""
-MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/")
-MOST_ENTRIES, MOST_LINES = 37, 450
+MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/", "episodes.py", "gateway/batches.py")
+MOST_ENTRIES, MOST_LINES = 39, 450
 
 
 # --- what counts ---

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.grading import Answers, Grading, scored
 from evoalign.tasks.harness import Harness
-from evoalign.tasks.isolated.task import Isolated
 from evoalign.tokens import Tokens
 from evoalign.transcripts import spoken
 from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Player, Prompt, Request, Rollout, Sampling
@@ -244,10 +244,9 @@ class Encoded(dict[int, tuple[int, ...]]):
 
 def _player_of(task: Task, tokens: Tokens) -> Player | None:
     """Return the player of a task's episodes; None: a completion is all."""
-    inner = task.task if isinstance(task, Isolated) else task
-    if isinstance(inner, Harness):
-        return Harnesses(inner, tokens)
-    return Turns(task, tokens) if task.has_turns else None
+    if not task.player:
+        return None
+    return Turns(task, tokens) if task.player == "turns" else Harnesses(cast(Harness, task.inside), tokens)
 
 
 def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[int]:

@@ -26,7 +26,6 @@ from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tasks.grading import with_validation
-from evoalign.tasks.harness import Harness
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -172,8 +171,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
     _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
     made.take_scorer(config.scorer)
-    if isinstance(made, Harness):
-        made.retries, made.is_serial = config.grader.retries, config.deterministic is True
+    made.take_run(config.grader, is_serial=config.deterministic is True)
     chosen = tasks.isolate(made, config.grader)
     try:
         objective = chosen.objective()  # one that cannot be made is refused here, a dry run's too

@@ -223,7 +223,7 @@ def sample(parts: Parts, settings: Settings) -> Drawn:
     from evoalign.types import MEAN_PLAN
 
     refuse_whole_members(parts.objective, "analyze alignment")
-    if parts.task.has_turns:
+    if parts.task.player:
         raise ConfigError(
             f"analyze alignment: the gradient of episodes of several turns ({parts.task.name}) is unknown"
         )

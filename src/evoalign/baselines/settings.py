@@ -18,9 +18,6 @@ from evoalign.config.reading import read_json
 from evoalign.errors import ConfigError, DataError, cut
 from evoalign.rewards.objective import Objective, refuse_whole_members
 from evoalign.tasks import Task
-from evoalign.tasks.environment import Environment
-from evoalign.tasks.harness import Harness
-from evoalign.tasks.isolated.task import Isolated
 
 OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "reward", "trl"})
 """Fields of the section that TRL does not have, or that have another meaning there."""
@@ -140,12 +137,12 @@ def check_objective(config: Config, objective: Objective) -> None:
 
 def check_turns(config: Config, task: Task) -> None:
     """Raise ConfigError for a task of several turns that TRL cannot train, or whose completions have no limit."""
-    if not (task.has_turns or isinstance(task, Harness)):
+    if not task.player:
         return
-    if environment_of(task) is None:
+    if task.environment_factory() is None:
         raise ConfigError(
             f"GRPO cannot train task {task.name}: TRL plays episodes of several turns only in an environment "
-            "(task.name: environment); use ES"
+            "(task.environment); use ES"
         )
     if config.grpo.rollouts != "trl":
         raise ConfigError(f"grpo.rollouts: {config.grpo.rollouts} cannot play an environment; set trl")
@@ -154,12 +151,6 @@ def check_turns(config: Config, task: Task) -> None:
             "grpo.max_completion_length is not set: with an environment it limits all turns and results of tools "
             "together; set it to several times sampling.max_tokens"
         )
-
-
-def environment_of(task: Task) -> Environment | None:
-    """Return the task itself, or the one that it isolates, if it has an environment."""
-    inner = task.task if isinstance(task, Isolated) else task
-    return inner if isinstance(inner, Environment) else None
 
 
 def _splits_weights(more: Mapping[str, Any]) -> bool:

@@ -74,7 +74,7 @@ class Steps(TrainerCallback):
         start = time.perf_counter()
         policy, ids_of = self.policy, columns["completion_ids"]
         texts = [policy.tokens.decode(ids) for ids in ids_of]
-        if policy.task.has_turns:
+        if policy.task.player:
             texts = [transcripts.of_messages(messages) for messages in completions]
         examples = [policy.data.train[row] for row in columns["row"]]
         found = columns_of(policy.task, texts, examples)

@@ -301,7 +301,6 @@ def make_trainer(
     arguments = _arguments(config, folder)
     settings.check_prompts(config, len(data.train), arguments.world_size)
     model = load_model(config.model, getattr(torch, config.model.trained_dtype)).requires_grad_(True).train()
-    environment = settings.environment_of(task)
     try:
         with warnings.catch_warnings(), _reference_of(config, model):
             warnings.simplefilter("ignore")  # about experimental features and deprecated names
@@ -315,7 +314,7 @@ def make_trainer(
                 processing_class=tokens.tokenizer,
                 peft_config=_peft(config.lora) if config.grpo.tune == "lora" else None,
                 rollout_func=rollouts if config.grpo.rollouts != "trl" else None,
-                environment_factory=None if environment is None else environment.unrewarded(),
+                environment_factory=task.environment_factory(),
                 tools_of_prompts=task.tools,
             )
             trainer.max_tool_calling_iterations = max(1, config.task.limits.turns - 1)
@@ -338,10 +337,11 @@ def _collate(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[st
     A function of the module, so that workers of a data loader can be spawned.
     """
     examples = [data.train[row["row"]] for row in rows]
-    if (environment := settings.environment_of(task)) is not None:  # TRL calls its `reset`, with all columns
-        prompts = map(environment.before_reset, examples)
-        return [{**e, "prompt": p, "row": row["row"]} for e, p, row in zip(examples, prompts, rows, strict=True)]
-    return [{"prompt": task.prompt(e), "row": row["row"]} for e, row in zip(examples, rows, strict=True)]
+    takes_columns = task.environment_factory() is not None  # TRL calls its `reset`, which adds to the prompt
+    return [
+        {**(e if takes_columns else {}), "prompt": task.before_reset(e), "row": row["row"]}
+        for e, row in zip(examples, rows, strict=True)
+    ]
 
 
 def _arguments(config: Config, folder: Path) -> Any:

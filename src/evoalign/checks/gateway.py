@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from typing import cast
 
+from evoalign.checks import canary
 from evoalign.checks.canary import MEMBERS, address, widths
 from evoalign.engines import Answering
 from evoalign.errors import CanaryError, NotFiniteError, shown
@@ -19,6 +21,7 @@ from evoalign.gateway.player import Harnesses
 from evoalign.gateway.process import FailedError
 from evoalign.http import HttpClient, LoopThread
 from evoalign.rollouts import collect
+from evoalign.setup import Parts
 from evoalign.tasks.harness import Harness
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Episode, Example, Layout, Messages, Plan, Request, Sampling
@@ -26,6 +29,19 @@ from evoalign.types import MEAN_PLAN, Episode, Example, Layout, Messages, Plan, 
 LONGEST = 8
 """Tokens of a completion."""
 MOST_BYTES = 1 << 20
+
+
+def check_all(parts: Parts, *, generation: int, width: float) -> None:
+    """Raise CanaryError if members do not answer with their own weights: in any replica, and through the gateway."""
+    task, messages, exact = parts.task, parts.task.prompt(parts.data.train[0]), parts.facts.deterministic
+    prompt = parts.tokens.encode(messages, task.tools)
+    for engine in parts.engine.parts():
+        canary.check(engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
+    if task.player == "harness":
+        harness, chat = cast(Harness, task.inside), cast(Messages, messages)
+        check(
+            parts.engine, harness, parts.tokens, parts.layout, chat, generation=generation, width=width, exact=exact
+        )  # fmt: skip
 
 
 def check(

@@ -93,8 +93,7 @@ def templates(
     same text: a list of all labels contains every gold answer. Keys and short values of JSON do not count alone. Where
     most gold answers share their clauses, only the second rule counts. The first ignores the clauses in `form`.
     """
-    texts = [spoken(text) for text in texts]
-    clauses = _map_once(_clauses, texts)
+    clauses = _map_once(_clauses, list(map(spoken, texts)))
     whole = ["".join(parts) for parts in clauses]
     shared = _shared(clauses, prompts) - form
     prompts_of = Counter(text for text, _ in set(zip(whole, prompts, strict=True)))
@@ -167,10 +166,7 @@ def text_flags(
     """
     prompts, texts = range(len(texts)) if prompts is None else prompts, [spoken(text) for text in texts]
     rows = list(zip(texts, [None] * len(texts) if golds is None else golds, strict=True))
-    found = {
-        "truncated": [reason == "length" for reason in finish_reasons],
-        "template": templates(texts, prompts, golds),
-    }
+    found = {"truncated": [r == "length" for r in finish_reasons], "template": templates(texts, prompts, golds)}
     by_text: dict[str, Callable[[str], bool]] = {**_BY_TEXT, "other_script": lambda t: signs.is_foreign(t, known)}
     for name, shows in by_text.items():
         known_rows = {row: shows(row[0]) and not (row[1] is not None and shows(row[1])) for row in dict.fromkeys(rows)}

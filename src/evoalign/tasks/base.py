@@ -7,13 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 from pydantic import BaseModel
 
 from evoalign import transcripts
-from evoalign.config import ScorerConfig, TaskConfig
+from evoalign.config import GraderConfig, ScorerConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
@@ -204,10 +205,24 @@ class Task(ABC):
         return [*prompt, *transcripts.messages(text)]
 
     @property
-    def has_turns(self) -> bool:
-        """Whether episodes may have more than one turn."""
+    def player(self) -> str:
+        """Who plays the episodes, by name: empty, where a completion is all there is; `turns`, with the task's own
+        replies; `harness`, a program."""
         own = type(self)
-        return own.reply is not Task.reply or own.replies is not Task.replies
+        return "turns" if own.reply is not Task.reply or own.replies is not Task.replies else ""
+
+    @property
+    def inside(self) -> Task:
+        """The task itself, without the process that it is isolated in."""
+        return self
+
+    def environment_factory(self) -> type[Any] | None:
+        """Return the environment class for GRPO with TRL, which plays its episodes; None without one."""
+        return None
+
+    def before_reset(self, example: Example) -> Prompt:
+        """Return the prompt without what an environment adds to it."""
+        return self.prompt(example)
 
     def with_system(self, messages: Messages) -> Messages:
         """Prepend `task.system_prompt`, if set, to messages that have no system message."""
@@ -330,6 +345,12 @@ class Task(ABC):
         """Receive the section `scorer`. Raises ConfigError if it is missing or the task cannot score with it."""
         if self.asks_scorer and section is None:
             raise self.lacks_scorer()
+
+    def take_run(self, grader: GraderConfig, *, is_serial: bool) -> None:  # noqa: B027 (most tasks need nothing)
+        """Receive the section `grader`, and whether completions are asked for one at a time. Nothing by default."""
+
+    def keep_episodes(self, path: Path) -> None:  # noqa: B027 (episodes of most tasks take no time of their own)
+        """Receive the file in which finished episodes of a generation may be kept. Nothing by default."""
 
     def lacks_scorer(self) -> ConfigError:
         """Return the error of a task that is scored by models without a section `scorer`."""

@@ -86,7 +86,7 @@ class Environment(Custom):
         prompt = super().prompt(example)
         return prompt if not isinstance(prompt, str) else self.with_system([{"role": "user", "content": prompt}])
 
-    def unrewarded(self) -> type[Any]:
+    def environment_factory(self) -> type[Any]:
         """Return the class for TRL's `environment_factory`, without `get_reward`: the task scores the episodes.
 
         Its `reset` drops the column `row`, which is not one of the data.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign import transcripts
-from evoalign.config import TaskConfig
+from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, shown
 from evoalign.rewards.objective import Columns, WeightedSum
 from evoalign.tasks import data
@@ -57,6 +57,16 @@ class Harness(Task):
                 "./my_eval.sh {base_url} {api_key} {example}"
             )
         self.command = parsed(config.command)
+
+    @property
+    def player(self) -> str:
+        return "harness"
+
+    def take_run(self, grader: GraderConfig, *, is_serial: bool) -> None:
+        self.retries, self.is_serial = grader.retries, is_serial
+
+    def keep_episodes(self, path: Path) -> None:
+        self.record = path
 
     def load_data(self, seed: int) -> Data:
         """Load the files of the config; without one, the rows are numbers. Raises DataError, ConfigError."""

@@ -44,7 +44,6 @@ from evoalign.setup import (
     with_form,
 )
 from evoalign.tasks import Split, Task
-from evoalign.tasks.harness import Harness
 from evoalign.training import heading, saving, stopping
 from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.mean import Mean
@@ -247,8 +246,7 @@ class _EvolutionStrategies:
         keeps_best = self.config.checkpoint.keep_best and self.config.evaluation.every and self.data.validation
         if saving.every(self.config, self.journal.summation) or keeps_best:
             self.mean.saver.prepare()
-        if isinstance(self.task, Harness):
-            self.task.record = session.run.results / "episodes.jsonl"
+        self.task.keep_episodes(session.run.results / "episodes.jsonl")
         noise_floor = self._control(session.done)
         run = self.parts.run(self.journal, lambda: self._evaluate(session, session.done + 1), self._course.plateaus)
         for generation in evolve.evolve(run, session.done):
@@ -380,20 +378,9 @@ class _EvolutionStrategies:
 
     def _check_canary(self, generation: int) -> None:
         """Raise CanaryError if members do not answer with their own weights."""
-        parts, messages = self.parts, self.task.prompt(self.data.train[0])
-        prompt = parts.tokens.encode(messages, self.task.tools)
         at = min(generation, self.config.es.num_generations - 1)
         width = evolve.sigma_at(self.config, at, self._course.plateaus())
-        for engine in parts.engine.parts():
-            canary.check(
-                engine, parts.space, parts.layout, prompt,
-                generation=generation, width=width, exact=parts.facts.deterministic,
-            )  # fmt: skip
-        if isinstance(self.task, Harness):
-            gateway.check(
-                parts.engine, self.task, parts.tokens, parts.layout, self.task.prompt(self.data.train[0]),
-                generation=generation, width=width, exact=parts.facts.deterministic,
-            )  # fmt: skip
+        gateway.check_all(self.parts, generation=generation, width=width)
 
     def _evaluate(self, session: Session, index: int) -> Mapping[str, float]:
         """Evaluate the mean, with the control of generation `index` in the same rollout; return the test measures.

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn
 
@@ -117,8 +118,21 @@ class Isolated(Task):
         return self._ask("prompt", [""], [example]) if is_written else self.task.prompt(example)
 
     @property
-    def has_turns(self) -> bool:
-        return self.task.has_turns
+    def player(self) -> str:
+        return self.task.player
+
+    @property
+    def inside(self) -> Task:
+        return self.task
+
+    def environment_factory(self) -> type[Any] | None:
+        return self.task.environment_factory()
+
+    def before_reset(self, example: Example) -> Prompt:
+        return self.task.before_reset(example)
+
+    def keep_episodes(self, path: Path) -> None:
+        self.task.keep_episodes(path)
 
     def reply(self, example: Example, transcript: Messages) -> str | None:
         return self.task.reply(example, transcript)
