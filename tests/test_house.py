@@ -49,6 +49,7 @@ OTHERS = {
     "gateway/anthropic.py": "fields of its API", "gateway/chat.py": "a finish reason",
     "gateway/dialect.py": "a field of messages", "gateway/openai_chat.py": "fields of its API",
     "gateway/batches.py": "a finish reason", "episodes.py": "a field of messages", "transcripts.py": "the same",
+    "models/tool_formats.py": "a key of messages", "tokens.py": "a key of messages",
 }  # fmt: skip
 """Files where such a word stands for something else, and for what. None comes."""
 MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/", "episodes.py", "gateway/batches.py")

@@ -8,15 +8,16 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 from evoalign.config import ModelConfig
 from evoalign.errors import ConfigError, ModelError, shown
-from evoalign.models import templates
+from evoalign.models import templates, tool_formats
 from evoalign.models.files import find, not_cached, read_settings, refuse_hooks
 from evoalign.models.origin import described, model_config, origin
+from evoalign.models.tool_calls import ToolFormat, Tools, Turn
 from evoalign.types import Messages, Prompt, text_of
 
 TAIL_TOKENS = 4
@@ -65,23 +66,55 @@ class Tokens:
         """Whether the tokenizer has tokens that the model has no embedding for."""
         return self.rows is not None and max(self.tokenizer.get_vocab().values(), default=0) >= self.rows
 
-    def encode(self, prompt: Prompt, tools: Sequence[Any] = ()) -> tuple[int, ...]:
-        """Return the token ids of a prompt. Messages use the chat template. Raises ModelError without one."""
+    def encode(self, prompt: Prompt, tools: Tools = ()) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Messages use the chat template. Raises ModelError without one.
+
+        There may be tool calls, with arguments as a dict, and messages of role `tool`. `tools` are JSON schemas as
+        transformers' `get_json_schema` returns them.
+        """
         return self.encode_read(prompt, tools)[0]
 
-    def encode_read(self, prompt: Prompt, tools: Sequence[Any] = ()) -> tuple[tuple[int, ...], str]:
+    def encode_read(self, prompt: Prompt, tools: Tools = ()) -> tuple[tuple[int, ...], str]:
         """Return the token ids of a prompt, and the text that the model reads. Raises ModelError."""
-        text, special = (prompt, True) if isinstance(prompt, str) else (self.render(prompt)[0], False)
+        if not isinstance(prompt, str) and (tools or any("tool_calls" in m or m["role"] == "tool" for m in prompt)):
+            prompt = tool_formats.prepare(prompt, self._tool_format.writer)
+        text, special = (prompt, True) if isinstance(prompt, str) else (self.render(prompt, tools)[0], False)
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return self._embedded(ids, prompt), text
 
+    def read_turn(self, text: str, tools: Tools = ()) -> Turn:
+        """Return the content and the tool calls of a completion. Raises ModelError as `check_tools`."""
+        return self._tool_format.read(text, tools)
+
+    def check_tools(self) -> None:
+        """Raise ModelError if the chat template does not write tool calls in a form that can be read."""
+        _ = self._tool_format
+
+    @cached_property
+    def _tool_format(self) -> ToolFormat:
+        """The format of tool calls. Raises ModelError."""
+        self.check_template(tool_formats.USER)
+        template = tool_formats.Template(
+            prompt=_refusing(self._render),
+            whole=_refusing(self._renderer(templates.render_whole)),
+            seen=lambda text: self.decode(self.encode_text(text)),
+            stops=self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)),
+        )
+        try:
+            return tool_formats.derive(template)
+        except tool_formats.UnreadableError as error:
+            raise ModelError(
+                f"the chat template of {self.name} cannot be used with tools, since {error}; use a model whose chat "
+                "template writes tool calls, such as Qwen3, or a task without tools"
+            ) from error
+
     def read_of(self, prompt: Prompt) -> str | None:
         """Return the text that the model reads if the prompt is of messages; None for text. Raises ModelError."""
         return None if isinstance(prompt, str) else self.render(prompt)[0]
 
-    def render(self, messages: Messages) -> tuple[str, Messages]:
+    def render(self, messages: Messages, tools: Tools = ()) -> tuple[str, Messages]:
         """Return messages as text, and the messages that the template got. Raises ModelError.
 
         They are the same, except where the template refuses a system message: the first user message then begins with
@@ -89,14 +122,14 @@ class Tokens:
         """
         self.check_template(messages)
         try:
-            return self._render(messages), messages
+            return self._render(messages, tools=tools), messages
         except ModelError:
             raise
         except Exception as error:  # of jinja2, or whatever the template calls
             joined = templates.without_system(messages)
             try:
                 if joined is not None:
-                    return self._render(joined), joined
+                    return self._render(joined, tools=tools), joined
             except ModelError:
                 raise
             except Exception:  # it refuses more than the system message
@@ -117,7 +150,7 @@ class Tokens:
             f"{lack}; use a model that was trained to chat, or write the prompts as texts and set task.prompt: raw"
         )
 
-    def _renderer(self, render: Callable[..., str]) -> Callable[[Messages], str]:
+    def _renderer(self, render: Callable[..., str]) -> Callable[..., str]:
         """Return a function of `templates` for this tokenizer, in a separate process if the template is untrusted."""
         how = partial(render, template_kwargs=self._kwargs)
         return templates.Renderer(self.tokenizer, how) if self._guarded else partial(how, self.tokenizer)
@@ -338,6 +371,20 @@ def _ids(name: str, found: Any) -> list[int]:
         if type(i) is not int or i < 0:
             raise ModelError(f"model {name}: eos_token_id {shown(found)} is not a token id; fix it in its files")
     return ids
+
+
+def _refusing(render: Callable[..., str]) -> Callable[..., str]:
+    """Return a function that renders messages, and raises RaisedError where the template raises."""
+
+    def rendered(messages: Messages, tools: Tools) -> str:
+        try:
+            return render(messages, tools=tools)
+        except ModelError:
+            raise
+        except Exception as error:  # of jinja2, or whatever the template calls
+            raise tool_formats.RaisedError(f"it raises {_one_line(error)!r}") from error
+
+    return rendered
 
 
 def _one_line(error: Exception) -> str:

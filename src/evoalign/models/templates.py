@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -40,13 +40,18 @@ class RefusedError(Exception):
     """The message of an error that a template raised."""
 
 
-def render(tokenizer: Any, messages: Messages, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
+def render(
+    tokenizer: Any,
+    messages: Messages,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return a prompt of messages as text. A last assistant message is the start of the completion.
 
     A template that prints the date gets `DATE`, or `template_kwargs.strftime_now`, so that a prompt is the same on
     every day.
     """
-    given = dict(template_kwargs)
+    given = {**template_kwargs, **_tools(tokenizer, tools)}
     day = datetime.fromisoformat(given.pop(CLOCK, DATE))
     if CLOCK in str(tokenizer.chat_template):
         given["chat_template"] = _dated(tokenizer.get_chat_template(tools=given.get("tools")), day)
@@ -56,6 +61,12 @@ def render(tokenizer: Any, messages: Messages, template_kwargs: Mapping[str, Any
             messages, tokenize=False, add_generation_prompt=not opened, continue_final_message=opened, **given
         )
     )
+
+
+def _tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the variables by which a template gets tools. SmolLM3's has a name of its own."""
+    names = ("tools", *["xml_tools"] * ("xml_tools" in str(tokenizer.chat_template)))
+    return {name: list(tools) for name in names if tools}
 
 
 def _dated(template: str, day: datetime) -> str:
@@ -96,30 +107,36 @@ def dropped(messages: Messages, text: str) -> Messages:
     return [message for message, part in zip(messages, shown, strict=True) if " ".join(part.split()) not in flat]
 
 
-def render_whole(tokenizer: Any, messages: Messages, template_kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
+def render_whole(
+    tokenizer: Any,
+    messages: Messages,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return a finished conversation as text."""
     given = {key: value for key, value in template_kwargs.items() if key != CLOCK}
+    given |= _tools(tokenizer, tools)
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
 
 
 class Renderer:
     """Calls `how` in a process, which starts with the first prompt and ends with this object or its owner."""
 
-    def __init__(self, tokenizer: Any, how: Callable[[Any, Messages], str] = render) -> None:
+    def __init__(self, tokenizer: Any, how: Callable[..., str] = render) -> None:
         self._tokenizer, self._how = tokenizer, how
         self._owner = 0
         self._end: socket.socket | None = None
         self._stop: weakref.finalize[[int, socket.socket], Renderer] | None = None
 
-    def __call__(self, messages: Messages) -> str:
-        """Render messages. Raises RefusedError where the template raises, ModelError where it exceeds a limit."""
+    def __call__(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Render messages with tools. Raises RefusedError where the template raises, ModelError above a limit."""
         if not hasattr(os, "fork"):
-            return self._how(self._tokenizer, messages)
+            return self._how(self._tokenizer, messages, **_named(tools))
         if self._end is None or self._owner != os.getpid():  # a fork of the owner starts its own
             self._start()
         assert self._end is not None
         try:
-            request = json.dumps(messages).encode() + b"\n"
+            request = json.dumps([messages, list(tools)]).encode() + b"\n"
             self._end.sendall(request)
             reply = _line(self._end, 2 * len(request) + MOST_ADDED)
         except OSError:
@@ -160,6 +177,11 @@ class Renderer:
         self._stop = weakref.finalize(self, _end, owner, pid, ours)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _named(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the argument `tools`, which a function that renders plain messages need not have."""
+    return {"tools": tools} if tools else {}
+
+
 def _line(end: socket.socket, most: int) -> bytes:
     """Read one reply, cut off where the other side is gone or sends over `most` bytes. Raises TimeoutError."""
     found = bytearray()
@@ -171,7 +193,7 @@ def _line(end: socket.socket, most: int) -> bytes:
     return bytes(found)
 
 
-def _serve(end: socket.socket, tokenizer: Any, how: Callable[[Any, Messages], str]) -> None:
+def _serve(end: socket.socket, tokenizer: Any, how: Callable[..., str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -179,7 +201,8 @@ def _serve(end: socket.socket, tokenizer: Any, how: Callable[[Any, Messages], st
     for line in end.makefile("rb"):
         signal.setitimer(signal.ITIMER_REAL, SECONDS + 1)  # in case the owner was killed
         try:
-            reply = json.dumps(["text", how(tokenizer, json.loads(line))])
+            messages, tools = json.loads(line)
+            reply = json.dumps(["text", how(tokenizer, messages, **_named(tools))])
         except Exception as error:  # of jinja2, or whatever the template calls
             reply = json.dumps(["refused", str(error)[:1000] or type(error).__name__])
         signal.setitimer(signal.ITIMER_REAL, 0)
