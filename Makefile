@@ -8,6 +8,7 @@
 #   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.32.0)
 #   make test-vllm-long  their long sweeps
 #   make test-sglang  those of SGLang on the CPU; test-sglang-long its long sweeps
+#   make test-harnesses  those with harnesses, each in its own environment
 #   make lint     style, types, import rules
 #   make docs     the documentation, strictly, into build/site; build/site/index.html opens without a server
 #   make bench    population, Conciseness, noise and grader; benchmarks/README.md has the longer ones
@@ -24,11 +25,12 @@ SMOLLM2 := .cache/smollm2
 HARNESS := .venv/.harness
 VLLM_VENV := .venv-vllm/$(VLLM)
 SGLANG_VENV := .venv-sglang
+HARNESSES := verifiers mini_swe_agent inspect_ai
 # Which of the tests; .ci/run asks the older end for those whose outcome a release may change.
 VLLM_TESTS ?= not long
 VLLM_WORKERS ?= 2
 
-.PHONY: demo test test-all test-long test-real test-vllm test-vllm-long test-sglang test-sglang-long lint docs bench clean FORCE
+.PHONY: demo test test-all test-long test-real test-vllm test-vllm-long test-sglang test-sglang-long test-harnesses lint docs bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/evoalign demo
@@ -36,7 +38,7 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with two threads each would take turns on two cores. A third one works while others wait
 # for processes. Modules are compiled once, and not by each process that a test starts.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not long"
@@ -79,6 +81,10 @@ test-sglang: $(SGLANG_VENV)/.installed
 test-sglang-long: $(SGLANG_VENV)/.installed $(SMOLLM2)
 	$(SGLANG_PYTEST) -m long
 
+# One worker: an episode is a process of its own.
+test-harnesses: $(STAMP) $(HARNESSES:%=.venv-harnesses/%/.installed)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/harnesses
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -109,6 +115,14 @@ $(SGLANG_VENV)/.installed: pyproject.toml requirements/sglang.lock scripts/insta
 	PYTHON='$(PYTHON)' scripts/install_sglang_cpu.sh $(SGLANG_VENV)
 	@touch $@
 
+.venv-harnesses/%/.installed: requirements/%.lock examples/harnesses/%/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet uv==0.13.9
+	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python --compile-bytecode \
+	  --constraint requirements/$*.lock --requirement examples/harnesses/$*/requirements.txt
+	if [ -f examples/harnesses/$*/prepare.py ]; then $(@D)/bin/python examples/harnesses/$*/prepare.py; fi
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	rm -rf .venv .venv-vllm .venv-sglang .venv-harnesses .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Writes requirements/test.lock, vllm.lock and sglang.lock: of all that is installed for tests, which version.
+# Writes the files requirements/*.lock: of all that is installed for tests, which version.
 #
-#   scripts/lock.sh              what pyproject.toml and tests/engine_*/requirements.txt ask for, else what was locked
+#   scripts/lock.sh              what pyproject.toml, tests/engine_* and examples/harnesses ask for, else what was locked
 #   scripts/lock.sh --upgrade    everything as new as these allow; --upgrade-package NAME, one package
 #
 # One file holds for every system and Python that is supported. torch is not in it: scripts/install.sh chooses it by
@@ -23,3 +23,6 @@ lock() {
 lock requirements/test.lock "$@" pyproject.toml --group dev
 lock requirements/vllm.lock "$@" pyproject.toml tests/engine_vllm/requirements.txt
 lock requirements/sglang.lock "$@" pyproject.toml tests/engine_sglang/requirements.txt
+for name in verifiers mini_swe_agent inspect_ai; do
+  lock "requirements/$name.lock" "$@" "examples/harnesses/$name/requirements.txt"
+done
