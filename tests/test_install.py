@@ -318,7 +318,8 @@ def test_make_makes_the_published_model_once_and_without_its_packages_dependenci
     executable(tmp_path / "python", 'echo "$*" >>runs; [ "$2" != --to ] || mkdir -p "$3"')
     for word in ("test-real", "test-long"):
         make(tmp_path, word)
-    tests = "-m pytest -n 3 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses -m"
+    others = "--ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses"
+    tests = f"-m pytest -n 3 --dist worksteal {others} -m"
     assert (tmp_path / "runs").read_text().splitlines() == [
         "-m pip install --quiet --no-deps --group real", "recipes/smollm2/get.py --to .cache/smollm2",
         "-m pip install --quiet --constraint requirements/test.lock --group harness",

@@ -227,9 +227,11 @@ def test_scores_by_post_and_by_file(folder):
             assert client.post(f"{url}/score", json={"reward": 0.25, "format": 1}).status_code == 200
         return "no score here"
 
-    assert [scores_of(r.text) for r in play(tree(), drive=drive)] == [{"reward": 0.25, "format": 1}] * 2
+    posted = tree(task={"score": "post"})
+    assert [scores_of(r.text) for r in play(posted, drive=drive)] == [{"reward": 0.25, "format": 1}] * 2
     command = """sh -c 'echo "{{\\"reward\\": 7}}" > $EVOALIGN_SCORE; echo "{{\\"reward\\": 1}}"'"""
-    assert [scores_of(r.text) for r in play(tree(command))] == [{"reward": 7}] * 2
+    assert [scores_of(r.text) for r in play(tree(command, task={"score": "file"}))] == [{"reward": 7}] * 2
+    assert [scores_of(r.text) for r in play(tree(command))] == [{"reward": 1}] * 2  # the file is not read
 
 
 @pytest.mark.parametrize(

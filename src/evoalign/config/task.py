@@ -158,6 +158,10 @@ class TaskConfig(Section):
     command: Annotated[str | None, PROGRAM] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """For `harness`: the command that runs one episode, such as `./my_eval.sh {base_url} {api_key} {example}`, or the
     import path `my_eval.py:function` of a function that takes these three. Recorded only if set."""
+    score: Literal["stdout", "file", "post"] = Field(default="stdout", exclude_if=lambda value: value == "stdout")
+    """For `harness`: where it reports the score of an episode: `stdout`, the last line; `file`, $EVOALIGN_SCORE;
+    `post`, {base_url}/score with its key. The other two are ignored, so that a model with a shell cannot use them.
+    Recorded only if it is not `stdout`."""
     episode: EpisodeConfig | None = Field(default=None, exclude_if=lambda value: value is None)
     """Limits of an episode, for a task of several turns; None: the defaults. Recorded only if set."""
     objective: Annotated[

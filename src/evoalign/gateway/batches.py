@@ -15,6 +15,10 @@ from evoalign.gateway.chat import Answer, Chat
 from evoalign.tokens import Tokens
 from evoalign.types import Member, Plan, Request, Rollout, Sampling
 
+TOO_LONG = "context_length_exceeded"
+"""Code of a refusal after which harnesses end an episode and score it."""
+LIMIT = "This model's maximum context length"
+"""Beginning of its message: some clients go by these words."""
 COLDEST = 1e-6
 """Temperatures below this are greedy decoding."""
 
@@ -82,9 +86,9 @@ def _requests(engine: Answering, tokens: Tokens, one: Asked, first: int) -> list
     room = most if context is None else min(most, context - len(ids))
     if room < 1:
         raise RefusedError(
-            f"the messages have {len(ids)} tokens, and the model's context has {context}",
+            f"{LIMIT} is {context} tokens, and the messages have {len(ids)}",
             400,
-            "context_length_exceeded",
+            TOO_LONG,
             field="messages",
         )
     temperature = one.sampling.temperature if chat.temperature is None else chat.temperature

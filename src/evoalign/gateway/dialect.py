@@ -202,8 +202,11 @@ class Conversation:
             self.messages.append({"role": "system", "content": words})
 
     def user(self, words: str) -> None:
-        """Add a user message."""
-        self.messages.append({"role": "user", "content": words})
+        """Add a user message, to the one before if that is the user's too: many templates want turns to alternate."""
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages[-1]["content"] += f"\n\n{words}"
+        else:
+            self.messages.append({"role": "user", "content": words})
 
     def assistant(self, words: str) -> None:
         """Add an assistant message, or the text of one that began with a call."""

@@ -23,7 +23,7 @@ from evoalign.engines import Answering
 from evoalign.engines.base import pairs_of
 from evoalign.episodes import derive_seed
 from evoalign.errors import ConfigError, RefusedError, RewardError
-from evoalign.gateway.batches import Asked, answer
+from evoalign.gateway.batches import LIMIT, TOO_LONG, Asked, answer
 from evoalign.gateway.chat import Answer, Chat
 from evoalign.gateway.kept import Kept
 from evoalign.gateway.process import FailedError, Processes, reported
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 WINDOW = 0.05
 """Seconds without a further request after which a batch begins, while other episodes are still running."""
-LIMIT = "episode_limit"
-"""Code of a refusal at a limit of `task.episode`."""
 Drive: TypeAlias = Callable[[str, str, Example, float], str | None]
 """Runs a harness, given the address, the key, the row and the seconds: returns its output, or None after that time."""
 
@@ -90,7 +88,7 @@ class _Backend:
     """Takes the requests of harnesses to `events`; see `evoalign.gateway.chat.Backend`."""
 
     def __init__(self, task: Harness) -> None:
-        self._limits = task.config.limits
+        self._limits, self._by = task.config.limits, task.config.score
         self.events = queue.SimpleQueue[Event]()
         self.attempts = dict[str, _Attempt]()
 
@@ -121,7 +119,7 @@ class _Backend:
         elif len(attempt.token_ids) >= most:
             attempt.limit = f"{most} tokens (task.episode.tokens)"
         if attempt.limit:
-            raise RefusedError(f"the episode has reached its limit of {attempt.limit}", 400, LIMIT)
+            raise RefusedError(f"{LIMIT} reached: the episode has had its {attempt.limit}", 400, TOO_LONG)
         place, first = attempt.begun, attempt.job.request
         attempt.begun += 1
         loop = asyncio.get_running_loop()
@@ -139,6 +137,8 @@ class _Backend:
         return await asked.reply
 
     async def score(self, key: str, scores: Mapping[str, float]) -> None:
+        if self._by != "post":
+            raise RefusedError("scores are not read from here; set task.score: post", 403, "forbidden")
         if REWARD not in scores:
             raise RefusedError(f'the scores have no "{REWARD}"', 400)
         self._attempt(key).scores = scores
@@ -188,7 +188,9 @@ class Harnesses:
                 yield rollout
 
     def _process(self, processes: Processes) -> Drive:
-        return lambda url, key, example, seconds: processes.run(self.task.command, url, key, example, seconds)
+        return lambda url, key, example, seconds: processes.run(
+            self.task.command, url, key, example, seconds, by_file=self.task.config.score == "file"
+        )
 
     def _answered(self, engine: Answering, plan: Plan, backend: _Backend, count: int) -> Iterator[Rollout]:
         """Answer the requests of harnesses until this many episodes have ended; yield them as they end."""

@@ -59,10 +59,13 @@ class Processes:
             self._guard.stdin.close()
         self._guard.wait()
 
-    def run(self, command: Sequence[str], base_url: str, key: str, example: Example, seconds: float) -> str | None:
+    def run(
+        self, command: Sequence[str], base_url: str, key: str, example: Example, seconds: float, *, by_file: bool
+    ) -> str | None:
         """Run the harness of one episode; return its output, or None if it was killed after `seconds`.
 
-        Raises FailedError if it cannot be started, or ends with an error.
+        With `by_file` the output is that in the file $EVOALIGN_SCORE. Raises FailedError if the harness cannot be
+        started, or ends with an error.
         """
         with tempfile.TemporaryDirectory(prefix="evoalign-episode-", ignore_cleanup_errors=True) as folder:
             row, score = Path(folder, "example.json"), Path(folder, "score.json")
@@ -87,7 +90,9 @@ class Processes:
                 if status:
                     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"has exit status {status}"
                     raise FailedError(f"{how}{_last_words(err)}")
-                return score.read_text("utf-8", "replace") if score.is_file() else _tail(out)
+                if by_file:
+                    return score.read_text("utf-8", "replace") if score.is_file() else ""
+                return _tail(out)
 
     def _wait(
         self, words: Sequence[str], given: Mapping[str, str], seconds: float, out: IO[bytes], err: IO[bytes]
@@ -141,8 +146,9 @@ def reported(output: str) -> dict[str, float]:
             if isinstance(found, dict) and REWARD in found:
                 raise FailedError(f"reported a wrong score: {error}") from None
     raise FailedError(
-        'ended without a score; print {"reward": 0.5} as the last line, write it to the file $EVOALIGN_SCORE, or POST '
-        f"it to BASE_URL/score; its last output is {plain(cut(output.strip()[-300:], 300))!r}"
+        'ended without a score; print {"reward": 0.5} as the last line, or set task.score to file (then write it to '
+        "$EVOALIGN_SCORE) or post (then POST it to BASE_URL/score); its last output is "
+        f"{plain(cut(output.strip()[-300:], 300))!r}"
     )
 
 

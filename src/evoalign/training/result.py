@@ -208,4 +208,7 @@ def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
 def _samples(before: Evaluation, after: Evaluation, which: Sequence[int] = range(SHOWN_SAMPLES)) -> list[Sample]:
     pairs = list(zip(before.completions, after.completions, strict=True))
     shown = [pairs[i] for i in which if i < len(pairs)]
-    return [Sample(b.prompt, b.target, readable(b.text), readable(a.text)) for b, a in shown]
+    return [
+        Sample(b.prompt, None if b.target is None else readable(b.target), readable(b.text), readable(a.text))
+        for b, a in shown
+    ]
