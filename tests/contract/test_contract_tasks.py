@@ -36,7 +36,8 @@ def make(tmp_path):
 FORMS = [("conciseness", None), ("conciseness", "raw"), ("countdown", None), ("countdown", "chat"),
          ("countdown", "short"), ("custom", None), ("custom", "chat"), ("gsm8k", None), ("gsm8k", "raw"),
          ("math", None), ("math", "raw"), ("safety", None), ("safety", "chat"), ("safety", "raw"),
-         ("constraints", None), ("tool_calls", None), ("word_problems", None), ("word_problems", "raw")]  # fmt: skip
+         ("constraints", None), ("tool_calls", None), ("word_problems", None), ("word_problems", "raw"),
+         ("guess", None), ("shopping", None), ("sums", None)]  # fmt: skip
 ROWS = {
     "gsm8k": GSM8K,
     "math": MATH,

@@ -30,6 +30,8 @@ from evoalign.types import text_of
 GENERATED = [name for name, task in TASKS.items() if issubclass(task, Generated)]
 each = pytest.mark.parametrize("name", GENERATED)
 HASHES = {
+    "guess": "73d558bdcfef00f9fed57e91cdbdce33096fc9ff9adbbc377cf530f1038898a2",
+    "shopping": "0bc8ae91acd455b81056a3f82d3ca89f035c5b98fb4e26d4935cf3676487df5b",
     "constraints": "0adef5117bad3cf42c29d69a76a15f8e5e008c8e97b40c6de93f46c6484e40ab",
     "tool_calls": "134a2807e18cde28739e8ccd6af5b3d6f3b4a785d7041514ce42b22da5a0d90a",
     "word_problems": "0b43c0959000e06a49a80322d54eaae23cf6246b3241af2a12064c27f1dcade4",

@@ -65,8 +65,11 @@ TASKS = {
     "environment": "evoalign.tasks.environment:Environment",
     "harness": "evoalign.tasks.harness:Harness",
     "gsm8k": "evoalign.tasks.mathematics:Gsm8k",
+    "guess": "evoalign.tasks.guess:Guess",
     "math": "evoalign.tasks.mathematics:Math",
     "safety": "evoalign.tasks.safety:Safety",
+    "shopping": "evoalign.tasks.shopping:Shopping",
+    "sums": "evoalign.tasks.sums:Sums",
     "tool_calls": "evoalign.tasks.tool_calls:ToolCalls",
     "word_problems": "evoalign.tasks.word_problems:WordProblems",
 }

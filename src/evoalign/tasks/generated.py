@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks whose rows are generated: `tool_calls`, `word_problems` and `constraints`.
+"""Tasks whose rows are generated: `tool_calls`, `word_problems`, `constraints`, and dialogues (`dialogue.py`).
 
 Without `task.train_data` the rows are drawn from a fixed seed, so that all runs have the same ones, and no file is
 needed. The BLAKE2b digest of a row's key decides its split: no key is in two of them, whatever their sizes. With
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from evoalign.config import TaskConfig
 from evoalign.errors import DataError
 from evoalign.rewards.objective import Columns
 from evoalign.tasks import data
@@ -101,26 +102,14 @@ class Generated(Task):
     @classmethod
     def rows(cls, split: Split, count: int, seed: int = 0) -> list[Example]:
         """Return the first `count` generated rows of a split. Raises DataError if there are fewer."""
-        draw = Draw(seed * len(SIZES) + list(SIZES).index(split))
-        found: dict[str, Example] = {}
-        while len(found) < count:
-            for _ in range(MAX_MISSES):
-                row = cls.draw(draw, split)
-                key = cls.key(row)
-                if key not in found and split_of(key) == split:
-                    found[key] = row
-                    break
-            else:
-                raise DataError(f"task {cls.name} has {len(found)} rows for {split}, not {count}; ask for fewer")
-        return list(found.values())
+        return distinct(cls.draw, cls.key, split, count, seed)
 
     def load_data(self, seed: int) -> Data:
         """Return the generated rows, the same for every `seed`, or those of the config's files. Raises DataError."""
         config = self.config
         if any(config.files) or config.columns:
             return data.load(config, seed, self._checked)
-        sizes = {"train": config.train_size, "validation": config.validation_size, "test": config.test_size}
-        return Data(**{split: self.rows(split, sizes[split] or count) for split, count in SIZES.items()})
+        return generated(config, self.rows)
 
     def prompt(self, example: Example) -> Prompt:
         text = self.text(example)
@@ -151,6 +140,30 @@ class Generated(Task):
         if not isinstance(row.get("unseen"), bool | None):
             raise DataError(f"{where}: unseen is {row['unseen']!r}; expected true or false")
         return self.check(where, row)
+
+
+def distinct(
+    row: Callable[[Draw, Split], Example], key: Callable[[Example], str], split: Split, count: int, seed: int
+) -> list[Example]:
+    """Return random rows of a split, no two with the same key. Raises DataError if there are fewer than `count`."""
+    draw = Draw(seed * len(SIZES) + list(SIZES).index(split))
+    found: dict[str, Example] = {}
+    while len(found) < count:
+        for _ in range(MAX_MISSES):
+            drawn = row(draw, split)
+            name = key(drawn)
+            if name not in found and split_of(name) == split:
+                found[name] = drawn
+                break
+        else:
+            raise DataError(f"the task has {len(found)} rows for {split}, not {count}; ask for fewer")
+    return list(found.values())
+
+
+def generated(config: TaskConfig, rows: Callable[[Split, int], list[Example]]) -> Data:
+    """Return the splits with the sizes of the config, or the default ones."""
+    sizes = {"train": config.train_size, "validation": config.validation_size, "test": config.test_size}
+    return Data(**{split: rows(split, sizes[split] or count) for split, count in SIZES.items()})
 
 
 def split_of(key: str) -> Split:
