@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import cast
 
 from evoalign import transcripts
 from evoalign.engines import Answering
@@ -18,7 +18,7 @@ from evoalign.engines.base import pairs_of
 from evoalign.errors import EvoalignError
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
-from evoalign.types import Example, Member, Plan, Request, Rollout
+from evoalign.types import Example, Member, Messages, Plan, Request, Rollout
 
 
 class LostError(EvoalignError):
@@ -109,18 +109,19 @@ class Turns:
                 )
                 taken.append(course)
             taken.sort(key=lambda course: (course.member.index, course.first.index))
-            asked = []
+            going = list[_Course]()
             for course, reply in zip(taken, self._replies(taken), strict=True):
                 most = limits.tokens or limits.turns * course.first.sampling.max_tokens
                 if reply:
                     course.text = transcripts.answered(course.text, reply)
-                is_over = len(course.lengths) >= limits.turns or len(course.token_ids) >= most
-                request = self._next(course) if reply and not is_over else None
-                room = engine.context()
-                if request is None or (
-                    room is not None and len(request.prompt_ids) + request.sampling.max_tokens > room
-                ):
+                if reply and len(course.lengths) < limits.turns and len(course.token_ids) < most:
+                    going.append(course)
+                else:
                     yield course.ended(at_limit=bool(reply))
+            asked, room = [], engine.context()
+            for course, request in zip(going, self._requests(going), strict=True):
+                if room is not None and len(request.prompt_ids) + request.sampling.max_tokens > room:
+                    yield course.ended(at_limit=True)
                 else:
                     asked.append(request)
 
@@ -149,9 +150,22 @@ class Turns:
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         return {"role": "assistant", "content": turn.content, "tool_calls": calls}, ""
 
-    def _next(self, course: _Course) -> Request:
-        """Return the request of the next turn. All members sample it with the same random numbers."""
-        messages: Any = self.task.prompt(course.example)
-        ids = self.tokens.encode([*messages, *transcripts.messages(course.text)], self.task.tools)
-        seed = derive_seed(course.first.seed, "turn", len(course.lengths))
-        return replace(course.first, prompt_ids=ids, seed=seed, member=course.member, episode=None)
+    def _requests(self, going: Sequence[_Course]) -> list[Request]:
+        """Return the requests of the next turns. All members sample one with the same random numbers."""
+        chats = dict[tuple[int, str], Messages]()  # many members have said the same
+        for course in going:
+            key = (id(course.example), course.text)
+            if key not in chats:
+                prompt = cast(Messages, self.task.prompt(course.example))
+                chats[key] = [*prompt, *transcripts.messages(course.text)]
+        found = dict(zip(chats, self.tokens.encode_all(list(chats.values()), self.task.tools), strict=True))
+        return [
+            replace(
+                course.first,
+                prompt_ids=found[id(course.example), course.text],
+                seed=derive_seed(course.first.seed, "turn", len(course.lengths)),
+                member=course.member,
+                episode=None,
+            )
+            for course in going
+        ]

@@ -76,13 +76,22 @@ class Tokens:
 
     def encode_read(self, prompt: Prompt, tools: Tools = ()) -> tuple[tuple[int, ...], str]:
         """Return the token ids of a prompt, and the text that the model reads. Raises ModelError."""
-        if not isinstance(prompt, str) and (tools or any("tool_calls" in m or m["role"] == "tool" for m in prompt)):
-            prompt = tool_formats.prepare(prompt, self._tool_format.writer)
-        text, special = (prompt, True) if isinstance(prompt, str) else (self.render(prompt, tools)[0], False)
+        text, special = (prompt, True) if isinstance(prompt, str) else (self._rendered(prompt, tools), False)
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return self._embedded(ids, prompt), text
+
+    def encode_all(self, chats: Sequence[Messages], tools: Tools = ()) -> list[tuple[int, ...]]:
+        """Return the token ids of several prompts of messages, as `encode` does, in one call of the tokenizer."""
+        texts = [self._rendered(chat, tools) for chat in chats]
+        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return [self._embedded(ids, chat) for ids, chat in zip(found, chats, strict=True)]
+
+    def _rendered(self, chat: Messages, tools: Tools) -> str:
+        if tools or any("tool_calls" in message or message["role"] == "tool" for message in chat):
+            chat = tool_formats.prepare(chat, self._tool_format.writer)
+        return self.render(chat, tools)[0]
 
     def read_turn(self, text: str, tools: Tools = ()) -> Turn:
         """Return the content and the tool calls of a completion. Raises ModelError as `check_tools`."""
