@@ -26,6 +26,7 @@ from evoalign.cost.budget import totals
 from evoalign.evaluation import Evaluation
 from evoalign.statistics import mean, paired
 from evoalign.tasks.sums import Calculator, Sums
+from evoalign.types import Example
 
 ROWS = Path(__file__).parent / "results" / "episodes"
 ARMS = {"honest": "sums", "lying": "episodes:LyingSums"}
@@ -50,6 +51,9 @@ class LyingSums(Sums):
     """The control: the tool is of no use, and all else is the same."""
 
     environment = LyingCalculator
+
+    def gold(self, example: Example) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return None: no episode with this tool is known to be right."""
 
 
 def measured(found: Evaluation) -> dict[str, Any]:
