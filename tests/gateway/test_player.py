@@ -20,7 +20,7 @@ from evoalign.config import from_dict
 from evoalign.errors import CanaryError, ConfigError, RewardError
 from evoalign.gateway import batches, player
 from evoalign.gateway.player import Harnesses
-from evoalign.gateway.process import FailedError, reported
+from evoalign.gateway.process import FailedError, Processes, reported
 from evoalign.rollouts import Encoded, collect, requests_of
 from evoalign.tasks.harness import Harness, finished, scores_of
 from evoalign.types import MEAN_PLAN, Episode, Plan, Request, population
@@ -277,6 +277,15 @@ def test_processes_of_a_harness_are_killed_with_it(folder):
     children = [int(file.name.removeprefix("child-")) for file in folder.glob("child-*")]
     assert len(children) == 2
     assert not any(_lives(pid) for pid in children)
+
+
+def test_a_guard_that_was_killed_is_replaced():
+    with Processes() as processes:
+        first = processes._guard
+        first.kill()
+        first.wait(60)
+        assert processes.run(["true"], "http://x/v1", "key", {}, 60) == ""
+        assert processes._guard is not first and _lives(processes._guard.pid)
 
 
 def _lives(pid):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one episode's harness: start it, wait for its score, and kill it with all its descendants.
 
-A guard process kills what is left once the trainer is gone, also by SIGKILL.
+A guard process removes what is left once the trainer is gone, also by SIGKILL. If it is killed, another one starts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from evoalign.errors import DataError, EvoalignError, cut, plain
+from evoalign.gateway.guarding import FOLDER
+from evoalign.marked import MARK, kill_marked
 from evoalign.tasks.harness import FUNCTION, REWARD, checked
-from evoalign.tasks.isolated.worker import MARK, kill_marked
 from evoalign.types import Example
 
 TAIL = 1 << 16
@@ -39,10 +40,9 @@ class Processes:
 
     def __init__(self) -> None:
         self._mark, self._groups, self._lock, self._closed = uuid.uuid4().hex, set[int](), threading.Lock(), False
+        self._prefix = FOLDER.format(mark=self._mark)
         self._environment = {"PYTHONHASHSEED": "0"} | os.environ | {MARK: self._mark}
-        self._guard = subprocess.Popen(
-            [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, env=self._environment, start_new_session=True
-        )
+        self._guard = self._started_guard()
 
     def __enter__(self) -> Self:
         return self
@@ -54,10 +54,8 @@ class Processes:
         for group in groups:
             _kill(group)
         kill_marked(self._mark, but=self._guard.pid)
-        assert self._guard.stdin is not None
-        with suppress(OSError):
-            self._guard.stdin.close()
-        self._guard.wait()
+        self._guard.kill()  # nothing is left for it to do
+        self._guard.communicate()
 
     def run(
         self, command: Sequence[str], base_url: str, key: str, example: Example, seconds: float, *, by_file: bool
@@ -67,7 +65,7 @@ class Processes:
         With `by_file` the output is that in the file $EVOALIGN_SCORE. Raises FailedError if the harness cannot be
         started, or ends with an error.
         """
-        with tempfile.TemporaryDirectory(prefix="evoalign-episode-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix=self._prefix, ignore_cleanup_errors=True) as folder:
             row, score = Path(folder, "example.json"), Path(folder, "score.json")
             row.write_text(json.dumps(dict(example), ensure_ascii=False, default=str), encoding="utf-8")
             places = {"base_url": base_url, "api_key": key, "example": str(row)}
@@ -125,11 +123,26 @@ class Processes:
                 self._groups.discard(child.pid)
                 self._tell_guard(f"-{child.pid}")
 
+    def _started_guard(self) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", GUARD]
+        return subprocess.Popen(words, bufsize=0, stdin=subprocess.PIPE, env=self._environment, start_new_session=True)
+
     def _tell_guard(self, line: str) -> None:
+        """Send a line to the guard. If it was killed, start another one, which learns of all groups."""
+        if self._closed:
+            return
+        try:
+            self._write_guard(line)
+        except BrokenPipeError:
+            self._guard.communicate()
+            self._guard = self._started_guard()
+            with suppress(BrokenPipeError):
+                for group in self._groups:
+                    self._write_guard(f"+{group}")
+
+    def _write_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
-        with suppress(OSError, ValueError):  # it was killed, or is closed: this process kills its children itself
-            self._guard.stdin.write(f"{line}\n".encode())
-            self._guard.stdin.flush()
+        self._guard.stdin.write(f"{line}\n".encode())
 
 
 def reported(output: str) -> dict[str, float]:

@@ -27,6 +27,7 @@ from typing import Any, cast
 
 from evoalign import errors
 from evoalign.errors import EvoalignError, RewardError
+from evoalign.marked import MARK, kill_marked
 from evoalign.plugins import described
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.data.spool import decode, encode
@@ -140,7 +141,7 @@ class Worker:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(child.pid, signal.SIGKILL)
         child.wait()
-        worker.kill_marked(self._mark)
+        kill_marked(self._mark)
 
     def close(self) -> None:
         """Let an idle worker exit with its exit handlers, then kill what is left."""
@@ -175,7 +176,7 @@ class Worker:
             pass_fds=[theirs.fileno()],
             cwd=self._folder,
             # The order of a set must not change a score from one worker to the next.
-            env={"PYTHONHASHSEED": "0"} | os.environ | {worker.MARK: self._mark},
+            env={"PYTHONHASHSEED": "0"} | os.environ | {MARK: self._mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -187,7 +188,7 @@ class Worker:
         status = 1
         try:
             os.setsid()
-            os.environ[worker.MARK] = self._mark
+            os.environ[MARK] = self._mark
             for number in (signal.SIGINT, signal.SIGTERM):  # remove the trainer's handlers
                 signal.signal(number, signal.SIG_DFL)
             if self._end is not None:  # an open copy of the trainer's end would prevent the hang-up

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
+from evoalign.marked import MARK, kill_marked
 from evoalign.plugins import FAILURES, raised
 from evoalign.rewards.functions import failure, fresh
 from evoalign.tasks.base import Data, Task
@@ -35,8 +36,6 @@ from evoalign.types import Example
 Build: TypeAlias = Callable[[Mapping[str, Any]], tuple[Task, Data | None]]
 """Creates the task from the first request, and its data if rows are sent by index."""
 
-MARK = "EVOALIGN_WORKER"
-"""Environment variable that identifies a worker's descendants in any session."""
 GUARD_SECONDS = 2
 """Interval at which the guard checks the trainer itself, in case another process holds the trainer's socket."""
 GIB = 1 << 30
@@ -159,18 +158,6 @@ def _guard(end: socket.socket) -> None:
         with contextlib.suppress(OSError, KeyError):
             kill_marked(os.environ[MARK])
         os.killpg(0, signal.SIGKILL)
-
-
-def kill_marked(mark: str, but: int | None = None) -> None:
-    """Kill all other processes started with this mark, except `but`, also those in other sessions, which killpg misses.
-
-    Reads /proc, so it needs Linux. It misses processes with another environment, and forks without exec.
-    """
-    wanted = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended, or owned by another user
-            if int(folder.name) not in (os.getpid(), but) and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _redirect() -> None:
