@@ -18,6 +18,7 @@ from evoalign.cli.demo import demo
 from evoalign.cli.doctor import doctor
 from evoalign.cli.evaluate import evaluate
 from evoalign.cli.export import export
+from evoalign.cli.gateway import gateway
 from evoalign.cli.grpo import grpo
 from evoalign.cli.init import init, schema
 from evoalign.cli.journal import show_journal
@@ -64,6 +65,7 @@ def _register() -> None:
         (RUN, "export", export, "evoalign export runs/my_task --to adapter"),
         (RUN, "journal", show_journal, "evoalign journal runs/my_task"),
         (RUN, "replay", replay, "evoalign replay runs/my_task --generation 20 --to old"),
+        (RUN, "gateway", gateway, "evoalign gateway runs/my_task --generation 20 --member 3"),
         (RUNS, "grpo", grpo, "evoalign grpo config.yaml"),
         (RUNS, "compare", compare, "evoalign compare runs/a runs/b"),
         (RUNS, "sweep", sweep, "evoalign sweep config.yaml --grid es.sigma=0.01,0.02 --seeds 0,1,2 --jobs 2"),

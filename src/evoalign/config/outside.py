@@ -28,6 +28,8 @@ EVALUATION_SKIPS = ("tracking", "grpo", "es.shaping")
 """Sections and settings that only training reads."""
 REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
 """Sections and settings that a replay or an export does not read: it chooses its own engine and scores nothing."""
+SERVING_SKIPS = (*EVALUATION_SKIPS, "task", "scorer")
+"""Sections and settings that a server of a model does not read: it scores nothing."""
 DEEPEST = 16
 """Adapters and runs over one another that are followed."""
 HUB_SECONDS = 5.0

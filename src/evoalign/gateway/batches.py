@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from evoalign.engines import Answering
 from evoalign.episodes import checked, derive_seed
@@ -15,6 +17,9 @@ from evoalign.gateway.chat import Answer, Chat
 from evoalign.tokens import Tokens
 from evoalign.types import Member, Plan, Request, Rollout, Sampling
 
+T = TypeVar("T")
+WINDOW = 0.05
+"""Seconds without a further request after which a batch begins, while others may come."""
 TOO_LONG = "context_length_exceeded"
 """Code of a refusal after which harnesses end an episode and score it."""
 LIMIT = "This model's maximum context length"
@@ -33,6 +38,8 @@ class Asked:
     seed: int
     order: tuple[int, ...]
     """Place in a batch, the same whatever arrives first."""
+    most: int | None
+    """Most tokens of a completion, whatever the request sets; None: those that the engine's context has room for."""
     loop: asyncio.AbstractEventLoop
     reply: asyncio.Future[list[Answer]]
     done: Callable[[int, Sequence[Rollout]], None] = field(default=lambda _, __: None)
@@ -47,6 +54,33 @@ class Asked:
 
         with suppress(RuntimeError):  # the server has closed
             self.loop.call_soon_threadsafe(settle)
+
+
+def answered(
+    engine: Answering,
+    plan: Plan,
+    tokens: Tokens,
+    events: queue.SimpleQueue[Asked | T],
+    *,
+    is_serial: bool,
+    is_all: Callable[[Sequence[Asked]], bool],
+) -> Iterator[T]:
+    """Answer requests in batches as they come, and yield the other events, without end. Raises LostError.
+
+    A batch begins where `is_all` says of the waiting requests that no further one will come, or after `WINDOW`.
+    """
+    waiting = list[Asked]()
+    while True:
+        try:
+            event = events.get(timeout=None if not waiting else 0.0 if is_all(waiting) else WINDOW)
+        except queue.Empty:
+            answer(engine, plan, tokens, waiting, is_serial=is_serial)
+            waiting = []
+            continue
+        if isinstance(event, Asked):
+            waiting.append(event)
+        else:
+            yield event
 
 
 def answer(engine: Answering, plan: Plan, tokens: Tokens, waiting: Sequence[Asked], *, is_serial: bool) -> None:
@@ -82,7 +116,8 @@ def answer(engine: Answering, plan: Plan, tokens: Tokens, waiting: Sequence[Aske
 def _requests(engine: Answering, tokens: Tokens, one: Asked, first: int) -> list[Request]:
     """Return a request for each completion. Raises ModelError, RefusedError."""
     chat, ids = one.chat, tokens.encode(one.chat.messages, one.chat.tools)
-    most, context = min(chat.max_tokens or one.sampling.max_tokens, one.sampling.max_tokens), engine.context()
+    context, wanted = engine.context(), chat.max_tokens or one.sampling.max_tokens
+    most = min(wanted, one.most or context or one.sampling.max_tokens)
     room = most if context is None else min(most, context - len(ids))
     if room < 1:
         raise RefusedError(

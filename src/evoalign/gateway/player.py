@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import islice
+from typing import TypeAlias
 
 from evoalign.engines import Answering
 from evoalign.engines.base import pairs_of
 from evoalign.episodes import derive_seed
-from evoalign.errors import ConfigError, RefusedError, RewardError
-from evoalign.gateway.batches import LIMIT, TOO_LONG, Asked, answer
+from evoalign.errors import RefusedError, RewardError
+from evoalign.gateway import open_server
+from evoalign.gateway.batches import LIMIT, TOO_LONG, Asked, answered
 from evoalign.gateway.chat import Answer, Chat
 from evoalign.gateway.kept import Kept
 from evoalign.gateway.process import FailedError, Processes, reported
@@ -31,13 +33,7 @@ from evoalign.tasks.harness import REWARD, Harness, finished
 from evoalign.tokens import Tokens
 from evoalign.transcripts import Message
 from evoalign.types import Example, Member, Plan, Request, Rollout
-from evoalign.version import install
 
-if TYPE_CHECKING:
-    from evoalign.gateway.server import Server
-
-WINDOW = 0.05
-"""Seconds without a further request after which a batch begins, while other episodes are still running."""
 Drive: TypeAlias = Callable[[str, str, Example, float], str | None]
 """Runs a harness, given the address, the key, the row and the seconds: returns its output, or None after that time."""
 
@@ -127,6 +123,7 @@ class _Backend:
             member=attempt.job.member,
             chat=chat,
             sampling=sampling,
+            most=sampling.max_tokens,
             seed=derive_seed(first.seed, "turn", place) if place else first.seed,
             order=(attempt.job.member.index, first.index, place),
             loop=loop,
@@ -142,14 +139,6 @@ class _Backend:
         if REWARD not in scores:
             raise RefusedError(f'the scores have no "{REWARD}"', 400)
         self._attempt(key).scores = scores
-
-
-def _server(backend: _Backend) -> Server:
-    try:
-        from evoalign.gateway.server import Server
-    except ImportError as error:
-        raise ConfigError(f"task harness needs the extra gateway ({error}): {install('gateway')}") from None
-    return Server(backend)
 
 
 @dataclass(frozen=True)
@@ -176,7 +165,7 @@ class Harnesses:
             if not jobs:
                 return
             backend, closing = _Backend(self.task), threading.Event()
-            server = stack.enter_context(_server(backend))
+            server = stack.enter_context(open_server(backend, "task harness"))
             threads = ThreadPoolExecutor(self.task.config.limits.concurrency, "evoalign-harness")
             stack.callback(threads.shutdown, cancel_futures=True)
             drive = self.drive or self._process(stack.enter_context(Processes()))
@@ -194,22 +183,15 @@ class Harnesses:
 
     def _answered(self, engine: Answering, plan: Plan, backend: _Backend, count: int) -> Iterator[Rollout]:
         """Answer the requests of harnesses until this many episodes have ended; yield them as they end."""
-        waiting = list[Asked]()
-        while count:
-            is_idle = len({one.order[:2] for one in waiting}) >= len(backend.attempts) > 0
-            try:
-                event = backend.events.get(timeout=None if not waiting else 0.0 if is_idle else WINDOW)
-            except queue.Empty:
-                answer(engine, plan, self.tokens, waiting, is_serial=self.task.is_serial)
-                waiting = []
-                continue
-            if isinstance(event, Asked):
-                waiting.append(event)
-            elif isinstance(event, Rollout):
-                count -= 1
-                yield event
-            else:
+
+        def is_all(waiting: Sequence[Asked]) -> bool:
+            return len({one.order[:2] for one in waiting}) >= len(backend.attempts) > 0
+
+        events = answered(engine, plan, self.tokens, backend.events, is_serial=self.task.is_serial, is_all=is_all)
+        for event in islice(events, count):
+            if isinstance(event, RewardError):
                 raise event
+            yield event
 
     def _episode(self, backend: _Backend, job: _Job, drive: Drive, url: str, closing: threading.Event) -> None:
         """Play one episode in a thread, and again after a failure."""

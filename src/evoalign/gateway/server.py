@@ -59,7 +59,7 @@ class Server:
     """Gateway to a backend, open as a context manager. Leaving it ends pending requests with status 503.
 
     An address other than loopback needs a `token`, `certfile` and `keyfile`. With a token, the key of an episode is
-    sent as `TOKEN.KEY`. `most_requests` limits the requests of one key at a time.
+    sent as `TOKEN.KEY`, and an empty key as `TOKEN`. `most_requests` limits the requests of one key at a time.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Server:
         self._ready = threading.Event()
         self._server = GuardedServer(self._config, ready=self._ready.set, end=app.end)
         self._host, self._port = host.strip("[]"), port
+        self._listening: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -103,17 +104,22 @@ class Server:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http{'s' if self._config.is_ssl else ''}://{host}:{self._port}/v1"
 
-    def __enter__(self) -> Self:
+    def listen(self) -> socket.socket:
+        """Open the port and return its socket; clients wait until the context is entered. Raises ConfigError."""
         try:
             self._config.load()
         except OSError as error:
             raise ConfigError(f"gateway: certfile or keyfile cannot be used ({error})") from None
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listening = socket.create_server((self._host, self._port), family=family)
+            self._listening = socket.create_server((self._host, self._port), family=family)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"gateway: cannot listen on {self._host}, port {self._port} ({error})") from None
-        self._port = listening.getsockname()[1]
+        self._port = self._listening.getsockname()[1]
+        return self._listening
+
+    def __enter__(self) -> Self:
+        listening = self._listening or self.listen()
         self._thread = threading.Thread(target=self._run, args=(listening,), name="evoalign-gateway", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -207,7 +213,7 @@ class _App:
         """Return the episode's part of the first known key."""
         bearer = [one[7:] for one in headers.getlist("authorization") if one[:7].lower() == "bearer "]
         for given in (*headers.getlist("x-api-key"), *bearer):
-            size, raw = len(self._token), given.encode("latin-1")
+            size, raw = len(self._token), f"{given}.".encode("latin-1")
             if hmac.compare_digest(raw[:size], self._token) and self._backend.knows(given[size:]):
                 return given[size:]
         return None

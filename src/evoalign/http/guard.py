@@ -7,6 +7,7 @@ A server runs `Guard` around its application, with `settings`, in a `GuardedServ
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from evoalign.errors import RefusedError
+from evoalign.errors import ConfigError, RefusedError
 
 HOST = re.compile(r"([^:\[\]]+|\[[^\[\]]*\])(?::[0-9]*)?")
 """A name, or an IPv6 address in brackets, and a port."""
@@ -38,6 +39,8 @@ CONNECTIONS = 1024
 """Maximum connections; the status for more is 503."""
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Host names of a server on a loopback address. Any port is allowed, since a tunnel may change it."""
+SHORTEST_TOKEN = 16
+"""Fewest characters of a server's token."""
 
 
 class Guard:
@@ -223,3 +226,14 @@ def settings(guard: Guard, **more: Any) -> uvicorn.Config:
         limit_concurrency=CONNECTIONS,
         **more,
     )
+
+
+def token_of(variable: str) -> str:
+    """Return the token in an environment variable. Raises ConfigError, without the token."""
+    token = os.environ.get(variable, "")
+    if len(token) < SHORTEST_TOKEN or not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError(
+            f"token_env {variable}: this environment variable needs a token of at least {SHORTEST_TOKEN} letters and "
+            "digits, such as the output of `openssl rand -hex 16`"
+        )
+    return token

@@ -219,6 +219,16 @@ def save_member(log: Log, folder: Path, generation: int, member: int, model: str
     `model` replaces the base model's name or folder if that has moved. Raises ConfigError for a member that does not
     exist, JournalError and ResumeError if the mean cannot be rebuilt.
     """
+    found = generation_of(log, generation, member)
+    with rebuilt(log, generation=generation, model=model) as (served, place):
+        chosen = found.update.members[member]
+        own = Mark(int(generation), weights_hash(member_state(served, found, chosen)), place.journal)
+        saving.save(served, folder, own, state=lambda: member_state(served, found, chosen))
+        return own
+
+
+def generation_of(log: Log, generation: int, member: int) -> Recorded:
+    """Return the record of a member's generation. Raises ConfigError if the member does not exist."""
     count = len(log.generations)
     if not 0 <= generation < count:
         known = f"its generations are 0 to {count - 1}" if count else "it has no generation yet"
@@ -227,8 +237,4 @@ def save_member(log: Log, folder: Path, generation: int, member: int, model: str
     if not 0 <= member < (members := len(found.update.members)):
         known = f"its members are 0 to {members - 1}"
         raise ConfigError(f"{log.path} has no member {member} in generation {generation}: {known}")
-    with rebuilt(log, generation=generation, model=model) as (served, place):
-        chosen = found.update.members[member]
-        own = Mark(int(generation), weights_hash(member_state(served, found, chosen)), place.journal)
-        saving.save(served, folder, own, state=lambda: member_state(served, found, chosen))
-        return own
+    return found

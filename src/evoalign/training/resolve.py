@@ -72,7 +72,7 @@ def evaluate(
     resolved = [again_if_pruned(Path(target), resolve)]
 
     def load() -> tuple[Config, Tokens, Engine]:
-        return _loaded(*(resolved.pop() if resolved else resolve()))  # again, if the checkpoint was deleted since
+        return loaded(*(resolved.pop() if resolved else resolve()))  # again, if the checkpoint was deleted since
 
     chosen, data = task_and_data(resolved[0][0], task, reward)
     with closing(chosen):
@@ -127,7 +127,7 @@ def _warn_of_prompts(lines: Sequence[str]) -> None:
             logger.warning("%s", line)
 
 
-def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:
+def loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:
     """Load an engine with the weights, and its tokens. Raises ModelError."""
     tokens_ = tokens.load(config.model, config.task.template_kwargs)
     engine = engines.create(config, tokens_)
@@ -150,12 +150,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     if method is not None:
-        own = to_ask(path, config, split)
-        saved = last_saved(path)
-        check_saved(path, saved, own)
-        if method == "grpo":
-            own = own.as_policy(adapter=saved.parent.name == "loras", own_engine=config is None)
-        return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
+        return resolve_run(path, to_ask(path, config, split), own_engine=config is None)
     if config is None:
         if not path.exists():
             raise ConfigError(
@@ -180,6 +175,18 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
         model = {"name": base, "revision": peft.get("revision"), "dtype": own.model.dtype}
         return from_dict({**tree, "model": model}), path
     return _with_model(own, str(target)), None
+
+
+def resolve_run(run: Path, own: Config, *, own_engine: bool) -> tuple[Config, Path | None]:
+    """Return the config to load a run's latest checkpoint with, and the adapter, if it is one.
+
+    `own_engine`: the engine is that of the run's config. Raises CheckpointError, ModelError.
+    """
+    saved = last_saved(run)
+    check_saved(run, saved, own)
+    if method_of(run) == "grpo":
+        own = own.as_policy(adapter=saved.parent.name == "loras", own_engine=own_engine)
+    return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
 
 
 def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:

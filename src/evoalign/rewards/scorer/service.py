@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import signal
 import socket
 import time
@@ -31,14 +30,13 @@ from evoalign.config.scorer import DIGEST, PROMPT, RESPONSE, ScorerConfig
 from evoalign.config.secrets import public_path
 from evoalign.errors import ConfigError, RefusedError, RewardError
 from evoalign.http import is_loopback
-from evoalign.http.guard import NAMES, Guard, GuardedServer, settings
+from evoalign.http.guard import NAMES, Guard, GuardedServer, settings, token_of
 from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
 from evoalign.rewards.scorer.models import Local
 from evoalign.version import __version__
 
 logger = logging.getLogger(__name__)
 Text = Annotated[str, Field(description="Plain text; the service adds the template.")]
-SHORTEST_TOKEN = 16
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 ADVICE = "; send fewer pairs, or raise --max-body"
 
@@ -290,17 +288,6 @@ def _admit(scope: Scope, token: str | None) -> Generator[None]:
     ):
         raise RefusedError("the bearer token of the service is required", 401)
     yield
-
-
-def token_of(variable: str) -> str:
-    """Return the token in an environment variable. Raises ConfigError, without the token."""
-    token = os.environ.get(variable, "")
-    if len(token) < SHORTEST_TOKEN or not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError(
-            f"token_env {variable}: this environment variable needs a token of at least {SHORTEST_TOKEN} letters and "
-            "digits, such as the output of `openssl rand -hex 16`"
-        )
-    return token
 
 
 @contextmanager
