@@ -25,8 +25,8 @@ something = 3
 
 def test_registry_contains_the_built_in_tasks():
     assert list(TASKS) == [
-        "conciseness", "constraints", "countdown", "custom", "environment", "harness", "gsm8k", "guess", "math", "safety",
-        "shopping", "sums", "tool_calls", "word_problems",
+        "conciseness", "constraints", "countdown", "custom", "environment", "harness", "gsm8k", "guess", "math",
+        "safety", "shopping", "sums", "tool_calls", "word_problems",
     ]  # fmt: skip
     for name, task in TASKS.items():
         assert task.name == name
