@@ -5,8 +5,8 @@
 
 Each job trains with `configs/sums.yaml` and leaves studies/results/episodes/JOB.json: config, versions, device, costs,
 the course, the test split before and after, placebos, and the test split with the other calculator. Seeds of 100 or
-more are for choosing settings, on the validation split. Jobs that have their rows are skipped. `--tables` prints the
-tables of the page. `--set` changes a setting of every job.
+more are for choosing settings, on the validation split. Jobs that have their rows are skipped. `--set` changes a
+setting of every job.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
 import evoalign
 from evoalign.config import from_dict, load
 from evoalign.cost.budget import totals
 from evoalign.evaluation import Evaluation
-from evoalign.statistics import mean, paired
+from evoalign.statistics import paired
 from evoalign.tasks.sums import Calculator, Sums
 from evoalign.types import Example
 
@@ -75,7 +76,7 @@ def run(model: str, folder: Path, job: str, sets: list[str]) -> None:
     path = Path(config.output_dir)
     written = json.loads((path / "results/evaluation.json").read_text())
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = ("generation", "reward", "best", "validation", "evaluation", "seconds", "tokens")
+    kept = ("generation", "mean", "best", "validation", "evaluation", "seconds", "tokens")
     rows: dict[str, Any] = {
         "job": job,
         "config": config.model_dump(mode="json"),
@@ -84,7 +85,7 @@ def run(model: str, folder: Path, job: str, sets: list[str]) -> None:
         "before": measured(result.before),
         "after": measured(result.after),
         "validation": written.get("validation"),
-        "placebos": written.get("placebos"),
+        "placebos": {"reward": written["placebo"]["reward"]["placebos"]} if "placebo" in written else None,
         "cost": totals(metrics)[0].as_dict(),
         "course": [{key: row[key] for key in kept if key in row} for row in metrics],
     }
@@ -96,36 +97,39 @@ def run(model: str, folder: Path, job: str, sets: list[str]) -> None:
     file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def tables() -> str:
-    """Return the tables of the page from the rows."""
-    lines = [
-        "| calculator | seed | before | after | gain (95 % interval) | gains of placebos | with the other calculator |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    gains = dict[str, list[float]]()
+def tables() -> dict[str, Iterator[str]]:
+    """Return the tables of docs/results/episodes.md."""
+    return {"gains": _gains(), "course": _course()}
+
+
+def _kept(arm: str) -> list[dict[str, Any]]:
+    files = sorted((ROWS / arm).glob("?.json"))  # seeds below 100
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def _gains() -> Iterator[str]:
+    yield "| calculator | seed | before | after | gain (95 % interval) | gains of placebos | with the other one |"
+    yield "|---|---|---|---|---|---|---|"
     for arm in ARMS:
-        for file in sorted((ROWS / arm).glob("*.json")):
-            rows = json.loads(file.read_text())
-            if int(file.stem) >= 100:
-                continue
+        for rows in _kept(arm):
             before, after = rows["before"]["reward_E"], rows["after"]["reward_E"]
-            gain = paired(before, after, shares=True)
-            placebos = [
-                100 * (value - np.mean(before))
-                for value in (rows["placebos"] or {"reward": {"placebos": ()}})["reward"]["placebos"]
-            ]
-            gains.setdefault(arm, []).append(100 * gain.mean)
-            lines.append(
-                f"| {arm} | {file.stem} | {100 * np.mean(before):.1f} | {100 * np.mean(after):.1f} | "
-                f"{100 * gain.mean:+.1f} ({100 * (gain.low or 0):.1f} to {100 * (gain.high or 0):.1f}) | "
-                f"{', '.join(f'{value:+.1f}' for value in placebos)} | "
-                f"{100 * np.mean(rows['other_tool']['reward_E']):.1f} |"
+            gain, start = paired(before, after, shares=True), 100 * fmean(before)
+            between = f"{100 * (gain.low or 0):.1f} to {100 * (gain.high or 0):.1f}"
+            placebos = [f"{100 * value - start:+.1f}" for value in (rows["placebos"] or {"reward": ()})["reward"]]
+            yield (
+                f"| {arm} | {rows['job'].partition('/')[2]} | {start:.1f} % | {100 * fmean(after):.1f} % | "
+                f"{100 * gain.mean:+.1f} ({between}) | {', '.join(placebos) or '-'} | "
+                f"{100 * fmean(rows['other_tool']['reward_E']):.1f} % |"
             )
-    for arm, found in gains.items():
-        whole = mean(found)
-        between = f"{whole.low:.1f} to {whole.high:.1f}" if whole.low is not None else whole.why
-        lines.append(f"\n{arm}: mean gain over {len(found)} seeds {whole.mean:+.1f} points ({between})")
-    return "\n".join(lines)
+
+
+def _course() -> Iterator[str]:
+    shown = (1, 5, 10, 15, 20, 30, 40)
+    yield f"| seed | {' | '.join(f'generation {g}' for g in shown)} |"
+    yield "|---" * (1 + len(shown)) + "|"
+    for rows in _kept("honest"):
+        means = [100 * rows["course"][g - 1]["mean"] for g in shown]
+        yield f"| {rows['job'].partition('/')[2]} | {' | '.join(f'{value:.1f} %' for value in means)} |"
 
 
 def main() -> None:
@@ -135,13 +139,10 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("runs/episodes"))
     parser.add_argument("--jobs", nargs="*", default=[])
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--tables", action="store_true")
     given = parser.parse_args()
     for job in given.jobs:
         if not (ROWS / f"{job}.json").exists():
             run(given.model, given.to, job, given.set)
-    if given.tables:
-        print(tables())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import episodes
 import landscape_claims
 import ray_tables
 import real_tables
@@ -131,6 +132,7 @@ TABLES: Mapping[str, Callable[[], Tables]] = {
     "landscape": landscape_claims.tables,
     "safety": safety_tables.tables,
     "scale": ray_tables.tables,
+    "episodes": episodes.tables,
     **({"real": real_tables.tables} if real_tables.ROWS.is_dir() else {}),
 }
 DRAWINGS: Mapping[str, Callable[[Path], None]] = {
@@ -140,6 +142,7 @@ DRAWINGS: Mapping[str, Callable[[Path], None]] = {
     "landscape": landscape_claims.draw,
     "safety": safety_tables.draw,
     "scale": ray_tables.draw,
+    "episodes": lambda to: None,
     "real": real_tables.draw,
 }
 
