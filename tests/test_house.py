@@ -53,7 +53,7 @@ OTHERS = {
 }  # fmt: skip
 """Files where such a word stands for something else, and for what. None comes."""
 MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/", "episodes.py", "gateway/batches.py")
-MOST_ENTRIES, MOST_LINES = 39, 450
+MOST_ENTRIES, MOST_LINES = 40, 450
 
 
 # --- what counts ---

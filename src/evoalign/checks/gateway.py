@@ -37,7 +37,7 @@ def check_all(parts: Parts, *, generation: int, width: float) -> None:
     prompt = parts.tokens.encode(messages, task.tools)
     for engine in parts.engine.parts():
         canary.check(engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
-    if task.player == "harness":
+    if task.player == "program":
         harness, chat = cast(Harness, task.inside), cast(Messages, messages)
         check(
             parts.engine, harness, parts.tokens, parts.layout, chat, generation=generation, width=width, exact=exact

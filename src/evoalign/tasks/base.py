@@ -206,8 +206,8 @@ class Task(ABC):
 
     @property
     def player(self) -> str:
-        """Who plays the episodes, by name: empty, where a completion is all there is; `turns`, with the task's own
-        replies; `harness`, a program."""
+        """Kind of player of the episodes: empty, where a completion is all there is; `turns`, with the task's own
+        replies; `program`, through the gateway."""
         own = type(self)
         return "turns" if own.reply is not Task.reply or own.replies is not Task.replies else ""
 

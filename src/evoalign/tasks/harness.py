@@ -60,7 +60,7 @@ class Harness(Task):
 
     @property
     def player(self) -> str:
-        return "harness"
+        return "program"
 
     def take_run(self, grader: GraderConfig, *, is_serial: bool) -> None:
         self.retries, self.is_serial = grader.retries, is_serial
