@@ -25,7 +25,7 @@ def make(tmp_path):
     def made(name, prompt=None):
         rows = ROWS.get(name)
         file = None if rows is None else written(tmp_path / "rows.jsonl", rows)
-        config = TaskConfig(name=name, train_data=file, prompt=prompt)
+        config = TaskConfig(name=name, train_data=file, prompt=prompt, **MORE.get(name, {}))
         if name == "safety":
             return Safety(config, RuleScorer())
         return Custom(config, [length]) if name == "custom" else create(config)
@@ -37,17 +37,42 @@ FORMS = [("conciseness", None), ("conciseness", "raw"), ("countdown", None), ("c
          ("countdown", "short"), ("custom", None), ("custom", "chat"), ("gsm8k", None), ("gsm8k", "raw"),
          ("math", None), ("math", "raw"), ("safety", None), ("safety", "chat"), ("safety", "raw"),
          ("constraints", None), ("tool_calls", None), ("word_problems", None), ("word_problems", "raw"),
-         ("guess", None), ("shopping", None), ("sums", None)]  # fmt: skip
+         ("guess", None), ("shopping", None), ("sums", None), ("environment", None)]  # fmt: skip
+PLAYED = "harness"
+"""A task that scores no completion by itself: its program does."""
+NAMES = [name for name in TASKS if name != PLAYED]
+MORE = {"environment": {"environment": f"{__file__}:Counting"}, PLAYED: {"command": "./play.sh {example}"}}
+"""Settings that a task needs."""
 ROWS = {
     "gsm8k": GSM8K,
     "math": MATH,
     "safety": [{"prompt": f"Is it safe to lift {i} bricks?"} for i in range(10)],
     "custom": [{"prompt": f"Say {i} letters.", "length": i} for i in range(1, 11)],
+    "environment": [{"prompt": f"Count to {i}.", "most": i} for i in range(1, 11)],
 }
 
 
+class Counting:
+    """An environment of TRL."""
+
+    def reset(self, most, **columns):
+        self.left = most
+
+    def count(self, number: int) -> str:
+        """Count.
+
+        Args:
+            number: The next number.
+        """
+        self.left -= 1
+        return f"{self.left} left"
+
+    def get_reward(self):
+        return float(-self.left)
+
+
 def test_every_registered_task_is_tested():
-    assert {name for name, _ in FORMS} == set(TASKS)
+    assert {name for name, _ in FORMS} == set(NAMES)
 
 
 @pytest.mark.parametrize(("name", "prompt"), FORMS)
@@ -56,7 +81,7 @@ def test_task_passes_check_task(make, name, prompt):
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_task_passes_the_check(make, name, check):
     task = make(name)
     check(task, task.load_data(1))
@@ -65,7 +90,7 @@ def test_task_passes_the_check(make, name, check):
 @pytest.mark.parametrize("name", TASKS)
 def test_task_refuses_empty_data(name):
     rewards = [length] if name == "custom" else None
-    contract.check_refuses_empty(lambda config: create(config, rewards), TaskConfig(name=name))
+    contract.check_refuses_empty(lambda config: create(config, rewards), TaskConfig(name=name, **MORE.get(name, {})))
 
 
 class Good(Task):

@@ -289,7 +289,7 @@ def test_a_run_whose_processes_are_killed_has_the_journal_of_another(tmp_path):
     assert row["exit"] == -signal.SIGKILL and row["kept"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_processes_killed_at_40_moments_change_no_score_and_leave_nothing(tmp_path):
     rows = list(trials(tmp_path, 40))

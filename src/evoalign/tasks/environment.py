@@ -254,7 +254,9 @@ def _after_calls(text: str) -> str:
 
 
 def _key(text: str, example: Example) -> str:
-    return hashlib.blake2b(f"{sorted(example.items())!r}\n{text}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        f"{sorted(example.items())!r}\n{text}".encode("utf-8", "replace"), digest_size=16
+    ).hexdigest()
 
 
 def seeded(cls: type[Any]) -> type[Any]:
