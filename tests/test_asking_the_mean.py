@@ -23,7 +23,7 @@ from evoalign.cost import flops
 from evoalign.cost.flops import Adapted
 from evoalign.models.origin import model_config
 from evoalign.rewards.objective import Group, Objective, grouped, score
-from evoalign.rollouts import collect, requests_of, scores_of
+from evoalign.rollouts import Encoded, collect, requests_of, scores_of
 from evoalign.training.train import dry_run
 from evoalign.types import MEAN_PLAN
 
@@ -103,10 +103,11 @@ def straight(tmp_path_factory):
 
 def test_the_group_has_what_the_unperturbed_model_said_before_it_moved(straight, tmp_path):
     _, seen, groups = straight
-    read = from_dict(config(tmp_path / "run"))
+    read = setup.with_form(from_dict(config(tmp_path / "run")))
     with closing(setup.assemble(read)) as parts:
         for generation, group in zip(seen, groups, strict=True):
-            prompts, mean = dict(zip(generation.rows, generation.prompts, strict=True)), group.mean
+            prompts, mean = Encoded(parts.task, parts.tokens, parts.data.train), group.mean
+            assert [prompts[row] for row in generation.rows] == list(generation.prompts)
             said = collect(parts.engine, MEAN_PLAN, requests_of(read, generation.rows, prompts, generation.index))
             assert [r.text for r in said] == [r.text for r in generation.mean]
             parts.engine.apply(generation.update)

@@ -34,18 +34,28 @@ def answered(text: str, messages: Sequence[Message]) -> str:
     return f"{text}{SEPARATOR}{json.dumps(list(messages), ensure_ascii=False).replace(SEPARATOR, '')}"
 
 
+def _records(text: str) -> list[str]:
+    """Return the records of an episode. Any other text is one turn, also if it has a separator by chance."""
+    records = text.split(SEPARATOR)
+    try:
+        is_episode = all(isinstance(json.loads(record), list) for record in records[1::2])
+    except (ValueError, RecursionError):
+        is_episode = False
+    return records if is_episode else [text]
+
+
 def turns(text: str) -> list[str]:
     """Return what the model wrote in each turn."""
-    return text.split(SEPARATOR)[::2]
+    return _records(text)[::2]
 
 
 def messages(text: str) -> list[Message]:
     """Return the messages after the prompt: the model's and the replies."""
-    records, found = text.split(SEPARATOR), list[Message]()
-    for turn, replies in zip(records[::2], [*records[1::2], None][: len(records[::2])], strict=True):
-        found += (
-            [{"role": "assistant", "content": turn}] if replies is None else cast(list[Message], json.loads(replies))
-        )
+    records, found = _records(text), list[Message]()
+    for place, turn in enumerate(records[::2]):
+        replies = records[2 * place + 1 : 2 * place + 2]
+        said = [{"role": "assistant", "content": turn}]
+        found += cast(list[Message], json.loads(replies[0])) if replies else said
     return found
 
 
@@ -70,7 +80,7 @@ def spoken(text: str) -> str:
 
 def readable(text: str) -> str:
     """Return an episode for a reader: each message after its role. A single turn is returned as it is."""
-    if SEPARATOR not in text:
+    if len(_records(text)) == 1:
         return text
     lines = list[str]()
     for message in messages(text):

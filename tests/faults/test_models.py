@@ -310,7 +310,7 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(folder, monkey
 
 def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder):
     (folder / TEMPLATE).write_text(
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     loaded = loaded_tokens(folder)
@@ -320,8 +320,8 @@ def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(fold
         assert loaded.encode(messages) == plain.encode(messages)
         opened = [*messages, {"role": "assistant", "content": "so"}]
         assert loaded.encode(opened) == plain.encode(opened)
-    with pytest.raises(ModelError, match=r"chat template refuses the prompt .* no tools"):
-        loaded.encode([{"role": "tool", "content": "a"}])
+    with pytest.raises(ModelError, match=r"chat template refuses the prompt .* no critics"):
+        loaded.encode([{"role": "critic", "content": "a"}])
     assert loaded.encode(HELLO)
 
 

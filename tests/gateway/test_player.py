@@ -284,7 +284,7 @@ def test_a_guard_that_was_killed_is_replaced():
         first = processes._guard
         first.kill()
         first.wait(60)
-        assert processes.run(["true"], "http://x/v1", "key", {}, 60) == ""
+        assert processes.run(["true"], "http://x/v1", "key", {}, 60, by_file=False) == ""
         assert processes._guard is not first and _lives(processes._guard.pid)
 
 

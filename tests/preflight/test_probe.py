@@ -132,7 +132,7 @@ def test_probe_agrees_with_a_calculation_by_hand(tmp_path):
     try:
         rows = rollouts.batch(len(parts.data.train), 5, 0, 0)
         examples = [parts.data.train[row] for row in rows]
-        prompts = [parts.tokens.encode(parts.task.prompt(e)) for e in examples]
+        prompts = rollouts.Encoded(parts.task, parts.tokens, examples)
         requests = evolve.requests_of(parts.config, range(5), prompts, 0)
         own = {r.request: r.text for r in parts.engine.rollout(MEAN_PLAN, requests)}
         mean = np.mean([parts.task.compute_reward(own[p].strip(), e) for p, e in enumerate(examples)])

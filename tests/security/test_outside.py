@@ -143,6 +143,8 @@ FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "task.objective.name": ("", {"task": {"objective": {"name": CODE}}}),
     "task.fitness": ("", {"task": {"fitness": CODE}}),
     "task.rewards": ("", {"task": {"name": "custom", "rewards": ["{program}"]}}),
+    "task.command": ("", {"task": {"name": "harness", "command": "{program}", "train_size": 4, "test_size": 4}}),
+    "task.environment": ("", {"task": {"name": "environment", "environment": CODE}}),
     "task.train_data": ("", {"task": {"train_data": "hub:nobody/of-that-name"}}),
     "task.test_data": ("", {"task": {"test_data": "hub:nobody/of-that-name"}}),
     "task.validation_data": ("", {"task": {"validation_data": "hub:nobody/of-that-name"}}),

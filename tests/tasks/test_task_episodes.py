@@ -41,7 +41,7 @@ def rewards(task, rows, player):
 def test_the_scripted_player_earns_the_maximum_turn_by_turn(name):
     own = task(name)
     rows = own.load_data(0).train[:40]
-    assert own.has_turns
+    assert own.player == "turns"
     for row in rows:
         text = played(own, row, lambda messages, row=row: own.play(row, messages))
         assert text == own.gold(row)

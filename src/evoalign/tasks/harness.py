@@ -40,6 +40,7 @@ class Harness(Task):
     """Rows of any columns, or without files the numbers of rows (`index`); the reward is what the harness reports."""
 
     name = "harness"
+    forms = ("chat",)
     weighted = WeightedSum({REWARD: 1.0})
     retries: int = 2
     """Repeated attempts at an episode that failed (`grader.retries`)."""
