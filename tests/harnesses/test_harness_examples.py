@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chat_templates import model
 from small_runs import UNCHECKED, read_rows
 
 import evoalign
@@ -100,10 +101,13 @@ def test_commands_of_mini_swe_agent_see_neither_the_key_nor_the_answer(tmp_path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_trains_on_the_rewards_of_a_harness(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
+    templates = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    knows_tools = model(tmp_path / "model", (templates / "qwen2_5.jinja").read_text())
     config = yaml.safe_load((REPOSITORY / f"examples/harnesses/{name}/train.yaml").read_text())
     config["task"] |= {"train_size": 2, "test_size": 1, "batch_size": 1}
     config["es"] |= {"num_generations": GENERATIONS, "population_size": 2}
     config |= {"checks": UNCHECKED, "sampling": {"max_tokens": 16}, "output_dir": str(tmp_path / "run")}
-    evoalign.train(config)
-    metrics = [line for line in read_rows(tmp_path / "run/metrics.jsonl") if "rewards" in line]
-    assert len(metrics) == GENERATIONS
+    evoalign.train({**config, "model": {"name": str(knows_tools)}})
+    metrics = read_rows(tmp_path / "run/metrics.jsonl")
+    assert [line["generation"] for line in metrics] == list(range(GENERATIONS))
+    assert all(line["budget"]["generated_tokens"] > 0 for line in metrics)  # the members were asked
