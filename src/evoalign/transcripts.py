@@ -59,6 +59,11 @@ def messages(text: str) -> list[Message]:
     return found
 
 
+def exchanges(text: str) -> list[list[Message]]:
+    """Return the messages of each turn that has been replied to: the turn and its replies."""
+    return [json.loads(record) for record in _records(text)[1::2]]
+
+
 def of_messages(found: Sequence[Message]) -> str:
     """Return the text of an episode from the messages after its prompt: the model's, each with the replies to it."""
     text, last = "", list[Message]()

@@ -231,6 +231,15 @@ def test_calls_of_the_last_turn_are_made(played):
     assert columns == {"IncrementEnv": [2.0]} and rollout.finish_reason == "length"
 
 
+def test_an_episode_is_played_once_where_its_worker_lives(played):
+    """An environment that is not deterministic can train: nothing is repeated, whatever is around the calls."""
+    broken = '<tool_call>\n{"name": "roll", "arguments": {'
+    _, columns, _ = played(
+        tree("Clock"), f"  {call('roll')}", broken, f"{call('increment', a=4)} ", "Done.\n", members=2
+    )
+    assert columns == {"Clock": [4.0, 4.0]}
+
+
 def test_random_numbers_are_those_of_the_row_for_all_members(played):
     first = played(tree("Dice"), call("roll"), "Done.", members=3)
     random.seed(1)

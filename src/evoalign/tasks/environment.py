@@ -22,7 +22,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -38,6 +38,8 @@ from evoalign.types import Example, Messages, Prompt
 
 MOST_LIVE = 65_536
 """Environments that are kept for the next turn of their episodes; the state of others is made again when needed."""
+State: TypeAlias = list[list[Message]]
+"""Turns that called tools, each with its results: all that an environment has seen."""
 OWN = ("reset", "get_reward")
 """Public methods that are not tools."""
 
@@ -111,15 +113,18 @@ class Environment(Custom):
         """
         return [self._reply(text, example) for text, example in zip(texts, examples, strict=True)]
 
+    def clean(self, text: str) -> str:
+        """Return the text as it is: `task.strip` is for the last message alone."""
+        return text
+
     def _reply(self, text: str, example: Example) -> list[Message] | None:
-        before, _, last = text.rpartition(transcripts.SEPARATOR)
-        turn: Message = json.loads(last)[0]
-        calls = turn.get("tool_calls") or ()
-        if not calls:
+        *_, [turn] = transcripts.exchanges(text)
+        if not (calls := turn.get("tool_calls")):
             return None
-        environment = self._at(before.rpartition(transcripts.SEPARATOR)[0], example)
+        state = _state(text)[:-1]
+        environment = self._at(state, example)
         found = [self._call(environment, call["function"]) for call in calls]
-        self._keep(transcripts.answered(before, [turn, *found]), example, environment)
+        self._keep([*state, [turn, *found]], example, environment)
         return found
 
     def _scored(self, texts: Sequence[str], examples: Sequence[Example]) -> tuple[Columns, list[float]]:
@@ -127,13 +132,13 @@ class Environment(Custom):
         names = list(self._sum.weights or ())
         if not texts:
             return {name: [] for name in names}, []
-        after = [_after_calls(text) for text in texts]
+        after = list(map(_state, texts))
         environments = [self._at(state, example) for state, example in zip(after, examples, strict=True)]
         try:
             prompts = [cast(Prompt, example["prompt"]) for example in examples]
             completions = [transcripts.messages(text) for text in texts]
-            spoken = [transcripts.turns(text)[-1] for text in texts]
-            batch = Batch(prompts, completions, spoken, examples, {"environments": environments})
+            lasts = [super(Environment, self).clean(transcripts.turns(text)[-1]) for text in texts]
+            batch = Batch(prompts, completions, lasts, examples, {"environments": environments})
             columns = dict(zip(names, call_all(self.functions, batch, self.calling), strict=True))
             rewards = self._sum.rewards(columns, texts, examples)
         except BaseException:  # a retry finds them in the same state
@@ -145,30 +150,25 @@ class Environment(Custom):
 
     # --- instances ---------------------------------------------------------------------------------------------------
 
-    def _at(self, text: str, example: Example) -> Any:
-        """Return the environment of an episode after these turns and replies: a kept one, or a new one that repeats the
-        calls. Raises RewardError if it replies otherwise."""
-        key = _key(text, example)
+    def _at(self, state: State, example: Example) -> Any:
+        """Return the environment of an episode after these calls: a kept one, or a new one that repeats them.
+
+        Raises RewardError if it replies otherwise.
+        """
+        key = _key(json.dumps(state), example)
         if (kept := self._live.get(key)) is not None:
             environment = kept.pop()
             if not kept:
                 del self._live[key]
             return environment
         environment, _ = self._begun(example)
-        done = ""
-        records = text.split(transcripts.SEPARATOR) if text else []
-        for turn, replied in zip(records[::2], records[1::2], strict=True):
-            done = transcripts.join(done, turn)
-            message, *recorded = json.loads(replied)
-            done = transcripts.answered(done, [message])
-            calls = message.get("tool_calls") or ()
-            found = [self._call(environment, call["function"]) for call in calls]
-            done = transcripts.answered(done.rpartition(transcripts.SEPARATOR)[0], [message, *found])
-            if calls and found != recorded:
+        for turn, *recorded in state:
+            found = [self._call(environment, call["function"]) for call in turn["tool_calls"]]
+            if found != recorded:
                 raise RewardError(
-                    f"environment {self._name()} replied {shown(recorded)} to {shown(calls)}, and {shown(found)} when "
-                    "the calls of the episode were repeated in a new process: it is not deterministic; derive what is "
-                    "random from the row, or from Python's `random`, which is seeded before each call"
+                    f"environment {self._name()} replied {shown(recorded)} to {shown(turn['tool_calls'])}, and "
+                    f"{shown(found)} when the calls of the episode were repeated: it is not deterministic; derive what "
+                    "is random from the row, or from Python's `random`, which is seeded before each call"
                 )
         return environment
 
@@ -183,8 +183,8 @@ class Environment(Custom):
             )
         return environment, opening or ""
 
-    def _keep(self, text: str, example: Example, environment: Any) -> None:
-        self._live.setdefault(_key(text, example), []).append(environment)
+    def _keep(self, state: State, example: Example, environment: Any) -> None:
+        self._live.setdefault(_key(json.dumps(state), example), []).append(environment)
         if len(self._live) > MOST_LIVE:
             self._live.popitem(last=False)
 
@@ -247,10 +247,9 @@ def _awaited(result: Any) -> Any:
     return asyncio.run(whole())
 
 
-def _after_calls(text: str) -> str:
-    """Return the text up to the last replies."""
-    records = text.split(transcripts.SEPARATOR)
-    return transcripts.SEPARATOR.join(records[: len(records) // 2 * 2])
+def _state(text: str) -> State:
+    """Return the turns of an episode that called tools, each with the results."""
+    return [messages for messages in transcripts.exchanges(text) if messages[0].get("tool_calls")]
 
 
 def _key(text: str, example: Example) -> str:
