@@ -2,7 +2,7 @@
 """Completions of an engine, checked to be those requested, and episodes of several turns made of them.
 
 All episodes take their turns together: one rollout for the first turns, one call for all replies, one rollout for the
-second turns, and so on. So a turn's batch depends only on the members, the rows and what was said before.
+second turns, and so on. So a turn's batch depends only on the members, the rows and the turns before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Course:
         self.lengths.append((prompt_tokens, len(rollout.token_ids)))
 
     def ended(self, *, at_limit: bool) -> Rollout:
-        """Return the episode as one rollout."""
+        """Return the rollout of the whole episode."""
         assert self.last is not None
         return replace(
             self.last,
@@ -134,7 +134,7 @@ class Turns:
         replies = list[list[transcripts.Message]]()
         for turn, error in turns:
             if error:
-                replies.append([turn, {"role": "tool", "name": "error", "content": error}])
+                replies.append([turn, {"role": "user", "content": error}])  # a tool's needs a call in some templates
             else:
                 reply = next(found)
                 replies.append([] if reply is None else [turn, *reply])

@@ -94,12 +94,11 @@ class Tokens:
         return self.render(chat, tools)[0]
 
     def read_turn(self, text: str, tools: Tools = ()) -> Turn:
-        """Return the content and the tool calls of a completion. Raises ModelError as `check_tools`."""
-        return self._tool_format.read(text, tools)
+        """Return the content and the tool calls of a completion.
 
-    def check_tools(self) -> None:
-        """Raise ModelError if the chat template does not write tool calls in a form that can be read."""
-        _ = self._tool_format
+        Raises ModelError if the chat template does not write tool calls in a form that can be read.
+        """
+        return self._tool_format.read(text, tools)
 
     @cached_property
     def _tool_format(self) -> ToolFormat:

@@ -165,7 +165,6 @@ def test_a_run_trains_and_reports_the_columns_of_the_harness(folder):
     text = result.after.completions[0].text
     assert scores_of(text)["reward"] == len(transcripts.turns(text)[0])
     assert transcripts.messages(text)[-1]["prompt"] == [{"role": "user", "content": "say three"}]
-    assert not list(Path("/proc").glob("*/environ/EVOALIGN"))
 
 
 def test_a_failed_harness_is_tried_again(folder):
@@ -228,6 +227,8 @@ def test_scores_by_post_and_by_file(folder):
         return "no score here"
 
     posted = tree(task={"score": "post"})
+    with pytest.raises(RewardError, match="task.score: post"):  # its output is not read
+        play({**posted, "grader": {"retries": 0}}, drive=lambda *_: '{"reward": 1}')
     assert [scores_of(r.text) for r in play(posted, drive=drive)] == [{"reward": 0.25, "format": 1}] * 2
     command = """sh -c 'echo "{{\\"reward\\": 7}}" > $EVOALIGN_SCORE; echo "{{\\"reward\\": 1}}"'"""
     assert [scores_of(r.text) for r in play(tree(command, task={"score": "file"}))] == [{"reward": 7}] * 2

@@ -141,7 +141,7 @@ def shipped(name: str):
 @pytest.mark.parametrize("name", sorted(DERIVED))
 def test_formats_of_published_templates_are_derived(name):
     tokens = shipped(name)
-    tokens.check_tools()
+    tokens.read_turn("")
 
     @slowly
     @given(data=st.data())
@@ -156,7 +156,7 @@ def test_formats_of_published_templates_are_derived(name):
 )
 def test_published_templates_without_a_readable_form_are_refused(name):
     with pytest.raises(ModelError, match="some/model"):
-        shipped(name).check_tools()
+        shipped(name).read_turn("")
 
 
 LOSES_TOOLS = HERMES.replace("tools", "functions")
@@ -173,9 +173,9 @@ PYTHONIC = template("{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}='
     ids=["tools", "results", "refuses", "calls", "calls with content", "pythonic", "raises", "none"],
 )
 @pytest.mark.parametrize("guarded", [False, True])
-def test_check_tools_refuses_templates_that_cannot_be_used(source, guarded):
+def test_tools_refuse_templates_that_cannot_be_used(source, guarded):
     tokens = of(source, guarded=guarded)
-    for use in (tokens.check_tools, lambda: tokens.read_turn(""), lambda: tokens.encode([USER], TOOLS)):
+    for use in (lambda: tokens.read_turn(""), lambda: tokens.encode([USER], TOOLS)):
         with pytest.raises(ModelError, match="some/model"):
             use()
 

@@ -89,7 +89,7 @@ def _asked(engine: Answering, task: Harness, tokens: Tokens, plan: Plan, message
         return '{"reward": 0}'
 
     own = copy.copy(task)
-    own.record = None  # of the run's own episodes
+    own.config, own.record = task.config.model_copy(update={"score": "stdout"}), None
     player = Harnesses(own, tokens, drive)
     requests = [
         Request(m.index, (), Sampling(LONGEST), member=m, episode=Episode(player, {"member": m.index}))

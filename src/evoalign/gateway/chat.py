@@ -46,8 +46,8 @@ class Answer:
 class Backend(Protocol):
     """Generates completions of episodes. All methods are called in the event loop of the server.
 
-    A method raises RefusedError to refuse: 401 for an unknown key, 400 with code `context_length_exceeded`, 429 for an
-    exhausted budget, 503 while closing. Clients are asked not to retry these.
+    A method raises RefusedError to refuse: 401 for an unknown key, 400 with code `context_length_exceeded` also for an
+    exhausted budget, 503 while closing. The response tells clients not to retry these.
     """
 
     async def complete(self, key: str, chat: Chat) -> list[Answer]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the APIs of the gateway have in common: checks of fields, conversations, tools, and events of a stream."""
+"""Common parts of the APIs of the gateway: checks of fields, conversations, tools, and events of a stream."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Values that leave completions as they are; a prompt that would be truncated is refused by the backend."""
 INCLUDED = ("reasoning.encrypted_content",)
-"""What clients request of every model, and responses need not have."""
+"""Parts that clients request of every model, and that responses need not have."""
 TEXTS = ("input_text", "output_text", "text")
 
 

@@ -70,7 +70,7 @@ class _Attempt:
             self.token_ids += rollout.token_ids
 
     def ended(self, scores: Mapping[str, float]) -> Rollout:
-        """Return the episode as one rollout; all of its calls are `later` ones."""
+        """Return the rollout of the whole episode; all of its calls are `later` ones."""
         text = finished(self.calls, scores)
         reason = "length" if self.limit else "stop"
         member, request = self.job.member, self.job.request
@@ -195,7 +195,7 @@ class Harnesses:
 
     def _episode(self, backend: _Backend, job: _Job, drive: Drive, url: str, closing: threading.Event) -> None:
         """Play one episode in a thread, and again after a failure."""
-        began, problem = time.monotonic(), FailedError("was not started")
+        began, problem, attempt = time.monotonic(), FailedError("was not started"), 0
         for attempt in range(self.task.retries + 1):
             if closing.wait(min(2.0 ** (attempt - 1), 30.0) if attempt else 0.0):
                 return
@@ -211,7 +211,7 @@ class Harnesses:
         backend.events.put(
             RewardError(
                 f"the harness of member {job.member.index}, request {job.request.index} {problem} "
-                f"({self.task.retries + 1} attempts, {seconds:.0f} s); fix task.command"
+                f"({attempt + 1} attempts, {seconds:.0f} s); fix task.command"
             )
         )
 
@@ -223,9 +223,13 @@ class Harnesses:
             output = drive(url, key, job.example, limits.seconds)
             if output is None:
                 attempt.limit = f"{limits.seconds:g} seconds (task.episode.seconds)"
-            if attempt.scores is None and output is None:
-                raise FailedError("was killed")
-            return attempt.ended(attempt.scores or reported(output or ""))
+            if self.task.config.score != "post":
+                if output is None:
+                    raise FailedError("was killed")
+                return attempt.ended(reported(output))
+            if attempt.scores is None:
+                raise FailedError("ended without a score: POST it to BASE_URL/score (task.score: post)")
+            return attempt.ended(attempt.scores)
         except FailedError as error:
             if not attempt.limit:
                 raise

@@ -22,7 +22,7 @@ from evoalign.tokens import Tokens
 from evoalign.types import Member, Plan, Sampling
 
 MOST_REQUESTS = 256
-"""Most requests at a time; for more, clients are asked to try again."""
+"""Most requests at a time; a client with more gets status 429 and tries again."""
 
 
 @dataclass(frozen=True, slots=True)
