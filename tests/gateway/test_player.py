@@ -227,7 +227,7 @@ def test_scores_by_post_and_by_file(folder):
         return "no score here"
 
     posted = tree(task={"score": "post"})
-    with pytest.raises(RewardError, match="task.score: post"):  # its output is not read
+    with pytest.raises(RewardError, match=r"task\.score: post"):  # its output is not read
         play({**posted, "grader": {"retries": 0}}, drive=lambda *_: '{"reward": 1}')
     assert [scores_of(r.text) for r in play(posted, drive=drive)] == [{"reward": 0.25, "format": 1}] * 2
     command = """sh -c 'echo "{{\\"reward\\": 7}}" > $EVOALIGN_SCORE; echo "{{\\"reward\\": 1}}"'"""

@@ -221,8 +221,9 @@ def test_tools_change_the_environment_that_gives_the_reward(played):
     ],
 )
 def test_a_bad_call_is_answered_with_its_error(played, turn, reply):
-    _, columns, prompts = played(tree(), turn, call(a=2), "Sorry.")
-    assert reply.lower() in prompts[1][0].lower()
+    rollout, columns, prompts = played(tree(), turn, call(a=2), "Sorry.")
+    _, answer, *_ = transcripts.messages(rollout.text)
+    assert reply in answer["content"] and answer["content"].strip() in prompts[1][0]
     assert columns == {"IncrementEnv": [2.0]}
 
 

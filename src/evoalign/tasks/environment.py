@@ -113,10 +113,6 @@ class Environment(Custom):
         """
         return [self._reply(text, example) for text, example in zip(texts, examples, strict=True)]
 
-    def clean(self, text: str) -> str:
-        """Return the text as it is: `task.strip` is for the last message alone."""
-        return text
-
     def _reply(self, text: str, example: Example) -> list[Message] | None:
         *_, [turn] = transcripts.exchanges(text)
         if not (calls := turn.get("tool_calls")):
@@ -137,7 +133,7 @@ class Environment(Custom):
         try:
             prompts = [cast(Prompt, example["prompt"]) for example in examples]
             completions = [transcripts.messages(text) for text in texts]
-            lasts = [super(Environment, self).clean(transcripts.turns(text)[-1]) for text in texts]
+            lasts = [self.clean(transcripts.turns(text)[-1]) for text in texts]
             batch = Batch(prompts, completions, lasts, examples, {"environments": environments})
             columns = dict(zip(names, call_all(self.functions, batch, self.calling), strict=True))
             rewards = self._sum.rewards(columns, texts, examples)
