@@ -8,6 +8,7 @@ second turns, and so on. So a turn's batch depends only on the members, the rows
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -19,6 +20,13 @@ from evoalign.errors import EvoalignError
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import Example, Member, Messages, Plan, Request, Rollout
+
+_sessions = itertools.count(1)
+
+
+def new_session() -> int:
+    """Return a number for `Request.session`."""
+    return next(_sessions)
 
 
 class LostError(EvoalignError):
@@ -94,11 +102,11 @@ class Turns:
         An episode ends without a reply to its last turn, or with finish reason `length` at a limit of `task.episode` or
         of the engine's context. Raises LostError, RewardError.
         """
-        limits, live = self.task.config.limits, dict[tuple[int, int], _Course]()
+        limits, live, session = self.task.config.limits, dict[tuple[int, int], _Course](), new_session()
         for member, request in pairs_of(plan.members, requests):
             assert request.episode is not None
             live[member.index, request.index] = _Course(member, request, request.episode.example)
-        asked = [replace(request, episode=None) for request in requests]
+        asked = [replace(request, episode=None, session=session) for request in requests]
         while asked:
             lengths = {(r.member.index if r.member else None, r.index): len(r.prompt_ids) for r in asked}
             taken = list[_Course]()
@@ -119,7 +127,7 @@ class Turns:
                 else:
                     yield course.ended(at_limit=bool(reply))
             asked, room = [], engine.context()
-            for course, request in zip(going, self._requests(going), strict=True):
+            for course, request in zip(going, self._requests(going, session), strict=True):
                 if room is not None and len(request.prompt_ids) + request.sampling.max_tokens > room:
                     yield course.ended(at_limit=True)
                 else:
@@ -150,7 +158,7 @@ class Turns:
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         return {"role": "assistant", "content": turn.content, "tool_calls": calls}, ""
 
-    def _requests(self, going: Sequence[_Course]) -> list[Request]:
+    def _requests(self, going: Sequence[_Course], session: int) -> list[Request]:
         """Return the requests of the next turns. All members sample one with the same random numbers."""
         chats = dict[tuple[int, str], Messages]()  # many members have said the same
         for course in going:
@@ -166,6 +174,7 @@ class Turns:
                 seed=derive_seed(course.first.seed, "turn", len(course.lengths)),
                 member=course.member,
                 episode=None,
+                session=session,
             )
             for course in going
         ]

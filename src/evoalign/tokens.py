@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -22,6 +24,8 @@ from evoalign.types import Messages, Prompt, text_of
 
 TAIL_TOKENS = 4
 """Most tokens of one character: the bytes of UTF-8."""
+AT_ONCE = 32
+"""Texts that a thread encodes in one call."""
 ANSWER = "This is the answer."
 """Text of an assistant message, after which a chat template's end of turn is looked for."""
 UNREADABLE = "\ufffd"
@@ -76,22 +80,38 @@ class Tokens:
 
     def encode_read(self, prompt: Prompt, tools: Tools = ()) -> tuple[tuple[int, ...], str]:
         """Return the token ids of a prompt, and the text that the model reads. Raises ModelError."""
-        text, special = (prompt, True) if isinstance(prompt, str) else (self._rendered(prompt, tools), False)
-        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        is_raw = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self.render(self._prepared(prompt, tools), tools)[0]
+        ids = self.tokenizer(text, add_special_tokens=is_raw)["input_ids"]
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return self._embedded(ids, prompt), text
 
     def encode_all(self, chats: Sequence[Messages], tools: Tools = ()) -> list[tuple[int, ...]]:
-        """Return the token ids of several prompts of messages, as `encode` does, in one call of the tokenizer."""
-        texts = [self._rendered(chat, tools) for chat in chats]
-        found = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return [self._embedded(ids, chat) for ids, chat in zip(found, chats, strict=True)]
+        """Return the token ids of several prompts of messages, as `encode` does, on all cores."""
+        ready = [self._prepared(chat, tools) for chat in chats]
+        if isinstance(self._render, templates.Renderer) and ready:
+            self.check_template(ready[0])
+            found = list(self._render.each(ready, tools))
+            texts = [t if isinstance(t, str) else self.render(c, tools)[0] for t, c in zip(found, ready, strict=True)]
+        else:
+            texts = [self.render(chat, tools)[0] for chat in ready]
+        return [self._embedded(ids, chat) for ids, chat in zip(self._ids_of(texts), chats, strict=True)]
 
-    def _rendered(self, chat: Messages, tools: Tools) -> str:
+    def _ids_of(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts. Threads here, because after some of the tokenizer's own a fork may hang."""
+        size = AT_ONCE if self.tokenizer.is_fast else max(1, len(texts))
+        parts = [list(texts[i : i + size]) for i in range(0, len(texts), size)]
+        self.tokenizer("")  # settings are written in the first call alone
+        with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1) or 1) as threads:
+            found: Iterable[Any] = threads.map(partial(self.tokenizer, add_special_tokens=False), parts)
+            return [ids for part in found for ids in part["input_ids"]]
+
+    def _prepared(self, chat: Messages, tools: Tools) -> Messages:
+        """Return messages with their tool calls as the chat template takes them."""
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in chat):
-            chat = tool_formats.prepare(chat, self._tool_format.writer)
-        return self.render(chat, tools)[0]
+            return tool_formats.prepare(chat, self._tool_format.writer)
+        return chat
 
     def read_turn(self, text: str, tools: Tools = ()) -> Turn:
         """Return the content and the tool calls of a completion.

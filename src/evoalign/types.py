@@ -119,6 +119,9 @@ class Request:
     """The member that generates the completion; None: every member."""
     episode: Episode | None = None
     """The episode that begins with this request; None: it has one turn. Engines never see it."""
+    session: int | None = None
+    """Number, unique in a process, of rollouts by the same weights. An engine may use what it computed for an earlier
+    request of the same session and member whose tokens begin this prompt."""
 
 
 @dataclass(frozen=True, slots=True)

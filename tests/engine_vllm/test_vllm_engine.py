@@ -2,6 +2,7 @@
 """vLLM engines with other settings: journals, slots, queues, prefixes, errors at start. Each test starts one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import replicated
@@ -94,6 +95,33 @@ def test_salts_prevent_stale_prefixes(monkeypatch):
         assert off() < 1e-3
         monkeypatch.setattr(bench.engine, "_salt", lambda: "one")
         assert off() > 1e-3
+
+
+@pytest.mark.releases
+def test_later_turn_of_a_session_uses_the_cache_of_its_own_member():
+    """Also where members have left, so that others have their adapters' slots."""
+    with contract.started(VllmEngine, config("lowrank", deterministic=False)) as bench:
+        manager = bench.engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        known, own = [], manager.get_computed_blocks
+        manager.get_computed_blocks = lambda *a, **k: (found := own(*a, **k), known.append(found[1]))[0]
+        plan = bench.plan(population(6))
+        long = bench.tokens.encode("Solve: 3 + 5 = 8. " * 12)
+        first = answers(bench.engine, plan, [Request(0, long, Sampling(40), session=1)])
+        later = [
+            Request(i, (*long, *r.token_ids, *long[:9]), Sampling(4), logprobs=True, member=r.member, session=1)
+            for i, r in enumerate(first.values())
+        ]
+        known.clear()
+        found = answers(bench.engine, plan, later)
+        assert min(known) >= len(long) > 32, "all read on"
+        found |= answers(bench.engine, plan, later[1:])
+        known.clear()
+        wanted = answers(bench.engine, plan, [replace(r, session=None) for r in later])
+        assert max(known) == 0
+        for key, want in wanted.items():
+            assert found[key].token_ids == want.token_ids
+            assert found[key].logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        assert len({r.logprobs for r in wanted.values()}) == len(wanted)
 
 
 @pytest.mark.releases

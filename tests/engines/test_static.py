@@ -226,6 +226,91 @@ def test_only_members_with_requests_get_factors(folder, monkeypatch):
     assert written == [1]
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """Numbers of tokens of each forward over prompts: of whole prompts, and of what follows a known beginning."""
+    found = {"read": [], "read_on": []}
+    for name, counts in found.items():
+        own = getattr(blocks.Blocks, name)
+
+        def seen(self, tokens, *arguments, own=own, counts=counts, **named):
+            counts.append(tokens.numel())
+            return own(self, tokens, *arguments, **named)
+
+        monkeypatch.setattr(blocks.Blocks, name, seen)
+    return found
+
+
+def later_turns(first, cells, **fields):
+    """Return the next turn of every member's conversations: 3 to 8 tokens after what was said."""
+    prompts = {request.index: request.prompt_ids for request in first}
+    return [
+        Request(i, (*prompts[i], *r.token_ids, *ids(3 + i % 6, i)), WARM, i, logprobs=True, member=r.member, **fields)
+        for (_, i), r in cells.items()
+    ]
+
+
+TURNS = pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+STOPS = range(0, VOCABULARY, 20)
+
+
+@TURNS
+def test_later_turn_reads_only_what_follows_the_earlier(folder, reads, space):
+    with bench_of(folder, space=space, stop_ids=STOPS, deterministic=False) as bench:
+        bench.move()
+        room = requests([ids(150, 1)], GREEDY)  # so that the memory is not made anew between the turns
+        bench.ask(bench.plan(), room)
+        first = asked(session=1)
+        cells = bench.ask(bench.plan(), first)
+        later = later_turns(first, cells)
+        for lengths in reads.values():
+            lengths.clear()
+        wanted = bench.ask(bench.plan(), later)
+        assert sum(reads["read"]) > sum(len(r.prompt_ids) for r in later) / 2 and not reads["read_on"]
+        cells = bench.ask(bench.plan(), first)
+        for lengths in reads.values():
+            lengths.clear()
+        found = bench.ask(bench.plan(), later_turns(first, cells, session=1))
+        check_equal(found, wanted)
+        if space != "full":  # dense members take the same places one after the other
+            assert not reads["read"] and 0 < sum(reads["read_on"]) <= 10 * len(later)
+
+
+def test_turns_that_wait_for_places_keep_their_own_text(folder, reads):
+    """More conversations than rows: those whose earlier turns are gone are read whole."""
+    with bench_of(folder, stop_ids=STOPS, deterministic=False, engine={"max_rows": 20}) as bench:
+        bench.move()
+        bench.ask(bench.plan(), requests([ids(150, i) for i in range(4)], GREEDY))
+        first = asked(session=1)
+        cells = bench.ask(bench.plan(), first)
+        later = later_turns(first, cells, session=1)
+        other = Request(99, ids(40, 9), WARM, member=bench.plan().members[0])
+        found = bench.ask(bench.plan(), [*later, other])
+        assert len(cells) > 30 and 10 <= len(bench.engine._static._memory.kept) <= 24
+        assert reads["read"] and reads["read_on"]
+        check_equal(bench.ask(bench.plan(), [replace(r, session=None) for r in later]), {k: found[k] for k in cells})
+
+
+@pytest.mark.parametrize("change", ["session", "member", "text", "deterministic"])
+def test_earlier_turns_of_others_are_not_used(folder, reads, change):
+    with bench_of(folder, stop_ids=STOPS, deterministic=change == "deterministic") as bench:
+        bench.move()
+        bench.ask(bench.plan(), requests([ids(150, 1)], GREEDY))
+        first = asked(session=1)
+        later = later_turns(first, bench.ask(bench.plan(), first), session=1)
+        plan = bench.plan()
+        if change == "session":
+            later = [replace(r, session=2) for r in later]
+        if change == "member":
+            later = [replace(r, member=plan.members[r.member.index - 1]) for r in later]
+        if change == "text":
+            later = [replace(r, prompt_ids=(r.prompt_ids[0] + 1, *r.prompt_ids[1:])) for r in later]
+        found = bench.ask(plan, later)
+        if change != "member":  # members may have said the same
+            assert not reads["read_on"]
+        check_equal(found, bench.ask(plan, [replace(r, session=None) for r in later]))
+
+
 def test_earlier_rollouts_do_not_change_prefill_pieces(folder, monkeypatch):
     """In a deterministic run, whose memory is that of the largest batch so far."""
     pieces, own = [], Reader._pieces

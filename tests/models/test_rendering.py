@@ -149,3 +149,24 @@ def test_the_fixed_clock_formats_as_python_and_keeps_the_template(tmp_path):
         was = loaded.tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
         before, after = was[: was.index("[")], was[was.rindex("]") + 1 :]
         assert loaded.render([USER])[0] == before + "".join(f"[{day.strftime(f)}]" for f in formats) + after
+
+
+@pytest.mark.parametrize("template", [GEMMA, WHOLE], ids=["refuses a system message", "takes all"])
+def test_many_chats_are_encoded_as_one_at_a_time(template, tmp_path):
+    """Short and long ones, in any order, more than fit into the socket's buffer, some refused."""
+    loaded = of(tmp_path, template)
+    chats = [
+        [*([SYSTEM] if i % 3 == 0 else []), {"role": "user", "content": f"{i} " + "long text, " * (i % 7) ** 5}]
+        for i in range(90)
+    ]
+    assert sum(len(chat[-1]["content"]) for chat in chats) > 2**20
+    assert loaded.encode_all(chats) == [loaded.encode(chat) for chat in chats]
+    assert loaded.encode_all([]) == []
+
+
+def test_the_prompt_above_a_limit_is_named_among_many(tmp_path):
+    loaded = of(tmp_path, "{% for m in messages %}{{ m['content'] * (m['content'] | length) }}{% endfor %}")
+    chats = [[{"role": "user", "content": f"{name} " + "a" * size}] for name, size in [("one", 9), ("two", 9000)]]
+    with pytest.raises(ModelError, match="two aaa"):
+        loaded.encode_all([*chats, *chats])
+    assert loaded.encode_all(chats[:1] * 2) == [loaded.encode(chats[0])] * 2, "replies are those of later prompts"

@@ -18,6 +18,7 @@ import torch
 from evoalign import engines, optimizer, spaces, tokens
 from evoalign.config import Config, from_dict
 from evoalign.engines import Engine
+from evoalign.engines.base import pairs_of
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
 from evoalign.spaces import Space
@@ -178,7 +179,7 @@ class Bench:
     def ask(self, plan: Plan, requests: Sequence[Request]) -> dict[tuple[int, int], Rollout]:
         rollouts = list(self.engine.rollout(plan, requests))
         cells = {(r.member.index, r.request): r for r in rollouts}
-        assert len(cells) == len(rollouts) == len(plan.members) * len(requests)
+        assert len(cells) == len(rollouts) == len(pairs_of(plan.members, requests))
         return cells
 
 

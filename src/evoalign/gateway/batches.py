@@ -36,6 +36,7 @@ class Asked:
     chat: Chat
     sampling: Sampling
     seed: int
+    session: int
     order: tuple[int, ...]
     """Place in a batch, the same whatever arrives first."""
     most: int | None
@@ -135,7 +136,9 @@ def _requests(engine: Answering, tokens: Tokens, one: Asked, first: int) -> list
         stop=(*one.sampling.stop, *chat.stop),
     )
     seeds = [one.seed, *(derive_seed(one.seed, "choice", i) for i in range(1, chat.n))]
-    return [Request(first + i, ids, sampling, seed, member=one.member) for i, seed in enumerate(seeds)]
+    return [
+        Request(first + i, ids, sampling, seed, member=one.member, session=one.session) for i, seed in enumerate(seeds)
+    ]
 
 
 def _answer(tokens: Tokens, chat: Chat, prompt_tokens: int, rollout: Rollout) -> Answer:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from evoalign.engines import Answering
 from evoalign.engines.base import pairs_of
-from evoalign.episodes import derive_seed
+from evoalign.episodes import derive_seed, new_session
 from evoalign.errors import RefusedError, RewardError
 from evoalign.gateway import open_server
 from evoalign.gateway.batches import LIMIT, TOO_LONG, Asked, answered
@@ -85,6 +85,7 @@ class _Backend:
 
     def __init__(self, task: Harness) -> None:
         self._limits, self._by = task.config.limits, task.config.score
+        self._session = new_session()
         self.events = queue.SimpleQueue[Event]()
         self.attempts = dict[str, _Attempt]()
 
@@ -125,6 +126,7 @@ class _Backend:
             sampling=sampling,
             most=sampling.max_tokens,
             seed=derive_seed(first.seed, "turn", place) if place else first.seed,
+            session=self._session,
             order=(attempt.job.member.index, first.index, place),
             loop=loop,
             reply=loop.create_future(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evoalign.engines import Answering
-from evoalign.episodes import derive_seed
+from evoalign.episodes import derive_seed, new_session
 from evoalign.errors import ConfigError
 from evoalign.gateway import open_server
 from evoalign.gateway.batches import Asked, answered
@@ -59,6 +59,7 @@ class _Backend:
 
     def __init__(self) -> None:
         self.events, self._model, self._count = queue.SimpleQueue[Asked | None](), None, 0
+        self._session = new_session()
 
     def serve(self, model: Model) -> None:
         """Take requests for this model, which the caller's thread answers."""
@@ -77,6 +78,7 @@ class _Backend:
             sampling=self._model.sampling,
             most=None,
             seed=derive_seed(self._model.seed, "request", place),
+            session=self._session,
             order=(place,),
             loop=loop,
             reply=loop.create_future(),

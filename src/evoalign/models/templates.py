@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +32,8 @@ SECONDS = 10.0
 """Time limit for one prompt. A usual template takes about a millisecond."""
 ROOM = 1 << 30
 """Bytes of memory that a template may use."""
+AHEAD = 1 << 15
+"""Bytes of prompts sent before their replies: few enough for the socket's buffer, so that sending never waits."""
 MOST_ADDED = 1 << 20
 """Bytes that a template may add to a prompt, which it may repeat once. The tokenizer needs seconds for this many."""
 
@@ -130,30 +132,46 @@ class Renderer:
 
     def __call__(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render messages with tools. Raises RefusedError where the template raises, ModelError above a limit."""
+        [found] = self.each([messages], tools)
+        if isinstance(found, RefusedError):
+            raise found
+        return found
+
+    def each(self, chats: Sequence[Messages], tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[str | RefusedError]:
+        """Yield each conversation's text, or the error that the template raises. Raises ModelError above a limit.
+
+        Conversations are sent ahead, up to `AHEAD` bytes, so that neither process waits for the other.
+        """
         if not hasattr(os, "fork"):
-            return self._how(self._tokenizer, messages, **_named(tools))
+            yield from (self._how(self._tokenizer, messages, **_named(tools)) for messages in chats)
+            return
         if self._end is None or self._owner != os.getpid():  # a fork of the owner starts its own
             self._start()
-        assert self._end is not None
+        end, lines = self._end, [json.dumps([messages, list(tools)]).encode() + b"\n" for messages in chats]
+        assert end is not None
+        sent, flying, rest, finished = 0, 0, bytearray(), False
         try:
-            request = json.dumps([messages, list(tools)]).encode() + b"\n"
-            self._end.sendall(request)
-            reply = _line(self._end, 2 * len(request) + MOST_ADDED)
-        except OSError:
-            reply = b""
-        except BaseException:  # interrupted: the late reply would be taken for that of the next prompt
-            self.close()
-            raise
-        if not reply.endswith(b"\n"):
-            self.close()
-            raise ModelError(
-                f"the model's chat template takes more than {SECONDS:g} s or {ROOM >> 20} MiB, or adds more than "
-                f"{MOST_ADDED >> 20} MiB, for the prompt {shown(messages)}; set task.prompt: raw, or use another model"
-            )
-        kind, text = json.loads(reply)
-        if kind == "refused":
-            raise RefusedError(text)
-        return text
+            for messages, line in zip(chats, lines, strict=True):
+                reply = b""
+                with suppress(OSError):
+                    while sent < len(lines) and (not flying or flying + len(lines[sent]) <= AHEAD):
+                        end.sendall(lines[sent])
+                        flying += len(lines[sent])
+                        sent += 1
+                    reply = _line(end, rest, 2 * len(line) + MOST_ADDED)
+                if not reply:
+                    raise ModelError(
+                        f"the model's chat template takes more than {SECONDS:g} s or {ROOM >> 20} MiB, or adds more "
+                        f"than {MOST_ADDED >> 20} MiB, for the prompt {shown(messages)}; set task.prompt: raw, or use "
+                        "another model"
+                    )
+                flying -= len(line)
+                kind, text = json.loads(reply)
+                yield RefusedError(text) if kind == "refused" else text
+            finished = True
+        finally:
+            if not finished:  # late replies would be taken for those of the next prompts
+                self.close()
 
     def close(self) -> None:
         """End the process."""
@@ -182,15 +200,19 @@ def _named(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"tools": tools} if tools else {}
 
 
-def _line(end: socket.socket, most: int) -> bytes:
-    """Read one reply, cut off where the other side is gone or sends over `most` bytes. Raises TimeoutError."""
-    found = bytearray()
-    while not found.endswith(b"\n") and len(found) <= most:
+def _line(end: socket.socket, rest: bytearray, most: int) -> bytes:
+    """Read one reply of at most `most` bytes, after what `rest` holds and keeps; empty where the other side is gone.
+
+    Raises TimeoutError.
+    """
+    while (size := rest.find(b"\n") + 1) == 0 and len(rest) <= most:
         part = end.recv(1 << 16)
         if not part:
-            break
-        found += part
-    return bytes(found)
+            return b""
+        rest += part
+    reply = bytes(rest[:size])
+    del rest[:size]
+    return reply if size <= most else b""
 
 
 def _serve(end: socket.socket, tokenizer: Any, how: Callable[..., str]) -> None:

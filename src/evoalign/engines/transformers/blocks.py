@@ -282,13 +282,49 @@ class Blocks:
         else:
             begun = _Activations(entered.hidden.flatten(0, 1), entered.residual.flatten(0, 1), None)
         found = self._run_layers(begun, layers, positions, terms, rotations, factors, attend)
-        assert found.residual is not None and found.source is not None
         if last is None:
+            assert found.residual is not None
             return Hidden(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
-        ends = torch.arange(count, device=tokens.device) * length + last
-        source = population.Partial(found.source.dots[ends], found.source.b)
-        ended = _Activations(found.hidden[ends], found.residual[ends], source)
-        return self._logits(ended, population.Terms(members, factors.rank, factors.scaling, fixed))
+        return self._logits_at(found, last, length, population.Terms(members, factors.rank, factors.scaling, fixed))
+
+    def read_on(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        end: int,
+        rows: torch.Tensor,
+        last: torch.Tensor,
+        members: torch.Tensor,
+        store: Store,
+        rotations: torch.Tensor,
+        factors: Factors,
+    ) -> torch.Tensor:
+        """Return logits [B, V] as `read` does, where each text starts at a column of its own: `starts` int64 [B].
+
+        `end` is at least the column after each text, and at most the store's last.
+        """
+        count, length = tokens.shape
+        # Padding may reach the end; nothing attends to it before it is written over.
+        positions = (starts[:, None] + torch.arange(length, device=tokens.device)).clamp_(max=end - 1)
+        columns = torch.arange(end, device=tokens.device)
+        mask = (columns <= positions[..., None])[:, None]
+        unset = (columns > positions[:, -1:])[:, None, :, None]  # memory that nothing has written may hold NaN
+        places, groups = rows[:, None], self.heads // self.shared
+
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            heads = qkv.view(count, length, -1, self.width)
+            q, *new = heads.split((self.heads, self.shared, self.shared), dim=2)
+            past = list[torch.Tensor]()
+            for some, kept in zip(new, (store.keys[i], store.values[i]), strict=True):
+                kept[places, :, positions] = some
+                past.append(kept[rows, :, :end].masked_fill_(unset, 0).repeat_interleave(groups, dim=1))
+            found = scaled_dot_product_attention(q.transpose(1, 2), *past, attn_mask=mask)
+            return found.transpose(1, 2).reshape(count * length, -1)
+
+        terms = population.Terms(members.repeat_interleave(length), factors.rank, factors.scaling, False)
+        begun = _Activations(embedding(tokens.flatten(), self.model.model.embed_tokens.weight), None, None)
+        found = self._run_layers(begun, slice(None), positions.flatten(), terms, rotations, factors, attend)
+        return self._logits_at(found, last, length, population.Terms(members, factors.rank, factors.scaling, False))
 
     def _run_layers(
         self,
@@ -323,6 +359,13 @@ class Blocks:
             hidden = linear(gated, layer.down.weight, layer.down.bias)
             source = population.Partial(parts, b["down_proj"])
         return _Activations(hidden, residual, source)
+
+    def _logits_at(self, found: _Activations, last: torch.Tensor, length: int, terms: population.Terms) -> torch.Tensor:
+        """Return logits [B, V] after the columns `last` [B] of texts of `length` tokens."""
+        assert found.residual is not None and found.source is not None
+        ends = torch.arange(len(last), device=last.device) * length + last
+        source = population.Partial(found.source.dots[ends], found.source.b)
+        return self._logits(_Activations(found.hidden[ends], found.residual[ends], source), terms)
 
     def _logits(self, found: _Activations, terms: population.Terms) -> torch.Tensor:
         weight = self.model.model.norm.weight

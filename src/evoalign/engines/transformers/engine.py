@@ -274,7 +274,8 @@ class TransformersEngine(KeepsMean):
         if static is None:
             completions = self._decoder.generate(by_slot, self._adapters, chunk.room)
         else:
-            completions = static.generate(by_slot, (plan, slotted) if slotted else None, chunk.rows, chunk.room)
+            owners, serve = [m.index for m, _ in pairs], (plan, slotted) if slotted else None
+            completions = static.generate(by_slot, owners, serve, chunk.rows, chunk.room)
         for ended in completions:
             yield from rollouts_of(
                 self._tokens,

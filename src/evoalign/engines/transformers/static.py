@@ -4,11 +4,15 @@
 Prompts are read into places of a store of keys and values. Tokens, positions, members and completions stay on the
 device, and the host looks every `EVERY` steps for rows that have ended. Rows leave by reordering these few numbers per
 row, without a copy of keys and values, and waiting rows take their places. On a CPU the same steps run without graphs.
+
+A prompt that begins with what a place still holds, such as the next turn of a conversation, is read from there on. If
+`deterministic` it is read whole, so that the bits of a completion do not depend on what was computed before.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +22,7 @@ from evoalign import kernels, noise
 from evoalign.engines.transformers.blocks import Blocks, Factors
 from evoalign.engines.transformers.decode import Completion, Decoder, draw
 from evoalign.engines.transformers.settings import WRITTEN, columns
-from evoalign.engines.transformers.static_memory import Draws, Memory, Reader, Shape, State, size_for
+from evoalign.engines.transformers.static_memory import Begun, Draws, Kept, Memory, Reader, Shape, State, size_for
 from evoalign.errors import EvoalignError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.spaces.base import Master, Space
@@ -37,12 +41,16 @@ FACTORS = 0.25
 class _Row:
     """A row of a batch on the host.
 
-    `pair` is the index of its (slot, request), `place` its place in the store, `tokens` its length while it is active,
-    and `searched` the number of tokens that were searched for stop texts.
+    `pair` is the index of its (slot, request), `begun` a place that holds the beginning of its prompt, `place` its own
+    place in the store, `tokens` its length while it is active, and `searched` the number of tokens that were searched
+    for stop texts.
     """
 
     pair: int
-    place: int
+    prompt: Kept | None
+    """The prompt of a session, which is noted with the completion when it ends."""
+    begun: Begun | None
+    place: int = -1
     tokens: int = 1
     searched: int = 0
     stopped: bool = False
@@ -119,13 +127,14 @@ class StaticDecoder:
     def generate(
         self,
         pairs: Sequence[tuple[int, Request]],
+        owners: Sequence[int],
         serve: tuple[Plan, Sequence[Member]] | None,
         rows: int,
         room: float = math.inf,
     ) -> Iterator[list[tuple[int, Completion]]]:
         """Generate like `Decoder.generate`, with at most `rows` rows at once.
 
-        The slot of a pair is a member of `serve`, or -1 for the plain weights.
+        The slot of a pair is a member of `serve`, or -1 for the plain weights; `owners` are the indices of the members.
         """
         sampling, full = pairs[0][1].sampling, min(rows, len(pairs))
         draws = Draws(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in pairs))
@@ -137,17 +146,20 @@ class StaticDecoder:
             spare = self._footprint.least(max(len(r.prompt_ids) for _, r in pairs))
         reader = Reader(self._blocks, self._footprint, memory, spare, pad=self._plain.pad_id, fixed=fixed)
         memory.state.begin(sampling.max_tokens)
-        batch, size, waiting, ended = list[_Row](), 0, 0, list[tuple[int, Completion]]()
+        prompts = [None if fixed else _kept(r, owner) for (_, r), owner in zip(pairs, owners, strict=True)]
+        begun = memory.begun(prompts)
+        order = sorted(range(len(pairs)), key=lambda i: i not in begun)  # others must not take their places
+        waiting = deque(_Row(i, prompts[i], begun.get(i)) for i in order)
+        batch, size, ended = list[_Row](), 0, list[tuple[int, Completion]]()
         while True:
             active = [i for i, row in enumerate(batch) if not row.reported]
-            free, left = full - len(active), len(pairs) - waiting
+            free, left = full - len(active), len(waiting)
             new = min(free, left) if free >= min(left, full // MOVE_IN) or not active else 0
             if new or size_for(len(active), full) < size:
                 memory.state.keep(active)
                 batch = [batch[i] for i in active]
                 if new:
-                    batch += self._enter(pairs, range(waiting, waiting + new), batch, reader, memory, draws)
-                    waiting += new
+                    batch += self._enter(pairs, [waiting.popleft() for _ in range(new)], batch, reader, memory, draws)
                 size = size_for(len(batch), full)
                 memory.state.pad(len(batch), size)
             if all(row.reported for row in batch):
@@ -162,7 +174,7 @@ class StaticDecoder:
             for row in batch:
                 row.tokens = min(sampling.max_tokens, row.tokens + steps)
             lengths = self._find_ended(memory.state, batch, sampling)
-            ended = self._completions(memory.state, lengths, batch, sampling, draws.logprobs)
+            ended = self._completions(memory, lengths, batch, sampling, draws.logprobs)
         if ended:
             yield ended
 
@@ -195,18 +207,23 @@ class StaticDecoder:
     def _enter(
         self,
         pairs: Sequence[tuple[int, Request]],
-        new_pairs: Sequence[int],
+        new: list[_Row],
         batch: Sequence[_Row],
         reader: Reader,
         memory: Memory,
         draws: Draws,
     ) -> list[_Row]:
-        """Return new rows of the batch, with their prompts read and their first tokens drawn."""
-        taken = {row.place for row in batch}
+        """Return new rows with their places, prompts read and first tokens drawn. Those that are `begun` come first."""
+        at = [row.begun for row in new if row.begun is not None]
+        taken = {row.place for row in batch} | {one.place for one in at}
         free = (place for place in range(memory.shape.rows) if place not in taken)
-        new = [_Row(pair, place) for pair, place in zip(new_pairs, free, strict=False)]
-        these, places = [pairs[row.pair] for row in new], [row.place for row in new]
-        logits = reader.read(these, places)
+        for row in new:
+            row.place = next(free) if row.begun is None else row.begun.place
+            memory.kept.pop(row.place, None)
+        these, places, count = [pairs[row.pair] for row in new], [row.place for row in new], len(at)
+        read = [reader.read_on(these[:count], at)] if at else []
+        read += [reader.read(these[count:], places[count:])] if count < len(new) else []
+        logits = read[0] if len(read) == 1 else torch.cat(read)
         lengths, slots = [len(r.prompt_ids) for _, r in these], [slot for slot, _ in these]
         memory.state.enter(len(batch), places, lengths, slots, [r.seed for _, r in these])
         self._draw(logits, memory.state, slice(len(batch), len(batch) + len(new)), draws)
@@ -294,18 +311,25 @@ class StaticDecoder:
         return found
 
     def _completions(
-        self, state: State, lengths: Mapping[int, int], batch: Sequence[_Row], sampling: Sampling, logprobs: bool
+        self, memory: Memory, lengths: Mapping[int, int], batch: Sequence[_Row], sampling: Sampling, logprobs: bool
     ) -> list[tuple[int, Completion]]:
-        """Return the completions of the rows in `lengths`, with the index of their pair."""
+        """Return the completions of the rows in `lengths`, with the index of their pair; note what places hold."""
         if not lengths:
             return []
-        rows, most = [batch[i] for i in lengths], max(lengths.values())
+        rows, most, state = [batch[i] for i in lengths], max(lengths.values()), memory.state
         places = torch.tensor([row.place for row in rows], device=self._device)
         ids = state.ids[places, :most].tolist()
         scores = state.logprobs[places, :most].tolist() if logprobs else [[]] * len(ids)
         found = list[tuple[int, Completion]]()
         for row, count, tokens, own in zip(rows, lengths.values(), ids, scores, strict=True):
             row.reported = True
+            if row.prompt is not None:  # a step reads the token that the one before has drawn: the last is not read
+                memory.kept[row.place] = Kept(row.prompt.owner, (*row.prompt.ids, *tokens[: count - 1]))
             whole = count == sampling.max_tokens and tokens[count - 1] not in self._stop and not row.stopped
             found.append((row.pair, Completion(tokens[:count], own[:count], "length" if whole else "stop")))
         return found
+
+
+def _kept(request: Request, owner: int) -> Kept | None:
+    """Return the prompt of a request of a session, and None for others."""
+    return None if request.session is None else Kept((request.session, owner), request.prompt_ids)

@@ -107,8 +107,27 @@ class State:
             tensor[rows] = tensor[first - 1]
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Tokens whose keys and values a place still holds after its row has ended: of a (session, member's index)."""
+
+    owner: tuple[int, int]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A place that holds the first `columns` tokens of a prompt."""
+
+    place: int
+    columns: int
+
+
 class Memory:
-    """The memory of a shape and its graphs. `write` puts members' factors into the slots, if there are members."""
+    """The memory of a shape and its graphs. `write` puts members' factors into the slots, if there are members.
+
+    `kept` is what the places of ended rows hold.
+    """
 
     def __init__(self, shape: Shape, blocks: Blocks, factors: Factors, write: Write | None) -> None:
         self.shape, self.factors, self.write = shape, factors, write
@@ -116,6 +135,25 @@ class Memory:
         self.rotations = blocks.rotations(shape.room)
         self.state = State(shape.rows, shape.tokens, self.rotations.device)
         self.graphs: dict[tuple[int, Draws], torch.cuda.CUDAGraph] = {}
+        self.kept: dict[int, Kept] = {}
+
+    def begun(self, prompts: Sequence[Kept | None]) -> dict[int, Begun]:
+        """Return the places that hold at least half of a prompt, by its position in `prompts`. None is a prompt that
+        is read whole."""
+        held: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+        for place, kept in self.kept.items():
+            held.setdefault(kept.owner, {})[place] = kept.ids
+        found: dict[int, Begun] = {}
+        for i, prompt in enumerate(prompts):
+            places = {} if prompt is None else held.get(prompt.owner, {})
+            if not places or prompt is None:
+                continue
+            columns, place = max((_common(prompt.ids, ids), place) for place, ids in places.items())
+            columns = min(columns, len(prompt.ids) - 1)  # the last token's logits are computed
+            if 2 * columns >= len(prompt.ids):
+                found[i] = Begun(place, columns)
+                del places[place]
+        return found
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture `work` as a CUDA graph. All graphs share one pool, since one runs at a time."""
@@ -124,6 +162,14 @@ class Memory:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device
             work()
         return graph
+
+
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Return how many tokens both begin with."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if first[i] != second[i])
 
 
 class Reader:
@@ -160,6 +206,28 @@ class Reader:
         order = {place: i for i, (place, _, _) in enumerate(rest)}
         return logits[torch.tensor([order[place] for place in owners], device=self._device)]
 
+    def read_on(self, pairs: Sequence[tuple[int, Request]], begun: Sequence[Begun]) -> torch.Tensor:
+        """Return logits [B, V] after prompts whose places hold a beginning, and store the keys and values of the rest.
+
+        Rows of similar length are read together.
+        """
+        rests = [r.prompt_ids[at.columns :] for (_, r), at in zip(pairs, begun, strict=True)]
+        order = sorted(range(len(rests)), key=lambda i: -len(rests[i]))
+        most, found, done = max(at.columns for at in begun), list[torch.Tensor](), 0
+        while done < len(order):
+            width = len(rests[order[done]])
+            some = order[done : done + self._rows(width, most, self._spare)]
+            done += len(some)
+            end = min(self._memory.shape.room, max(begun[i].columns for i in some) + width)
+            tokens = [[*rests[i], *[self._pad] * (width - len(rests[i]))] for i in some]
+            each = [(begun[i].place, begun[i].columns, len(rests[i]) - 1, pairs[i][0]) for i in some]
+            places, starts, last, slots = torch.tensor(each).T.to(self._device)
+            memory, ids = self._memory, torch.tensor(tokens, device=self._device)
+            kept = (memory.store, memory.rotations, memory.factors)
+            with kernels.on(self._device):
+                found.append(self._blocks.read_on(ids, starts, end, places, last, slots.int(), *kept))
+        return torch.cat(found)[torch.tensor(order, device=self._device).argsort()]
+
     def _read_texts(
         self, rows: Rows, texts: Sequence[Sequence[int]], start: int, *, answers: bool = True
     ) -> torch.Tensor | None:
@@ -194,12 +262,15 @@ class Reader:
 
     def _pieces(self, rows: Rows, width: int, start: int, texts: int) -> list[torch.Tensor]:
         """Return rows that are read together: [3, B] of places, slots and texts each."""
-        most = PREFILL_AT_ONCE[self._device.type == "cuda"] // width
+        # at least the output of the layers below
+        size = self._rows(width, start, self._spare - texts * width * self._footprint.activations)
+        return [torch.tensor(rows[i : i + size]).T.to(self._device) for i in range(0, len(rows), size)]
+
+    def _rows(self, width: int, start: int, spare: float) -> int:
+        """Return how many rows of `width` tokens after `start` columns are read together."""
         row = self._footprint.prefill(width, start + width)
         row += self._footprint.cache * (start + width) if start else 0  # at least one layer's cache, gathered
-        spare = self._spare - texts * width * self._footprint.activations  # at least the output of the layers below
-        size = max(1, int(min(most, spare / row)))
-        return [torch.tensor(rows[i : i + size]).T.to(self._device) for i in range(0, len(rows), size)]
+        return max(1, int(min(PREFILL_AT_ONCE[self._device.type == "cuda"] // width, spare / row)))
 
     def _forward(
         self,

@@ -173,7 +173,10 @@ class VllmEngine(MeanMethods):
                     yield from rollouts_of(self._tokens, [(*batch[place], completion) for place, completion in ended])
 
     def _salt(self) -> str:
-        """Return a new salt: vLLM's prefix cache is shared under the same salt only, never with other weights."""
+        """Return a new salt: vLLM's prefix cache is shared under the same salt only, never with other weights.
+
+        Requests of a session have one for each member instead.
+        """
         return str(next(self._serial))
 
     # --- the mean ----------------------------------------------------------------------------------------------------
@@ -292,11 +295,12 @@ class Generation:
         """Yield vLLM's form of each request: copies of one that vLLM processed, which share settings and prompts."""
         processed: dict[tuple[Sampling, bool, int], Any] = {}
         prompts: dict[tuple[int, ...], list[int]] = {}
-        for place, ((_, request), slot) in enumerate(zip(pairs, slots, strict=True)):
+        for place, ((member, request), slot) in enumerate(zip(pairs, slots, strict=True)):
             ids, sampling = request.prompt_ids, request.sampling
             key = (sampling, request.logprobs, request.seed if sampling.temperature > 0 else 0)
             made = copy.copy(processed.get(key) or processed.setdefault(key, self._process(request, salt)))
             made.prompt_token_ids = prompts.get(ids) or prompts.setdefault(ids, list(ids))
+            made.cache_salt = salt if request.session is None else f"session-{request.session}-{member.index}"
             made.request_id = made.external_req_id = f"{salt}-{next(self._names)}"
             made.lora_request = None if slot is None else self._adapter(slot)
             yield _Row(place, request), made
