@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cached_property, partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,7 @@ TAIL_TOKENS = 4
 """Most tokens of one character: the bytes of UTF-8."""
 AT_ONCE = 32
 """Texts that a thread encodes in one call."""
+MOST_THREADS = 16
 ANSWER = "This is the answer."
 """Text of an assistant message, after which a chat template's end of turn is looked for."""
 UNREADABLE = "\ufffd"
@@ -89,23 +91,32 @@ class Tokens:
 
     def encode_all(self, chats: Sequence[Messages], tools: Tools = ()) -> list[tuple[int, ...]]:
         """Return the token ids of several prompts of messages, as `encode` does, on all cores."""
-        ready = [self._prepared(chat, tools) for chat in chats]
-        if isinstance(self._render, templates.Renderer) and ready:
-            self.check_template(ready[0])
-            found = list(self._render.each(ready, tools))
-            texts = [t if isinstance(t, str) else self.render(c, tools)[0] for t, c in zip(found, ready, strict=True)]
-        else:
-            texts = [self.render(chat, tools)[0] for chat in ready]
-        return [self._embedded(ids, chat) for ids, chat in zip(self._ids_of(texts), chats, strict=True)]
-
-    def _ids_of(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts. Threads here, because after some of the tokenizer's own a fork may hang."""
-        size = AT_ONCE if self.tokenizer.is_fast else max(1, len(texts))
-        parts = [list(texts[i : i + size]) for i in range(0, len(texts), size)]
+        if not chats:
+            return []
+        texts = self._texts([self._prepared(chat, tools) for chat in chats], tools)
+        size = AT_ONCE if self.tokenizer.is_fast else len(chats)
         self.tokenizer("")  # settings are written in the first call alone
-        with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1) or 1) as threads:
-            found: Iterable[Any] = threads.map(partial(self.tokenizer, add_special_tokens=False), parts)
-            return [ids for part in found for ids in part["input_ids"]]
+        # Threads of the tokenizer's own would make a later fork of this process unsafe.
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+            parts = iter(lambda: list(islice(texts, size)), [])
+            jobs = [threads.submit(self.tokenizer, part, add_special_tokens=False) for part in parts]
+            ids = [one for job in jobs for one in job.result()["input_ids"]]
+        return [self._embedded(one, chat) for one, chat in zip(ids, chats, strict=True)]
+
+    def _texts(self, chats: Sequence[Messages], tools: Tools) -> Iterator[str]:
+        """Yield what the model reads of each conversation."""
+        if not isinstance(self._render, templates.Renderer):
+            yield from (self.render(chat, tools)[0] for chat in chats)
+            return
+        self.check_template(chats[0])
+        done = 0
+        with closing(self._render.each(chats, tools)) as replies:
+            for reply in replies:
+                if not isinstance(reply, str):  # the template refuses it; the others are rendered one by one
+                    break
+                yield reply
+                done += 1
+        yield from (self.render(chat, tools)[0] for chat in chats[done:])
 
     def _prepared(self, chat: Messages, tools: Tools) -> Messages:
         """Return messages with their tool calls as the chat template takes them."""

@@ -105,15 +105,15 @@ def test_later_turn_of_a_session_uses_the_cache_of_its_own_member():
         known, own = [], manager.get_computed_blocks
         manager.get_computed_blocks = lambda *a, **k: (found := own(*a, **k), known.append(found[1]))[0]
         plan = bench.plan(population(6))
-        long = bench.tokens.encode("Solve: 3 + 5 = 8. " * 12)
-        first = answers(bench.engine, plan, [Request(0, long, Sampling(40), session=1)])
+        long = bench.tokens.encode("Solve: 3 + 5 = 8. " * 8)
+        first = answers(bench.engine, plan, [Request(0, long, Sampling(120, 1.0), session=1)])
         later = [
             Request(i, (*long, *r.token_ids, *long[:9]), Sampling(4), logprobs=True, member=r.member, session=1)
             for i, r in enumerate(first.values())
         ]
         known.clear()
         found = answers(bench.engine, plan, later)
-        assert min(known) >= len(long) > 32, "all read on"
+        assert max(known) > len(long), "whole blocks of tokens, of the completion too"
         found |= answers(bench.engine, plan, later[1:])
         known.clear()
         wanted = answers(bench.engine, plan, [replace(r, session=None) for r in later])

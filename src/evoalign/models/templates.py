@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -137,7 +137,7 @@ class Renderer:
             raise found
         return found
 
-    def each(self, chats: Sequence[Messages], tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[str | RefusedError]:
+    def each(self, chats: Sequence[Messages], tools: Sequence[Mapping[str, Any]] = ()) -> Generator[str | RefusedError]:
         """Yield each conversation's text, or the error that the template raises. Raises ModelError above a limit.
 
         Conversations are sent ahead, up to `AHEAD` bytes, so that neither process waits for the other.

@@ -285,46 +285,48 @@ class Blocks:
         if last is None:
             assert found.residual is not None
             return Hidden(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
-        return self._logits_at(found, last, length, population.Terms(members, factors.rank, factors.scaling, fixed))
+        ends = torch.arange(count, device=tokens.device) * length + last
+        return self._logits_at(found, ends, population.Terms(members, factors.rank, factors.scaling, fixed))
 
     def read_on(
         self,
         tokens: torch.Tensor,
+        texts: torch.Tensor,
         starts: torch.Tensor,
-        end: int,
+        lengths: torch.Tensor,
+        bounds: tuple[int, int],
         rows: torch.Tensor,
-        last: torch.Tensor,
         members: torch.Tensor,
         store: Store,
         rotations: torch.Tensor,
         factors: Factors,
     ) -> torch.Tensor:
-        """Return logits [B, V] as `read` does, where each text starts at a column of its own: `starts` int64 [B].
+        """Return logits [B, V] after texts of `lengths` [B] tokens, which follow the columns `starts` [B].
 
-        `end` is at least the column after each text, and at most the store's last.
+        `tokens` [N] has the texts one after another, and `texts` [N] each token's text: all int64. `bounds` are the
+        longest length, and the column after the last text.
         """
-        count, length = tokens.shape
-        # Padding may reach the end; nothing attends to it before it is written over.
-        positions = (starts[:, None] + torch.arange(length, device=tokens.device)).clamp_(max=end - 1)
-        columns = torch.arange(end, device=tokens.device)
-        mask = (columns <= positions[..., None])[:, None]
-        unset = (columns > positions[:, -1:])[:, None, :, None]  # memory that nothing has written may hold NaN
-        places, groups = rows[:, None], self.heads // self.shared
+        (width, end), ends, groups = bounds, lengths.cumsum(0), self.heads // self.shared
+        offsets = torch.arange(len(tokens), device=tokens.device) - (ends - lengths)[texts]
+        positions, columns = starts[texts] + offsets, torch.arange(end, device=tokens.device)
+        mask = (columns <= (starts[:, None] + columns[:width])[..., None])[:, None]
+        unset = (columns >= (starts + lengths)[:, None])[:, None, :, None]  # memory not yet written may hold NaN
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            heads = qkv.view(count, length, -1, self.width)
-            q, *new = heads.split((self.heads, self.shared, self.shared), dim=2)
+            q, *new = qkv.view(len(tokens), -1, self.width).split((self.heads, self.shared, self.shared), dim=1)
+            asked = q.new_zeros(len(rows), width, self.heads, self.width)
+            asked[texts, offsets] = q
             past = list[torch.Tensor]()
             for some, kept in zip(new, (store.keys[i], store.values[i]), strict=True):
-                kept[places, :, positions] = some
+                kept[rows[texts], :, positions] = some
                 past.append(kept[rows, :, :end].masked_fill_(unset, 0).repeat_interleave(groups, dim=1))
-            found = scaled_dot_product_attention(q.transpose(1, 2), *past, attn_mask=mask)
-            return found.transpose(1, 2).reshape(count * length, -1)
+            found = scaled_dot_product_attention(asked.transpose(1, 2), *past, attn_mask=mask)
+            return found[texts, :, offsets].flatten(1)
 
-        terms = population.Terms(members.repeat_interleave(length), factors.rank, factors.scaling, False)
-        begun = _Activations(embedding(tokens.flatten(), self.model.model.embed_tokens.weight), None, None)
-        found = self._run_layers(begun, slice(None), positions.flatten(), terms, rotations, factors, attend)
-        return self._logits_at(found, last, length, population.Terms(members, factors.rank, factors.scaling, False))
+        terms = population.Terms(members[texts], factors.rank, factors.scaling, False)
+        begun = _Activations(embedding(tokens, self.model.model.embed_tokens.weight), None, None)
+        found = self._run_layers(begun, slice(None), positions, terms, rotations, factors, attend)
+        return self._logits_at(found, ends - 1, population.Terms(members, factors.rank, factors.scaling, False))
 
     def _run_layers(
         self,
@@ -360,12 +362,11 @@ class Blocks:
             source = population.Partial(parts, b["down_proj"])
         return _Activations(hidden, residual, source)
 
-    def _logits_at(self, found: _Activations, last: torch.Tensor, length: int, terms: population.Terms) -> torch.Tensor:
-        """Return logits [B, V] after the columns `last` [B] of texts of `length` tokens."""
+    def _logits_at(self, found: _Activations, at: torch.Tensor, terms: population.Terms) -> torch.Tensor:
+        """Return logits [B, V] after the tokens `at`, int64 [B]."""
         assert found.residual is not None and found.source is not None
-        ends = torch.arange(len(last), device=last.device) * length + last
-        source = population.Partial(found.source.dots[ends], found.source.b)
-        return self._logits(_Activations(found.hidden[ends], found.residual[ends], source), terms)
+        source = population.Partial(found.source.dots[at], found.source.b)
+        return self._logits(_Activations(found.hidden[at], found.residual[at], source), terms)
 
     def _logits(self, found: _Activations, terms: population.Terms) -> torch.Tensor:
         weight = self.model.model.norm.weight

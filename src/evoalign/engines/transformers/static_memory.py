@@ -218,14 +218,15 @@ class Reader:
             width = len(rests[order[done]])
             some = order[done : done + self._rows(width, most, self._spare)]
             done += len(some)
-            end = min(self._memory.shape.room, max(begun[i].columns for i in some) + width)
-            tokens = [[*rests[i], *[self._pad] * (width - len(rests[i]))] for i in some]
-            each = [(begun[i].place, begun[i].columns, len(rests[i]) - 1, pairs[i][0]) for i in some]
-            places, starts, last, slots = torch.tensor(each).T.to(self._device)
-            memory, ids = self._memory, torch.tensor(tokens, device=self._device)
-            kept = (memory.store, memory.rotations, memory.factors)
+            each = [(begun[i].place, begun[i].columns, len(rests[i]), pairs[i][0]) for i in some]
+            flat = [(token, text) for text, i in enumerate(some) for token in rests[i]]
+            places, starts, lengths, slots = torch.tensor(each).T.to(self._device)
+            bounds = width, max(start + length for _, start, length, _ in each)
+            tokens, texts = torch.tensor(flat).T.to(self._device)
+            where = (tokens, texts, starts, lengths, bounds, places, slots.int())
+            memory = self._memory
             with kernels.on(self._device):
-                found.append(self._blocks.read_on(ids, starts, end, places, last, slots.int(), *kept))
+                found.append(self._blocks.read_on(*where, memory.store, memory.rotations, memory.factors))
         return torch.cat(found)[torch.tensor(order, device=self._device).argsort()]
 
     def _read_texts(
