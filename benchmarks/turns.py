@@ -31,7 +31,8 @@ from evoalign.tasks import Task
 from evoalign.tasks.base import Data
 from evoalign.types import Example, Messages, Plan, Prompt, population
 
-TURNS = 3
+TURNS, WARM = 3, 2
+"""Turns of an episode, and rounds before those that count: they load kernels and make the memory as large as needed."""
 SUBJECTS = ("rivers", "engines", "bread", "maps", "glass", "clocks", "bridges", "music")
 WORD = re.compile(" [a-z]{3,}")
 SPREAD = 0.3
@@ -124,7 +125,7 @@ def main() -> None:
     rates: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as parent:
         parts = assembled(given, folder_of(given.shape, given.model, parent) if given.shape else given.model)
-        for number in range(given.rounds + 1):
+        for number in range(given.rounds + WARM):
             for (turns, length), found in rates.items():
                 seconds, tokens, completions = measure(parts, given, turns, length)
                 print(
@@ -132,7 +133,7 @@ def main() -> None:
                     f"{seconds:.2f} s",
                     flush=True,
                 )
-                found += [tokens / seconds] if number else []  # the first round loads kernels
+                found += [tokens / seconds] if number >= WARM else []
         parts.close()
     short, several, long = (statistics.median(found) for found in rates.values())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

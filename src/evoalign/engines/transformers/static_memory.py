@@ -148,7 +148,8 @@ class Memory:
             places = {} if prompt is None else held.get(prompt.owner, {})
             if not places or prompt is None:
                 continue
-            columns, place = max((_common(prompt.ids, ids), place) for place, ids in places.items())
+            likely = [p for p, ids in places.items() if prompt.ids[len(ids) - 1 : len(ids)] == ids[-1:]] or places
+            columns, place = max((_common(prompt.ids, places[place]), place) for place in likely)
             columns = min(columns, len(prompt.ids) - 1)  # the last token's logits are computed
             if 2 * columns >= len(prompt.ids):
                 found[i] = Begun(place, columns)
