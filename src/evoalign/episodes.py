@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions of an engine, checked to be those requested, and episodes of several turns made of them.
 
-All episodes take their turns together: one rollout for the first turns, one for the second turns, and so on. So a
-turn's batch depends only on the members, the rows and the turns before. Replies are found while others are generated.
+All episodes take their turns together: one rollout for the first turns, one call for all replies, one rollout for the
+second turns, and so on. So a turn's batch depends only on the members, the rows and the turns before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import cast
 
 from evoalign import transcripts
@@ -22,8 +21,6 @@ from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import Example, Member, Messages, Plan, Request, Rollout
 
-AT_ONCE = 64
-"""Episodes whose replies are asked for, and whose next turns are encoded, together."""
 _sessions = itertools.count(1)
 
 
@@ -109,32 +106,32 @@ class Turns:
         for member, request in pairs_of(plan.members, requests):
             assert request.episode is not None
             live[member.index, request.index] = _Course(member, request, request.episode.example)
-        asked: list[Request] = [replace(request, episode=None, session=session) for request in requests]
-        room = engine.context()
+        asked = [replace(request, episode=None, session=session) for request in requests]
         while asked:
             lengths = {(r.member.index if r.member else None, r.index): len(r.prompt_ids) for r in asked}
-            rollouts = checked(engine.rollout(plan, asked), plan.members, asked)
-            asked = []
-            while some := list(islice(rollouts, AT_ONCE)):
-                taken = [live[rollout.member.index, rollout.request] for rollout in some]
-                for course, rollout in zip(taken, some, strict=True):
-                    own = lengths.get((rollout.member.index, rollout.request))
-                    course.take(rollout, own or lengths[None, rollout.request])
-                going = list[_Course]()
-                for course, reply in zip(taken, self._replies(taken), strict=True):
-                    most = limits.tokens or limits.turns * course.first.sampling.max_tokens
-                    if reply:
-                        course.text = transcripts.answered(course.text, reply)
-                    if reply and len(course.lengths) < limits.turns and len(course.token_ids) < most:
-                        going.append(course)
-                    else:
-                        yield course.ended(at_limit=bool(reply))
-                for course, request in zip(going, self._requests(going, session), strict=True):
-                    if room is not None and len(request.prompt_ids) + request.sampling.max_tokens > room:
-                        yield course.ended(at_limit=True)
-                    else:
-                        asked.append(request)
-            asked.sort(key=lambda r: (r.member.index if r.member else -1, r.index))
+            taken = list[_Course]()
+            for rollout in checked(engine.rollout(plan, asked), plan.members, asked):
+                course = live[rollout.member.index, rollout.request]
+                course.take(
+                    rollout, lengths.get((rollout.member.index, rollout.request)) or lengths[None, rollout.request]
+                )
+                taken.append(course)
+            taken.sort(key=lambda course: (course.member.index, course.first.index))
+            going = list[_Course]()
+            for course, reply in zip(taken, self._replies(taken), strict=True):
+                most = limits.tokens or limits.turns * course.first.sampling.max_tokens
+                if reply:
+                    course.text = transcripts.answered(course.text, reply)
+                if reply and len(course.lengths) < limits.turns and len(course.token_ids) < most:
+                    going.append(course)
+                else:
+                    yield course.ended(at_limit=bool(reply))
+            asked, room = [], engine.context()
+            for course, request in zip(going, self._requests(going, session), strict=True):
+                if room is not None and len(request.prompt_ids) + request.sampling.max_tokens > room:
+                    yield course.ended(at_limit=True)
+                else:
+                    asked.append(request)
 
     def _replies(self, taken: Sequence[_Course]) -> list[list[transcripts.Message]]:
         """Return the messages after each episode's last turn, with that turn; empty where the episode ends."""
