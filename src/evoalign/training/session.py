@@ -151,11 +151,9 @@ KL, DISTANCE, NATS, PLACEBOS, SUMMARY = "KL divergence", "distance", "nats per t
 
 def _divergence(finish: Finish) -> Mapping[str, Any] | None:
     session, rows = finish.session, finish.session.run.rows
-    known = rows[-1].get("divergence") if rows else None
-    if isinstance(known, Mapping) and "exact" in known:  # the file may have been changed
-        return known
-    if not session.config.checks.kl_every:
-        return None
+    known = (rows[-1].get("divergence") or {}) if rows else {}
+    if "exact" in known or not session.config.checks.kl_every:  # a changed file may have another value there
+        return known or None
     return dataclasses.asdict(session.algorithm.mean.divergence())
 
 
