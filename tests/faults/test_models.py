@@ -289,7 +289,7 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(folder, monkey
 
     monkeypatch.setattr(os, "fork", forked)
 
-    def interrupt(end: object, most: int) -> bytes:
+    def interrupt(*_: object) -> bytes:
         raise KeyboardInterrupt
 
     loaded = loaded_tokens(folder)
