@@ -85,9 +85,7 @@ class Tokens:
         is_raw = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self.render(self._prepared(prompt, tools), tools)[0]
         ids = self.tokenizer(text, add_special_tokens=is_raw)["input_ids"]
-        if not ids:
-            raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
-        return self._embedded(ids, prompt), text
+        return self._of_prompt(ids, prompt), text
 
     def encode_all(self, chats: Sequence[Messages], tools: Tools = ()) -> list[tuple[int, ...]]:
         """Return the token ids of several prompts of messages, as `encode` does, on all cores."""
@@ -101,7 +99,12 @@ class Tokens:
             parts = iter(lambda: list(islice(texts, size)), [])
             jobs = [threads.submit(self.tokenizer, part, add_special_tokens=False) for part in parts]
             ids = [one for job in jobs for one in job.result()["input_ids"]]
-        return [self._embedded(one, chat) for one, chat in zip(ids, chats, strict=True)]
+        return [self._of_prompt(one, chat) for one, chat in zip(ids, chats, strict=True)]
+
+    def _of_prompt(self, ids: Sequence[int], prompt: Prompt) -> tuple[int, ...]:
+        if not ids:
+            raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
+        return self._embedded(ids, prompt)
 
     def _texts(self, chats: Sequence[Messages], tools: Tools) -> Iterator[str]:
         """Yield what the model reads of each conversation."""

@@ -2,6 +2,7 @@
 """Prompts of messages as chat templates render them: what is left out, refused, dated, or begun twice."""
 
 import datetime
+import socket
 
 import pytest
 from chat_templates import FIRST, GEMMA, GRANITE, LLAMA, NO_SYSTEM, PARTS, QWEN3, WHOLE, model
@@ -151,15 +152,18 @@ def test_the_fixed_clock_formats_as_python_and_keeps_the_template(tmp_path):
         assert loaded.render([USER])[0] == before + "".join(f"[{day.strftime(f)}]" for f in formats) + after
 
 
-@pytest.mark.parametrize("template", [GEMMA, WHOLE], ids=["refuses a system message", "takes all"])
+LONGER = "{{ 'Be brief. ' * 400 }}" + WHOLE
+
+
+@pytest.mark.parametrize("template", [GEMMA, WHOLE, LONGER], ids=["refuses a system message", "takes all", "adds 4 KB"])
 def test_many_chats_are_encoded_as_one_at_a_time(template, tmp_path):
-    """Short and long ones, in any order, more than fit into the socket's buffer, some refused."""
+    """Long ones, more than fit into the socket's buffer, and many short ones, some refused."""
     loaded = of(tmp_path, template)
     chats = [
-        [*([SYSTEM] if i % 3 == 0 else []), {"role": "user", "content": f"{i} " + "long text, " * (i % 7) ** 5}]
-        for i in range(90)
+        [*([SYSTEM] if i % 30 == 0 else []), {"role": "user", "content": f"{i} " + "long text, " * (i % 7) ** 5}]
+        for i in [*range(60), *[7] * 300]
     ]
-    assert sum(len(chat[-1]["content"]) for chat in chats) > 2**20
+    assert sum(len(chat[-1]["content"]) for chat in chats) > 2**19
     assert loaded.encode_all(chats) == [loaded.encode(chat) for chat in chats]
     assert loaded.encode_all([]) == []
 
@@ -170,3 +174,20 @@ def test_the_prompt_above_a_limit_is_named_among_many(tmp_path):
     with pytest.raises(ModelError, match="two aaa"):
         loaded.encode_all([*chats, *chats])
     assert loaded.encode_all(chats[:1] * 2) == [loaded.encode(chats[0])] * 2, "replies are those of later prompts"
+
+
+def test_the_rendering_process_keeps_no_connection_of_its_owner_open(tmp_path):
+    loaded = of(tmp_path, WHOLE)
+    ours, theirs = socket.socketpair()
+    loaded.encode([USER])  # starts the process
+    theirs.close()
+    ours.settimeout(5)
+    assert ours.recv(1) == b"", "the other end is still open"
+    ours.close()
+
+
+def test_a_prompt_without_tokens_is_refused_alone_and_among_others(tmp_path):
+    loaded = of(tmp_path, "{{ messages[0]['content'] }}")
+    for encode in (loaded.encode, lambda chat: loaded.encode_all([chat])):
+        with pytest.raises(ModelError, match="no tokens"):
+            encode([{"role": "user", "content": ""}])

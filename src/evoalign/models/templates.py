@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -32,8 +33,8 @@ SECONDS = 10.0
 """Time limit for one prompt. A usual template takes about a millisecond."""
 ROOM = 1 << 30
 """Bytes of memory that a template may use."""
-AHEAD = 1 << 15
-"""Bytes of prompts sent before their replies: few enough for the socket's buffer, so that sending never waits."""
+AT_ONCE = 1 << 16
+"""Most bytes that are sent or received in one call."""
 MOST_ADDED = 1 << 20
 """Bytes that a template may add to a prompt, which it may repeat once. The tokenizer needs seconds for this many."""
 
@@ -140,32 +141,27 @@ class Renderer:
     def each(self, chats: Sequence[Messages], tools: Sequence[Mapping[str, Any]] = ()) -> Generator[str | RefusedError]:
         """Yield each conversation's text, or the error that the template raises. Raises ModelError above a limit.
 
-        Conversations are sent ahead, up to `AHEAD` bytes, so that neither process waits for the other.
+        Conversations are sent ahead, so that neither process waits for the other. Not for several threads at once.
         """
         if not hasattr(os, "fork"):
             yield from (self._how(self._tokenizer, messages, **_named(tools)) for messages in chats)
             return
         if self._end is None or self._owner != os.getpid():  # a fork of the owner starts its own
             self._start()
-        end, lines = self._end, [json.dumps([messages, list(tools)]).encode() + b"\n" for messages in chats]
-        assert end is not None
-        sent, flying, rest, finished = 0, 0, bytearray(), False
+        assert self._end is not None
+        lines = [json.dumps([messages, list(tools)]).encode() + b"\n" for messages in chats]
+        unsent, received, finished = bytearray(b"".join(lines)), bytearray(), False
         try:
             for messages, line in zip(chats, lines, strict=True):
                 reply = b""
                 with suppress(OSError):
-                    while sent < len(lines) and (not flying or flying + len(lines[sent]) <= AHEAD):
-                        end.sendall(lines[sent])
-                        flying += len(lines[sent])
-                        sent += 1
-                    reply = _line(end, rest, 2 * len(line) + MOST_ADDED)
+                    reply = _line(self._end, unsent, received, 2 * len(line) + MOST_ADDED)
                 if not reply:
                     raise ModelError(
                         f"the model's chat template takes more than {SECONDS:g} s or {ROOM >> 20} MiB, or adds more "
                         f"than {MOST_ADDED >> 20} MiB, for the prompt {shown(messages)}; set task.prompt: raw, or use "
                         "another model"
                     )
-                flying -= len(line)
                 kind, text = json.loads(reply)
                 yield RefusedError(text) if kind == "refused" else text
             finished = True
@@ -185,12 +181,11 @@ class Renderer:
         owner, pid = os.getpid(), os.fork()
         if pid == 0:
             try:
-                ours.close()
+                _close_all_but(theirs.fileno())
                 _serve(theirs, self._tokenizer, self._how)
             finally:
                 os._exit(0)
         theirs.close()
-        ours.settimeout(SECONDS)
         self._owner, self._end = owner, ours
         self._stop = weakref.finalize(self, _end, owner, pid, ours)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -200,18 +195,27 @@ def _named(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"tools": tools} if tools else {}
 
 
-def _line(end: socket.socket, rest: bytearray, most: int) -> bytes:
-    """Read one reply of at most `most` bytes, after what `rest` holds and keeps; empty where the other side is gone.
+def _line(end: socket.socket, unsent: bytearray, received: bytearray, most: int) -> bytes:
+    """Return the next reply, of at most `most` bytes; empty where it is longer, late, or the other side is gone.
 
-    Raises TimeoutError.
+    Meanwhile `unsent` is sent, as far as the other side takes it: waiting until it has taken all might last for ever,
+    since it waits until its replies are taken. `received` keeps what follows the reply.
     """
-    while (size := rest.find(b"\n") + 1) == 0 and len(rest) <= most:
-        part = end.recv(1 << 16)
-        if not part:
+    poll = select.poll()
+    while (size := received.find(b"\n") + 1) == 0 and len(received) <= most:
+        poll.register(end, select.POLLIN | (select.POLLOUT if unsent else 0))
+        events = poll.poll(max(0.0, SECONDS) * 1000)
+        if not events:
             return b""
-        rest += part
-    reply = bytes(rest[:size])
-    del rest[:size]
+        if events[0][1] & select.POLLOUT:
+            del unsent[: end.send(unsent[:AT_ONCE], socket.MSG_DONTWAIT)]
+        if events[0][1] & ~select.POLLOUT:
+            part = end.recv(AT_ONCE)
+            if not part:
+                return b""
+            received += part
+    reply = bytes(received[:size])
+    del received[:size]
     return reply if size <= most else b""
 
 
@@ -229,6 +233,15 @@ def _serve(end: socket.socket, tokenizer: Any, how: Callable[..., str]) -> None:
             reply = json.dumps(["refused", str(error)[:1000] or type(error).__name__])
         signal.setitimer(signal.ITIMER_REAL, 0)
         end.sendall(reply.encode() + b"\n")
+
+
+def _close_all_but(kept: int) -> None:
+    """Close files and sockets that the fork got: a connection ends only when all that have it open close it."""
+    opened = [int(file.name) for file in Path("/dev/fd").iterdir()] if Path("/dev/fd").is_dir() else []
+    for number in opened:
+        if number not in (0, 1, 2, kept):
+            with suppress(OSError):  # that of the folder itself
+                os.close(number)
 
 
 def _bound_memory() -> None:

@@ -199,11 +199,21 @@ class Blocks:
         parts = [p for name, p in _projections(self.model).items() if name in wanted]
         return sum(rank * size * (p.in_features + p.out_features) for p in parts)
 
-    def store(self, rows: int, room: int) -> Store:
-        """Allocate memory for `rows` rows of `room` columns."""
-        like, shape = self.model.lm_head.weight, (rows, self.shared, room, self.width)
-        keys, values = ([like.new_empty(shape) for _ in self._layers] for _ in range(2))
-        return Store(keys, values)
+    def store(self, rows: int, room: int, before: Store | None = None, places: Sequence[int] = ()) -> Store:
+        """Allocate memory for `rows` rows of `room` columns. The first are copies of `places` of a store `before`.
+
+        That store is emptied layer by layer, so that both are never there whole.
+        """
+        like, shape, made = self.model.lm_head.weight, (rows, self.shared, room, self.width), Store([], [])
+        index = torch.tensor(list(places), dtype=torch.int64, device=like.device)
+        for i in range(len(self._layers)):
+            for new, old in ((made.keys, before and before.keys), (made.values, before and before.values)):
+                new.append(like.new_empty(shape))
+                if old:
+                    columns = min(room, old[i].shape[2])
+                    new[-1][: len(index), :, :columns] = old[i][index, :, :columns]
+                    old[i] = like.new_empty(0)
+        return made
 
     def rotations(self, room: int) -> torch.Tensor:
         """Return the cosines, then the sines, of the first `room` positions: float32 [room, D]."""

@@ -22,7 +22,7 @@ from evoalign import kernels, noise
 from evoalign.engines.transformers.blocks import Blocks, Factors
 from evoalign.engines.transformers.decode import Completion, Decoder, draw
 from evoalign.engines.transformers.settings import WRITTEN, columns
-from evoalign.engines.transformers.static_memory import Begun, Draws, Kept, Memory, Reader, Shape, State, size_for
+from evoalign.engines.transformers.static_memory import Begun, Draws, Held, Kept, Memory, Reader, Shape, State, size_for
 from evoalign.errors import EvoalignError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.spaces.base import Master, Space
@@ -189,20 +189,21 @@ class StaticDecoder:
         if self._bytes_of(shape) + self._footprint.least(longest) > room:
             shape = wanted
         if self._memory is None or self._memory.shape != shape:
-            self._memory = None  # free it before allocating
-            self._memory = self._allocate(shape)
+            held = (self._memory.store, self._memory.kept) if self._memory is not None and self._memory.kept else None
+            self._memory = None  # the rest is freed before allocating
+            self._memory = self._allocate(shape, held)
         if serve is not None and self._memory.write is not None:
             self._memory.write(*serve)
         return self._memory
 
-    def _allocate(self, shape: Shape) -> Memory:
+    def _allocate(self, shape: Shape, before: Held | None) -> Memory:
         source, model = self._source, self._blocks.model
         if source is None:
-            return Memory(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None)
+            return Memory(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None, before)
         names = [t.module for t in source.layout.tensors]
         factors = Factors(model, names, shape.slots, source.layout.rank, source.space.scaling)
         write = source.space.writer(source.layout, source.master, factors.slots())
-        return Memory(shape, self._blocks, factors, write)
+        return Memory(shape, self._blocks, factors, write, before)
 
     def _enter(
         self,

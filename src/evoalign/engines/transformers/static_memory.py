@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -115,6 +116,10 @@ class Kept:
     ids: tuple[int, ...]
 
 
+Held: TypeAlias = tuple[Store, dict[int, Kept]]
+"""A store, and what its places hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A place that holds the first `columns` tokens of a prompt."""
@@ -126,16 +131,22 @@ class Begun:
 class Memory:
     """The memory of a shape and its graphs. `write` puts members' factors into the slots, if there are members.
 
-    `kept` is what the places of ended rows hold.
+    `kept` is what the places of ended rows hold. It is taken over from `before`, the store and places of another
+    memory, as far as it fits.
     """
 
-    def __init__(self, shape: Shape, blocks: Blocks, factors: Factors, write: Write | None) -> None:
+    def __init__(
+        self, shape: Shape, blocks: Blocks, factors: Factors, write: Write | None, before: Held | None = None
+    ) -> None:
         self.shape, self.factors, self.write = shape, factors, write
-        self.store: Store = blocks.store(shape.rows + 1, shape.room)
+        store, kept = before or (None, {})
+        places = sorted(kept)[: shape.rows]
+        owners = [Kept(kept[place].owner, kept[place].ids[: shape.room]) for place in places]
+        self.kept: dict[int, Kept] = dict(enumerate(owners))
+        self.store: Store = blocks.store(shape.rows + 1, shape.room, store, places)
         self.rotations = blocks.rotations(shape.room)
         self.state = State(shape.rows, shape.tokens, self.rotations.device)
         self.graphs: dict[tuple[int, Draws], torch.cuda.CUDAGraph] = {}
-        self.kept: dict[int, Kept] = {}
 
     def begun(self, prompts: Sequence[Kept | None]) -> dict[int, Begun]:
         """Return the places that hold at least half of a prompt, by its position in `prompts`. None is a prompt that
