@@ -38,10 +38,14 @@ def _records(text: str) -> list[str]:
     """Return the records of an episode. Any other text is one turn, also if it has a separator by chance."""
     records = text.split(SEPARATOR)
     try:
-        is_episode = all(isinstance(json.loads(record), list) for record in records[1::2])
+        is_episode = all(_is_record(json.loads(record)) for record in records[1::2])
     except (ValueError, RecursionError):
         is_episode = False
     return records if is_episode else [text]
+
+
+def _is_record(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found)
 
 
 def turns(text: str) -> list[str]:

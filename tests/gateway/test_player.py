@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -56,6 +58,12 @@ def flaky(url, key, example):
 
 def broken(url, key, example):
     raise RuntimeError("no sandbox")
+
+def leaks(url, key, example):
+    raise RuntimeError(f"no sandbox for {key}")
+
+def exposed(url, key, example):
+    return float(key in " ".join(sys.orig_argv))
 
 def endless(url, key, example):
     return say(url, key, example, turns=1000)
@@ -174,13 +182,72 @@ def test_a_failed_harness_is_tried_again(folder):
 
 
 def test_a_harness_that_keeps_failing_stops_the_run_and_is_no_score(folder):
-    with pytest.raises(RewardError, match=r"harness of member -1, request [01] .*no sandbox"):
+    with pytest.raises(RewardError, match=r"unperturbed model on the row \{'word': .*no sandbox"):
         play({**tree("harness.py:broken"), "grader": {"retries": 0}})
 
 
-def test_a_command_that_does_not_exist_is_named(folder):
-    with pytest.raises(RewardError, match="cannot be started"):
-        play({**tree("./missing.sh {example}"), "grader": {"retries": 0}})
+def test_what_a_failed_harness_wrote_is_kept(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(RewardError, match=r"its stderr is in .*\.txt") as error:
+        play({**tree("harness.py:leaks"), "grader": {"retries": 0}})
+    (kept,) = folder.glob("evoalign_harness_*.txt")
+    assert "Traceback" in kept.read_text() and "no sandbox" in kept.read_text()
+    assert "sk-" not in kept.read_text() + str(error.value)
+
+
+def test_the_key_is_no_argument_of_a_function_s_process(folder):
+    assert [scores_of(r.text) for r in play(tree("harness.py:exposed"))] == [{"reward": 0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("command", "mend"), [("./missing.sh {example}", "fix task.command"), ("here.py {example}", r"\./here\.py")]
+)
+def test_a_command_that_cannot_be_started_is_named_and_not_tried_again(folder, command, mend):
+    Path("here.py").write_text("print(1)\n")
+    with pytest.raises(RewardError, match=rf"cannot be started: .*\(1 attempts.*{mend}"):
+        play(tree(command))
+
+
+def test_each_completion_of_a_request_is_a_turn(folder):
+    def drive(url, key, example, seconds):
+        statuses = []
+        with httpx.Client(timeout=60, headers={"Authorization": f"Bearer {key}"}) as client:
+            for n in (2, 2, 1):
+                body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": n}
+                statuses.append(client.post(f"{url}/chat/completions", json=body).status_code)
+        assert statuses == [200, 400, 400]
+        return '{"reward": 1}'
+
+    rollouts = play(tree(task={"episode": {"turns": 3, "at_limit": 0}}), drive=drive)
+    assert [len(r.later) for r in rollouts] == [2, 2]
+
+
+def test_an_episode_is_cut_off_as_its_last_completion_is(folder):
+    assert {r.finish_reason for r in play({**tree(), "sampling": {"max_tokens": 2}})} == {"length"}
+
+
+def test_a_request_that_its_client_gave_up_is_answered_the_same_when_it_is_repeated(folder):
+    """A client with a time limit asks again: it gets the completion of the same turn."""
+    found = {}
+    for impatient in (False, True):
+
+        def drive(url, key, example, seconds, impatient=impatient):
+            said = []
+            with httpx.Client(timeout=60, headers={"Authorization": f"Bearer {key}"}) as client:
+                for turn in range(3):
+                    body = {"model": "m", "messages": [{"role": "user", "content": f"{example['word']} {turn}"}]}
+                    if impatient and turn == 1:
+                        with suppress(httpx.ReadTimeout):
+                            client.post(f"{url}/chat/completions", json=body, timeout=0.02)
+                        time.sleep(0.5)
+                    reply = client.post(f"{url}/chat/completions", json=body)
+                    assert reply.status_code == 200, reply.text
+                    said.append(reply.json()["choices"][0]["message"]["content"])
+            return '{"reward": 1}'
+
+        settings = tree(task={"episode": {"turns": 3}})
+        found[impatient] = play({**settings, "sampling": {"max_tokens": 6, "temperature": 1.0}}, drive=drive)
+    assert [(r.text, r.later) for r in found[True]] == [(r.text, r.later) for r in found[False]]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from evoalign.tasks.harness import checked
 
 def main() -> None:
     """Call `function(base_url, api_key, example)`, plain or async, with the row as a dict."""
-    path, base_url, key, row = sys.argv[1:]
+    path, base_url, row = sys.argv[1:]
+    key = os.environ["OPENAI_API_KEY"]
     sys.path.insert(0, str(Path.cwd()))
     found = load_object(path, "task.command")(base_url, key, json.loads(Path(row).read_text(encoding="utf-8")))
     print(f"\n{json.dumps(checked(asyncio.run(found) if inspect.iscoroutine(found) else found))}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,12 @@ from typing import TypeAlias
 from evoalign.engines import Answering
 from evoalign.engines.base import pairs_of
 from evoalign.episodes import derive_seed, new_session
-from evoalign.errors import RefusedError, RewardError
+from evoalign.errors import RefusedError, RewardError, plain, shown
 from evoalign.gateway import open_server
 from evoalign.gateway.batches import LIMIT, TOO_LONG, Asked, answered
 from evoalign.gateway.chat import Answer, Chat
 from evoalign.gateway.kept import Kept
-from evoalign.gateway.process import FailedError, Processes, reported
+from evoalign.gateway.process import FailedError, NotStartedError, Processes, reported
 from evoalign.tasks.harness import REWARD, Harness, finished
 from evoalign.tokens import Tokens
 from evoalign.transcripts import Message
@@ -47,37 +48,58 @@ class _Job:
     example: Example
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A completion, the messages before it and their number of tokens."""
+
+    messages: Sequence[Message]
+    prompt_tokens: int
+    rollout: Rollout
+
+
 @dataclass(eq=False, slots=True)
 class _Attempt:
     """One attempt at an episode."""
 
     job: _Job
     begun: int = 0
-    """Requests so far."""
-    calls: list[tuple[Sequence[Message], str]] = field(default_factory=list[tuple[Sequence[Message], str]])
-    lengths: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    token_ids: list[int] = field(default_factory=list[int])
+    """Completions that were asked for so far."""
+    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
+    """Completions by their place."""
     limit: str = ""
     """The limit that it reached, in words."""
     scores: Mapping[str, float] | None = None
     """The scores that were posted."""
 
-    def take(self, chat: Chat, prompt_tokens: int, rollouts: Sequence[Rollout]) -> None:
-        """Record the completions of a request."""
-        for rollout in rollouts:
-            self.calls.append((chat.messages, rollout.text))
-            self.lengths.append((prompt_tokens, len(rollout.token_ids)))
-            self.token_ids += rollout.token_ids
+    def take(self, place: int, chat: Chat, prompt_tokens: int, rollouts: Sequence[Rollout]) -> None:
+        """Record the completions of a request. One that was cancelled has lost its place to the one that follows."""
+        for i, rollout in enumerate(rollouts):
+            self.calls[place + i] = _Call(chat.messages, prompt_tokens, rollout)
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens."""
+        return sum(len(call.rollout.token_ids) for call in self.calls.values())
 
     def ended(self, scores: Mapping[str, float]) -> Rollout:
         """Return the rollout of the whole episode; all of its calls are `later` ones."""
-        text = finished(self.calls, scores)
-        reason = "length" if self.limit else "stop"
-        member, request = self.job.member, self.job.request
-        return Rollout(member, request.index, tuple(self.token_ids), text, reason, later=tuple(self.lengths))
+        calls = [self.calls[place] for place in sorted(self.calls)]
+        text = finished([(call.messages, call.rollout.text) for call in calls], scores)
+        reason = "length" if self.limit or (calls and calls[-1].rollout.finish_reason == "length") else "stop"
+        ids = tuple(i for call in calls for i in call.rollout.token_ids)
+        lengths = tuple((call.prompt_tokens, len(call.rollout.token_ids)) for call in calls)
+        return Rollout(self.job.member, self.job.request.index, ids, text, reason, later=lengths)
 
 
-Event: TypeAlias = "Asked | Rollout | RewardError"
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """An episode that keeps failing: what happened, and the last attempt's error."""
+
+    what: str
+    error: FailedError
+
+
+Event: TypeAlias = "Asked | Rollout | _Failed"
 
 
 class _Backend:
@@ -111,14 +133,14 @@ class _Backend:
         attempt, limits = self._attempt(key), self._limits
         sampling = attempt.job.request.sampling
         most = limits.tokens or limits.turns * sampling.max_tokens
-        if attempt.begun >= limits.turns:
+        if attempt.begun + chat.n > limits.turns:
             attempt.limit = f"{limits.turns} turns (task.episode.turns)"
-        elif len(attempt.token_ids) >= most:
+        elif attempt.tokens >= most:
             attempt.limit = f"{most} tokens (task.episode.tokens)"
         if attempt.limit:
             raise RefusedError(f"{LIMIT} reached: the episode has had its {attempt.limit}", 400, TOO_LONG)
         place, first = attempt.begun, attempt.job.request
-        attempt.begun += 1
+        attempt.begun += chat.n
         loop = asyncio.get_running_loop()
         asked = Asked(
             member=attempt.job.member,
@@ -130,10 +152,15 @@ class _Backend:
             order=(attempt.job.member.index, first.index, place),
             loop=loop,
             reply=loop.create_future(),
-            done=lambda read, rollouts: attempt.take(chat, read, rollouts),
+            done=lambda read, rollouts: attempt.take(place, chat, read, rollouts),
         )
         self.events.put(asked)
-        return await asked.reply
+        try:
+            return await asked.reply
+        except asyncio.CancelledError:  # the client is gone; when it asks again, it gets the same completion
+            if attempt.begun == place + chat.n:
+                attempt.begun = place
+            raise
 
     async def score(self, key: str, scores: Mapping[str, float]) -> None:
         if self._by != "post":
@@ -191,8 +218,8 @@ class Harnesses:
 
         events = answered(engine, plan, self.tokens, backend.events, is_serial=self.task.is_serial, is_all=is_all)
         for event in islice(events, count):
-            if isinstance(event, RewardError):
-                raise event
+            if isinstance(event, _Failed):
+                raise RewardError(f"{event.what}{_written(event.error.output)}); {event.error.mend}")
             yield event
 
     def _episode(self, backend: _Backend, job: _Job, drive: Drive, url: str, closing: threading.Event) -> None:
@@ -206,16 +233,15 @@ class Harnesses:
                 return
             except FailedError as error:
                 problem = error
+                if isinstance(error, NotStartedError):
+                    break
             except Exception as error:  # of this code: the caller's thread must not wait for ever
                 problem = FailedError(f"failed: {type(error).__name__}: {error}")
                 break
-        seconds = time.monotonic() - began
-        backend.events.put(
-            RewardError(
-                f"the harness of member {job.member.index}, request {job.request.index} {problem} "
-                f"({attempt + 1} attempts, {seconds:.0f} s); fix task.command"
-            )
-        )
+        seconds, member = time.monotonic() - began, job.member
+        who = "the unperturbed model" if member.is_mean else f"member {member.index}"
+        tries, row = f"{attempt + 1} attempts, {seconds:.0f} s", shown(dict(job.example))
+        backend.events.put(_Failed(f"the harness of {who} on the row {row} {problem} ({tries}", problem))
 
     def _attempt(self, backend: _Backend, job: _Job, drive: Drive, url: str) -> Rollout:
         """Return the episode of one attempt. Raises FailedError."""
@@ -237,9 +263,21 @@ class Harnesses:
                 raise
             if limits.at_limit is None:
                 raise FailedError(
-                    f"reached the limit of {attempt.limit} without a score ({error}); raise it, or set "
-                    "task.episode.at_limit to the reward of such an episode"
+                    f"reached the limit of {attempt.limit} and then {error}",
+                    error.output,
+                    "raise that limit, or set task.episode.at_limit to the reward of such an episode",
                 ) from error
             return attempt.ended({REWARD: limits.at_limit})
         finally:
             backend.end(key)
+
+
+def _written(output: str) -> str:
+    """Write what a failed harness wrote to stderr to a file, which stays, and return words that say where."""
+    if not output.strip():
+        return ""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", prefix="evoalign_harness_", suffix=".txt", delete=False
+    ) as file:
+        file.writelines(f"{plain(line)}\n" for line in output.splitlines())
+    return f"; its stderr is in {file.name}"

@@ -32,7 +32,15 @@ CALLED = "from evoalign.gateway import calling; calling.main()"
 
 
 class FailedError(EvoalignError):
-    """A harness ended without a score."""
+    """A harness ended without a score. `output` is what it wrote to stderr, `mend` what to change."""
+
+    def __init__(self, message: str, output: str = "", mend: str = "fix task.command") -> None:
+        super().__init__(message)
+        self.output, self.mend = output, mend
+
+
+class NotStartedError(FailedError):
+    """A command cannot be run, however often it is tried."""
 
 
 class Processes:
@@ -62,8 +70,8 @@ class Processes:
     ) -> str | None:
         """Run the harness of one episode; return its output, or None if it was killed after `seconds`.
 
-        With `by_file` the output is that in the file $EVOALIGN_SCORE. Raises FailedError if the harness cannot be
-        started, or ends with an error.
+        With `by_file` the output is that in the file $EVOALIGN_SCORE. Raises NotStartedError if the harness cannot be
+        started, and FailedError if it ends with an error.
         """
         with tempfile.TemporaryDirectory(prefix=self._prefix, ignore_cleanup_errors=True) as folder:
             row, score = Path(folder, "example.json"), Path(folder, "score.json")
@@ -71,7 +79,7 @@ class Processes:
             places = {"base_url": base_url, "api_key": key, "example": str(row)}
             words = [word.format(**places) for word in command]
             if FUNCTION.fullmatch(command[0]):
-                words = [sys.executable, "-c", CALLED, command[0], base_url, key, str(row)]
+                words = [sys.executable, "-c", CALLED, command[0], base_url, str(row)]  # all users can read these
             given = {
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": key,
@@ -87,7 +95,8 @@ class Processes:
                     return None
                 if status:
                     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"has exit status {status}"
-                    raise FailedError(f"{how}{_last_words(err)}")
+                    output = _tail(err).replace(key, "API_KEY")
+                    raise FailedError(f"{how}{_last_words(output)}", output)
                 if by_file:
                     return score.read_text("utf-8", "replace") if score.is_file() else ""
                 return _tail(out)
@@ -109,7 +118,7 @@ class Processes:
                     start_new_session=True,
                 )
             except (OSError, ValueError) as error:
-                raise FailedError(f"cannot be started: {error}") from error
+                raise NotStartedError(f"cannot be started: {error}", mend=_how_to_start(words[0])) from error
             self._groups.add(child.pid)
             self._tell_guard(f"+{child.pid}")
         try:
@@ -165,6 +174,13 @@ def reported(output: str) -> dict[str, float]:
     )
 
 
+def _how_to_start(word: str) -> str:
+    """Return how a command has to begin whose first word the system does not find, or may not run."""
+    if Path(word).is_file() and os.sep not in word:
+        return f"begin task.command with ./{word} (chmod +x), or with the program that runs it, such as python {word}"
+    return "fix task.command"
+
+
 def _kill(group: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
@@ -176,6 +192,6 @@ def _tail(file: IO[bytes]) -> str:
     return file.read().decode("utf-8", "replace")
 
 
-def _last_words(err: IO[bytes]) -> str:
-    lines = [line for line in _tail(err).splitlines() if line.strip()]
+def _last_words(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
     return f": {plain(cut(lines[-1], 300))}" if lines else ""
