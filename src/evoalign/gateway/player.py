@@ -54,7 +54,7 @@ class _Call:
 
     messages: Sequence[Message]
     prompt_tokens: int
-    rollout: Rollout
+    made: Rollout
 
 
 @dataclass(eq=False, slots=True)
@@ -79,15 +79,15 @@ class _Attempt:
     @property
     def tokens(self) -> int:
         """Number of generated tokens."""
-        return sum(len(call.rollout.token_ids) for call in self.calls.values())
+        return sum(len(call.made.token_ids) for call in self.calls.values())
 
     def ended(self, scores: Mapping[str, float]) -> Rollout:
         """Return the rollout of the whole episode; all of its calls are `later` ones."""
         calls = [self.calls[place] for place in sorted(self.calls)]
-        text = finished([(call.messages, call.rollout.text) for call in calls], scores)
-        reason = "length" if self.limit or (calls and calls[-1].rollout.finish_reason == "length") else "stop"
-        ids = tuple(i for call in calls for i in call.rollout.token_ids)
-        lengths = tuple((call.prompt_tokens, len(call.rollout.token_ids)) for call in calls)
+        text = finished([(call.messages, call.made.text) for call in calls], scores)
+        reason = "length" if self.limit or (calls and calls[-1].made.finish_reason == "length") else "stop"
+        ids = tuple(i for call in calls for i in call.made.token_ids)
+        lengths = tuple((call.prompt_tokens, len(call.made.token_ids)) for call in calls)
         return Rollout(self.job.member, self.job.request.index, ids, text, reason, later=lengths)
 
 
