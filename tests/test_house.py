@@ -46,6 +46,7 @@ OTHERS = {
     "preflight/doctor.py": "a library's name", "rundir/identity.py": "sections, grpo.tune, libraries' names",
     "analysis/sweeping/search.py": "the default of task.name",
     "training/resolve.py": "what a PEFT adapter is",
+    "analysis/similarity/results.py": "a column", "analysis/weights.py": "a part of a model",
     "gateway/anthropic.py": "fields of its API", "gateway/chat.py": "a finish reason",
     "gateway/dialect.py": "a field of messages", "gateway/openai_chat.py": "fields of its API",
     "gateway/batches.py": "a finish reason", "episodes.py": "a field of messages", "transcripts.py": "the same",

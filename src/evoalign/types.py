@@ -195,7 +195,8 @@ class EvolvedTensor:
 
     For `lora` a factor is such a tensor; for `lowrank` the product of the two factors has this deviation.
 
-    `module` is the Hugging Face name of the weight that it changes; for `lora`, `name` is a factor's name.
+    `module` is the Hugging Face name of the weight that it changes, or empty if it changes several; for `lora`, `name`
+    is a factor's name.
     """
 
     name: str
@@ -211,7 +212,8 @@ class EvolvedTensor:
 class Layout:
     """The tensors that evolve, in order, with the scale of their noise: made once by `Space.layout`.
 
-    `dtype` is the one the model is served in. `frozen` tensors belong to the mean but never move.
+    `dtype` is the one the model is served in. `frozen` tensors belong to the mean but never move. `modules` are the
+    weights that evolve or have adapters, by default those of the tensors.
     """
 
     tensors: tuple[EvolvedTensor, ...]
@@ -220,11 +222,14 @@ class Layout:
     frozen: tuple[EvolvedTensor, ...] = ()
     rank: int = 0
     scaling: float = 1.0
+    modules: tuple[str, ...] = ()
     by_name: Mapping[str, EvolvedTensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         object.__setattr__(self, "frozen", tuple(self.frozen))
+        own = tuple(dict.fromkeys(t.module for t in self.tensors))
+        object.__setattr__(self, "modules", tuple(self.modules) or own)
         object.__setattr__(self, "by_name", {t.name: t for t in (*self.tensors, *self.frozen)})
 
     def __getitem__(self, name: str) -> EvolvedTensor:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract tests of engines pass on the transformers engine in all spaces, and fail on broken engines."""
 
+import tempfile
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from plain_adapters import adapter
 
 from evoalign.config import from_dict
+from evoalign.engines.specs import specs_of_config
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.testing import engines as contract
 
@@ -15,12 +20,24 @@ SPACES = {
     "lora, ab": {"lora": {"rank": 2, "evolve": "ab", "alpha": 32}},
     "lowrank": {"lowrank": {"rank": 2}},
     "full": {},
+    "norms": {},
+    "singular": {},
+    "subspace": {"space": {"name": "subspace", "dimension": 300}},
 }
 
 
+@cache
+def over(folder):
+    """Return an adapter of all linear weights of a model."""
+    specs = specs_of_config(from_dict({"model": {"name": str(folder)}}))
+    shapes = {s.name: s.shape for s in specs if s.kind == "linear" and s.layer is not None}
+    return adapter(Path(tempfile.mkdtemp()), shapes, base=str(folder))
+
+
 def config(folder, variant, dtype="float32", **more):
+    name = over(folder) if variant == "singular" else folder
     tree = {
-        "seed": 5, "space": variant.partition(",")[0], "model": {"name": str(folder), "dtype": dtype},
+        "seed": 5, "space": variant.partition(",")[0], "model": {"name": str(name), "dtype": dtype},
         "engine": {"device": "cpu", "decoder": "library"},
         "es": {"sigma": 0.05, "learning_rate": 0.02}, **SPACES[variant], **more,
     }  # fmt: skip
@@ -44,7 +61,7 @@ def bench(shared):
     return found
 
 
-def over(cases):
+def each(cases):
     """Parametrise a test by engines and checks; pytest groups the tests of an engine."""
     engines = pytest.mark.parametrize("shared", cases.values(), ids=cases, indirect=True, scope="module")
     checks = pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
@@ -52,13 +69,13 @@ def over(cases):
 
 
 @pytest.mark.first("lora-float32", "full-float32", "lowrank-float32")
-@over({f"{v}-{dtype}": (v, dtype, "library") for v in SPACES for dtype in ("float32", "bfloat16")})
+@each({f"{v}-{dtype}": (v, dtype, "library") for v in SPACES for dtype in ("float32", "bfloat16")})
 def test_engine_passes_the_check(bench, check):
     check(bench)
 
 
 @pytest.mark.first("lora-", "full-", others="long")
-@over({v: (v, "float32", "static") for v in SPACES})
+@each({v: (v, "float32", "static") for v in SPACES})
 def test_static_decoder_passes_the_check(bench, check):
     check(bench)
 

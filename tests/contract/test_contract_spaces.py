@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract tests of spaces pass on all registered spaces, and fail on broken ones."""
 
+import tempfile
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from plain_adapters import adapter
 
 from evoalign.config import from_dict
 from evoalign.spaces import SPACES, Full, Lora, LowRank, create
@@ -17,13 +21,23 @@ VARIANTS = {
     "lowrank": {},
     "lowrank, rank 3": {"lowrank": {"rank": 3}},
     "full": {},
+    "norms": {},
+    "singular": {"space": {"name": "singular", "share": 0.7}},
+    "subspace": {"space": {"name": "subspace", "dimension": 40}, "lora": {"rank": 2}},
     "full, exclude": {"full": {"exclude": ["embed", "norm"]}},
 }
 WIDTHS = [{"sigma": 0.01}, {"noise_multiplier": 0.3}]
 
 
+@cache
+def adapter_of_specs():
+    linear = {s.name: s.shape for s in contract.SPECS if s.kind == "linear"}
+    return adapter(Path(tempfile.mkdtemp()), linear)
+
+
 def config(variant, width=WIDTHS[0]):
-    return from_dict({"seed": 5, "space": variant.partition(",")[0], "es": dict(width), **VARIANTS[variant]})
+    model = {"model": {"name": str(adapter_of_specs()), "base": "tiny"}} if variant == "singular" else {}
+    return from_dict({**model, "seed": 5, "space": variant.partition(",")[0], "es": dict(width), **VARIANTS[variant]})
 
 
 def test_every_registered_space_is_tested():

@@ -9,6 +9,8 @@ SPACES = {
     "lowrank": {"lowrank": {"rank": 2}},
     "lowrank, stock": {"lowrank": {"rank": 9}, "engine": {"population": "stock"}},
     "full": {},
+    "norms": {},
+    "subspace": {"space": {"name": "subspace", "dimension": 300}},
 }
 
 LENGTHS = {

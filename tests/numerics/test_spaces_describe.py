@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_adapters import adapter
 from rich.console import Console
 from small_runs import UNCHECKED
 
@@ -80,6 +81,18 @@ def tree(space: Any, output: Path | None = None, **es: Any) -> dict[str, Any]:
     return {"space": space, "model": MODEL, "es": widths, "evaluation": {"max_tokens": 4},
             "task": {"train_size": 2, "test_size": 2}, "checks": UNCHECKED, "engine": {"device": "cpu"},
             **where}  # fmt: skip
+
+
+def whole(space: str, folder: Path) -> dict[str, Any]:
+    """Return a config with the settings that a shipped space needs."""
+    if space == "subspace":
+        return tree({"name": space, "dimension": 20})
+    if space == "singular":
+        shapes = {
+            s.name: s.shape for s in specs_of_config(from_dict(tree("lora"))) if s.name.endswith("up_proj.weight")
+        }
+        return {**tree(space), "model": {"name": str(adapter(folder, shapes)), "base": "tiny", "dtype": "float32"}}
+    return tree(space)
 
 
 def generations(run: Path) -> Any:
@@ -164,12 +177,18 @@ SAID: dict[str, dict[str, Any]] = {
                 "evolves_model": True, "smaller": "lower lowrank.rank or lowrank.target_layers"},
     "full": {"has_pairs": True, "has_mean_adapter": False, "default_save_every": 0, "evolves_model": True,
              "smaller": "use space lora"},
+    "norms": {"has_pairs": True, "has_mean_adapter": False, "default_save_every": 0, "evolves_model": True,
+              "smaller": "use space lora"},
+    "singular": {"has_pairs": False, "rank": 3, "scaling": 2.0, "has_mean_adapter": True, "default_save_every": 10,
+                 "evolves_model": False, "smaller": "lower space.share"},
+    "subspace": {"has_pairs": True, "rank": 2, "scaling": 4.0, "has_mean_adapter": True, "default_save_every": 10,
+                 "evolves_model": False, "smaller": "lower lora.rank or lora.target_layers"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("space", SAID)
-def test_what_a_shipped_space_says(space: str) -> None:
-    config = from_dict({**tree(space), "lora": {"rank": 2, "alpha": 8}, "lowrank": {"rank": 3}})
+def test_what_a_shipped_space_says(space: str, tmp_path: Path) -> None:
+    config = from_dict({**whole(space, tmp_path), "lora": {"rank": 2, "alpha": 8}, "lowrank": {"rank": 3}})
     made = spaces.create(config)
     assert {name: getattr(made, name) for name in SAID[space]} == SAID[space]
     assert made.evolves_model == config.section.evolves_model, "the config and the class have it from one place"
@@ -205,8 +224,8 @@ def test_ab_has_no_pairs_and_a_first_width() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_a_model_is_served_without_a_section_es(space: str) -> None:
-    config = Config.model_validate({k: v for k, v in tree(space).items() if k != "es"})
+def test_a_model_is_served_without_a_section_es(space: str, tmp_path: Path) -> None:
+    config = Config.model_validate({k: v for k, v in whole(space, tmp_path).items() if k != "es"})
     assert config.es_ is None and not config.decays
     with pytest.raises(ConfigError, match="missing setting es"):
         _ = config.es

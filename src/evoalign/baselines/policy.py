@@ -380,7 +380,7 @@ class Policy:
         if not isinstance(self.source, MemberRollouts):
             return flops.rollout_flops(self.shape, prompts, generated, self.adapted, room)
         layout, group = self.source.layout, self.config.grpo.num_generations
-        factors = Adapted(layout.rank, frozenset(t.module for t in layout.tensors))
+        factors = Adapted(layout.rank, frozenset(layout.modules))
         noise = 2 * flops.noise_numbers(create_space(self.config), layout) * group
         members = [(prompts[i::group], generated[i::group]) for i in range(group)]
         return noise + sum(flops.rollout_flops(self.shape, p, n, factors, room) for p, n in members)

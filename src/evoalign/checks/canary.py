@@ -127,7 +127,7 @@ def _check_members(
     engine: Answering, space: Space, layout: Layout, request: Request, mean: Rollout, generation: int, width: float
 ) -> float:
     """Raise CanaryError if two of `MEMBERS` and the mean are alike; return the largest difference of equal weights."""
-    factors = len(layout.tensors) > len({t.module for t in layout.tensors})
+    factors = len(layout.tensors) > len(layout.modules)
     # With two evolved factors, (-B)(-A) = B A: the members of a pair are the same model at the start.
     pairs: list[Pair] = [(MEAN.index, 0), (MEAN.index, 2), (0, 2), *([] if factors else [(0, 1)])]
     control = _ask(engine, Plan(address(generation), 0.0, MEMBERS), request)

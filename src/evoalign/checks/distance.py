@@ -291,7 +291,7 @@ def distance_of_mean(served: Served) -> Distance:
     if served.space.carrier != "adapter":
         raise ModelError(f"space {served.space.name} evolves tensors that are neither the model's nor an adapter")
     squares, state, layout = list[float](), dict(served.engine.state()), replace(served.layout, dtype="float32")
-    for module in dict.fromkeys(t.module for t in layout.tensors):
+    for module in layout.modules:
         adapter = served.space.adapter(layout, module, state.__getitem__, MEAN_PLAN, (MEAN,))
         if adapter is None:
             raise ModelError(f"space {served.space.name} has no adapter of its mean for {module}")

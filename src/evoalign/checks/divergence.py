@@ -278,7 +278,7 @@ class Reference:
                 else:
                     beside[name] = tensor.to(self.device)
             if served.space.carrier == "adapter":
-                adapters = Adapters(self.model, dict.fromkeys(t.module for t in served.layout.tensors))
+                adapters = Adapters(self.model, served.layout.modules)
                 if not self._set_adapters(served, adapters, {**parameters, **beside}) and beside:
                     raise ModelError(f"{unknown}: its mean is not in the model, and its `adapter` returns None")
             elif beside:
@@ -293,7 +293,7 @@ class Reference:
     def _set_adapters(self, served: Served, adapters: Adapters, weights: dict[str, torch.Tensor]) -> bool:
         """Set the mean's adapter of each module, in the served dtype; return whether there is any."""
         found = False
-        for name in dict.fromkeys(t.module for t in served.layout.tensors):
+        for name in served.layout.modules:
             adapter = served.space.adapter(served.layout, name, weights.__getitem__, MEAN_PLAN, (MEAN,))
             if adapter is not None:
                 found = True

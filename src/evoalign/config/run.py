@@ -15,7 +15,7 @@ from evoalign.config.es import EsConfig, StoppingConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.outside import INSIDE, MODEL, TRACKER
 from evoalign.config.scorer import ScorerConfig
-from evoalign.config.spaces import SECTIONS, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
+from evoalign.config.spaces import FACTS, SECTIONS, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, shown
 
@@ -210,13 +210,13 @@ class Config(Section):
     def section(self) -> SpaceSection:
         """The section of the configured space; the defaults for a custom space."""
         sections: dict[str, SpaceSection] = {name: getattr(self, name) for name in SECTIONS}
-        return sections.get(self.space.name, SpaceSection())
+        return sections.get(self.space.name) or FACTS.get(self.space.name, SpaceSection)()
 
     def unused(self, *, grpo: bool) -> list[str]:
         """Return the sections that a run of GRPO, or of ES, does not read. A custom space may read those of all
         spaces."""
         has_members = not grpo or self.grpo.samples_members
-        own = has_members and type(self.section) is SpaceSection
+        own = has_members and type(self.section) not in SECTIONS.values()
         adapter = [self.lora] if grpo and self.grpo.tune == "lora" else []
         used = [*([self.section] if has_members else []), *adapter]
         spaces = [name for name in SECTIONS if not own and not any(getattr(self, name) is section for section in used)]

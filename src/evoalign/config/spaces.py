@@ -19,8 +19,11 @@ SPACES = {
     "lora": "evoalign.spaces.lora:Lora",
     "lowrank": "evoalign.spaces.lowrank:LowRank",
     "full": "evoalign.spaces.full:Full",
+    "norms": "evoalign.spaces.norms:Norms",
+    "singular": "evoalign.spaces.singular:Singular",
+    "subspace": "evoalign.spaces.subspace:Subspace",
 }
-"""The shipped spaces and where their classes are."""
+"""The shipped spaces and where their classes are. Those without a section have their settings next to `name`."""
 
 
 class SpaceConfig(BaseModel):
@@ -29,8 +32,9 @@ class SpaceConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     name: Annotated[str, CODE] = "lora"
     """`lora` (factors of a LoRA adapter), `lowrank` (low-rank noise on matrices), `full` (dense noise on all tensors),
-    or a custom `package.module:Class` with its settings next to `name`. `space: lora` is short for `space: {name:
-    lora}`."""
+    `norms` (gains and attention biases), `singular` (singular values of an adapter, with `share`), `subspace` (few
+    numbers, with `dimension`), or a custom `package.module:Class`; settings of the last four are next to `name`.
+    `space: lora` is short for `space: {name: lora}`."""
 
     @model_validator(mode="after")
     def _check_name(self) -> SpaceConfig:
@@ -128,6 +132,14 @@ class FullConfig(SpaceSection):
         return _too_large("full", es)
 
 
+class AdapterSection(SpaceSection):
+    """The facts about a shipped space without a section whose mean is an adapter."""
+
+    evolves_model = False
+
+
+FACTS: dict[str, type[SpaceSection]] = {"singular": AdapterSection, "subspace": AdapterSection}
+"""Facts about shipped spaces without a section, where they are not those of a custom space."""
 SECTIONS: dict[str, type[SpaceSection]] = {"lora": LoraConfig, "lowrank": LowrankConfig, "full": FullConfig}
 """The sections of the spaces that come with the package."""
 

@@ -274,7 +274,7 @@ class Meter:
         except ModelError as error:
             self.note = str(error)
         has_factors = space.carrier == "adapter" and layout.rank > 0
-        self._adapted = Adapted(layout.rank, frozenset(t.module for t in layout.tensors)) if has_factors else None
+        self._adapted = Adapted(layout.rank, frozenset(layout.modules)) if has_factors else None
         # The mean of `lora` is an adapter too; that of other spaces is in the weights.
         self._adapted_mean = None if space.evolves_model else self._adapted
 

@@ -242,7 +242,7 @@ def placebos_in_a_tenth(
 
 def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
     """Describe the share of the weights that evolves, or that adapters reach; warn if experts do not evolve."""
-    reached = {t.module for t in layout.tensors}
+    reached = set(layout.modules)
     some, rest = [s for s in specs if s.name in reached], [s for s in specs if s.name not in reached]
     space = spaces.create(config)
     verb = "evolves" if space.evolves_model else "adapters reach"

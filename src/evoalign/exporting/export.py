@@ -37,7 +37,7 @@ from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path, origin, own_dtype
 from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, files, journal
-from evoalign.rundir.checkpoint import ADAPTER
+from evoalign.rundir.checkpoint import ADAPTER, MEAN
 from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
 from evoalign.rundir.own import read_own
@@ -168,7 +168,8 @@ def _fill(folder: Path, source: Source, to: Path, options: _Options) -> None:
         base = origin(source.model).base if options.push is None else shown_name(source.model)
         settings |= {"base_model_name_or_path": base, "revision": source.model.revision}
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        shutil.copyfile(source.folder / ADAPTER, folder / ADAPTER)
+        for file in (source.folder / ADAPTER, *source.folder.glob(MEAN)):
+            shutil.copyfile(file, folder / file.name)
         generation_config.save_pretrained(folder)
     else:
         model = _whole(source, dtype, merge=options.merge)

@@ -63,12 +63,7 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    settings, file = _settings(folder / ADAPTER_CONFIG), weights_of(folder)
-    opened = open_file(file, MOST_BYTES)
-    try:
-        state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} does not load: {error}") from error
+    settings, state = _settings(folder / ADAPTER_CONFIG), _state(folder)
     try:
         config = _lora_config(settings, state)
         if any(".experts." in key for key in state) and _is_plain(settings):
@@ -102,6 +97,30 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
         return adapted.merge_and_unload(safe_merge=True)
     except ValueError as error:
         raise ModelError(f"adapter {folder} has weights that are not finite numbers") from error
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    file = weights_of(folder)
+    opened = open_file(file, MOST_BYTES)
+    try:
+        return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} does not load: {error}") from error
+
+
+def plain_factors(folder: Path) -> tuple[float, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return alpha / r of an adapter, and A [r, in] and B [out, r], float32, by the name of the weight.
+
+    Raises ModelError where it is more than (alpha / r) B A.
+    """
+    settings = _settings(folder / ADAPTER_CONFIG)
+    state = {key.removeprefix("base_model.model."): tensor.float() for key, tensor in _state(folder).items()}
+    modules = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
+    whole = {f"{module}.lora_{factor}.weight" for module in modules for factor in "AB"}
+    if not _is_plain(settings) or state.keys() != whole:
+        raise ModelError(f"adapter {folder} is more than (alpha / r) B A; use an adapter of plain LoRA")
+    found = {f"{m}.weight": (state[f"{m}.lora_A.weight"], state[f"{m}.lora_B.weight"]) for m in modules}
+    return settings["lora_alpha"] / settings["r"], found
 
 
 @torch.no_grad()

@@ -274,7 +274,7 @@ def check_targets(case: Case) -> Finding:
         return Finding("targets", "ok", f"model of {planning.parameters(specs):,} numbers, {count:,} are trained")
     case.planned = setup.layout_of(spaces.create(config), specs, estimate.served_dtype(config))
     case.specs = specs
-    modules = sorted({t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in case.planned.tensors})
+    modules = sorted({m.removesuffix(".weight").rsplit(".", 1)[-1] for m in case.planned.modules})
     shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
     share, *warnings = share_lines(config, specs, case.planned)
     detail = f"{case.planned.parameters:,} numbers in {len(case.planned.tensors)} tensors evolve: {shown}"

@@ -92,18 +92,22 @@ def save(
     optimizer: State = (),
     *,
     whole: Callable[[Path, State], None] | None = None,
+    factors: Callable[[State], State] | None = None,
     replace: bool = True,
 ) -> None:
     """Save the mean that `state` yields. `base` is the folder or hub name of the model it started from.
 
-    `whole` writes that model with the evolved tensors in place, and its tokenizer; None saves an adapter. With
-    `replace`, an existing folder is replaced; otherwise it has to be empty.
+    `whole` writes that model with the evolved tensors in place, and its tokenizer; None saves an adapter, whose factors
+    `factors` computes from the mean; None: the mean consists of them. With `replace`, an existing folder is replaced;
+    otherwise it has to be empty.
     """
     from safetensors import safe_open
 
     with filled(folder, replace=replace) as temporary:
         if whole is None:
-            _write_adapter(temporary, config, layout, base, state())
+            _write_adapter(temporary, config, layout, base, state() if factors is None else factors(state()))
+            if factors is not None:
+                _write_mean(temporary, state())
         else:
             whole(temporary, state())
             names: set[str] = set()
@@ -212,7 +216,7 @@ def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, stat
     """Write a PEFT adapter in float32, as `PeftModel.from_pretrained` loads it."""
     from peft import LoraConfig, TaskType
 
-    modules = [t.module.removesuffix(".weight") for t in layout.tensors]
+    modules = [m.removesuffix(".weight") for m in layout.modules]
     peft_config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         inference_mode=True,

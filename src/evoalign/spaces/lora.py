@@ -10,16 +10,17 @@ It is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per ele
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from evoalign import noise as noise_source
 from evoalign.config import LoraConfig
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces.base import Adapter, Master, Slots, Space, Write, factor_slices, signed
 from evoalign.spaces.targets import check_rank, module_of, scales, targets
-from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
+from evoalign.types import MEAN, MEAN_PLAN, EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 
 class Lora(Space):
@@ -104,7 +105,7 @@ class Lora(Space):
         b = self._factor(layout, factor_name(module, "B"), master, plan, members, of_b, into_b)
         return Adapter(a, b, layout.scaling)
 
-    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write:
+    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write | None:
         from evoalign.kernels.noise import Job, Jobs
 
         factors = [
@@ -151,6 +152,19 @@ class Lora(Space):
 def factor_name(module: str, factor: str) -> str:
     """Return PEFT's name, without its prefix, of a factor of a linear weight."""
     return f"{module.removesuffix('.weight')}.lora_{factor}.weight"
+
+
+def factors_of(
+    space: Space, layout: Layout, mean: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the factors A and B, float32, of each weight's adapter of a mean, by PEFT's names. Raises ModelError."""
+    tensors, exact = dict(mean), replace(layout, dtype="float32")
+    for module in layout.modules:
+        adapter = space.adapter(exact, module, tensors.__getitem__, MEAN_PLAN, (MEAN,))
+        if adapter is None:
+            raise ModelError(f"space {space.name} has no adapter of its mean for {module}")
+        yield factor_name(module, "A"), adapter.a[0]
+        yield factor_name(module, "B"), adapter.b[0]
 
 
 def _check_pairs(modules: set[str]) -> None:

@@ -123,7 +123,7 @@ def written(bench: StartedEngine, plan: Plan, member: Member) -> Any:
             dense = bench.space.perturbed(bench.layout, tensor.name, state[tensor.name], plan, member)
             weights[tensor.name].copy_(dense)
         return model
-    for module in dict.fromkeys(t.module for t in bench.layout.tensors):
+    for module in bench.layout.modules:
         adapter = bench.space.adapter(bench.layout, module, state.__getitem__, plan, (member,))
         if adapter is not None:
             added = adapter.scaling * (adapter.b[0].float() @ adapter.a[0].float())

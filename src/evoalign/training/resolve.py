@@ -287,8 +287,9 @@ def _with_model(config: Config, name: str | Path) -> Config:
 
 def checked_adapter(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """Load an adapter's tensors, frozen ones included. Raises ModelError if one of the layout is missing."""
-    state = checkpoint.load_adapter(adapter)
-    missing = [t.name for t in (*layout.tensors, *layout.frozen) if t.name not in state]
-    if missing:
-        raise ModelError(f"{adapter} lacks {missing[0]}; its lora settings differ from the config's")
-    return state
+    wanted = {t.name for t in (*layout.tensors, *layout.frozen)}
+    for state in (checkpoint.load_adapter(adapter), checkpoint.mean_of(adapter)):
+        if state.keys() >= wanted:
+            return state
+    missing = sorted(wanted - checkpoint.load_adapter(adapter).keys())[0]
+    raise ModelError(f"{adapter} lacks {missing}; its lora settings differ from the config's")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from evoalign.rundir.files import remove_whole
 from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.setup import Parts, Served
+from evoalign.spaces.lora import factor_name, factors_of
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training.inputs import inputs_of
@@ -139,8 +141,13 @@ def write(
     replace: bool = True,
 ) -> None:
     """Write a mean and the optimizer's state. The engine is not used, so that a thread may write copies of them."""
-    base = model_path(served.config.model)
-    checkpoint.save(folder, mark, served.config, served.layout, base, state, optimizer, whole=whole, replace=replace)
+    base, layout = model_path(served.config.model), served.layout
+    own = {t.name for t in (*layout.tensors, *layout.frozen)}
+    is_adapter = own == {factor_name(m, f) for m in layout.modules for f in "AB"}
+    factors = None if whole is not None or is_adapter else partial(factors_of, served.space, layout)
+    checkpoint.save(
+        folder, mark, served.config, layout, base, state, optimizer, whole=whole, factors=factors, replace=replace
+    )
 
 
 def retain(run: RunDir, config: Config) -> None:

@@ -29,6 +29,7 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
 from evoalign.rundir.own import read_own
 from evoalign.setup import layout_of
+from evoalign.spaces.lora import factors_of
 
 Row = tuple[str, tuple[int, ...], int]
 MODEL = "model*.safetensors"
@@ -43,7 +44,10 @@ def check(folder: Path, mark: Mark, config: Config | None) -> None:
     user-defined code; a full model of which only a part evolved then passes unless it has a mean file.
     """
     mean, plain = _sums(folder.glob(MEAN)), sorted(folder.glob(MODEL))
-    if (folder / ADAPTER).is_file():
+    if mean and (folder / ADAPTER).is_file():
+        right = weights_hash_of_sums(mean) == mark.weights_hash
+        _check_factors(folder, config)
+    elif (folder / ADAPTER).is_file():
         right = mark.weights_hash in hashes_of_adapter(folder)
     elif mean:
         right = weights_hash_of_sums(mean) == mark.weights_hash
@@ -72,7 +76,11 @@ def check_folder(folder: Path) -> None:
     elif (folder / "run" / "journal.jsonl").is_file() and (folder / ADAPTER).is_file():
         log = journal.read(folder / "run" / "journal.jsonl").whole()
         known = {log.header.weights_hash, *(g.weights_hash for g in log.generations), _member_hash(folder)}
-        if not known & hashes_of_adapter(folder):
+        mean = _sums(folder.glob(MEAN))
+        if mean:
+            own = read_own(folder / "run")
+            _check_factors(folder, None if own.space.names_code else own)
+        if not known & ({weights_hash_of_sums(mean)} if mean else hashes_of_adapter(folder)):
             raise CheckpointError(f"{folder} does not hold the weights of any generation of {log.path}; export it anew")
 
 
@@ -112,6 +120,18 @@ def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Con
     except ModelError as error:
         raise CheckpointError(str(error)) from error
     return weights_hash(tensors_of(model).items()) == mark.weights_hash  # its files use other tensor names
+
+
+def _check_factors(folder: Path, config: Config | None) -> None:
+    """Raise CheckpointError if an adapter's factors are not those of the mean of the same checkpoint."""
+    if config is None:
+        return
+    space = spaces.create(config)
+    layout = layout_of(space, specs_of_config(config), torch.float32)
+    found, mean = checkpoint.load_adapter(folder), checkpoint.mean_of(folder)
+    wanted = dict(factors_of(space, layout, mean.items()))
+    if found.keys() != wanted.keys() or not all(torch.equal(found[name], wanted[name]) for name in wanted):
+        raise CheckpointError(f"{folder / ADAPTER} does not hold the factors of the mean of {MEAN.replace('*', '…')}")
 
 
 def _check_rounded(folder: Path, plain: Iterable[Path]) -> None:

@@ -52,7 +52,7 @@ def build(
     Raises ModelError where the space has no adapter for them.
     """
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in members]
-    modules, scaling = dict.fromkeys(t.module for t in layout.tensors), space.scaling
+    modules, scaling = layout.modules, space.scaling
     for module in modules:
         found = space.adapter(layout, module, master, plan, members)
         if found is None:

@@ -115,7 +115,7 @@ class ServerEngine(KeepsMean):
 
     def _modules(self, space: Space, specs: Sequence[TensorSpec]) -> list[str]:
         """Return the names of the projections that adapters change."""
-        return sorted({module_of(t.module) for t in space.layout(specs, self.dtype).tensors})
+        return sorted({module_of(m) for m in space.layout(specs, self.dtype).modules})
 
     async def push(self, client: Client, weights: Mapping[str, torch.Tensor], store: AdapterStore) -> None:
         """Send the server new weights of the model, in the served dtype, and check that it uses them."""
@@ -183,7 +183,7 @@ class ServerEngine(KeepsMean):
         if space.evolves_model and not self._parameters:
             raise ConfigError(f"engine.load_format dummy: space {space.name} needs the model's weights")
         settings, about = self._settings, self.connection.about
-        about.check(space.rank, {module_of(t.module) for t in layout.tensors}, self.connection.where)
+        about.check(space.rank, {module_of(m) for m in layout.modules}, self.connection.where)
         device = torch.device(settings.mean_device)
         self._parameters = {n: t.to(device) for n, t in self._parameters.items()} if space.evolves_model else {}
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), device)

@@ -126,15 +126,15 @@ class TransformersEngine(KeepsMean):
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Create the mean and, for adapters, prepare the decoder or hook the target layers."""
-        carried = layout.tensors if space.carrier == "adapter" else ()
-        self.check_mean(modules_of(self.model, dict.fromkeys(t.module for t in carried)), space.name)
+        carried = layout.modules if space.carrier == "adapter" else ()
+        self.check_mean(modules_of(self.model, carried), space.name)
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         self._planned = 0.0
         if space.carrier == "adapter":
             if self._static is not None:
                 self._use_static(self._static.begin(space, layout, self.mean.__getitem__))
             if self._static is None:
-                self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
+                self._adapters = Adapters(self.model, layout.modules)
                 self._decoder.forward.share(self._adapters.modules)
         return Facts(
             engine="transformers",
@@ -209,7 +209,7 @@ class TransformersEngine(KeepsMean):
                     yield from self._generate(plan, members, part, chunk)
             finally:  # other callers of the model get it without adapters
                 assert self._adapters is not None
-                for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
+                for module in self.mean.layout.modules:
                     self._adapters.set(module, None)
 
     def _note(self) -> str:
@@ -259,7 +259,7 @@ class TransformersEngine(KeepsMean):
         assert self._adapters is not None
         space, layout = self.mean.space, self.mean.layout
         found = False
-        for module in dict.fromkeys(t.module for t in layout.tensors):
+        for module in layout.modules:
             adapter = space.adapter(layout, module, self.mean.__getitem__, plan, members)
             self._adapters.set(module, adapter)
             found |= adapter is not None

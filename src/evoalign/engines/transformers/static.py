@@ -84,7 +84,7 @@ class StaticDecoder:
     def begin(self, space: Space, layout: Layout, master: Master) -> str:
         """Prepare for members with adapters. Returns why they are not supported, or an empty string."""
         self._memory = None  # memory without members has no factors
-        names = [t.module for t in layout.tensors]
+        names = list(layout.modules)
         if layout.rank > population.MAX_RANK:
             return f"the adapters' rank {layout.rank} is above {population.MAX_RANK}"
         unsupported = self._blocks.unsupported(names)
@@ -200,7 +200,7 @@ class StaticDecoder:
         source, model = self._source, self._blocks.model
         if source is None:
             return Memory(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None, before)
-        names = [t.module for t in source.layout.tensors]
+        names = list(source.layout.modules)
         factors = Factors(model, names, shape.slots, source.layout.rank, source.space.scaling)
         write = source.space.writer(source.layout, source.master, factors.slots())
         return Memory(shape, self._blocks, factors, write, before)

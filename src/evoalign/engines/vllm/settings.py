@@ -109,7 +109,7 @@ class VllmConfig(EngineSettings):
 
         adapters = 0
         if layout.rank:
-            modules = {module_of(t.module) for t in layout.tensors}
+            modules = {module_of(m) for m in layout.modules}
             sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
             adapters = self.allocated_slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
         return MemoryUse(

@@ -222,7 +222,7 @@ def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
         "max_loras": count,
         "max_cpu_loras": count,
         "max_lora_rank": slot_rank(space.rank),
-        "lora_target_modules": sorted({module_of(t.module) for t in layout.tensors}),
+        "lora_target_modules": sorted({module_of(m) for m in layout.modules}),
     }
 
 

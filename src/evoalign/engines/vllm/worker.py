@@ -83,7 +83,7 @@ class EvolvingWorker(Worker):
         self._mean = Master(
             space, layout, optimizer, keep_start, self._shards, self.device, host=host, first=self.rank == 0
         )
-        modules, missing = list(dict.fromkeys(t.module for t in layout.tensors)), list[str]()
+        modules, missing = list(layout.modules), list[str]()
         if slots:
             population.register(self.model_runner.lora_manager, slots)
             self._slots = population.stacked(self._model)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spaces of few numbers: what they can reach, and what is saved of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plain_adapters import adapter
+from small_runs import UNCHECKED
+
+import evoalign
+from evoalign import spaces
+from evoalign.config import from_dict
+from evoalign.errors import CheckpointError, ConfigError, ModelError
+from evoalign.rundir import checkpoint
+from evoalign.spaces.lora import factors_of
+from evoalign.spaces.singular import _decomposed
+from evoalign.testing.spaces import SPECS
+from evoalign.training import weights
+from evoalign.types import Update, population
+
+CONSTRAINTS = 8
+SMALL = {
+    "norms": {"space": "norms", "es": {"sigma": 0.05}},
+    "subspace": {"space": {"name": "subspace", "dimension": 30}},
+    "singular": {"space": "singular"},
+}
+
+
+def run(space, folder, generations=3, **more):
+    tree = {
+        "model": {"name": "tiny"}, "task": {"name": "conciseness"}, "checks": UNCHECKED, "output_dir": str(folder),
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 3, "population_size": 4, "optimizer": "adam"},
+        "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4}, "checkpoint": {"every": 1},
+    }  # fmt: skip
+    own = SMALL[space]
+    tree |= own | {"es": tree["es"] | own.get("es", {}) | {"num_generations": generations}}
+    if space == "singular":
+        shapes = {f"model.layers.{i}.mlp.up_proj.weight": tiny_shape() for i in range(4)}
+        tree["model"] = {"name": str(adapter(folder.with_name("adapter"), shapes)), "base": "tiny"}
+    return evoalign.train(tree, **more)
+
+
+def tiny_shape():
+    from evoalign.engines.specs import specs_of_config
+
+    specs = specs_of_config(from_dict({"model": {"name": "tiny"}}))
+    return next(s.shape for s in specs if s.name == "model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("space", SMALL)
+def test_a_run_resumes_to_the_bit_and_is_what_its_journal_says(space, tmp_path):
+    whole = run(space, tmp_path / "whole")
+    run(space, tmp_path / "cut", generations=2)
+    resumed = run(space, tmp_path / "cut", resume=True)
+    hashes = [checkpoint.mark_of(Path(result.saved)).weights_hash for result in (whole, resumed)]
+    assert hashes[0] == hashes[1] == evoalign.replay(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("space", ["subspace", "singular"])
+def test_a_saved_adapter_has_the_factors_of_its_mean(space, tmp_path):
+    saved = Path(run(space, tmp_path / "run").saved)
+    config = evoalign.load_config(tmp_path / "run" / "config.yaml")
+    weights.check(saved, checkpoint.mark_of(saved), config)
+    factors = checkpoint.load_adapter(saved)
+    assert any(bool(tensor.any()) for name, tensor in factors.items() if "lora_B" in name)
+    altered = {checkpoint.PEFT_PREFIX + name: tensor + 1 for name, tensor in factors.items()}
+    from safetensors.torch import save_file
+
+    save_file(altered, str(saved / checkpoint.ADAPTER))
+    with pytest.raises(CheckpointError, match="factors"):
+        weights.check(saved, checkpoint.mark_of(saved), config)
+
+
+def reached(dimension, generations=150):
+    """Return the share of a planted score that ES reaches. As in Li et al., sums of B's elements have targets."""
+    tree = {"seed": 1, "space": {"name": "subspace", "dimension": dimension}, "es": {"sigma": 0.1}}
+    space = spaces.create(from_dict(tree))
+    layout = space.layout(SPECS, torch.float32)
+    mean = {t.name: space.start(layout, t.name, "cpu") for t in (*layout.tensors, *layout.frozen)}
+    signs = torch.sign(torch.randn(10_000, generator=torch.Generator().manual_seed(0)))
+
+    def score(vector):
+        found = dict(factors_of(space, layout, (mean | {"subspace": vector}).items()))
+        elements = torch.cat([t.flatten() for name, t in found.items() if "lora_B" in name])
+        groups = (elements * signs[: len(elements)])[: len(elements) // CONSTRAINTS * CONSTRAINTS]
+        sums = groups.view(CONSTRAINTS, -1).sum(1)
+        return float(torch.exp(-((sums - 10 * torch.arange(1, CONSTRAINTS + 1)) ** 2).mean() / 1000))
+
+    members = population(20, antithetic=True)
+    for generation in range(generations):
+        eps = space.noise(layout, "subspace", generation, [m.noise for m in members])
+        scores = torch.tensor([score(mean["subspace"] + 0.1 * m.sign * e) for m, e in zip(members, eps, strict=True)])
+        coefficients = tuple(((scores - scores.mean()) / (scores.std() + 1e-12)).tolist())
+        update = Update(generation, generation, members, coefficients, 0.1, 0.3)
+        space.accumulate(layout, mean["subspace"], "subspace", (slice(0, dimension),), update)
+    return score(mean["subspace"])
+
+
+def test_a_planted_intrinsic_dimension_is_found():
+    """Eight sums have targets: fewer numbers cannot meet them all, a few more can."""
+    few, enough = reached(CONSTRAINTS // 2), reached(3 * CONSTRAINTS)
+    assert few < 0.9 < enough, (few, enough)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 16])
+def test_the_decomposition_is_that_of_lapack(rank):
+    draw = torch.Generator().manual_seed(rank)
+    a, b = torch.randn(rank, 40, generator=draw), torch.randn(50, rank, generator=draw)
+    parts = _decomposed(a, b)
+    assert torch.allclose(parts.left @ parts.middle @ parts.right, b @ a, atol=1e-4)
+    for rows in (parts.left.T, parts.right):
+        assert torch.allclose(rows @ rows.T, torch.eye(rank), atol=1e-5)
+    sizes = torch.linalg.svdvals(b)[:, None] * torch.linalg.svdvals(a)
+    assert torch.allclose(parts.middle.abs().square().sum(), (parts.middle.square()).sum()) and sizes.shape == (
+        rank,
+        rank,
+    )
+
+
+def test_singular_needs_a_plain_adapter(tmp_path):
+    with pytest.raises(ConfigError, match="singular values of an adapter"):
+        spaces.create(from_dict({"space": "singular", "es": {"sigma": 0.1}})).layout(SPECS, torch.float32)
+    folder = adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj.weight": (20, 16)})
+    text = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").write_text(text.replace("{", '{"use_dora": true, ', 1))
+    tree = {"space": "singular", "model": {"name": str(folder), "base": "tiny"}, "es": {"sigma": 0.1}}
+    with pytest.raises(ModelError, match="plain LoRA"):
+        spaces.create(from_dict(tree)).layout(SPECS, torch.float32)
