@@ -133,7 +133,10 @@ class _Backend:
         attempt, limits = self._attempt(key), self._limits
         sampling = attempt.job.request.sampling
         most = limits.tokens or limits.turns * sampling.max_tokens
-        if attempt.begun + chat.n > limits.turns:
+        left = limits.turns - attempt.begun
+        if 0 < left < chat.n:
+            raise RefusedError(f"n is {chat.n}, and the episode has {left} turns left", 400, field="n")
+        if not left:
             attempt.limit = f"{limits.turns} turns (task.episode.turns)"
         elif attempt.tokens >= most:
             attempt.limit = f"{most} tokens (task.episode.tokens)"

@@ -176,9 +176,10 @@ def reported(output: str) -> dict[str, float]:
 
 def _how_to_start(word: str) -> str:
     """Return how a command has to begin whose first word the system does not find, or may not run."""
-    if Path(word).is_file() and os.sep not in word:
-        return f"begin task.command with ./{word} (chmod +x), or with the program that runs it, such as python {word}"
-    return "fix task.command"
+    if not Path(word).is_file():
+        return "fix task.command"
+    program = word if os.sep in word else f"./{word}"
+    return f"begin task.command with {program} (chmod +x {word}), or with the program that runs it, as in python {word}"
 
 
 def _kill(group: int) -> None:

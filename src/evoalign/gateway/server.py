@@ -197,7 +197,7 @@ class _App:
             return
         key = self._key(Headers(scope=scope))
         if key is None:
-            raise RefusedError("unknown API key; use the one that the harness, or the command, was given", 401, "invalid_api_key")
+            raise RefusedError("unknown API key; use the one that this program was given", 401, "invalid_api_key")
         if self._active[key] >= self._most_requests:
             raise RefusedError(f"a key may have at most {self._most_requests} requests at a time", 429, BUSY)
         scope["key"] = key

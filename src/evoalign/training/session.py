@@ -152,9 +152,9 @@ KL, DISTANCE, NATS, PLACEBOS, SUMMARY = "KL divergence", "distance", "nats per t
 def _divergence(finish: Finish) -> Mapping[str, Any] | None:
     session, rows = finish.session, finish.session.run.rows
     known = (rows[-1].get("divergence") or {}) if rows else {}
-    if "exact" in known or not session.config.checks.kl_every:  # a changed file may have another value there
-        return known or None
-    return dataclasses.asdict(session.algorithm.mean.divergence())
+    if "exact" in known:  # a changed file may have anything there
+        return known
+    return dataclasses.asdict(session.algorithm.mean.divergence()) if session.config.checks.kl_every else None
 
 
 def _fluency(finish: Finish) -> Fluency | None:

@@ -125,7 +125,7 @@ def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Con
 def _check_factors(folder: Path, config: Config | None) -> None:
     """Raise CheckpointError if an adapter's factors are not those of the mean of the same checkpoint."""
     if config is None:
-        return
+        raise CheckpointError(f"{folder}: only the code of its space could check its factors; name the run's config")
     space = spaces.create(config)
     layout = layout_of(space, specs_of_config(config), torch.float32)
     found, mean = checkpoint.load_adapter(folder), checkpoint.mean_of(folder)
