@@ -70,7 +70,8 @@ def check_layout(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> N
             assert tensor.name == tensor.module, f"{tensor.name} is not a tensor of the model"
             shape = of_model[tensor.name].shape
             assert tensor.shape == shape, f"{tensor.name} has shape {tensor.shape}, but {shape} in the model"
-    for module in layout.modules if space.carrier == "adapter" else ():
+    reached = [*layout.modules, *(t.module for t in (*layout.tensors, *layout.frozen) if t.module)]
+    for module in reached if space.carrier == "adapter" else ():
         kind = of_model[module].kind
         assert kind in ("linear", "expert"), f"{module} is a {kind}; only linear weights can have an adapter"
     assert space.layout(specs, layout.torch_dtype) == layout, "layout() returns another layout for the same model"
