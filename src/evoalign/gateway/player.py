@@ -63,7 +63,7 @@ class _Attempt:
 
     job: _Job
     begun: int = 0
-    """Completions that were asked for so far."""
+    """Completions requested so far."""
     calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
     """Completions by their place."""
     limit: str = ""

@@ -117,7 +117,7 @@ def plain_factors(folder: Path) -> tuple[float, dict[str, tuple[torch.Tensor, to
     state = {key.removeprefix("base_model.model."): tensor.float() for key, tensor in _state(folder).items()}
     modules = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
     whole = {f"{module}.lora_{factor}.weight" for module in modules for factor in "AB"}
-    if not _is_plain(settings) or state.keys() != whole:
+    if not modules or not _is_plain(settings) or state.keys() != whole:
         raise ModelError(f"adapter {folder} is more than (alpha / r) B A; use an adapter of plain LoRA")
     found = {f"{m}.weight": (state[f"{m}.lora_A.weight"], state[f"{m}.lora_B.weight"]) for m in modules}
     return settings["lora_alpha"] / settings["r"], found

@@ -27,7 +27,7 @@ from evoalign.config import Section
 from evoalign.errors import ConfigError
 from evoalign.models.adapters import plain_factors
 from evoalign.models.origin import origin
-from evoalign.spaces.base import Adapter, Master, Slots, Space, Write, factor_slices
+from evoalign.spaces.base import Adapter, Master, Space, factor_slices
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 SWEEPS = 30
@@ -75,6 +75,11 @@ class Singular(Space):
             )
         return plain_factors(found[-1])
 
+    @cached_property
+    def _parts(self) -> dict[str, _Parts]:
+        """Decompositions by weight, as far as they were asked for."""
+        return {}
+
     @property
     def rank(self) -> int:
         return len(next(iter(self._adapter[1].values()))[0])
@@ -84,7 +89,10 @@ class Singular(Space):
         return self._adapter[0]
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
-        """Return `<module>.singular_A` and `<module>.singular_B` [k] of each weight. Raises ConfigError."""
+        """Return `<module>.singular_A` and `<module>.singular_B` [k] of each weight. Raises ConfigError.
+
+        Since these are relative changes, their scale is 1 with `es.noise_multiplier` too.
+        """
         _, factors = self._adapter
         of_model = {s.name: s.shape for s in specs}
         for name, (a, b) in factors.items():
@@ -118,8 +126,9 @@ class Singular(Space):
         tensor = layout[name]
         if tensor in layout.tensors:
             return torch.zeros(tensor.shape, device=device)
-        a, b = self._adapter[1][tensor.module]
-        return getattr(_decomposed(a, b), name.rpartition(".")[2]).to(device)
+        if tensor.module not in self._parts:
+            self._parts[tensor.module] = _decomposed(*self._adapter[1][tensor.module])
+        return getattr(self._parts[tensor.module], name.rpartition(".")[2]).to(device)
 
     def adapter(
         self,
@@ -153,9 +162,6 @@ class Singular(Space):
         streams, widths = [m.noise for m in members], [m.sign * plan.sigma * layout[name].scale for m in members]
         moved = self._scaled(layout, name, plan.generation, streams, widths, master(name))
         return torch.nn.functional.pad(moved, (0, layout.rank - moved.shape[1]))
-
-    def _launch(self, layout: Layout, master: Master, slots: Sequence[Slots]) -> Write | None:
-        return None
 
 
 def _name(module: str, part: str) -> str:

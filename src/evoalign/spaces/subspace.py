@@ -46,8 +46,10 @@ class Subspace(Lora):
         With `es.noise_multiplier` its scale is the mean over the weights of their layers' scales.
         """
         lora = super().layout(specs, dtype)
+        if not lora.tensors:  # callers say that nothing evolves
+            return lora
         places = [EvolvedTensor(_places(t.module), t.shape, t.module) for t in lora.tensors]
-        scale = sum(t.scale for t in lora.tensors) / len(lora.tensors) if lora.tensors else 1.0
+        scale = sum(t.scale for t in lora.tensors) / len(lora.tensors)
         return Layout(
             tensors=(EvolvedTensor(NAME, (self.options.dimension,), "", scale),),
             frozen=(*lora.frozen, *places),
