@@ -115,6 +115,35 @@ def test_the_decomposition_is_that_of_lapack(rank):
     assert sizes == pytest.approx(torch.linalg.svdvals(a.double()).numpy(), rel=1e-9)
 
 
+def test_singular_values_of_both_factors_change(tmp_path):
+    """Against LAPACK: B' A' - B A, where the primed factors have other singular values."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = adapter(tmp_path / "a", {name: (20, 16)})
+    tree = {"space": "singular", "model": {"name": str(folder), "base": "tiny"}, "es": {"sigma": 0.1}}
+    space = spaces.create(from_dict(tree))
+    layout = space.layout(SPECS, torch.float32)
+    mean = {t.name: space.start(layout, t.name, "cpu") for t in (*layout.tensors, *layout.frozen)}
+    change = {"A": torch.tensor([0.5, -0.2, 0.3]), "B": torch.tensor([-0.4, 0.1, 0.7])}
+    mean |= {f"{name.removesuffix('.weight')}.singular_{factor}": z for factor, z in change.items()}
+    state, whole = checkpoint.load_adapter(folder), {}
+    for factor, z in change.items():
+        u, sizes, v = torch.linalg.svd(state[name.replace("weight", f"lora_{factor}.weight")], full_matrices=False)
+        whole[factor] = (u * sizes @ v, u * (sizes * (1 + z)) @ v)
+    a, b = (found for _, found in factors_of(space, layout, mean.items()))
+    assert torch.allclose(b @ a, whole["B"][1] @ whole["A"][1] - whole["B"][0] @ whole["A"][0], atol=1e-4)
+    assert space.scaling == 2
+
+
+def test_elements_of_a_subspace_are_signed_copies():
+    space = spaces.create(from_dict({"space": {"name": "subspace", "dimension": 5}, "es": {"sigma": 0.1}}))
+    layout = space.layout(SPECS, torch.float32)
+    mean = {t.name: space.start(layout, t.name, "cpu") for t in (*layout.tensors, *layout.frozen)}
+    mean["subspace"] = torch.arange(1.0, 6.0)
+    found = torch.cat([b.flatten() for name, b in factors_of(space, layout, mean.items()) if "lora_B" in name])
+    counts = torch.stack([(found == value).sum() for value in (*range(-5, 0), *range(1, 6))])
+    assert counts.sum() == len(found) and counts.min() > len(found) / 30
+
+
 def test_subspace_without_a_matrix_has_nothing_to_evolve():
     space = spaces.create(from_dict({"space": {"name": "subspace", "dimension": 3}, "es": {"sigma": 0.1}}))
     assert not space.layout([s for s in SPECS if s.kind != "linear"], torch.float32).tensors
