@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods on the same three tasks, with the same completions, prompts a generation and seeds.
+
+    python studies/methods.py --models smollm2=DIR real=DIR --to RUNS --jobs tiny/lowrank/100 tiny/lowrank/{0,1,2}
+
+A job is SETTING/METHOD/SEED and leaves studies/results/methods/SETTING/METHOD/SEED.json: config, versions, device,
+costs, the course, and the validation and test splits before and after, with placebos where a method has them. Seed 100
+is the probe that chooses the width of the noise, on training rows; the others of its method wait for it. Jobs that have
+their rows are skipped. `--limit` begins no job after this many seconds, `--set` changes a setting of every job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import evoalign
+from evoalign.config import Config, load
+from evoalign.cost.budget import totals
+from evoalign.evaluation import Evaluation
+from evoalign.preflight.advice import fault
+from evoalign.preflight.probe import probe
+from real_runs import REWARDS, WORDS
+
+ROWS = Path(__file__).resolve().parent / "results" / "methods"
+PROBE = 100
+"""The seed of the job that chooses a width."""
+PLACEBOS = 3
+ETA = 0.5 / 64
+"""The step, in units of the noise, by member: at equal completions the mean then walks as far with any population."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model, a task, and the completions of a run: generations x members x prompts."""
+
+    tree: Mapping[str, Any]
+    generations: int
+    members: int
+    prompts: int
+    measure: str
+    """The measure of an example that the table has."""
+    widths: float
+    """Factor of the widths that are probed."""
+    probe: tuple[int, int]
+    """Members at each width, and prompts, of the probe."""
+
+    @property
+    def completions(self) -> int:
+        """Completions of a run."""
+        return self.generations * self.members * self.prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """The sections of a config, and the widths of the noise to probe."""
+
+    tree: Mapping[str, Any]
+    widths: tuple[float, ...]
+    setting: str = "sigma"
+    """The setting of `es` that is the width."""
+    es: Mapping[str, Any] = field(default_factory=dict)
+    of: str = ""
+    """The method whose probe it shares."""
+
+
+SETTINGS = {
+    "tiny": Setting(
+        {
+            "task": {
+                "name": "countdown", "train_data": "data/tasks/countdown/countdown.json", "split": "first_last",
+                "train_size": 1500, "validation_size": 200, "test_size": 500, "prompt": "short",
+            },
+            "model": {"name": "tiny"},
+            "sampling": {"max_tokens": 40},
+        },
+        60, 32, 16, "right", 5, (64, 64),
+    ),
+    "smollm2": Setting(
+        {
+            "task": {"name": "custom", "prompt": "chat", "rewards": [f"{REWARDS}:words_without_e"]},
+            "sampling": {"max_tokens": 48},
+        },
+        30, 16, 32, "reward", 2, (32, 32),
+    ),
+    "real": Setting(
+        {"task": {"name": "tool_calls", "validation_size": 200, "test_size": 500}, "sampling": {"max_tokens": 160}},
+        20, 16, 64, "right", 1, (16, 64),
+    ),
+}  # fmt: skip
+LINEAR, RELATIVE = (0.0005, 0.001, 0.002, 0.004), (0.01, 0.02, 0.04, 0.08)
+METHODS = {
+    "lowrank": Method({"space": "lowrank"}, LINEAR),
+    "norms": Method({"space": "norms"}, RELATIVE, "noise_multiplier"),
+    "lora": Method({"space": "lora", "lora": {"rank": 4, "alpha": 4}}, tuple(w / 4 for w in LINEAR)),
+}
+
+
+def sentences(folder: Path) -> dict[str, str]:
+    """Write the splits of the task of SmolLM2, a sentence about two topics each, and return their settings."""
+    topics, found = WORDS["topics"], dict[str, str]()
+    pairs = [(a, topics[(i * 7 + step) % len(topics)]) for step in range(1, 9) for i, a in enumerate(topics)]
+    pairs = [(a, b) for a, b in pairs if a != b]
+    for split, part in (("train", pairs[:250]), ("validation", pairs[250:350]), ("test", pairs[350:550])):
+        file = folder / f"sentences_{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": f'Write one sentence about {a} and {b} without the letter "e".'} for a, b in part]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        found[f"{split}_data"] = str(file)
+    return found
+
+
+class Study:
+    """Paths, and the settings of all jobs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.models = dict(pair.split("=", 1) for pair in options.models)
+        self.to: Path = options.to
+        self.sets: list[str] = options.set
+        self.rows: Path = options.rows
+
+    def config(self, job: str, width: float) -> Config:
+        """Return the config of a job of ES."""
+        where, name, seed = job.split("/")
+        setting, method = SETTINGS[where], METHODS[name]
+        eta = ETA * setting.members
+        task = {"batch_size": setting.prompts, **setting.tree["task"]}
+        task |= sentences(self.to / "data") if where == "smollm2" else {}
+        tree = {
+            **setting.tree,
+            **method.tree,
+            "output_dir": str(self.to / job.replace("/", "_")),
+            "seed": int(seed),
+            "task": task,
+            "model": setting.tree.get("model", {"name": self.models.get(where, "")}),
+            "es": {
+                "num_generations": setting.generations,
+                "population_size": setting.members,
+                method.setting: width,
+                "learning_rate": eta if method.setting == "noise_multiplier" else eta * width,
+                **method.es,
+            },
+            "evaluation": {**setting.tree["sampling"], "temperature": 0.0, "every": 0},
+            "checkpoint": {"every": 0, "keep_best": False},
+            "checks": {"placebo": PLACEBOS, "perplexity": False},
+            "report": False,
+        }
+        return load([_written(self.to / f"{job.replace('/', '_')}.yaml", tree)], self.sets)
+
+    def file(self, job: str) -> Path:
+        """Return the file of a job's rows."""
+        return self.rows / f"{job}.json"
+
+    def width(self, job: str) -> float:
+        """Return the width that the probe of a job's method chose. Raises SystemExit if it has no rows."""
+        where, name, _ = job.split("/")
+        file = self.file(f"{where}/{METHODS[name].of or name}/{PROBE}")
+        if not file.is_file():
+            raise SystemExit(f"{file} is missing: run the job of seed {PROBE} first")
+        return float(json.loads(file.read_text(encoding="utf-8"))["width"])
+
+    def keep(self, job: str, rows: Mapping[str, Any]) -> None:
+        """Write the rows of a job."""
+        file = self.file(job)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        versions = {"evoalign": evoalign.__version__, "torch": torch.__version__}
+        tree = {"job": job, "device": device, "versions": versions, **rows}
+        file.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _written(file: Path, tree: Mapping[str, Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
+    return file
+
+
+def measured(found: Evaluation, measure: str) -> dict[str, Any]:
+    """Return the measures of an evaluation, the table's by example, and the first texts."""
+    first = [{"prompt": c.prompt, "text": c.text, "reward": c.reward} for c in found.completions[:3]]
+    each = [round(value, 4) for value in found.measures_E[measure]]
+    return {"measures": {k: round(v, 5) for k, v in found.measures.items()}, "each": each, "first": first}
+
+
+def probing(study: Study, job: str) -> None:
+    """Choose the width: the probe's recommendation, else the trial it advises, else the best that breaks nothing."""
+    where, name, _ = job.split("/")
+    setting, (members, examples) = SETTINGS[where], SETTINGS[where].probe
+    widths = [setting.widths * width for width in METHODS[name].widths]
+    config = study.config(job, widths[-2])
+    found = probe(config, sigmas=widths, members=members, examples=examples, tell=print)
+    sound = [one for one in found.rungs if one.gain is not None and fault(one, found) is None]
+    best = max(sound, key=lambda one: one.gain or 0.0).width if sound else min(widths)
+    width = found.width if found.width is not None else found.trial[0] if found.trial else best
+    tried = [{"width": one.width, "gain": one.gain} for one in found.rungs]
+    study.keep(job, {"reason": found.reason, "tried": tried, "width": width})
+    print(found.reason, width, flush=True)
+
+
+def training(study: Study, job: str) -> None:
+    """Train by ES, and evaluate the run and its placebos."""
+    measure = SETTINGS[job.split("/")[0]].measure
+    config = study.config(job, study.width(job))
+    folder = Path(config.output_dir)
+    with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
+        result = evoalign.train(config, overwrite=True, console=Console(file=log, width=160))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    written = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
+    study.keep(
+        job,
+        {
+            "config": config.model_dump(mode="json"),
+            "before": measured(result.before, measure),
+            "after": measured(result.after, measure),
+            "validation": written.get("validation"),
+            "placebos": written["placebo"]["each"][measure] if "placebo" in written else [],
+            "cost": totals(metrics)[0].as_dict(),
+            "course": [
+                {"mean": row["mean"], "seconds": row["seconds"], "distance": row["diagnosis"].get("distance_sigmas")}
+                for row in metrics
+            ],
+        },
+    )
+    print(job, result.before.measures[measure], result.after.measures[measure], flush=True)
+
+
+def main() -> None:
+    """Run the jobs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=[], metavar="SETTING=FOLDER")
+    parser.add_argument("--to", type=Path, default=Path("runs/methods"))
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--jobs", nargs="*", default=[])
+    parser.add_argument("--limit", type=float, default=float("inf"))
+    parser.add_argument("--set", action="append", default=[])
+    options = parser.parse_args()
+    study, began = Study(options), time.perf_counter()
+    for job in options.jobs:
+        if study.file(job).is_file():
+            continue
+        if time.perf_counter() - began > options.limit:
+            print(f"left for the next command: {job} and what follows", flush=True)
+            break
+        start = time.perf_counter()
+        (probing if int(job.split("/")[2]) == PROBE else training)(study, job)
+        print(f"{job}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
