@@ -34,8 +34,8 @@ ROWS = Path(__file__).resolve().parent / "results" / "methods"
 PROBE = 100
 """The seed of the job that chooses a width."""
 PLACEBOS = 3
-ETA = 0.5 / 64
-"""The step, in units of the noise, by member: at equal completions the mean then walks as far with any population."""
+ETA = 0.5
+"""The step in units of the noise, with z-scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,18 @@ SETTINGS = {
             "model": {"name": "tiny"},
             "sampling": {"max_tokens": 40},
         },
-        60, 32, 16, "right", 5, (64, 64),
+        60, 64, 8, "right", 5, (64, 64),
     ),
     "smollm2": Setting(
         {
             "task": {"name": "custom", "prompt": "chat", "rewards": [f"{REWARDS}:words_without_e"]},
             "sampling": {"max_tokens": 48},
         },
-        30, 16, 32, "reward", 2, (32, 32),
+        40, 32, 16, "reward", 2, (32, 32),
     ),
     "real": Setting(
-        {"task": {"name": "tool_calls", "validation_size": 200, "test_size": 500}, "sampling": {"max_tokens": 160}},
-        20, 16, 64, "right", 1, (16, 64),
+        {"task": {"name": "word_problems", "validation_size": 200, "test_size": 500}, "sampling": {"max_tokens": 320}},
+        40, 64, 8, "right", 1, (32, 32),
     ),
 }  # fmt: skip
 LINEAR, RELATIVE = (0.0005, 0.001, 0.002, 0.004), (0.01, 0.02, 0.04, 0.08)
@@ -131,7 +131,6 @@ class Study:
         """Return the config of a job of ES."""
         where, name, seed = job.split("/")
         setting, method = SETTINGS[where], METHODS[name]
-        eta = ETA * setting.members
         task = {"batch_size": setting.prompts, **setting.tree["task"]}
         task |= sentences(self.to / "data") if where == "smollm2" else {}
         tree = {
@@ -145,7 +144,7 @@ class Study:
                 "num_generations": setting.generations,
                 "population_size": setting.members,
                 method.setting: width,
-                "learning_rate": eta if method.setting == "noise_multiplier" else eta * width,
+                "learning_rate": ETA * (1 if method.setting == "noise_multiplier" else width),
                 **method.es,
             },
             "evaluation": {**setting.tree["sampling"], "temperature": 0.0, "every": 0},
