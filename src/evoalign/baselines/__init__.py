@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on the same tasks and in the same run directories as ES. Only `trainer` imports TRL."""
+"""GRPO, PPO and DPO on the same tasks and in the same run directories as ES. `trainer`, `ppo` and `dpo` import TRL."""

@@ -16,7 +16,7 @@ from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, refuse_differences
 from evoalign.baselines.served import engine_of
 from evoalign.baselines.trainer_state import last_state
-from evoalign.config import Config, SpaceConfig
+from evoalign.config import Config, GrpoConfig, SpaceConfig
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib, second_copy_lines
 from evoalign.engines.specs import specs_of_config
@@ -45,7 +45,8 @@ LARGE = 100e6
 class Memory:
     """Bytes that a process holds throughout training, without activations.
 
-    `moments` is None for an optimizer that is not counted. `served` is the copy for completions.
+    `moments` is None for an optimizer that is not counted. `served` is the copy for completions, `critic` that of PPO
+    with its gradients and moments.
     """
 
     weights: int
@@ -54,11 +55,20 @@ class Memory:
     moments: int | None
     reference: int
     served: int
+    critic: int = 0
 
     @property
     def kept(self) -> int:
         """Sum of all known parts."""
-        return self.weights + self.adapter + self.gradients + (self.moments or 0) + self.reference + self.served
+        return (
+            self.weights
+            + self.adapter
+            + self.gradients
+            + (self.moments or 0)
+            + self.reference
+            + self.served
+            + self.critic
+        )
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
@@ -123,6 +133,7 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
         moments=None if slots is None else slots * each * count,
         reference=copies * size * parameters(specs),
         served=0 if own is None else served * parameters(specs),
+        critic=(2 + (slots or 0)) * size * parameters(specs) if config.grpo.algorithm == "ppo" else 0,
     )
 
 
@@ -151,19 +162,28 @@ def step_lines(config: Config) -> list[str]:
     trl = grpo.by_name
     lines = [
         f"{grpo.max_steps} steps of {trl['optim']} on {tuned}, learning rate {grpo.learning_rate:g} "
-        f"({trl['lr_scheduler_type']}), loss {trl['loss_type']}, beta {grpo.beta:g}, "
+        f"({trl['lr_scheduler_type']}), {loss_of(grpo)}, beta {grpo.beta:g}, "
         f"completions by {_generator(config)}"
     ]
+    if grpo.algorithm == "ppo":
+        lines.append("note: PPO is experimental: TRL has no trainer of it any more, see the guide on GRPO")
     if grpo.reward == "random":
         lines.append(
             "note: trains on random rewards, 0 or 1 (grpo.reward: random); evaluations use the rewards of the task"
         )
-    if grpo.num_generations < FEW:
+    if grpo.num_generations < FEW and grpo.algorithm == "grpo":
         lines.append(
             f"warning: grpo.num_generations {grpo.num_generations} is small: advantages are noisy, and a group with "
             "equal rewards has no gradient; usual are 8 to 64"
         )
     return lines
+
+
+def loss_of(grpo: GrpoConfig) -> str:
+    """Return the text on the loss, with the algorithm if that is not GRPO."""
+    if grpo.algorithm == "dpo":
+        return "DPO on the best and worst of each group"
+    return ("PPO, " if grpo.algorithm == "ppo" else "") + f"loss {grpo.by_name['loss_type']}"
 
 
 def _generator(config: Config) -> str:
@@ -229,6 +249,7 @@ def memory_words(config: Config, need: Memory) -> str:
     causes += ["checks.kl_every"] if config.checks.kl_every else []
     parts += [f"copies of the base model {gib(need.reference)} ({' and '.join(causes)})"] if need.reference else []
     parts += [f"copy for completions {gib(need.served)}"] if need.served else []
+    parts += [f"critic {gib(need.critic)}"] if need.critic else []
     return f"{gib(need.kept)} per process: {', '.join(parts)}; without activations and completions"
 
 

@@ -35,7 +35,7 @@ from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.cost import budget, flops
 from evoalign.cost.budget import Cost, answers_cost, time_cost
-from evoalign.cost.flops import Adapted, ModelShape
+from evoalign.cost.flops import Adapted, Matrix, ModelShape
 from evoalign.engines import Engine, weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
@@ -254,39 +254,54 @@ class Policy:
         """Return the cost of generating `answers`, each (row of the training split, number of tokens)."""
         prompts = [self.lengths[row] for row, _ in answers]
         generated = [tokens for _, tokens in answers]
-        return budget.grpo_generation(
+        cost = budget.grpo_generation(
             self.shape,
             list(map(len, prompts)),
             generated,
             prompts=len(answers) // self.config.grpo.num_generations,
-            reference=self.config.grpo.beta > 0,
+            reference=self.config.grpo.beta > 0 and self.config.grpo.algorithm != "dpo",  # there of its pairs alone
             old_logprobs=settings.misaligned(self.config.grpo),
             adapted=self.adapted,
             all_logits=self.on_cpu,
             generation_flops=self._generation_flops(prompts, generated),
         )
+        if self.config.grpo.algorithm == "ppo":
+            cost += replace(self._critic_cost(answers), backward_flops=0.0)
+        return cost
 
     def cost_of_update(self, answers: Sequence[tuple[int, int]], passes: int) -> Cost:
         """Return the cost of one optimizer step of `passes` micro-batches over the completions of a round, `answers`.
 
-        The step may use a part of them, where several steps share a round, or use each of them more than once.
+        The step may use a part of them, where several steps share a round, or use each of them more than once. A step
+        of DPO uses each of its pairs once, and `answers` are these.
         """
         grpo = self.config.grpo
-        whole = budget.grpo_update(
-            self.shape,
-            [len(self.lengths[row]) for row, _ in answers],
-            [tokens for _, tokens in answers],
-            checkpointing=grpo.by_name["gradient_checkpointing"],
-            adapted=self.adapted,
-            all_logits=self.on_cpu,
-        )
+        whole = self._update_cost(self.shape, answers, self.adapted)
+        if grpo.algorithm == "dpo":
+            return whole + replace(self._update_cost(self.shape, answers, None), backward_flops=0.0)  # the reference
+        idle = self._update_cost(self.shape, [], self.adapted)
+        if grpo.algorithm == "ppo":
+            whole, idle = whole + self._critic_cost(answers), idle + self._critic_cost([])
         share = passes * grpo.per_device_train_batch_size * self.processes / len(answers)
         if whole.forward_flops is None or whole.backward_flops is None or share == 1:
             return whole
-        idle = budget.grpo_update(self.shape, [], [], checkpointing=False, adapted=self.adapted)
         optimizer = idle.backward_flops or 0.0
         backward = share * (whole.backward_flops - optimizer) + optimizer
         return replace(whole, forward_flops=share * whole.forward_flops, backward_flops=backward)
+
+    def _update_cost(self, shape: ModelShape | None, answers: Sequence[tuple[int, int]], more: Adapted | None) -> Cost:
+        """Return the cost of a model's forward and backward passes over `answers`, and of its optimizer."""
+        lengths, generated = [len(self.lengths[row]) for row, _ in answers], [tokens for _, tokens in answers]
+        grpo, every = self.config.grpo, self.on_cpu and self.config.grpo.algorithm != "dpo"
+        checkpointing = grpo.by_name["gradient_checkpointing"]
+        return budget.grpo_update(
+            shape, lengths, generated, checkpointing=checkpointing, adapted=more, all_logits=every
+        )
+
+    def _critic_cost(self, answers: Sequence[tuple[int, int]]) -> Cost:
+        """Return `_update_cost` of PPO's critic, which has one output in place of the head."""
+        shape = self.shape and replace(self.shape, head=Matrix("head", 1, self.shape.head.columns, None))
+        return self._update_cost(shape, answers, None)
 
     @property
     def adapted(self) -> Adapted | None:

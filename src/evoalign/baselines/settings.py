@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from evoalign.errors import ConfigError, DataError, cut
 from evoalign.rewards.objective import Objective, refuse_whole_members
 from evoalign.tasks import Task
 
-OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "reward", "trl"})
+OURS = frozenset(
+    {"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "reward", "trl", "algorithm"}
+)
 """Fields of the section that TRL does not have, or that have another meaning there."""
 SET = {
     "output_dir": "output_dir",
@@ -61,17 +63,18 @@ SAVE_EVERY = 50
 
 
 def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for TRL's GRPOConfig, whose fields are in `known`. Raises ConfigError."""
+    """Return keyword arguments for TRL's GRPOConfig or DPOConfig, with fields `known`. Raises ConfigError."""
     check(config)
     grpo = config.grpo
     every = grpo.by_name
-    for name in every["trl"]:
+    is_dpo = grpo.algorithm == "dpo"
+    for name in grpo.trl if is_dpo else every["trl"]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"grpo.trl.{name}: TRL's GRPOConfig has no such field{hint}")
+            raise ConfigError(f"grpo.trl.{name}: TRL's {'DPO' if is_dpo else 'GRPO'}Config has no such field{hint}")
     chosen = {name: value for name, value in every.items() if name not in OURS and value is not None}
-    return {
+    found = {
         **chosen,
         "output_dir": str(folder),
         "seed": config.seed % 2**32,
@@ -88,6 +91,15 @@ def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str,
         "disable_tqdm": True,
         "log_level": "error",
         **every["trl"],
+    }
+    if not is_dpo:
+        return found
+    return {
+        **{name: value for name, value in found.items() if name in known and name != "loss_type"},
+        "per_device_train_batch_size": grpo.per_device_train_batch_size // grpo.num_generations,  # prompts
+        "max_length": None,
+        "remove_unused_columns": False,
+        "dataloader_drop_last": True,  # whole rounds, as in GRPO
     }
 
 
@@ -139,6 +151,10 @@ def check_turns(config: Config, task: Task) -> None:
     """Raise ConfigError for a task of several turns that TRL cannot train, or whose completions have no limit."""
     if not task.player:
         return
+    if config.grpo.algorithm != "grpo":
+        raise ConfigError(
+            f"grpo.algorithm: {config.grpo.algorithm} cannot train task {task.name}, which has several turns; set grpo"
+        )
     if task.environment_factory() is None:
         raise ConfigError(
             f"GRPO cannot train task {task.name}: TRL plays episodes of several turns only in an environment "
@@ -238,6 +254,13 @@ def round_size(grpo: GrpoConfig, processes: int = 1) -> int:
     """Return the number of completions in one round."""
     each = grpo.steps_per_generation or grpo.gradient_accumulation_steps
     return grpo.per_device_train_batch_size * each * processes
+
+
+def pairs(rewards: Sequence[float], group: int) -> list[tuple[int, int]]:
+    """Return the places of the first best and the first worst completion of each group, unless all are equal."""
+    places = (range(first, first + group) for first in range(0, len(rewards), group))
+    found = ((max(own, key=rewards.__getitem__), min(own, key=rewards.__getitem__)) for own in places)
+    return [(best, worst) for best, worst in found if rewards[best] > rewards[worst]]
 
 
 def check_prompts(config: Config, examples: int, processes: int = 1) -> None:

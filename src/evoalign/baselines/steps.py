@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from evoalign import transcripts
 from evoalign.baselines import trainer_state
 from evoalign.baselines.policy import Policy
-from evoalign.baselines.settings import cycle, save_every
+from evoalign.baselines.settings import cycle, pairs, save_every
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.report import watching
@@ -188,7 +188,11 @@ class Steps(TrainerCallback):
 
     def _cost(self, fresh: Sequence[Completion]) -> Cost:
         passes = int(self.trainer.current_gradient_accumulation_steps)  # an epoch's last step may have fewer
-        cost = self.policy.cost_of_update([(a.row, a.tokens) for a in self._round], passes)
+        trained, grpo = self._round, self.config.grpo
+        if grpo.algorithm == "dpo":
+            ranked = pairs([a.reward for a in trained], grpo.num_generations)
+            trained = [trained[place] for pair in ranked for place in pair]
+        cost = self.policy.cost_of_update([(a.row, a.tokens) for a in trained], passes)
         if fresh:
             cost += self.policy.cost_of_round([(a.row, a.tokens) for a in fresh])
         return replace(

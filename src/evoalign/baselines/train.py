@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from evoalign.engines.transformers.engine import load_model
 from evoalign.engines.transformers.prefill import ATTENTION
 from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
 from evoalign.models import origin
+from evoalign.models.files import without_bar
 from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
@@ -44,6 +46,13 @@ from evoalign.training.session import Measurement, Session, locked, place
 from evoalign.training.stopping import Stop
 from evoalign.version import install
 
+TRAINERS = {
+    "grpo": "evoalign.baselines.trainer:Trainer",
+    "ppo": "evoalign.baselines.ppo:PpoTrainer",
+    "dpo": "evoalign.baselines.dpo:DpoTrainer",
+}
+"""Subclasses of TRL's trainers by `grpo.algorithm`."""
+
 
 def grpo(
     config: ConfigLike,
@@ -56,6 +65,7 @@ def grpo(
 ) -> Result:
     """Fine-tune by GRPO (Shao et al., arXiv 2402.03300) with TRL's GRPOTrainer; needs the extra `grpo`.
 
+    `grpo.algorithm` chooses PPO or DPO instead.
     Takes the same config as `train`, with the same task, prompts, longest completion, rewards and evaluation. The run
     directory is the same except that it has no journal. `task`, `reward`, `overwrite` and `resume` are as in `train`.
     Raises a subclass of EvoalignError.
@@ -171,7 +181,7 @@ class _Grpo:
         self.labels = Labels(
             "grpo",
             grpo.max_steps,
-            f"{task.name}, GRPO ({grpo.tune}), {grpo.num_generations} completions per prompt",
+            f"{task.name}, {grpo.title} ({grpo.tune}), {grpo.num_generations} completions per prompt",
             # Not "no update": rounding leaves advantages of up to 1e-4, which Adam scales up.
             still="steps with equal rewards",
             words=GRPO_WORDS,
@@ -295,18 +305,17 @@ def make_trainer(
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.trainer_callback import PrinterCallback
 
-    from evoalign.baselines.trainer import Trainer
-
     folder = RunDir(Path(config.output_dir)).path / "trainer"
-    arguments = _arguments(config, folder)
+    trainer_class = trainer_of(config)
+    arguments = _arguments(config, folder, trainer_class.arguments_class)
     settings.check_prompts(config, len(data.train), arguments.world_size)
     model = load_model(config.model, getattr(torch, config.model.trained_dtype)).requires_grad_(True).train()
     try:
-        with warnings.catch_warnings(), _reference_of(config, model):
+        with warnings.catch_warnings(), without_bar(), _reference_of(config, model):
             warnings.simplefilter("ignore")  # about experimental features and deprecated names
-            trainer = Trainer(
+            trainer = trainer_class(
+                config,
                 tokens,
-                corrected=config.grpo.samples_members and config.grpo.off_policy == "clip",
                 model=model,
                 reward_funcs=[reward],
                 args=arguments,
@@ -344,12 +353,16 @@ def _collate(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[st
     ]
 
 
-def _arguments(config: Config, folder: Path) -> Any:
-    from evoalign.baselines.trainer import GRPOConfig
+def trainer_of(config: Config) -> Any:
+    """Import the trainer class of `grpo.algorithm`; its `arguments_class` is TRL's class of settings."""
+    module, _, name = TRAINERS[config.grpo.algorithm].partition(":")
+    return getattr(import_module(module), name)
 
-    on_cpu, known = settings.trains_on_cpu(config), settings.fields_of(GRPOConfig)
+
+def _arguments(config: Config, folder: Path, kind: type) -> Any:
+    on_cpu, known = settings.trains_on_cpu(config), settings.fields_of(kind)
     try:
-        arguments = GRPOConfig(**settings.arguments(config, folder, on_cpu=on_cpu, known=known))
+        arguments: Any = kind(**settings.arguments(config, folder, on_cpu=on_cpu, known=known))
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"grpo: {' '.join(str(error).split())}") from error
     if arguments.n_gpu > 1:  # one GPU per process, without torch's DataParallel; `accelerate launch` starts several

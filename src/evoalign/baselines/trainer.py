@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Subclass of TRL's GRPOTrainer: evoalign's prompt tokens, resumable prompt order, timing, and old log-probabilities.
 
-The algorithm is TRL's. This is the only module that imports TRL.
+The algorithm is TRL's. Only this module, `ppo` and `dpo` import TRL.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rollouts import derive_seed
@@ -32,9 +33,9 @@ A release without them would silently ignore the overrides, so `check_release` r
 """
 
 
-def check_release(trainer: type = GRPOTrainer) -> None:
+def check_release(trainer: type = GRPOTrainer, names: Sequence[str] = OVERRIDDEN) -> None:
     """Raise ConfigError naming the overridden methods that the installed release of TRL does not have."""
-    missing = [f"{trainer.__name__}.{name}" for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
+    missing = [f"{trainer.__name__}.{name}" for name in names if not callable(getattr(trainer, name, None))]
     if missing:
         raise ConfigError(
             f"TRL {version('trl')} has no {', '.join(missing)}, which evoalign overrides; "
@@ -57,15 +58,17 @@ class EpochSampler(RepeatSampler):
 class Trainer(GRPOTrainer):
     """TRL's trainer with evoalign's prompts and clock.
 
-    With `corrected`, completions come from ES members, whose log-probabilities are the old ones of PPO's ratio.
+    With `grpo.off_policy: clip`, log-probabilities of ES members are the old ones of PPO's ratio.
     """
 
+    arguments_class = GRPOConfig
+
     def __init__(
-        self, tokens: Tokens, *, corrected: bool, tools_of_prompts: Sequence[Any] = (), **arguments: Any
+        self, config: Config, tokens: Tokens, *, tools_of_prompts: Sequence[Any] = (), **arguments: Any
     ) -> None:
         check_release()
         self.evoalign_tokens, self.tools_of_prompts = tokens, tools_of_prompts
-        self.corrected = corrected
+        self.corrected = config.grpo.samples_members and config.grpo.off_policy == "clip"
         self.rollout_seconds = 0.0
         super().__init__(**arguments)
 

@@ -24,7 +24,7 @@ def grpo(
     all_: All = False,
     debug: Debug = False,
 ) -> None:
-    """Train the GRPO baseline on the same task, and compare the test split before and after."""
+    """Train GRPO (grpo.algorithm: PPO or DPO) on the same task, and compare the test split before and after."""
     found = resolved("grpo", config, more or [], set_ or [], evaluate_every, resume=resume, overwrite=overwrite)
     quiet()
     if dry_run:

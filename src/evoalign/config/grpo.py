@@ -139,6 +139,10 @@ class GrpoConfig(Section):
     GRPO solve the same problem. All other settings of TRL go into `trl`.
     """
 
+    algorithm: Annotated[Literal["grpo", "ppo", "dpo"], Field(exclude_if=lambda value: value == "grpo")] = "grpo"
+    """`ppo` (experimental): PPO (Schulman et al., arXiv 1707.06347), whose advantages come from a critic, with
+    `num_iterations` epochs per round of completions. `dpo`: online DPO (Rafailov et al., arXiv 2305.18290, eq. 7; Guo
+    et al., arXiv 2402.04792) on TRL's DPOTrainer with the completions of highest and lowest reward of each group."""
     tune: Literal["full", "lora"] = "full"
     """`full` trains all weights, `lora` an adapter with rank, alpha, target_layers and target_modules of section
     `lora`."""
@@ -220,6 +224,36 @@ class GrpoConfig(Section):
         def __getattr__(self, name: str) -> Any:
             """Return a field of TRL that earlier releases had as an attribute."""
             return self.by_name[name] if name in OF_TRL else super().__getattr__(name)
+
+    @property
+    def title(self) -> str:
+        """The algorithm's name in text and tables."""
+        return self.algorithm.upper()
+
+    @model_validator(mode="after")
+    def _of_algorithm(self) -> GrpoConfig:
+        if self.algorithm == "grpo":
+            return self
+        if self.samples_members:
+            raise ValueError(f"grpo.rollouts es is for grpo.algorithm grpo, not {self.algorithm}: set rollouts engine")
+        if self.algorithm == "ppo":
+            return self
+        if self.rollouts != "engine":
+            raise ValueError(
+                "grpo.algorithm dpo takes its completions from evoalign's engine: set grpo.rollouts engine"
+            )
+        if self.beta == 0:
+            raise ValueError("grpo.beta 0 leaves DPO without a loss; set it above 0, such as 0.1")
+        if self.per_device_train_batch_size % self.num_generations:
+            raise ValueError(
+                f"grpo.per_device_train_batch_size {self.per_device_train_batch_size} is not a multiple of "
+                f"grpo.num_generations {self.num_generations}: each pass of DPO makes its pairs from whole groups"
+            )
+        if self.num_iterations > 1 or self.steps_per_generation not in (None, self.gradient_accumulation_steps):
+            raise ValueError("DPO trains once on each pair: remove grpo.num_iterations and grpo.steps_per_generation")
+        if "loss_type" in self.trl:
+            raise ValueError("grpo.trl.loss_type is not for grpo.algorithm dpo, whose loss is sigmoid: remove it")
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> GrpoConfig:

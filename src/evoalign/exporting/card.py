@@ -230,7 +230,11 @@ def _metadata(facts: Facts) -> str:
         base_model=facts.base if facts.base_on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["evoalign", *TAGS[facts.method], *(["lora"] if facts.kind != "model" else [])],
+        tags=[
+            "evoalign",
+            *(facts.config.grpo.algorithm if tag == "grpo" else tag for tag in TAGS[facts.method]),
+            *(["lora"] if facts.kind != "model" else []),
+        ],
         datasets=sorted(set(hub)) or None,
         base_model_relation=("adapter" if adapter else "finetune") if facts.base_on_hub else None,
         **_model_index(facts),

@@ -118,7 +118,7 @@ def check_config(case: Case) -> Finding:
         if config.grpo.samples_members:
             _ = config.es  # raises ConfigError if missing: members come from the sections es and space
         lines = planning.step_lines(config)
-        what = f"GRPO, task {config.task.name}, model {config.model.name}"
+        what = f"{config.grpo.title}, task {config.task.name}, model {config.model.name}"
     else:
         shaping.load(config.es.shaping)
         lines = estimate.step_lines(config, None)
@@ -134,11 +134,13 @@ def check_trl(case: Case) -> Finding:
     """Check that TRL is installed and knows the settings that are passed to it."""
     if not tracking.is_installed("trl"):
         return Finding("trl", "failed", "GRPO needs the extra grpo", install("grpo"))
-    from evoalign.baselines.trainer import GRPOConfig, check_release
+    from evoalign.baselines.train import trainer_of
+    from evoalign.baselines.trainer import check_release
 
     check_release()
+    known = settings.fields_of(trainer_of(case.config).arguments_class)
     on_cpu = not estimate.on_gpu(case.config)
-    settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=settings.fields_of(GRPOConfig))
+    settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=known)
     return Finding("trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings and has what evoalign uses")
 
 

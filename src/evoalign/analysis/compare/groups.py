@@ -112,7 +112,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
                     f"{other.path} and {run.path} have the same settings and the same seed {run.seed}; give one of them"
                 )
     kinds: list[tuple[list[Run], dict[str, Any]]] = [(same, json.loads(key)) for key, same in by_settings.items()]
-    kinds.sort(key=lambda kind: kind[1]["method"])
+    kinds.sort(key=lambda kind: (kind[1]["method"] != "es", kind[1]["method"]))
     settings = [kind for _, kind in kinds]
     labels, names = labels_of(settings), sorted({key for kind in settings for key in kind})
     odd = [name for name in names if any(kind.get(name) != settings[0].get(name) for kind in settings)]
@@ -130,7 +130,8 @@ def settings_of(config: Config, method: Method) -> dict[str, Any]:
     unused = set(SECTIONS) - {tree["space"]["name"]} if "space" in tree else set[str]()
     own = dict(flat({key: value for key, value in tree.items() if key not in unused}))
     ends = {} if config.stopping is None else dict(flat(config.stopping.model_dump(mode="json"), "stopping."))
-    return {"method": method, **own, **ends, LENGTHS[method == "grpo"]: config.trained_by(method).steps}
+    named = config.grpo.algorithm if method == "grpo" else method
+    return {"method": named, **own, **ends, LENGTHS[method == "grpo"]: config.trained_by(method).steps}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

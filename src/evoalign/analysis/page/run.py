@@ -129,7 +129,7 @@ class _Reader:
         return View(
             name=name,
             path=str(self.path),
-            method=NAMES[self.method],
+            method=NAMES[self.method] if is_es or config is None else config.grpo.title,
             about={} if config is None else views.about(config, manifest),
             made=views.made(self.path, manifest),
             state=state,
