@@ -229,7 +229,8 @@ def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
     specs = engine.specs()
     refuse_not_finite(specs)
     layout = layout_of(space, specs, engine.dtype)
-    moved_by = optimizer.create(config.es.optimizer) if config.es_ is not None else None
+    moved_by = optimizer.create(config.es, layout) if config.es_ is not None else None
+    space = spaces.adapted(space, moved_by)
     try:
         facts = engine.start(space, layout, moved_by, config.decays)
     except (MemoryError, RuntimeError) as error:

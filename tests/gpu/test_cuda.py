@@ -25,7 +25,7 @@ def start(space: str, device: str, dtype: str = "float32", **sections: object):
     engine = engines.create(settings, tk)
     where = spaces.create(settings)
     layout = where.layout(engine.specs(), engine.dtype)
-    engine.start(where, layout, optimizer.create(settings.es.optimizer), settings.decays)
+    engine.start(where, layout, optimizer.create(settings.es, layout), settings.decays)
     return engine, where, layout, tk
 
 

@@ -12,7 +12,7 @@ import evoalign
 from evoalign import spaces
 from evoalign.config import from_dict
 from evoalign.errors import CheckpointError, ConfigError, ModelError
-from evoalign.rundir import checkpoint
+from evoalign.rundir import checkpoint, journal
 from evoalign.spaces.lora import factors_of
 from evoalign.spaces.singular import _decomposed, _rows_decomposed
 from evoalign.testing.spaces import SPECS
@@ -21,20 +21,23 @@ from evoalign.types import Update, population
 
 CONSTRAINTS = 8
 SMALL = {
-    "norms": {"space": "norms", "es": {"sigma": 0.05}},
+    "norms": {"space": "norms", "es": {"sigma": 0.5}},
     "subspace": {"space": {"name": "subspace", "dimension": 30}},
     "singular": {"space": "singular"},
 }
 
 
-def run(space, folder, generations=3, **more):
+def run(space, folder, generations=3, optimizer="adam", **more):
     tree = {
         "model": {"name": "tiny"}, "task": {"name": "conciseness"}, "checks": UNCHECKED, "output_dir": str(folder),
-        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 3, "population_size": 4, "optimizer": "adam"},
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 3, "population_size": 4},
         "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4}, "checkpoint": {"every": 1},
     }  # fmt: skip
     own = SMALL[space]
     tree |= own | {"es": tree["es"] | own.get("es", {}) | {"num_generations": generations}}
+    tree["es"]["optimizer"] = optimizer
+    if optimizer in ("cma", "sep_cma"):
+        del tree["es"]["learning_rate"]
     if space == "singular":
         shapes = {f"model.layers.{i}.mlp.up_proj.weight": tiny_shape() for i in range(4)}
         tree["model"] = {"name": str(adapter(folder.with_name("adapter"), shapes)), "base": "tiny"}
@@ -48,13 +51,19 @@ def tiny_shape():
     return next(s.shape for s in specs if s.name == "model.layers.0.mlp.up_proj.weight")
 
 
+@pytest.mark.first("subspace", "singular-adam", "norms-sep_cma", others="slow")
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "cma", "sep_cma"])
 @pytest.mark.parametrize("space", SMALL)
-def test_a_run_resumes_to_the_bit_and_is_what_its_journal_says(space, tmp_path):
-    whole = run(space, tmp_path / "whole")
-    run(space, tmp_path / "cut", generations=2)
-    resumed = run(space, tmp_path / "cut", resume=True)
+def test_a_run_resumes_to_the_bit_and_is_what_its_journal_says(space, optimizer, tmp_path):
+    whole = run(space, tmp_path / "whole", optimizer=optimizer)
+    run(space, tmp_path / "cut", generations=2, optimizer=optimizer)
+    resumed = run(space, tmp_path / "cut", optimizer=optimizer, resume=True)
     hashes = [checkpoint.mark_of(Path(result.saved)).weights_hash for result in (whole, resumed)]
     assert hashes[0] == hashes[1] == evoalign.replay(tmp_path / "whole")
+    log = journal.read(tmp_path / "whole" / "journal.jsonl")
+    assert len({g.weights_hash for g in log.generations} | {log.header.weights_hash}) == 4, "each generation moves it"
+    assert log.header.sums == ("own" if "cma" in optimizer else "ordered")
+    assert ("cmaes" in log.header.versions) == ("cma" in optimizer)
 
 
 @pytest.mark.parametrize("space", ["subspace", "singular"])

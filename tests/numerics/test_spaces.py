@@ -273,7 +273,7 @@ def test_zero_coefficients_move_nothing(space_name, optimizer):
     space, layout = make(space_name)
     zero = Update(1, 1, population(4), (0.0, -0.0, 0.0, 0.0), 0.01, 0.005, decay=0.5)
     for tensor in layout.tensors:
-        made = create(config("lora", optimizer=optimizer).es.optimizer)
+        made = create(config("lora", optimizer=optimizer).es, layout)
         master = start(tensor.name, tensor.shape)
         moving = moved(space, layout, tensor.name, update(4), master, optimizer=made)
         assert not torch.equal(moving, master)
@@ -428,7 +428,7 @@ def gradients(layout, name, count, seed=0):
 @pytest.mark.parametrize("space_name", ["lora", "lora-ab"])
 def test_optimizers_equal_numpy(space_name, settings):
     space, layout = make(space_name, noise_multiplier=0.1)
-    made = create(config("lora", optimizer=settings).es.optimizer)
+    made = create(config("lora", optimizer=settings).es, layout)
     for tensor in layout.tensors:
         master, want = torch.zeros(tensor.shape), np.zeros(tensor.shape)
         mean, square = np.zeros(tensor.shape), np.zeros(tensor.shape)
@@ -448,7 +448,7 @@ def test_adams_first_step_is_a_full_one_also_after_generations_that_moved_nothin
     """Generations without variance are common at the start; they must not count in the bias correction."""
     space, layout = make("lora")
     name = layout.tensors[0].name
-    made = create(config("lora", optimizer="adam").es.optimizer)
+    made = create(config("lora", optimizer="adam").es, layout)
     master = torch.zeros(layout[name].shape)
     for index in range(10):
         zero = Update(index, index, population(6), (0.0,) * 6, 0.01, 0.003)
@@ -462,15 +462,15 @@ def test_adams_first_step_is_a_full_one_also_after_generations_that_moved_nothin
 def test_an_optimizers_state_goes_on_where_it_stopped(name):
     space, layout = make("lora")
     tensor = layout.tensors[0]
-    settings = config("lora", optimizer=name).es.optimizer
-    through, first = create(settings), create(settings)
+    settings = config("lora", optimizer=name).es
+    through, first = create(settings, layout), create(settings, layout)
     whole_run, halves = torch.zeros(tensor.shape), torch.zeros(tensor.shape)
     ups = [up for up, _ in gradients(layout, tensor.name, 6)]
     for up in ups:
         space.accumulate(layout, whole_run, tensor.name, whole(tensor.shape), up, optimizer=through)
     for up in ups[:3]:
         space.accumulate(layout, halves, tensor.name, whole(tensor.shape), up, optimizer=first)
-    second = create(settings)
+    second = create(settings, layout)
     second.load({n: t.clone() for n, t in first.state()})
     for up in ups[3:]:
         space.accumulate(layout, halves, tensor.name, whole(tensor.shape), up, optimizer=second)

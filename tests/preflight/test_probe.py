@@ -25,7 +25,7 @@ from evoalign.preflight import probe as module
 from evoalign.preflight.advice import ETA, texts
 from evoalign.preflight.probe import probe
 from evoalign.setup import assemble
-from evoalign.types import MEAN_PLAN, Plan, population
+from evoalign.types import MEAN_PLAN, Layout, Plan, population
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data/tasks/countdown/countdown.json"
@@ -224,7 +224,7 @@ def test_recommended_step_is_that_of_sgd_with_zscores(shaping, antithetic, linea
 def test_reach_is_the_distance_of_an_optimizer(optimizer):
     """Random gradients of a population of 100, each 1 / 10 of a member's noise: where the mean is after 400."""
     es = from_dict({"es": {"sigma": 0.01, "population_size": 100, "optimizer": optimizer}}).es
-    moving = optimizers.create(es.optimizer)
+    moving = optimizers.create(es, Layout((), 0, "float32"))
     generator = torch.Generator().manual_seed(0)
     far, plain = torch.zeros(2000), torch.zeros(2000)
     for _ in range(400):

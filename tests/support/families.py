@@ -149,9 +149,9 @@ class Bench:
         self.engine: Engine = engines.create(config, self.tokens)
         self.space: Space = spaces.create(config)
         self.layout: Layout = self.space.layout(self.engine.specs(), self.engine.dtype)
-        self.facts = self.engine.start(
-            self.space, self.layout, optimizer.create(config.es.optimizer), config.es.decay > 0
-        )
+        made = optimizer.create(config.es, self.layout)
+        self.space = spaces.adapted(self.space, made)
+        self.facts = self.engine.start(self.space, self.layout, made, config.es.decay > 0)
         self.members = population(config.es.population_size, antithetic=config.es.antithetic)
 
     def __enter__(self) -> Bench:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evoalign import kernels, spaces
-from evoalign.config import OptimizerConfig, from_dict
+from evoalign.config import from_dict
 from evoalign.optimizer import create
 from evoalign.types import TensorSpec, Update, population
 
@@ -65,7 +65,7 @@ def moved(
     part = tuple(slice(0, n) for n in shape) if part is None else part
     master, start = random(shape).to(device), random(shape, 1).to(device)[part]
     weights = torch.zeros(shape, dtype=served or dtype, device=device)
-    how = create(OptimizerConfig(name=optimizer))  # type: ignore[arg-type]
+    how = create(from_dict({"es": {"sigma": 0.01, "optimizer": optimizer}}).es, layout)
     made.accumulate(layout, master[part], name, part, up, start, how, weights[part])
     return master, weights
 

@@ -235,11 +235,12 @@ class JournalReplay:
         """Return a block of the mean of a tensor at each of the P generations, float32 [P, *block]."""
         import torch
 
-        from evoalign import optimizer
+        from evoalign import optimizer, spaces
         from evoalign.engines.hash import tensor_sum
 
         start = self._start(name, slices)
-        master, mover = start.clone(), optimizer.create(self.config.es.optimizer)
+        master, mover = start.clone(), optimizer.create(self.config.es, self.layout)
+        space = spaces.adapted(self.space, mover)
         kept: list[torch.Tensor] = []
         for done in range(self.steps[-1] + 1):
             if done in self.steps:
@@ -248,7 +249,7 @@ class JournalReplay:
                 recorded = self.log.generations[done]
                 update = recorded.update if way is None else way.update(recorded)
                 anchor = start if update.decay else None  # as in the run: adding 0 would change -0
-                self.space.accumulate(self.layout, master, name, slices, update, anchor, mover)
+                space.accumulate(self.layout, master, name, slices, update, anchor, mover)
         if way is None:
             key = name, self.layout[name].shape
             self._sums[key] = self._sums.get(key, 0) + tensor_sum(kept[-1], key[1], slices)

@@ -67,8 +67,8 @@ class History:
     def width(self, factor: float) -> str:
         """Return the settings that multiply the noise width by `factor` and keep eta."""
         es = self.config.es
-        if es.sigma is None:
-            return f"es.noise_multiplier {factor * es.width:.2g}"
+        if es.sigma is None or es.optimizer.adapts_noise:
+            return f"{'es.noise_multiplier' if es.sigma is None else 'es.sigma'} {factor * es.width:.2g}"
         return f"es.sigma {factor * es.sigma:.2g} with es.learning_rate {factor * es.learning_rate:.2g}"
 
     def eta(self) -> float | None:
@@ -82,6 +82,8 @@ class History:
 
     def slower(self) -> str:
         """Return the setting for a smaller step: half of it, or eta 0.5 if eta is large."""
+        if self.config.es.optimizer.adapts_noise:
+            return self.width(0.5)
         es, eta = self.config.es, self.eta()
         share = 0.5 / eta if eta is not None and self.is_fast() else 0.5
         return f"es.learning_rate {share * es.learning_rate:.2g} (eta {share * es.eta:.2g} instead of {es.eta:.2g})"
@@ -361,7 +363,8 @@ class Hacked(Rule):
             return None
         name = next(name for name, rise in rises.items() if rise >= self.near_highest * highest)
         was, now = shares[name]
-        nearer = run.slower() if run.is_fast() else "es.decay 0.01"
+        adapts = run.config.es.optimizer.adapts_noise
+        nearer = run.slower() if run.is_fast() or adapts else "es.decay 0.01"
         return (
             f"the reward rises together with a sign of hacking, {WORDS[name]} ({was:.0%} to {now:.0%} of the "
             "completions): it is likely hacked; read the completions, fix the reward (task.rewards), or keep the model "

@@ -13,10 +13,11 @@ from evoalign.errors import shown
 
 
 class OptimizerConfig(Section):
-    """Optimizer that turns the ES gradient into a step. Momentum and Adam keep state of the size of the mean, so only
-    space `lora` takes them."""
+    """Optimizer that turns the ES gradient into a step. Momentum and Adam keep state of the size of the mean, so spaces
+    `lowrank` and `full` do not take them. `cma` (CMA-ES) and `sep_cma` adapt the covariance of the noise and the step,
+    for at most 2,000 and 10,000 numbers."""
 
-    name: Literal["sgd", "momentum", "adam"] = "sgd"
+    name: Literal["sgd", "momentum", "adam", "cma", "sep_cma"] = "sgd"
     """Kind of optimizer. `optimizer: adam` is short for `optimizer: {name: adam}`."""
     momentum: Share = 0.9
     """Decay rate of the velocity, for `momentum`."""
@@ -26,6 +27,11 @@ class OptimizerConfig(Section):
     """Decay rate of the second moment, for `adam`."""
     eps: Positive = 1e-8
     """Added to the root of the second moment, for `adam`."""
+
+    @property
+    def adapts_noise(self) -> bool:
+        """Whether it changes the distribution of the members, not only the step."""
+        return self.name in ("cma", "sep_cma")
 
 
 class ScheduleConfig(Section):
@@ -93,7 +99,7 @@ class EsConfig(Section):
     """Members per generation. More members give a less noisy gradient at a proportional cost."""
     learning_rate: Positive = 0.0005
     """With `es.sigma`, the alpha of arXiv 2509.24372, which includes 1/sigma: the step in units of the noise is
-    `learning_rate / sigma`. With `es.noise_multiplier`, that step itself."""
+    `learning_rate / sigma`. With `es.noise_multiplier`, that step itself. Optimizers `cma` and `sep_cma` have none."""
     sigma: Positive | None = None
     """Standard deviation of the noise, the same for all tensors."""
     noise_multiplier: Positive | None = None
@@ -124,6 +130,24 @@ class EsConfig(Section):
             raise ValueError("es.learning_rate_schedule: plateau is only for es.sigma_schedule; use linear or cosine")
         return self
 
+    @model_validator(mode="after")
+    def _adapting(self) -> EsConfig:
+        if not self.optimizer.adapts_noise:
+            return self
+        names = ("antithetic", "decay", "learning_rate", "learning_rate_schedule", "sigma_schedule")
+        if odd := [
+            f"es.{name}"
+            for name in names
+            if getattr(self, name) != EsConfig.model_fields[name].get_default(call_default_factory=True)
+        ]:
+            raise ValueError(
+                f"es.optimizer {self.optimizer.name} adapts width and step itself and draws members one by one; remove "
+                f"{', '.join(odd)}"
+            )
+        if self.population_size < 4:
+            raise ValueError(f"es.optimizer {self.optimizer.name} needs an es.population_size of at least 4")
+        return self
+
     @property
     def steps(self) -> int:
         """Length of a whole run: its generations."""
@@ -137,6 +161,8 @@ class EsConfig(Section):
     @property
     def eta(self) -> float:
         """Step at generation 0 in units of the noise's standard deviation."""
+        if self.optimizer.adapts_noise:
+            return 1.0
         return self.learning_rate / self.sigma if self.sigma is not None else self.learning_rate
 
 

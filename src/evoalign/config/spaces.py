@@ -98,6 +98,8 @@ class LoraConfig(SpaceSection):
         return self.evolve == "b"
 
     def refusal(self, es: EsConfig) -> str | None:
+        if es.optimizer.adapts_noise and self.evolve == "ab" and self.init_scale != 1:
+            return f"es.optimizer {es.optimizer.name} adapts the width from generation 0 on; set lora.init_scale 1"
         if self.has_pairs or not es.antithetic:
             return None
         return (
@@ -149,5 +151,5 @@ def _too_large(space: str, es: EsConfig) -> str | None:
         return None
     return (
         f"es.optimizer {es.optimizer.name} keeps state of the size of the model with space {space}; "
-        "use sgd, or space lora"
+        f"use sgd, or space {'subspace' if es.optimizer.adapts_noise else 'lora'}"
     )

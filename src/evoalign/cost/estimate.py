@@ -54,7 +54,9 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
     how = "es.learning_rate / es.sigma" if es.sigma is not None else "es.learning_rate"
     lines = [f"eta {es.eta:.4g} (a step in units of the noise; {how})"]
     (low, high), moved = ETA_USUAL, reach(es)
-    if moved is None:
+    if es.optimizer.adapts_noise:
+        lines = [f"es.optimizer {es.optimizer.name} starts from this width and adapts width and step"]
+    elif moved is None:
         lines.append(
             f"the size of the steps is not known: the coefficients of es.shaping {es.shaping} depend on the scores; "
             "evoalign probe measures them"

@@ -83,7 +83,8 @@ class Master:
         host: bool = False,
         first: bool = True,
     ) -> None:
-        self.space, self.layout, self.optimizer, self.device = space, layout, optimizer, device
+        # That of the space may be a copy of `optimizer`, where arguments are pickled one by one.
+        self.space, self.layout, self.optimizer, self.device = space, layout, space.optimizer or optimizer, device
         self._host = host
         moving = {t.name for t in layout.tensors}
         self.parts = list(self._parts(shards, first))
@@ -97,7 +98,7 @@ class Master:
         """Parts by the argument of `probe`, with the tensor's position and the places in the sample and in the part."""
         away = any(p.master.device.type != device.type for p in self.parts)
         mean = [MeanPart(p.name, p.slices, p.master, p.start, p.served) for p in self.moving]
-        self._move = None if optimizer is not None or away else space.mover(layout, mean)
+        self._move = None if self.optimizer is not None or away else space.mover(layout, mean)
 
     def _parts(self, shards: Iterable[Shard], first: bool) -> Iterator[Part]:
         """Yield the model's weights that evolve, or the space's own tensors, which are small and kept whole."""

@@ -252,7 +252,7 @@ def expected_distance(updates: Sequence[Update], layout: Layout, es: EsConfig) -
     """
     from evoalign.spaces.base import pair_weights  # imports torch, which tables do without
 
-    if es.optimizer.name == "adam":
+    if es.optimizer.name == "adam" or es.optimizer.adapts_noise:
         return None
     moving = [update for update in updates if any(update.coefficients)]  # others move nothing, and no velocity
     momentum = es.optimizer.momentum if es.optimizer.name == "momentum" else 0.0

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
-from evoalign import setup, shaping, spaces, tokens, tracking
+from evoalign import optimizer, setup, shaping, spaces, tokens, tracking
 from evoalign.baselines import planning, settings
 from evoalign.checks import prompts
 from evoalign.config import Config
@@ -35,7 +35,7 @@ from evoalign.types import Facts, Layout, TensorSpec
 from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
-OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
+OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2, "sep_cma": 8}
 Status = Literal["ok", "warning", "failed", "skipped"]
 NEEDS_FLAG = "needs --resume or --overwrite"
 
@@ -275,6 +275,7 @@ def check_targets(case: Case) -> Finding:
         case.specs = specs
         return Finding("targets", "ok", f"model of {planning.parameters(specs):,} numbers, {count:,} are trained")
     case.planned = setup.layout_of(spaces.create(config), specs, estimate.served_dtype(config))
+    optimizer.create(config.es, case.planned)  # raises ConfigError if it cannot evolve this layout
     case.specs = specs
     modules = sorted({m.removesuffix(".weight").rsplit(".", 1)[-1] for m in case.planned.modules})
     shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
@@ -334,7 +335,10 @@ def check_disk(case: Case) -> Finding:
         saves = bool(state)
     else:
         layout, dtype = need(case.planned, "targets"), estimate.served_dtype(config)
-        slots, saves = OPTIMIZER_SLOTS[config.es.optimizer.name], bool(saving.every(config))
+        slots, saves = (
+            OPTIMIZER_SLOTS.get(config.es.optimizer.name, 6 + 2 * layout.parameters),
+            bool(saving.every(config)),
+        )
         size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
     kept = config.checkpoint.keep_last + heading.keeps_best(config, case.data) if saves else 1
     wanted, folder = size * (kept + 1) + 2 * state, _existing(Path(config.output_dir))

@@ -126,7 +126,7 @@ def probe(
     config = as_config(config) if task is not None else with_form(as_config(config))
     _ = config.es  # raises ConfigError if missing
     widths = _ladder(config, sigmas)
-    _check(members, examples)
+    _check(members, examples, config)
     parts = assemble(config, task, reward)
     try:
         refuse_whole_groups(parts.objective, "the probe")
@@ -149,7 +149,7 @@ def plan(
     config = as_config(config)
     _ = config.es  # raises ConfigError if missing
     widths = _ladder(config, sigmas)
-    _check(members, examples)
+    _check(members, examples, config)
     task, data = task_and_data(config, None, None)
     task.close()
     count = len(batch(len(data.train), examples, config.seed, 0))
@@ -157,7 +157,12 @@ def plan(
     return [*lines, "time: the probe prints an estimate once the unperturbed model is evaluated"]
 
 
-def _check(members: int | None, examples: int) -> None:
+def _check(members: int | None, examples: int, config: Config) -> None:
+    if config.es.optimizer.adapts_noise:
+        raise ConfigError(
+            f"a probe recommends a width and a learning rate, and es.optimizer {config.es.optimizer.name} has no "
+            "learning rate; probe with es.optimizer=sgd and take its width"
+        )
     if members is not None and (members < 4 or members % 2):
         raise ConfigError(f"members {members}: a probe needs an even number, at least 4")
     if examples < 1:

@@ -6,7 +6,7 @@ A saved mean is a plain PEFT adapter (`lora`, float32) or a Hugging Face checkpo
 
     evoalign.json            which generation, its weights_hash, its place in the journal, SHA-256 of each file
     mean-NNNNN.safetensors   the mean in float32, where the checkpoint has rounded it
-    optimizer.safetensors    state of momentum or Adam
+    optimizer.safetensors    state of the optimizer
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import check_regular, parse, read_bytes
 from evoalign.errors import CheckpointError, DataError, ModelError
+from evoalign.optimizer import cma
 from evoalign.rundir.files import digest_of, filled
 from evoalign.types import Layout
 
@@ -179,7 +180,7 @@ def _record_of(folder: Path) -> tuple[Mark, dict[str, str]]:
 
 
 def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the mean and the optimizer's state, in float32 by name. Call `verify` first. Raises CheckpointError."""
+    """Return the mean, in float32, and the optimizer's state, by name. Call `verify` first. Raises CheckpointError."""
     files = sorted(folder.glob(MEAN)) or sorted(folder.glob("*model*.safetensors"))
     wanted = [t.name for t in (*layout.tensors, *layout.frozen)]
     state: dict[str, torch.Tensor] = {}
@@ -194,6 +195,8 @@ def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[st
     for name, tensor in (*state.items(), *slots.items()):
         slot, _, module = name.rpartition(":")  # the optimizer's are named `slot:tensor`
         shape = () if slot == "count" else shapes.get(module)
+        if module == cma.NAME:
+            shape = cma.shape_of(slot, layout.parameters)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{folder}: {name!r} has shape {tuple(tensor.shape)}, not {shape}")
     return state, slots

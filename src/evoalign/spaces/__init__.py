@@ -9,6 +9,7 @@ from evoalign import config as settings
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
+from evoalign.spaces.adapted import adapted
 from evoalign.spaces.base import Adapter, Factors, MeanPart, Slots, Space
 from evoalign.spaces.full import Full
 from evoalign.spaces.lora import Lora
@@ -16,7 +17,7 @@ from evoalign.spaces.lowrank import LowRank
 
 SPACES: dict[str, type[Space]] = {name: load_object(path, "space.name") for name, path in settings.SPACES.items()}
 
-__all__ = ["SPACES", "Adapter", "Factors", "Full", "Lora", "LowRank", "MeanPart", "Slots", "Space", "create"]
+__all__ = ["SPACES", "Adapter", "Factors", "Full", "Lora", "LowRank", "MeanPart", "Slots", "Space", "adapted", "create"]
 
 
 def create(config: Config) -> Space:

@@ -115,6 +115,11 @@ class Space(ABC):
         return int(self.config.space.options.get("rank", 16))
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer whose state the noise depends on, or None; see `evoalign.spaces.adapted`."""
+        return None
+
+    @property
     def scaling(self) -> float:
         """Factor of a member's term: the `scaling` of each `Adapter` of this space."""
         return 1.0

@@ -67,7 +67,8 @@ def started(create: Create, config: Config) -> Generator[Bench, None, None]:
     try:
         space = spaces.create(config)
         layout = space.layout(engine.specs(), engine.dtype)
-        made = optimizer.create(config.es.optimizer)
+        made = optimizer.create(config.es, layout)
+        space = spaces.adapted(space, made)
         facts = engine.start(space, layout, made, keep_start=config.es.decay > 0)
         sampling = Sampling(TOKENS)
         requests = [Request(i, tokens_.encode(p), sampling, seed=i, logprobs=True) for i, p in enumerate(PROMPTS)]

@@ -8,6 +8,7 @@ import json
 import platform
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from evoalign.tokens import Tokens
 from evoalign.training.inputs import inputs_of
 from evoalign.types import Summation
 
-_WAYS = {"library": "by a library's matrix product", "own": "in its space's own way"}
+_WAYS = {"library": "by a library's matrix product", "own": "in its space's or its optimizer's own way"}
 
 
 def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def _facts(served: Served) -> dict[str, Any]:
     """Return what the weights depend on, apart from the config: the GPU model, or the kind of CPU, among others."""
     device = served.facts.device
     return {
-        "versions": versions(),
+        "versions": versions() | ({"cmaes": version("cmaes")} if served.config.es.optimizer.adapts_noise else {}),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu {platform.machine()}",
         "dtype": served.layout.dtype,
         "noise_table": noise.TABLE_SHA256,
@@ -264,7 +265,7 @@ def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
 
 def elsewhere(recorded: Header) -> str:
     """Return in words how the machine and versions of a journal differ from those here."""
-    ours = versions()
+    ours = versions() | {name: version(name) for name in recorded.versions.keys() & {"cmaes"}}
     odd = [f"{k} {v} (here {ours.get(k, 'none')})" for k, v in recorded.versions.items() if ours.get(k) != v]
     there, here = recorded.machine or {}, machine()
     what = [f"{name} {there[name]} (here {value})" for name, value in here.items() if there.get(name, value) != value]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import evolve, shaping, spaces, tracking
+from evoalign import evolve, optimizer, shaping, spaces, tracking
 from evoalign.checks import axes, canary, control, gateway, prompts
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis, summary
@@ -123,6 +123,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         work += [estimate.memory_by_name(config.model.name, dtype), f"would be refused: {error}"]
         return [*standing, *estimate.step_lines(config, None), *work]
     layout = layout_of(spaces.create(config), specs, dtype)
+    optimizer.create(config.es, layout)  # raises ConfigError if it cannot evolve this layout
     if refused := estimate.refusal(config, specs, layout, dtype):
         standing.append(f"warning: this machine is too small: {refused}")  # the run may be for another one
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights

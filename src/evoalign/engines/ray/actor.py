@@ -41,8 +41,9 @@ class ReplicaActor:
     def start(self, layout: Layout, keep_start: bool, moves: bool) -> Facts:
         """Start the engine once; see `Engine.start`."""
         if self._facts is None:
-            mover = optimizer.create(self._config.es.optimizer) if moves else None
-            self._facts = self._engine.start(spaces.create(self._config), layout, mover, keep_start)
+            mover = optimizer.create(self._config.es, layout) if moves else None
+            space = spaces.adapted(spaces.create(self._config), mover)
+            self._facts = self._engine.start(space, layout, mover, keep_start)
         assert self._facts is not None
         return self._facts
 

@@ -2,7 +2,8 @@
 """Optimizers turn an ES gradient into a direction. SGD needs none: its direction is the gradient.
 
 The gradient is in units of the noise's standard deviation (a mean of shaped scores times normals), so the mean
-moves by the direction times `step * scale` with every optimizer. State is float32, of the size of the mean.
+moves by the direction times `step * scale` with every optimizer. State is float32, of the size of the mean, except that
+of CMA-ES, in `evoalign.optimizer.cma`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 
 from evoalign import shaping
 from evoalign.config import EsConfig, OptimizerConfig
+from evoalign.optimizer.cma import Cma
+from evoalign.types import Layout
 
 
 class Optimizer(Protocol):
@@ -89,8 +92,10 @@ def reach(es: EsConfig, scale: float | None = None, pairs: float = math.sqrt(2))
     sqrt(1 - rho), where rho is the correlation of the fitness in a pair, at most sqrt(2) if the reward is linear in the
     noise. With momentum, one gradient moves the mean by 1 / (1 - momentum) times itself in total. A gradient's norm
     is about that of one member's noise over sqrt(population_size). Adam normalises it, whatever the coefficients, so
-    its steps have the norm of the noise.
+    its steps have the norm of the noise. None for CMA-ES, which adapts the noise's width.
     """
+    if es.optimizer.adapts_noise:
+        return None
     if es.optimizer.name == "adam":
         return math.sqrt(es.population_size)
     scale = shaping.scale(es.shaping, es.population_size) if scale is None else scale
@@ -100,8 +105,11 @@ def reach(es: EsConfig, scale: float | None = None, pairs: float = math.sqrt(2))
     return scale / (1 - es.optimizer.momentum) if es.optimizer.name == "momentum" else scale
 
 
-def create(config: OptimizerConfig) -> Optimizer | None:
-    """Return the configured optimizer, or None for SGD."""
+def create(es: EsConfig, layout: Layout) -> Optimizer | None:
+    """Return the configured optimizer, or None for SGD. Raises ConfigError if CMA-ES cannot evolve this layout."""
+    config = es.optimizer
+    if config.adapts_noise:
+        return Cma(es, layout)
     if config.name == "momentum":
         return Momentum(config)
     return Adam(config) if config.name == "adam" else None
