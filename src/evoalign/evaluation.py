@@ -24,7 +24,7 @@ from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
 from evoalign.tasks.grading import Answers, Grading
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
+from evoalign.types import MEAN_PLAN, Example, Plan, Request, Rollout, text_of
 
 PREFIX = "reward/"
 """Prefix of the measure, and of the table column, of one of several rewards."""
@@ -129,8 +129,7 @@ def evaluate_together(
     for hundreds. `others` have the indices 0, 1, ...; their completions are returned in this order.
     """
     sampling = sampling_of(settings)
-    greedy = sampling.temperature == 0
-    draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
+    draws = _draws(settings)
     with Grading(task, [example for examples, _ in splits for example in examples]) as begun:
         keys, requests, places, first = list[list[_Key]](), list[Request](), list[tuple[Answers, int]](), 0
         for examples, prompts in splits:
@@ -154,6 +153,38 @@ def evaluate_together(
     for (examples, prompts), of_split, some in zip(splits, keys, columns, strict=True):
         found.append(_evaluation(task, examples, prompts, of_split, [next(left) for _ in of_split], some))
     return found, list(left)
+
+
+def evaluate_members(
+    engine: Engine,
+    plan: Plan,
+    tokens: Tokens,
+    task: Task,
+    examples: Sequence[Example],
+    settings: EvaluationConfig,
+) -> list[Evaluation]:
+    """Score each member of a plan on every example, as `evaluate` scores the unperturbed model."""
+    prompts, sampling = Encoded(task, tokens, examples), sampling_of(settings)
+    keys: list[_Key] = [(e, seed, k) for e in range(len(examples)) for seed, k in _draws(settings)]
+    requests = [
+        prompts.request(i, e, sampling, derive_seed("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
+    ]
+    with Grading(task, examples) as begun:
+        answers = [begun.of([e for e, _, _ in keys]) for _ in plan.members]
+
+        def take(at: int, rollout: Rollout) -> None:
+            answers[at // len(keys)].take(at % len(keys), rollout)
+
+        left = iter(collect(engine, plan, requests, take))
+        columns = [columns_taken(some) for some in answers]
+    return [_evaluation(task, examples, prompts, keys, [next(left) for _ in keys], some) for some in columns]
+
+
+def _draws(settings: EvaluationConfig) -> list[tuple[int, int]]:
+    """Return the seed and sample of each completion of an example."""
+    if settings.temperature == 0:
+        return [(0, 0)]
+    return [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
 
 
 _Key: TypeAlias = tuple[int, int, int]

@@ -60,18 +60,43 @@ def identity(scores_MP: Scores) -> Scores:
     return fitness(scores_MP)
 
 
-SHAPINGS: dict[str, Callable[[Scores], Scores]] = {f.__name__: f for f in (zscore, centered, ranks, identity)}
+TRUNCATION = 4
+"""`truncation` selects one in this many members. The best share for the sphere model is 0.27 (Beyer 2001, The Theory of
+Evolution Strategies)."""
+
+
+def truncation(scores_MP: Scores) -> Scores:
+    """Return N / mu for the best mu = N / 4 members by fitness, rounded down but at least 1, and 0 for the others.
+
+    The selection of the (mu/mu, lambda)-ES with equal weights (Beyer and Schwefel 2002, Natural Computing 1): with eta
+    1 the mean moves to the average of the selected members. As there, the coefficients are not centred. Members that
+    tie at the last place share what is left, so that the order of members does not matter.
+    """
+    fitness_M = fitness(scores_MP)
+    members, ascending_M = len(fitness_M), np.sort(fitness_M)
+    selected = max(1, members // TRUNCATION)
+    below_M, up_to_M = (np.searchsorted(ascending_M, fitness_M, side=side) for side in ("left", "right"))
+    places_M = selected - (members - up_to_M)  # left for a member and those that tie with it
+    return np.clip(places_M / (up_to_M - below_M), 0.0, 1.0) * (members / selected)
+
+
+SHAPINGS: dict[str, Callable[[Scores], Scores]] = {
+    f.__name__: f for f in (zscore, centered, ranks, truncation, identity)
+}
 BY_PROMPT = frozenset({"centered"})
 """Shapings that need the scores per prompt, which a journal does not have. The others depend on the fitness alone."""
 
 
-def scale(name: str, members: int) -> float | None:
-    """Return the root mean square of a shaping's coefficients of `members` different scores.
+def scale(name: str, members: int, *, paired: bool = False) -> float | None:
+    """Return the root mean square of a shaping's coefficients of `members` different scores; in pairs, their standard
+    deviation, as what both members have in common moves nothing.
 
     None if it depends on the scores: `centered` is smaller than 1, `identity` and custom ones are of any size.
     """
     if name == "ranks":
         return math.sqrt((members + 1) / (12 * (members - 1)))
+    if name == "truncation":
+        return math.sqrt(members / max(1, members // TRUNCATION) - paired)
     return 1.0 if name == "zscore" else None
 
 

@@ -59,7 +59,7 @@ FIELDS: dict[str, Field] = {
     "lora.init_scale": POSITIVE, "lowrank.rank": COUNT, "full.exclude": TEXTS, "es.sigma": POSITIVE,
     "es.num_generations": COUNT,
     "es.population_size": (lambda draw: 2 * draw.choice([1, 16, 5 * 10**6]), whole(2, 10**7)[1]),
-    "es.learning_rate": POSITIVE, "es.shaping": one_of("zscore", "centered", "ranks", "identity"),
+    "es.learning_rate": POSITIVE, "es.shaping": one_of("zscore", "centered", "ranks", "truncation", "identity"),
     "es.decay": real(0, 1, below=True), "es.sigma_schedule": SCHEDULES, "es.learning_rate_schedule": SCHEDULES,
     "grpo.max_steps": COUNT, "grpo.learning_rate": POSITIVE, "grpo.beta": real(0, 1e6), "grpo.temperature": POSITIVE,
     "grpo.top_p": real(1e-9, 1), "grpo.warmup_ratio": real(0, 1, below=True), "grpo.off_policy": one_of("clip", "none"),

@@ -169,6 +169,40 @@ def test_ranks_do_not_change_under_a_monotone_map(fitness):
     assert shaping.shape(-fitness[:, None], "ranks").tolist() == pytest.approx((-plain).tolist(), abs=1e-12)
 
 
+@given(arrays(np.float64, st.integers(2, 30), elements=st.integers(-6, 6).map(float)), st.data())
+def test_truncation_averages_the_best_quarter_over_all_ways_to_break_ties(fitness, data):
+    got, members = shaping.shape(fitness[:, None], "truncation"), len(fitness)
+    if fitness.max() == fitness.min():
+        assert not got.any()
+        return
+    selected = max(1, members // 4)
+    assert got.min() >= 0.0 and got.sum() == pytest.approx(members)
+    for value, coefficient in zip(fitness, got, strict=True):
+        places = selected - np.sum(fitness > value)
+        share = min(1.0, max(0.0, places / np.sum(fitness == value)))
+        assert coefficient == pytest.approx(share * members / selected)
+    noise = data.draw(arrays(np.float64, members, elements=st.integers(-9, 9).map(float)))
+    distinct = fitness + np.arange(members) * 1e-3  # ties go to the later member
+    best = sorted(range(members), key=lambda m: distinct[m])[-selected:]
+    moved = shaping.shape(distinct[:, None], "truncation") @ noise / members
+    assert moved == pytest.approx(noise[best].mean()), "a step of eta 1 ends at the average of the best"
+
+
+@given(arrays(np.float64, st.integers(2, 30), elements=st.integers(-20, 20).map(float)))
+def test_truncation_does_not_change_under_a_monotone_map(fitness):
+    plain = shaping.shape(fitness[:, None], "truncation")
+    for mapped in (fitness**3, np.exp(fitness), 2 * fitness - 7):
+        assert shaping.shape(mapped[:, None], "truncation").tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("members", [2, 3, 30, 64])
+@pytest.mark.parametrize("name", ["zscore", "ranks", "truncation"])
+def test_scale_is_the_root_mean_square_of_the_coefficients(name, members):
+    coefficients = shaping.shape(np.random.default_rng(0).normal(size=(members, 1)), name)
+    assert shaping.scale(name, members) == pytest.approx(float((coefficients**2).mean()) ** 0.5, rel=1e-6)
+    assert shaping.scale(name, members, paired=True) == pytest.approx(float(coefficients.std()), rel=1e-6)
+
+
 @given(scores)
 def test_identity_is_the_fitness(scores_MP):
     fitness = exact_fitness(scores_MP)
@@ -208,7 +242,8 @@ def test_a_score_that_is_not_finite_or_overflows_when_squared_is_an_error(name, 
 def test_large_scores_that_fit_are_shaped(name):
     got = shaping.shape(np.array([[1e100, 3.0], [-1e100, 4.0], [5.0, 6.0]]), name)
     assert np.isfinite(got).all()
-    assert got[0] > got[2] > got[1]
+    assert got[0] > got[1] and got[0] >= got[2] >= got[1]
+    assert got[2] > got[1] or name == "truncation"
 
 
 def factors(name, floor, total):

@@ -194,7 +194,7 @@ def run_of(prompts=4, paired=True, **es):
     return module.Training(config.es, prompts, paired)
 
 
-@pytest.mark.parametrize("shaping", ["zscore", "ranks", "centered", "identity"])
+@pytest.mark.parametrize("shaping", ["zscore", "ranks", "truncation", "centered", "identity"])
 @pytest.mark.parametrize(("antithetic", "linear"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize(
     "optimizer", ["sgd", {"name": "momentum", "momentum": 0.8}, "adam"], ids=lambda o: o if o == "adam" else "linear"
@@ -217,7 +217,8 @@ def test_recommended_step_is_that_of_sgd_with_zscores(shaping, antithetic, linea
         assert eta[0] == pytest.approx(ETA / 8)
         return
     moved = 1 / 0.2 if optimizer != "sgd" else 1.0
-    assert np.mean(steps) * moved == pytest.approx(ETA * (280 / 64) ** 0.5, rel=0.05)
+    short = shaping == "truncation" and antithetic and linear  # the pair's coefficients correlate less than its fitness
+    assert np.mean(steps) * moved == pytest.approx(ETA * (280 / 64) ** 0.5, rel=0.2 if short else 0.05)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", {"name": "momentum", "momentum": 0.8}])

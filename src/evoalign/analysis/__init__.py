@@ -20,7 +20,9 @@ from evoalign.analysis.base import Analysis as Analysis
 from evoalign.analysis.base import Finding as Finding
 from evoalign.errors import ConfigError
 
-OTHERS = frozenset({"base", "evaluations", "judge", "mixer", "page", "runs", "sweeping", "targets", "weights"})
+OTHERS = frozenset(
+    {"base", "evaluations", "judge", "mixer", "page", "runs", "selection", "sweeping", "targets", "weights"}
+)
 """Modules here that are no analysis."""
 
 

@@ -29,6 +29,7 @@ from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
 from evoalign.cli.report import report
 from evoalign.cli.score import serve
+from evoalign.cli.select import select
 from evoalign.cli.sweep import sweep
 from evoalign.cli.train import train
 from evoalign.errors import EvoalignError, MachineError, StoppedError, cut
@@ -62,6 +63,7 @@ def _register() -> None:
         (RUN, "eval", evaluate, "evoalign eval runs/quickstart --samples 20 --temperature 0.7"),
         (RUN, "report", report, "evoalign report runs/my_task --serve"),
         (RUN, "placebo", placebo, "evoalign placebo runs/quickstart"),
+        (RUN, "select", select, "evoalign select runs/my_task --top 50 --vote"),
         (RUN, "export", export, "evoalign export runs/my_task --to adapter"),
         (RUN, "journal", show_journal, "evoalign journal runs/my_task"),
         (RUN, "replay", replay, "evoalign replay runs/my_task --generation 20 --to old"),

@@ -65,7 +65,7 @@ class ScheduleConfig(Section):
 Schedule = Annotated[ScheduleConfig, BeforeValidator(named, json_schema_input_type=str | ScheduleConfig)]
 
 
-SHAPINGS = ("zscore", "centered", "ranks", "identity")
+SHAPINGS = ("zscore", "centered", "ranks", "truncation", "identity")
 """Built-in shapings."""
 
 
@@ -106,8 +106,8 @@ class EsConfig(Section):
     """Standard deviation of the noise as a multiple of the mean |W| of each layer's target matrices."""
     shaping: Shaping = "zscore"
     """How scores become coefficients: standardized over members (`zscore`), centered per prompt (`centered`), centered
-    ranks (`ranks`), as they are (`identity`), or by a function of your own, as `package.module:function` or
-    `file.py:function`."""
+    ranks (`ranks`), equal for the best quarter and 0 for the others (`truncation`), as they are (`identity`), or by a
+    function of your own, as `package.module:function` or `file.py:function`."""
     antithetic: bool = False
     """Evaluate members in pairs with opposite noise. Needs an even population."""
     optimizer: Annotated[OptimizerConfig, BeforeValidator(named, json_schema_input_type=str | OptimizerConfig)] = Field(

@@ -98,7 +98,8 @@ def reach(es: EsConfig, scale: float | None = None, pairs: float = math.sqrt(2))
         return None
     if es.optimizer.name == "adam":
         return math.sqrt(es.population_size)
-    scale = shaping.scale(es.shaping, es.population_size) if scale is None else scale
+    if scale is None:
+        scale = shaping.scale(es.shaping, es.population_size, paired=es.antithetic)
     if scale is None:
         return None
     scale *= pairs if es.antithetic else 1.0

@@ -365,7 +365,7 @@ class Training(NamedTuple):
     def step(self, scores_MP: Scores) -> tuple[float, float]:
         """Return the eta to recommend, and the eta of z-scores that has the same signal; see `optimizer.reach`."""
         es, ratio = self.es, 1.0
-        known = shaping.scale(es.shaping, es.population_size)
+        known = shaping.scale(es.shaping, es.population_size, paired=es.antithetic)
         if known is None:
             known, spread = shaping.measured_scale(scores_MP, es.shaping, self.prompts, paired=es.antithetic)
             ratio = spread / known if known > 0 else 1.0

@@ -129,6 +129,13 @@ def number(text: str) -> Fraction | None:
     return None if found is None else Fraction(found[1] + found[2].replace(",", ""))
 
 
+def canonical(answer: str) -> str:
+    """Return the same text for answers that are equal as text or as decimal numbers; other equal answers may differ."""
+    answer = written_out(notation.plain(answer))
+    found = number(answer)
+    return _tidy(answer) if found is None else str(found)
+
+
 @lru_cache(maxsize=4096)
 def is_equal(answer: str, gold: str) -> bool:
     """Return whether an answer equals the gold answer: as text, as a number, or by math-verify."""

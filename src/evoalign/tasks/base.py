@@ -248,6 +248,15 @@ class Task(ABC):
         gold = self.gold(example)
         return None if gold is None else says(transcripts.spoken(text), self.clean(gold))
 
+    def final_answer(self, text: str, example: Example) -> str | None:
+        """Return the final answer of a cleaned completion, or None: the same text for answers that are equal.
+
+        Define it for `evoalign select --vote`. By default raises ConfigError.
+        """
+        raise ConfigError(
+            f"task {self.name} has no final answers to vote on; leave out --vote, or define final_answer(text, example)"
+        )
+
     def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
         """Return further evaluation measures of one cleaned completion, such as accuracy or exact match.
 

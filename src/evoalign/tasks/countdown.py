@@ -129,6 +129,12 @@ class Countdown(Task):
         """Return whether the answer has the target's value; the stored solution is one of many."""
         return self._parts(text, example)[1] > 0
 
+    def final_answer(self, text: str, example: Example) -> str | None:
+        """Return the value of the answer; None unless it uses each number exactly once, as in arXiv 2603.12228."""
+        numbers, lenient = cast("list[int]", example["numbers"]), self.config.grading == "lenient"
+        value = None if len(text) > MAX_RESPONSE else answer_value(text, numbers, lenient=lenient)
+        return None if value is None else str(value)
+
     def parts(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
         """Return `format` and `accuracy`, in the order of the weights; none if a subclass has its own reward."""
         if self._has_own_reward:
@@ -194,15 +200,20 @@ def answer_reward(response: str, numbers: Sequence[int], target: str | int | flo
 
     `lenient` also accepts the notations of `rewards.arithmetic.evaluate_written`.
     """
+    value = answer_value(response, numbers, lenient=lenient)
+    return float(value is not None and abs(value - Fraction(str(target))) < TOLERANCE)
+
+
+def answer_value(response: str, numbers: Sequence[int], *, lenient: bool = False) -> Fraction | None:
+    """Return the value of the last answer block, or None unless it uses each number exactly once."""
     answer = last_answer(response)
     if answer is None:
-        return 0.0
+        return None
     try:
         expression = (evaluate_written if lenient else evaluate)(answer)
     except ExpressionError:
-        return 0.0
-    correct = expression.numbers == tuple(sorted(numbers)) and abs(expression.value - Fraction(str(target))) < TOLERANCE
-    return float(correct)
+        return None
+    return expression.value if expression.numbers == tuple(sorted(numbers)) else None
 
 
 _cached_answer_reward = lru_cache(2048)(answer_reward)  # members often give the same completion

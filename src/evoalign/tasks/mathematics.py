@@ -96,6 +96,10 @@ class Questions(Task):
     def is_right(self, text: str, example: Example) -> bool:
         return self.compute_reward(text, example) == 1.0
 
+    def final_answer(self, text: str, example: Example) -> str | None:
+        answer = self.final(text)
+        return None if answer is None or len(answer) > MOST_CHARACTERS else answers.canonical(answer)
+
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Return `accuracy` and `answered`: whether the completion has a final answer."""
         return {"accuracy": self.compute_reward(text, example), "answered": float(self.final(text) is not None)}

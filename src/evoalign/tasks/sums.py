@@ -13,6 +13,8 @@ parentheses exactly, without executing the text, and refuses everything else. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from evoalign import transcripts
@@ -113,6 +115,10 @@ class Sums(Environment):
     def is_right(self, text: str, example: Example) -> bool:
         return exact([transcripts.messages(text)], [example["answer"]]) == [1.0]
 
+    def final_answer(self, text: str, example: Example) -> str | None:
+        number = _last_number(transcripts.messages(text))
+        return None if number is None else str(Fraction(number))
+
     def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
         """Return `calls` and `refused`; `refused` is None without a call."""
         results = [message["content"] for message in transcripts.messages(text) if message["role"] == "tool"]
@@ -122,10 +128,15 @@ class Sums(Environment):
 
 def exact(completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[str], **columns: Any) -> list[float]:
     """Return 1 for episodes whose last message is the model's and has the right final number, else 0."""
-    lasts = [messages[-1] for messages in completions]
-    said = [last["content"] if last["role"] == "assistant" and "tool_calls" not in last else "" for last in lasts]
-    found = [None if len(text) > 20_000 else final_number(text) for text in said]
+    found = map(_last_number, completions)
     return [float(number == final_number(right)) for number, right in zip(found, answer, strict=True)]
+
+
+def _last_number(messages: Sequence[Mapping[str, Any]]) -> Decimal | None:
+    """Return the final number of the last message if that is the model's, or None."""
+    last = messages[-1]
+    text = last["content"] if last["role"] == "assistant" and "tool_calls" not in last else ""
+    return None if len(text) > 20_000 else final_number(text)
 
 
 def _asked(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ from evoalign.errors import DataError
 from evoalign.rewards.objective import WeightedSum
 from evoalign.tasks.answers import last_boxed
 from evoalign.tasks.base import Split
-from evoalign.tasks.generated import NAMES, Draw, Generated, texts_of
+from evoalign.tasks.generated import MAX_RESPONSE, NAMES, Draw, Generated, texts_of
 from evoalign.types import Example
 
 INSTRUCTION = "Work it out in a few short steps, and end with a line that says: The answer is NUMBER."
@@ -78,6 +79,10 @@ class WordProblems(Generated):
     def gold(self, example: Example) -> str:
         """Return the working, which rows of files may lack, and the line that the prompt demands."""
         return f"{example.get('working') or ''}\nThe answer is {example['answer']}.".strip()
+
+    def final_answer(self, text: str, example: Example) -> str | None:
+        number = None if len(text) > MAX_RESPONSE else final_number(text)
+        return None if number is None else str(Fraction(number))
 
     def grade(self, text: str, example: Example) -> dict[str, float]:
         number = final_number(text)

@@ -171,6 +171,12 @@ class Isolated(Task):
         is_own = self._defines("is_right")
         return self._ask("is_right", [text], [example]) if is_own else super().is_right(text, example)
 
+    def final_answer(self, text: str, example: Example) -> str | None:
+        if not self._defines("final_answer"):
+            return super().final_answer(text, example)
+        found = self._ask("final_answer", [text], [example])
+        return None if found is None else str(found)
+
     def measures(self, text: str, example: Example) -> Mapping[str, float | None]:
         return self._ask("measures", [text], [example]) if self._defines("measures") else {}
 

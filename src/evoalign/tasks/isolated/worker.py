@@ -217,4 +217,4 @@ def work(task: Task, op: str, texts: Sequence[str], examples: Sequence[Example],
         case "clean":
             return task.clean(texts[0])
         case _:
-            return task.is_right(texts[0], examples[0])
+            return getattr(task, op)(texts[0], examples[0])  # is_right, final_answer

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other rules on one generation of a run, from its journal: a vote of the best members, or a merge of them.
+
+- The vote is RandOpt (Neural Thickets, arXiv 2603.12228): the K members with the best fitness each complete every test
+  prompt greedily, and the most frequent final answer counts. Self-consistency (arXiv 2203.11171) is reported next to
+  it: K samples of the mean before the generation, so that both generate equally many completions.
+- `mean` moves the mean to the average of the K members. If members are no linear function of the noise (`lora.evolve:
+  ab`, `singular`), the average of their products B A is saved as one adapter of rank K r.
+- `corp` is CoRP (arXiv 2605.31494): weights of `rules.corp_weights`, whose step is made only if the validation split
+  shows a reliable gain. Deviations: one generation, without further ones around the new mean; half of the validation
+  split chooses K, beta and the length of the step, and the other half decides, by a 95 % interval instead of one
+  standard error.
+
+Members are ranked by the recorded fitness; ties go to the lower index. Several K are compared on the validation split.
+
+    evoalign select runs/my_task --top 50 --vote
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from evoalign import evaluation, statistics
+from evoalign.analysis.base import Finding
+from evoalign.analysis.selection.rules import BETAS, SCALES, Floats, best, corp_weights, elected, merged
+from evoalign.config import Config, EvaluationConfig
+from evoalign.engines import weights_hash
+from evoalign.errors import ConfigError, ModelError
+from evoalign.evaluation import RIGHT, Evaluation, Scored
+from evoalign.models.origin import model_path
+from evoalign.placebos.run import Counterfactuals, open_run
+from evoalign.rollouts import rows_of
+from evoalign.rundir import checkpoint
+from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.journal import Recorded
+from evoalign.spaces.lora import factor_name
+from evoalign.statistics import Estimate
+from evoalign.training import saving
+from evoalign.training.replay import generation_of, log_of, refuse_taken
+from evoalign.types import Example, Plan
+
+Rule: TypeAlias = Literal["mean", "corp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One row of the table: values per prompt, and the completions generated for them."""
+
+    name: str
+    values_P: Floats
+    completions: int
+    committed: bool = True
+
+
+def select(
+    run: str | Path,
+    *,
+    top: Sequence[int],
+    vote: bool = False,
+    merge: Rule | None = None,
+    generation: int = 0,
+    temperature: float = 0.7,
+    to: Path | None = None,
+    config: Config | None = None,
+    model: str | None = None,
+) -> Finding:
+    """Apply other rules to one generation of a finished run, and evaluate them on the test split.
+
+    `top` are the numbers K of members to choose from; of several, the validation split decides. `to` is a new folder
+    for the merged model. Raises ConfigError, JournalError, and as `placebo` does.
+    """
+    refuse_taken(to, of=run)
+    log = log_of(run)
+    recorded = generation_of(log, generation, 0)
+    _check(recorded, top, vote=vote, merge=merge, temperature=temperature, saves=to is not None)
+    with open_run(run, config=config, model=model, generation=generation + 1) as found:
+        return _Selection(found, recorded, [*dict.fromkeys(top)], temperature).run(vote=vote, merge=merge, to=to)
+
+
+def _check(
+    recorded: Recorded, top: Sequence[int], *, vote: bool, merge: Rule | None, temperature: float, saves: bool
+) -> None:
+    """Raise ConfigError for options that are missing or do not fit the generation."""
+    count = len(recorded.update.members)
+    if not vote and merge is None:
+        raise ConfigError("nothing to do: give --vote, --merge mean or --merge corp")
+    if saves and merge is None:
+        raise ConfigError("--to saves a merged model; give --merge, or leave out --to")
+    if wrong := [k for k in top if not 1 <= k <= count]:
+        raise ConfigError(
+            f"--top {wrong[0]}: generation {recorded.update.generation} has {count} members; set 1 to that"
+        )
+    if not top:
+        raise ConfigError(
+            "--top is empty; give a number of members, or several for the validation split to choose from"
+        )
+    if not 0 < temperature < 100:
+        raise ConfigError(f"--temperature {temperature:g}: samples for a vote need a temperature above 0, such as 0.7")
+    if max(recorded.fitness_M) == min(recorded.fitness_M):
+        raise ConfigError(
+            f"all {count} members of generation {recorded.update.generation} have the same fitness, "
+            f"{recorded.fitness_M[0]:g}: there are no best ones; choose another generation"
+        )
+
+
+class _Selection:
+    """A generation of a run whose engine is at the mean before it."""
+
+    def __init__(self, found: Counterfactuals, recorded: Recorded, top: list[int], temperature: float) -> None:
+        self.parts, self.log, self.recorded = found.parts, found.log, recorded
+        self.top, self.temperature = top, temperature
+        self.ranked = best(recorded.fitness_M, max(top))
+        found.follower.back()
+        for earlier in found.log.generations[: recorded.update.generation]:
+            saving.apply(self.parts.engine, found.log, earlier)
+        self.before = {name: tensor.clone() for name, tensor in self.parts.engine.state()}
+        greedy = {"temperature": 0.0, "samples": 1, "seeds": [0]}
+        self.greedy = self.parts.config.evaluation.model_copy(update=greedy)
+        self.spent = 0
+        self.measure = RIGHT
+
+    def run(self, *, vote: bool, merge: Rule | None, to: Path | None) -> Finding:
+        """Measure all rows."""
+        if vote:
+            self.parts.task.final_answer("", self.parts.task.handed(self.parts.data.test[0]))  # refused where undefined
+        if (len(self.top) > 1 or merge == "corp") and not self.parts.data.validation:
+            what = f"--top {','.join(map(str, self.top))} chooses" if len(self.top) > 1 else "--merge corp decides"
+            raise ConfigError(
+                f"{what} on the validation split, and task {self.parts.task.name} has none: set task.validation_size "
+                "or task.validation_data in the config of the next run; the test split is never used for it"
+            )
+        if merge is not None:
+            self._check_merge(merge, saves=to is not None)
+        base = self._mean(self.parts.data.test, self.greedy)
+        self.measure = RIGHT if RIGHT in base.measures_E and not np.isnan(base.measures_E[RIGHT]).any() else "reward"
+        rows, lines = [self._row("base", base)], self._about()
+        if vote:
+            found, said = self._votes()
+            rows, lines = [*rows, *found], [*lines, *said]
+        else:
+            rows.append(self._row("best member", self._members(self.ranked[:1], self.parts.data.test)[0]))
+        if merge is not None and self.parts.space.has_pairs:
+            row, said = self._corp(rows[0], to) if merge == "corp" else self._average(to)
+            rows, lines = [*rows, row], [*lines, said]
+        elif to is not None:
+            lines = [*lines, self._save_products(to)]
+        return self._finding(rows, lines)
+
+    def _check_merge(self, merge: Rule, *, saves: bool) -> None:
+        """Raise ConfigError for a merge that the run's space or optimizer does not allow."""
+        config, space = self.parts.config, self.parts.space
+        if config.es.optimizer.name != "sgd":
+            raise ConfigError(
+                f"es.optimizer {config.es.optimizer.name} would change the step of a merge; use a run of optimizer sgd"
+            )
+        if space.has_pairs:
+            return
+        if merge == "corp":
+            raise ConfigError(
+                f"members of space {space.name} are no linear function of the noise, as --merge corp needs; use "
+                "--merge mean"
+            )
+        if len(self.top) > 1 or not saves:
+            raise ConfigError(
+                f"the average of members of space {space.name} is an adapter of a larger rank, which is saved and not "
+                "evaluated here: give one --top, and --to FOLDER"
+            )
+
+    def _values(self, found: Evaluation) -> Floats:
+        """Return the measure per prompt."""
+        return np.array(found.measures_E[self.measure])
+
+    def _against(self, before_P: Floats, after_P: Floats) -> Estimate:
+        """Return the interval of the change over prompts, paired."""
+        return statistics.paired(before_P, after_P, shares=self.measure == RIGHT)
+
+    def _mean(self, examples: Sequence[Example], settings: EvaluationConfig) -> Evaluation:
+        parts = self.parts
+        return evaluation.evaluate(parts.engine, parts.tokens, parts.task, examples, settings)
+
+    def _validated(self, examples: Sequence[Example]) -> Floats:
+        """Return the measure of the engine's mean per prompt of some rows of the validation split."""
+        self.spent += len(examples)
+        return self._values(self._mean(examples, self.greedy))
+
+    def _members(self, chosen: Sequence[int], examples: Sequence[Example]) -> list[Evaluation]:
+        parts, update = self.parts, self.recorded.update
+        plan = Plan(update.generation, update.sigma, tuple(update.members[i] for i in chosen))
+        return evaluation.evaluate_members(parts.engine, plan, parts.tokens, parts.task, examples, self.greedy)
+
+    def _move(self, weights_K: Floats, scale: float = 1.0) -> None:
+        """Move the engine from the mean before the generation by a weighted sum of the best members' perturbations."""
+        self.parts.engine.load(self.before)
+        self.parts.engine.apply(merged(self.recorded.update, self.ranked[: len(weights_K)], weights_K, scale))
+
+    def _average(self, to: Path | None) -> tuple[Measured, str]:
+        """Return the row of the average of the top K, and how K was chosen."""
+
+        def validated(k: int) -> float:
+            self._move(np.full(k, 1 / k))
+            return float(self._validated(self.parts.data.validation).mean())
+
+        count, said = self._choose(lambda: {k: validated(k) for k in self.top})
+        self._move(np.full(count, 1 / count))
+        name = f"average of the top {count}"
+        return self._row(name, self._mean(self.parts.data.test, self.greedy)), f"{name}: {said}{self._save(name, to)}"
+
+    def _choose(self, values: Callable[[], Mapping[int, float]]) -> tuple[int, str]:
+        """Return K and how it was chosen: of several, by the highest of `values` on the validation split.
+
+        The smallest of equally good ones is chosen.
+        """
+        if len(self.top) == 1:
+            return self.top[0], "K was given"
+        found = values()
+        listed = ", ".join(f"{k}: {value:.4f}" for k, value in found.items())
+        return max(sorted(found), key=found.__getitem__), f"K was chosen on the validation split ({listed})"
+
+    def _corp(self, base: Measured, to: Path | None) -> tuple[Measured, str]:
+        """Return the row of CoRP's model, or of the base if the gate refuses it, and the gate's result."""
+        update, fitness_M, validation = self.recorded.update, self.recorded.fitness_M, self.parts.data.validation
+        choosing, gating = ([validation[i] for i in range(half, len(validation), 2)] for half in (0, 1))
+        before_P = self._validated(gating)
+        highest, chosen = -np.inf, (np.ones(1), 1.0, "")
+        for k, beta, scale in product(sorted(self.top), BETAS, SCALES):
+            weights_K = corp_weights(fitness_M, update.members, self.ranked[:k], beta)
+            self._move(weights_K, scale)
+            value = float(self._validated(choosing).mean())
+            if value > highest:
+                highest, chosen = value, (weights_K, scale, f"top {k}, beta {beta:g}, scale {scale:g}")
+        weights_K, scale, how = chosen
+        self._move(weights_K, scale)
+        gain = self._against(before_P, self._validated(gating))
+        said = f"corp ({how}): gain {gain:+.4f} on the half of the validation split that did not choose"
+        if gain.low is None or gain.low <= 0:
+            kept = replace(base, name="corp, refused by its gate: the base", committed=False)
+            return kept, f"{said}; not reliable, so the mean stays as it is" + (
+                f" and {to} is not written" if to else ""
+            )
+        row = self._row("corp", self._mean(self.parts.data.test, self.greedy))
+        return row, f"{said}; committed{self._save('corp', to)}"
+
+    def _save(self, name: str, to: Path | None) -> str:
+        """Save the engine's mean, marked as no mean of the run, and return that in words."""
+        if to is None:
+            return ""
+        mark = self._mark(name, self.parts.engine.fingerprint())
+        saving.save(self.parts, to, mark, replace=False)
+        return f"; saved in {to}"
+
+    def _mark(self, name: str, weights_hash: str) -> Mark:
+        generation, found = self.recorded.update.generation, self.recorded
+        what = f"{name}, generation {generation}"
+        return Mark(generation + 1, weights_hash, found.hash, objective=found.objective, counterfactual=what)
+
+    def _save_products(self, to: Path) -> str:
+        """Save the average of the products B A of the top K as one adapter, and return that in words."""
+        count, parts = self.top[0], self.parts
+        wide = replace(parts.layout, rank=parts.layout.rank * count)
+        name, digest = f"average of the top {count}", weights_hash(self._products(count))
+        base, mark = model_path(parts.config.model), self._mark(name, digest)
+        checkpoint.save(to, mark, parts.config, wide, base, lambda: self._products(count), replace=False)
+        return f"{name}: saved in {to} as an adapter of rank {wide.rank}; evaluate it with evoalign eval {to}"
+
+    def _products(self, count: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the factors of the average of the top members' products: A_1, A_2, ... and B_1 / K, B_2 / K, ..."""
+        update, exact = self.recorded.update, replace(self.parts.layout, dtype="float32")
+        members = [update.members[i] for i in self.ranked[:count]]
+        plan = Plan(update.generation, update.sigma, tuple(members))
+        for module in exact.modules:
+            adapter = self.parts.space.adapter(exact, module, self.before.__getitem__, plan, members)
+            if adapter is None:
+                raise ModelError(f"space {self.parts.space.name} has no adapters of members for {module}")
+            a, b = adapter.a.expand(count, -1, -1), adapter.b.expand(count, -1, -1) / count
+            yield factor_name(module, "A"), a.flatten(0, 1)
+            yield factor_name(module, "B"), b.transpose(0, 1).flatten(1)
+
+    def _row(self, name: str, found: Evaluation) -> Measured:
+        return Measured(name, self._values(found), len(found.completions))
+
+    def _votes(self) -> tuple[list[Measured], list[str]]:
+        """Return the rows of the members, their vote, and self-consistency, and which K was chosen."""
+        if self.measure != RIGHT:
+            raise ConfigError(
+                f"task {self.parts.task.name} does not say which completions are right (is_right); a vote needs that"
+            )
+
+        def validated() -> dict[int, float]:
+            validation = self.parts.data.validation
+            found = self._members(self.ranked, validation)
+            self.spent += len(found) * len(validation)
+            return {k: float(self._voted(_by_prompt(found[:k]), validation).mean()) for k in self.top}
+
+        count, said = self._choose(validated)
+        members = self._members(self.ranked[:count], self.parts.data.test)
+        of_members = _by_prompt(members)
+        sampled = {"temperature": self.temperature, "samples": count, "seeds": [0]}
+        samples = self._mean(self.parts.data.test, self.parts.config.evaluation.model_copy(update=sampled))
+        of_samples = _by_prompt([samples])
+        total = sum(len(one.completions) for one in members)
+        values_KP = np.array([self._values(one) for one in members])
+        one, other = f"vote of the top {count}", f"self-consistency at {count}, temperature {self.temperature:g}"
+        rows = [
+            self._row("best member", members[0]),
+            Measured(f"mean of the top {count}", values_KP.mean(0), total),
+            Measured(one, self._voted(of_members, self.parts.data.test), total),
+            Measured(other, self._voted(of_samples, self.parts.data.test), len(samples.completions)),
+            Measured(f"pass@{count} of the members", values_KP.max(0), total),
+            Measured(f"pass@{count} of the samples", _solved(of_samples), len(samples.completions)),
+        ]
+        gap = self._against(rows[3].values_P, rows[2].values_P)
+        equal = f"{total:,} test completions each" if total == len(samples.completions) else "completions differ"
+        return rows, [f"{one}: {said}", f"{one} minus self-consistency: {gap:+.4f} over prompts, paired, {equal}"]
+
+    def _voted(self, of_prompts: Sequence[Sequence[Scored]], examples: Sequence[Example]) -> Floats:
+        """Return whether the vote of the completions of each prompt, best first, is right."""
+        task, right = self.parts.task, list[float]()
+        for example, completions in zip(examples, of_prompts, strict=True):
+            place = elected([task.final_answer(task.clean(c.text), task.handed(example)) for c in completions])
+            right.append(0.0 if place is None else float(bool(completions[place].right)))
+        return np.array(right)
+
+    def _about(self) -> list[str]:
+        """Describe the generation, what its fitness cost, and ties at the last place of the top K."""
+        config, update, fitness_M = self.parts.config, self.recorded.update, self.recorded.fitness_M
+        prompts = len(rows_of(config, len(self.parts.data.train), update.generation))
+        self.trained = (len(update.members) + self.parts.objective.asks_mean) * prompts
+        lines = [
+            f"generation {update.generation}: {len(update.members):,} members, {prompts:,} completions each for the "
+            f"fitness, {self.trained:,} in all, which the base and self-consistency did not need"
+        ]
+        for k in self.top:
+            last = fitness_M[self.ranked[k - 1]]
+            tied, inside = fitness_M.count(last), [fitness_M[i] for i in self.ranked[:k]].count(last)
+            if tied > inside:
+                lines.append(
+                    f"top {k}: {tied:,} members tie at fitness {last:g}; the first {inside:,} by index are taken"
+                )
+        return lines
+
+    def _finding(self, rows: Sequence[Measured], lines: Sequence[str]) -> Finding:
+        base_P, shares = rows[0].values_P, self.measure == RIGHT
+        table: list[Mapping[str, Any]] = [
+            {
+                "name": row.name,
+                "value": statistics.share(row.values_P) if shares else statistics.mean(row.values_P),
+                "minus_base": None if row is rows[0] else self._against(base_P, row.values_P),
+                "test_completions": row.completions,
+                "committed": row.committed,
+                "per_prompt": row.values_P,
+            }
+            for row in rows
+        ]
+        numbers = {
+            "generation": self.recorded.update.generation,
+            "journal": self.recorded.hash,
+            "measure": "accuracy" if shares else self.measure,
+            "prompts": len(base_P),
+            "training_completions": self.trained,
+            "validation_completions": self.spent,
+            "top": self.top,
+            "ranked": self.ranked,
+            "temperature": self.temperature,
+            "rows": table,
+        }
+        return Finding(numbers, [*lines, "intervals are for new prompts, with these members, samples and weights"])
+
+
+def _by_prompt(found: Sequence[Evaluation]) -> list[list[Scored]]:
+    """Return the completions of each prompt, in the order of the evaluations and their samples."""
+    of_prompts: dict[int, list[Scored]] = {}
+    for one in found:
+        for completion in one.completions:
+            of_prompts.setdefault(completion.example, []).append(completion)
+    return [of_prompts[example] for example in sorted(of_prompts)]
+
+
+def _solved(of_prompts: Sequence[Sequence[Scored]]) -> Floats:
+    return np.array([float(any(c.right for c in completions)) for completions in of_prompts])
