@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -18,8 +19,9 @@ from evoalign.engines import Answering
 from evoalign.engines.base import pairs_of
 from evoalign.errors import EvoalignError
 from evoalign.tasks.base import Task
+from evoalign.tasks.likelihood import Likelihood
 from evoalign.tokens import Tokens
-from evoalign.types import Example, Member, Messages, Plan, Request, Rollout
+from evoalign.types import Example, Member, Messages, Plan, Request, Rollout, Sampling
 
 _sessions = itertools.count(1)
 
@@ -178,3 +180,29 @@ class Turns:
             )
             for course in going
         ]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Scores the completions that a task gives, with a stop token at the end; see `evoalign.types.Player`."""
+
+    task: Likelihood
+    tokens: Tokens
+
+    def play(self, engine: Answering, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Yield rollouts whose text is the mean log-probability of the given tokens. Raises EvoalignError."""
+        given = {r.index: self._ids(r) for r in requests}
+        sampling = Sampling(max(map(len, given.values())))
+        asked = [replace(r, episode=None, given=given[r.index], logprobs=True, sampling=sampling) for r in requests]
+        for rollout in engine.rollout(plan, asked):
+            if rollout.token_ids != given[rollout.request] or rollout.logprobs is None:
+                raise EvoalignError(
+                    f"task {self.task.name}: the engine generated a completion and did not score the given one; set "
+                    "engine.name transformers and engine.decoder library"
+                )
+            yield replace(rollout, text=repr(math.fsum(rollout.logprobs) / len(rollout.logprobs)))
+
+    def _ids(self, request: Request) -> tuple[int, ...]:
+        assert request.episode is not None
+        ids, end = self.tokens.encode_text(self.task.given(request.episode.example)), self.tokens.tokenizer.eos_token_id
+        return ids if end is None else (*ids, end)

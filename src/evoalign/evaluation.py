@@ -228,7 +228,7 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     rows: list[dict[str, float | None]] = []
     for s in scored:
         own = task.measures(task.clean(s.text), task.handed(examples[s.example]))
-        own = {"turns": float(len(transcripts.turns(s.text))), **own} if task.player else own
+        own = {"turns": float(len(transcripts.turns(s.text))), **own} if task.player not in ("", "given") else own
         shares = {
             "empty_share": float(not transcripts.spoken(s.text).strip()),
             "truncated_share": float(s.finish_reason == "length"),

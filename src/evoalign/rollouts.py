@@ -15,7 +15,7 @@ import numpy as np
 from evoalign.config import Config, SamplingConfig
 from evoalign.engines import Engine
 from evoalign.engines.base import Answering, pairs_of
-from evoalign.episodes import LostError, Turns, checked, derive_seed
+from evoalign.episodes import Given, LostError, Turns, checked, derive_seed
 from evoalign.errors import ConfigError
 from evoalign.gateway.player import Harnesses
 from evoalign.report import watching
@@ -24,6 +24,7 @@ from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.grading import Answers, Grading, scored
 from evoalign.tasks.harness import Harness
+from evoalign.tasks.likelihood import Likelihood
 from evoalign.tokens import Tokens
 from evoalign.transcripts import spoken
 from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Player, Prompt, Request, Rollout, Sampling
@@ -230,7 +231,7 @@ class Encoded(dict[int, tuple[int, ...]]):
         self[row], text = self._tokens.encode_read(prompt, self._task.tools)
         if not isinstance(prompt, str):
             self.rendered[row] = text
-        elif self._player is not None:
+        elif isinstance(self._player, Turns):
             raise ConfigError(
                 f"task {self._task.name} has several turns, so its prompts are messages; set task.prompt: chat"
             )
@@ -246,6 +247,8 @@ def _player_of(task: Task, tokens: Tokens) -> Player | None:
     """Return the player of a task's episodes; None: a completion is all."""
     if not task.player:
         return None
+    if task.player == "given":
+        return Given(cast(Likelihood, task.inside), tokens)
     return Turns(task, tokens) if task.player == "turns" else Harnesses(cast(Harness, task.inside), tokens)
 
 

@@ -115,6 +115,8 @@ class Request:
     sampling: Sampling
     seed: int = 0
     logprobs: bool = False
+    given: tuple[int, ...] = ()
+    """Tokens of the completion, which an engine then does not choose: only their log-probabilities are wanted."""
     member: Member | None = None
     """The member that generates the completion; None: every member."""
     episode: Episode | None = None

@@ -24,6 +24,8 @@ VARIANTS = {
     "norms": {},
     "singular": {"space": {"name": "singular", "share": 0.7}},
     "subspace": {"space": {"name": "subspace", "dimension": 40}, "lora": {"rank": 2}},
+    "steering": {},
+    "steering, layers": {"lora": {"target_layers": [1]}},
     "full, exclude": {"full": {"exclude": ["embed", "norm"]}},
 }
 WIDTHS = [{"sigma": 0.01}, {"noise_multiplier": 0.3}]

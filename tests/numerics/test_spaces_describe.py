@@ -183,6 +183,8 @@ SAID: dict[str, dict[str, Any]] = {
                  "evolves_model": False, "smaller": "lower space.share"},
     "subspace": {"has_pairs": True, "rank": 2, "scaling": 4.0, "has_mean_adapter": True, "default_save_every": 10,
                  "evolves_model": False, "smaller": "lower lora.rank or lora.target_layers"},
+    "steering": {"has_pairs": True, "rank": 1, "scaling": 1.0, "has_mean_adapter": True, "default_save_every": 10,
+                 "evolves_model": False, "smaller": "lower lora.target_layers"},
 }  # fmt: skip
 
 

@@ -25,8 +25,8 @@ something = 3
 
 def test_registry_contains_the_built_in_tasks():
     assert list(TASKS) == [
-        "conciseness", "constraints", "countdown", "custom", "environment", "harness", "gsm8k", "guess", "math",
-        "safety", "shopping", "sums", "tool_calls", "word_problems",
+        "conciseness", "constraints", "countdown", "custom", "environment", "harness", "gsm8k", "guess", "likelihood",
+        "math", "safety", "shopping", "sums", "tool_calls", "word_problems",
     ]  # fmt: skip
     for name, task in TASKS.items():
         assert task.name == name
@@ -36,7 +36,7 @@ def test_registry_contains_the_built_in_tasks():
 
 @pytest.mark.parametrize(("name", "message"), [
     ("countdwon", "unknown task 'countdwon'; did you mean countdown\\? Known: conciseness, "),
-    ("zzz", "unknown task 'zzz'; known: conciseness, .*countdown, custom, .*gsm8k, guess, math, safety, .*, or"),
+    ("zzz", "unknown task 'zzz'; known: conciseness, .*countdown, custom, .*gsm8k, guess, .*math, safety, .*, or"),
     ("OWN:something", "not a subclass"), ("OWN:none", "has no 'none'"),
 ])  # fmt: skip
 def test_create_loads_a_custom_task_and_rejects_other_names(name, message, tmp_path):

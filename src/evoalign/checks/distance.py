@@ -296,6 +296,8 @@ def distance_of_mean(served: Served) -> Distance:
         if adapter is None:
             raise ModelError(f"space {served.space.name} has no adapter of its mean for {module}")
         squares.append(Product(adapter.a[0], adapter.b[0], adapter.scaling).square())
+        if adapter.bias is not None:
+            squares.append(float(adapter.bias.double().square().sum()) * adapter.scaling**2)
     return _distance(squares, base)
 
 

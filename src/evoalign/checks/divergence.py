@@ -298,7 +298,8 @@ class Reference:
             if adapter is not None:
                 found = True
                 a, b = adapter.a.to(self.model.dtype), adapter.b.to(self.model.dtype)
-                adapters.set(name, Adapter(a, b, adapter.scaling))
+                bias = None if adapter.bias is None else adapter.bias.to(self.model.dtype)
+                adapters.set(name, Adapter(a, b, adapter.scaling, bias))
         return found
 
 

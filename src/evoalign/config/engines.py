@@ -73,6 +73,8 @@ class EngineSettings(Section):
     """Whether it serves mixtures of experts."""
     carries_experts: ClassVar[bool] = False
     """Whether members can perturb single experts of a mixture whose experts are fused."""
+    carries_bias: ClassVar[bool] = False
+    """Whether members' adapters can have a bias."""
     can_be_replica: ClassVar[bool] = True
     """Whether engine `ray` can run several of it, each in its own process."""
     lighter: ClassVar[str] = ""

@@ -22,6 +22,7 @@ SPACES = {
     "norms": "evoalign.spaces.norms:Norms",
     "singular": "evoalign.spaces.singular:Singular",
     "subspace": "evoalign.spaces.subspace:Subspace",
+    "steering": "evoalign.spaces.steering:Steering",
 }
 """The shipped spaces and where their classes are. Those without a section have their settings next to `name`."""
 
@@ -33,7 +34,8 @@ class SpaceConfig(BaseModel):
     name: Annotated[str, CODE] = "lora"
     """`lora` (factors of a LoRA adapter), `lowrank` (low-rank noise on matrices), `full` (dense noise on all tensors),
     `norms` (gains and attention biases), `singular` (singular values of an adapter, with `share`), `subspace` (few
-    numbers, with `dimension`), or a custom `package.module:Class`; settings of the last four are next to `name`.
+    numbers, with `dimension`), `steering` (a vector per layer), or a custom `package.module:Class`; settings of the
+    last five are next to `name`.
     `space: lora` is short for `space: {name: lora}`."""
 
     @model_validator(mode="after")
@@ -140,7 +142,7 @@ class AdapterSection(SpaceSection):
     evolves_model = False
 
 
-FACTS: dict[str, type[SpaceSection]] = {"singular": AdapterSection, "subspace": AdapterSection}
+FACTS: dict[str, type[SpaceSection]] = dict.fromkeys(("singular", "subspace", "steering"), AdapterSection)
 """Facts about shipped spaces without a section, where they are not those of a custom space."""
 SECTIONS: dict[str, type[SpaceSection]] = {"lora": LoraConfig, "lowrank": LowrankConfig, "full": FullConfig}
 """The sections of the spaces that come with the package."""

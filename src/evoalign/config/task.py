@@ -66,6 +66,7 @@ TASKS = {
     "harness": "evoalign.tasks.harness:Harness",
     "gsm8k": "evoalign.tasks.mathematics:Gsm8k",
     "guess": "evoalign.tasks.guess:Guess",
+    "likelihood": "evoalign.tasks.likelihood:Likelihood",
     "math": "evoalign.tasks.mathematics:Math",
     "safety": "evoalign.tasks.safety:Safety",
     "shopping": "evoalign.tasks.shopping:Shopping",

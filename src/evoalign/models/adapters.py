@@ -72,6 +72,13 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
             return model
         _resize(model, state, folder)
         head = _shared_head(model, state)
+        for key in state:
+            module = key.removeprefix("base_model.model.").removesuffix(".lora_B.bias")
+            if key.endswith(".lora_B.bias") and getattr(model.get_submodule(module), "bias", None) is None:
+                raise ModelError(
+                    f"adapter {folder} adds a bias to {module}, which has none in model {name}, so that it cannot be "
+                    "merged; load it with PEFT, or give the run that made it"
+                )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about guessed names and a missing base name
             adapted: Any = get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
@@ -128,8 +135,11 @@ def add(model: nn.Module, state: Mapping[str, torch.Tensor], scaling: float) -> 
     """Add scaling B A in place to each matrix W that has factors, in the dtype of W, matrices of experts included.
 
     `state` has `MODULE.lora_A.weight` [r, in] and `MODULE.lora_B.weight` [out, r] under the model's own names. Raises
-    KeyError for a matrix that the model does not have.
+    KeyError for a matrix that the model does not have, and ModelError for an adapter with biases.
     """
+    biases = [name for name in state if name.endswith(".lora_B.bias")]
+    if biases:
+        raise ModelError(f"the adapter has {biases[0]}, for which the model has no tensor; load it with PEFT, unmerged")
     weights = tensors_of(model)
     for name, a in state.items():
         module, found, _ = name.partition(".lora_A.")

@@ -220,18 +220,20 @@ def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, stat
     from peft import LoraConfig, TaskType
 
     modules = [m.removesuffix(".weight") for m in layout.modules]
+    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state}
     peft_config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         inference_mode=True,
         r=layout.rank,
         lora_alpha=layout.scaling * layout.rank,  # pyright: ignore[reportArgumentType]  # PEFT accepts a float
         target_modules=sorted({m.rsplit(".", 1)[-1] for m in modules}),
+        lora_bias=any(name.endswith(".lora_B.bias") for name in tensors),
         layers_to_transform=config.lora.target_layers,
         base_model_name_or_path=base,
         revision=config.model.revision,
     )
     peft_config.save_pretrained(str(folder))
-    _save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state}, folder / ADAPTER)
+    _save_file(tensors, folder / ADAPTER)
 
 
 def _write_mean(folder: Path, state: State) -> None:

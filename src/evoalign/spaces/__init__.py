@@ -27,6 +27,11 @@ def create(config: Config) -> Space:
     if not (isinstance(cls, type) and issubclass(cls, Space)):
         raise ConfigError(f"space.name: {name} is not a class derived from evoalign.spaces.Space")
     space = cls(config)
+    if space.has_bias and not config.engine.carries_bias:
+        raise ConfigError(
+            f"space {name} adds a bias per member, which engine {config.engine.name} does not serve; set engine.name "
+            "transformers"
+        )
     refusal = space.refusal(config.es) if config.es_ is not None else None
     if refusal is not None:
         raise ConfigError(refusal)

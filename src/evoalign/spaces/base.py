@@ -48,14 +48,15 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank terms of members on one linear layer: y += scaling * (x A^T) B^T.
+    """Low-rank terms of members on one linear layer: y += scaling * ((x A^T) B^T + bias).
 
-    `a` is [M, R, in], or [1, R, in] if all members share it; `b` is [M, out, R].
+    `a` is [M, R, in], or [1, R, in] if all members share it; `b` is [M, out, R], and `bias` [M, out] or None.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class Space(ABC):
     """How an engine serves a member: an adapter on shared weights, or dense weights that replace them."""
     evolves_model: ClassVar[bool]
     """Whether the evolved tensors are the model's own; otherwise they are extra, such as LoRA factors."""
+    has_bias: ClassVar[bool] = False
+    """Whether members' adapters have a bias, which not every engine carries."""
     settings: ClassVar[type[BaseModel] | None] = None
     """Pydantic model for this space's extra settings, of which `options` is an instance; None accepts any."""
     smaller: str = "use space lora"

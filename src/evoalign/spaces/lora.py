@@ -154,10 +154,15 @@ def factor_name(module: str, factor: str) -> str:
     return f"{module.removesuffix('.weight')}.lora_{factor}.weight"
 
 
+def bias_name(module: str) -> str:
+    """Return PEFT's name, without its prefix, of the bias that `lora_bias` adds to a linear weight's adapter."""
+    return f"{module.removesuffix('.weight')}.lora_B.bias"
+
+
 def factors_of(
     space: Space, layout: Layout, mean: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the factors A and B, float32, of each weight's adapter of a mean, by PEFT's names. Raises ModelError."""
+    """Yield A, B and the bias, float32, of each weight's adapter of a mean, by PEFT's names. Raises ModelError."""
     tensors, exact = dict(mean), replace(layout, dtype="float32")
     for module in layout.modules:
         adapter = space.adapter(exact, module, tensors.__getitem__, MEAN_PLAN, (MEAN,))
@@ -165,6 +170,8 @@ def factors_of(
             raise ModelError(f"space {space.name} has no adapter of its mean for {module}")
         yield factor_name(module, "A"), adapter.a[0]
         yield factor_name(module, "B"), adapter.b[0]
+        if adapter.bias is not None:
+            yield bias_name(module), adapter.bias[0]
 
 
 def _check_pairs(modules: set[str]) -> None:

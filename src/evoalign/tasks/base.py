@@ -207,7 +207,7 @@ class Task(ABC):
     @property
     def player(self) -> str:
         """Kind of player of the episodes: empty, where a completion is all there is; `turns`, with the task's own
-        replies; `program`, through the gateway."""
+        replies; `program`, through the gateway; `given`, where the task's own completions are scored."""
         own = type(self)
         return "turns" if own.reply is not Task.reply or own.replies is not Task.replies else ""
 

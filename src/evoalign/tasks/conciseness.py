@@ -50,7 +50,7 @@ class Conciseness(Task):
     def compute_reward(self, text: str, example: Example) -> float:
         return float(-abs(len(text) - len(_columns(example)[1])))
 
-    def gold(self, example: Example) -> str:
+    def gold(self, example: Example) -> str | None:
         return _columns(example)[1]
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
@@ -80,3 +80,8 @@ def _columns(example: Example) -> tuple[str, str]:
     """Return question and answer."""
     question, answer = next(form for form in FORMS if form[0] in example and form[1] in example)
     return example[question], example[answer]
+
+
+def target_of(example: Example) -> str:
+    """Return the target of a row."""
+    return _columns(example)[1]

@@ -128,4 +128,7 @@ def written(bench: StartedEngine, plan: Plan, member: Member) -> Any:
         if adapter is not None:
             added = adapter.scaling * (adapter.b[0].float() @ adapter.a[0].float())
             weights[module].copy_(weights[module].float() + added)
+            if adapter.bias is not None:
+                layer = model.get_submodule(module.removesuffix(".weight"))
+                layer.bias = torch.nn.Parameter(adapter.scaling * adapter.bias[0], requires_grad=False)
     return model

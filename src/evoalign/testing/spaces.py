@@ -230,8 +230,12 @@ def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
             want = whole.a[..., columns].expand(_MEMBERS, -1, -1), whole.b[:, rows]
             padded = [torch.ones(n, i + 3, j + 5, dtype=layout.torch_dtype) for n, i, j in (w.shape for w in want)]
             a, b = (p[:, : w.shape[1], : w.shape[2]] for p, w in zip(padded, want, strict=True))
-            space.adapter(layout, module, masters.__getitem__, plan, plan.members, (rows, columns), (a, b))
+            cut = space.adapter(layout, module, masters.__getitem__, plan, plan.members, (rows, columns), (a, b))
+            assert cut is not None, f"adapter() returns None for {module}"
             same = torch.equal(a, want[0]) and torch.equal(b, want[1])
+            if whole.bias is not None:
+                assert cut.bias is not None and space.has_bias, f"has_bias is false, but {module} has a bias"
+                same = same and torch.equal(cut.bias, whole.bias[:, rows])
             assert same, f"the factors of {module} in {rows}, {columns} differ from the slices of the whole"
             a.fill_(1)
             b.fill_(1)
@@ -316,9 +320,12 @@ def _intended(
 
 
 def _product(layout: Layout, adapter: Adapter) -> torch.Tensor:
-    for factor in (adapter.a, adapter.b):
-        assert factor.dtype == layout.torch_dtype, f"an adapter has dtype {factor.dtype}, not {layout.torch_dtype}"
-    return adapter.scaling * (adapter.b.double() @ adapter.a.double())
+    """Return what an adapter adds, float64 [M, out, in]; a bias is one more column."""
+    parts = [adapter.a, adapter.b, *([] if adapter.bias is None else [adapter.bias])]
+    for part in parts:
+        assert part.dtype == layout.torch_dtype, f"an adapter has dtype {part.dtype}, not {layout.torch_dtype}"
+    columns = [adapter.b.double() @ adapter.a.double(), *(part.double()[..., None] for part in parts[2:])]
+    return adapter.scaling * torch.cat(columns, dim=-1)
 
 
 def _parts(space: Space, layout: Layout, name: str, generation: int, members: Sequence[int]) -> list[torch.Tensor]:

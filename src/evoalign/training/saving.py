@@ -28,7 +28,7 @@ from evoalign.rundir.files import remove_whole
 from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.setup import Parts, Served
-from evoalign.spaces.lora import factor_name, factors_of
+from evoalign.spaces.lora import bias_name, factor_name, factors_of
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training.inputs import inputs_of
@@ -144,7 +144,8 @@ def write(
     """Write a mean and the optimizer's state. The engine is not used, so that a thread may write copies of them."""
     base, layout = model_path(served.config.model), served.layout
     own = {t.name for t in (*layout.tensors, *layout.frozen)}
-    is_adapter = own == {factor_name(m, f) for m in layout.modules for f in "AB"}
+    of_peft = {factor_name(m, f) for m in layout.modules for f in "AB"}
+    is_adapter = own == of_peft | {bias_name(m) for m in layout.modules if served.space.has_bias}
     factors = None if whole is not None or is_adapter else partial(factors_of, served.space, layout)
     checkpoint.save(
         folder, mark, served.config, layout, base, state, optimizer, whole=whole, factors=factors, replace=replace

@@ -92,6 +92,10 @@ class RayConfig(EngineSettings):
         return self.replica.carries_experts
 
     @property
+    def carries_bias(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.replica.carries_bias
+
+    @property
     def takes_mixtures(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.replica.takes_mixtures
 

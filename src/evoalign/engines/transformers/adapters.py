@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members' low-rank terms in the forward of transformers: y += scaling * (x A^T) B^T, by the member of each row.
+"""Members' low-rank terms in the forward of transformers: y += scaling * ((x A^T) B^T + bias), by the row's member.
 
 Linear layers have forward hooks. In a *grouped* batch every member has the same number of consecutive rows, and one
 batched product serves all members without copying a factor. In a *ragged* batch (rows have left) each row has its
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evoalign.errors import ModelError
 from evoalign.models.tensors import FUSED, Part, experts_of
 from evoalign.spaces.base import Adapter
 
@@ -62,6 +63,8 @@ class Adapters:
         """Set the members' factors on one weight, or remove them."""
         self.factors[name] = adapter
         if name in self._experts:
+            if adapter is not None and adapter.bias is not None:
+                raise ModelError(f"adapters of experts have no bias, and that of {name} has one; leave experts out")
             expert = self._experts[name]
             self._mixtures[expert.module].put(expert.part, expert.index, adapter)
         else:
@@ -98,6 +101,7 @@ class _Layer:
         self._owner = owner
         self._adapter: Adapter | None = None
         self._down = self._up = torch.empty(0)
+        self._bias: torch.Tensor | None = None
         self._version = -1
 
     def put(self, adapter: Adapter | None) -> None:
@@ -115,6 +119,9 @@ class _Layer:
                 down = down if len(down) == 1 else down[rows]
                 up = up[rows]
             self._down, self._up = (down[0] if len(down) == 1 else down), up
+            # [G, 1, out]
+            chosen = adapter.bias if rows is None or len(up) == 1 or adapter.bias is None else adapter.bias[rows]
+            self._bias = None if chosen is None else chosen[:, None].to(output.dtype)
             self._version = self._owner.version
         groups = len(self._up)
         x = inputs[0].reshape(groups, -1, inputs[0].shape[-1])
@@ -122,6 +129,8 @@ class _Layer:
         hidden = x @ self._down
         # Under autocast the layer's output is in half precision, and in-place operators do not cast.
         y.baddbmm_(hidden, self._up.to(y.dtype), alpha=adapter.scaling)
+        if self._bias is not None:
+            y.add_(self._bias, alpha=adapter.scaling)
 
 
 class ExpertAdapters:

@@ -106,9 +106,13 @@ class Decoder:
         logits, rows = read.logits, self._rows(pairs, read.mask)
         out = [Completion() for _ in pairs]
         alone = pairs[-1][0] == 0
+        given = self._given([r for _, r in pairs], sampling.max_tokens)
         for step in range(sampling.max_tokens):
             token = self._choose(logits, rows, step, sampling)
             ended = torch.isin(token, self.stop)
+            if given is not None:
+                token, ended = given[rows.identity, step], given[rows.identity, step + 1] < 0
+                token = token.where(token >= 0, self.pad_id)
             self._record(out, rows, token, ended, logits if wants_logprobs else None)
             if sampling.stop:
                 ended = ended | self._stopped(out, rows, sampling.stop)
@@ -127,6 +131,12 @@ class Decoder:
                     adapters.scatter(slots[rows.identity])
             logits = self.forward(token[:, None], rows.mask, rows.position[:, None], cache)
             rows.position = rows.position + 1
+
+    def _given(self, requests: Sequence[Request], most: int) -> torch.Tensor | None:
+        """Return the given tokens [B, most + 1], -1 after their ends; None: tokens are chosen."""
+        if not requests[0].given:
+            return None
+        return torch.tensor([[*r.given, *[-1] * (most + 1 - len(r.given))] for r in requests], device=self._device)
 
     def _staying(self, step: int, rows: _Rows) -> torch.Tensor | None:
         """Return the rows that stay in the batch, in order, or None for all. Finished rows pad it to its size."""

@@ -167,9 +167,11 @@ class TransformersEngine(KeepsMean):
         """
         check_members(plan, requests)
         check_lengths(requests, self.context(), positions(self.model.config)[1])
-        alike: dict[tuple[Sampling, bool], list[Request]] = {}
+        alike: dict[tuple[Sampling, bool, bool], list[Request]] = {}
         for request in requests:
-            alike.setdefault((request.sampling, request.member is None), []).append(request)
+            if request.given and self._static is not None:
+                raise ConfigError("the static decoder scores no given completion; set engine.decoder library")
+            alike.setdefault((request.sampling, request.member is None, bool(request.given)), []).append(request)
         for batch in alike.values():
             if self._mean is None or self.mean.space.carrier == "dense":
                 yield from self._dense(plan, batch)

@@ -122,6 +122,7 @@ class TransformersConfig(EngineSettings):
     younger = frozenset({"decoder"})
     serves_here = True
     carries_experts = True
+    carries_bias = True
 
     @property
     def where(self) -> str:

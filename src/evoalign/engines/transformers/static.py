@@ -85,6 +85,8 @@ class StaticDecoder:
         """Prepare for members with adapters. Returns why they are not supported, or an empty string."""
         self._memory = None  # memory without members has no factors
         names = list(layout.modules)
+        if space.has_bias:
+            return f"adapters of space {space.name} have a bias"
         if layout.rank > population.MAX_RANK:
             return f"the adapters' rank {layout.rank} is above {population.MAX_RANK}"
         unsupported = self._blocks.unsupported(names)
