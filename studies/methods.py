@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,8 @@ class Method:
     es: Mapping[str, Any] = field(default_factory=dict)
     of: str = ""
     """The method whose probe it shares."""
+    algorithm: str = ""
+    """The algorithm of TRL, whose widths are learning rates; empty for ES."""
 
 
 SETTINGS = {
@@ -97,11 +99,26 @@ SETTINGS = {
     ),
 }  # fmt: skip
 LINEAR, RELATIVE = (0.0005, 0.001, 0.002, 0.004), (0.01, 0.02, 0.04, 0.08)
+LORA_ONLY = {"lora": {"rank": 4, "alpha": 4}}
+LORA = {"space": "lora", **LORA_ONLY}
+RATES = (3e-5, 1e-4, 3e-4)
 METHODS = {
     "lowrank": Method({"space": "lowrank"}, LINEAR),
+    "lora": Method(LORA, tuple(w / 4 for w in LINEAR)),
     "norms": Method({"space": "norms"}, RELATIVE, "noise_multiplier"),
-    "lora": Method({"space": "lora", "lora": {"rank": 4, "alpha": 4}}, tuple(w / 4 for w in LINEAR)),
+    "steering": Method({"space": "steering"}, tuple(w * 4 for w in LINEAR)),
+    "subspace": Method({"space": {"name": "subspace", "dimension": 1000}, **LORA_ONLY}, tuple(w / 4 for w in LINEAR)),
+    "truncation": Method({"space": "lowrank"}, (), es={"shaping": "truncation"}, of="lowrank"),
+    "adam": Method(LORA, (), es={"optimizer": "adam"}, of="lora"),
+    "sep_cma": Method(
+        {"space": {"name": "subspace", "dimension": 1000}, **LORA_ONLY}, (), es={"optimizer": "sep_cma"}, of="subspace"
+    ),
+    "grpo": Method({}, RATES, algorithm="grpo"),
+    "ppo": Method({}, RATES, algorithm="ppo"),
+    "dpo": Method({}, RATES, algorithm="dpo"),
 }
+CHOOSING = 4
+"""A run of seed 100 that chooses a rate has the completions of a run divided by this."""
 
 
 def sentences(folder: Path) -> dict[str, str]:
@@ -127,8 +144,8 @@ class Study:
         self.sets: list[str] = options.set
         self.rows: Path = options.rows
 
-    def config(self, job: str, width: float) -> Config:
-        """Return the config of a job of ES."""
+    def config(self, job: str, width: float, share: int = 1) -> Config:
+        """Return the config of a job with this width or rate, with its share of the completions."""
         where, name, seed = job.split("/")
         setting, method = SETTINGS[where], METHODS[name]
         task = {"batch_size": setting.prompts, **setting.tree["task"]}
@@ -139,17 +156,12 @@ class Study:
             "output_dir": str(self.to / job.replace("/", "_")),
             "seed": int(seed),
             "task": task,
-            "model": setting.tree.get("model", {"name": self.models.get(where, "")}),
-            "es": {
-                "num_generations": setting.generations,
-                "population_size": setting.members,
-                method.setting: width,
-                "learning_rate": ETA * (1 if method.setting == "noise_multiplier" else width),
-                **method.es,
-            },
+            "model": setting.tree.get("model", {"name": self.models.get(where, "")})
+            | ({"dtype": "float32"} if method.algorithm else {}),
+            **(_trl(setting, method, width, share) if method.algorithm else _es(setting, method, width)),
             "evaluation": {**setting.tree["sampling"], "temperature": 0.0, "every": 0},
             "checkpoint": {"every": 0, "keep_best": False},
-            "checks": {"placebo": PLACEBOS, "perplexity": False},
+            "checks": {"placebo": 0 if method.algorithm else PLACEBOS, "perplexity": False},
             "report": False,
         }
         return load([_written(self.to / f"{job.replace('/', '_')}.yaml", tree)], self.sets)
@@ -176,6 +188,21 @@ class Study:
         file.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def _es(setting: Setting, method: Method, width: float) -> dict[str, Any]:
+    rate = ETA * (1 if method.setting == "noise_multiplier" else width)
+    own = {} if method.es.get("optimizer") == "sep_cma" else {"learning_rate": rate}
+    sizes = {"num_generations": setting.generations, "population_size": setting.members}
+    return {"es": {**sizes, method.setting: width, **own, **method.es}}
+
+
+def _trl(setting: Setting, method: Method, rate: float, share: int) -> dict[str, Any]:
+    section = {
+        "algorithm": method.algorithm, "max_steps": setting.completions // share // 64, "num_generations": 8,
+        "per_device_train_batch_size": 64, "learning_rate": rate, "rollouts": "engine",
+    }  # fmt: skip
+    return {"grpo": section | ({"beta": 0.1} if method.algorithm == "dpo" else {})}
+
+
 def _written(file: Path, tree: Mapping[str, Any]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
@@ -194,6 +221,9 @@ def probing(study: Study, job: str) -> None:
     where, name, _ = job.split("/")
     setting, (members, examples) = SETTINGS[where], SETTINGS[where].probe
     widths = [setting.widths * width for width in METHODS[name].widths]
+    if METHODS[name].algorithm:
+        study.keep(job, _best_rate(study, job, widths))
+        return
     config = study.config(job, widths[-2])
     found = probe(config, sigmas=widths, members=members, examples=examples, tell=print)
     sound = [one for one in found.rungs if one.gain is not None and fault(one, found) is None]
@@ -204,13 +234,27 @@ def probing(study: Study, job: str) -> None:
     print(found.reason, width, flush=True)
 
 
+def _best_rate(study: Study, job: str, rates: Sequence[float]) -> dict[str, Any]:
+    """Train shortly with each rate, and choose the best on the validation split."""
+    measure, tried = SETTINGS[job.split("/")[0]].measure, list[dict[str, float]]()
+    for rate in rates:
+        config = study.config(job, rate, CHOOSING)
+        with (study.to / "rates.log").open("a", encoding="utf-8") as log:
+            evoalign.grpo(config, overwrite=True, console=Console(file=log, width=160))
+        written = json.loads((Path(config.output_dir) / "results" / "evaluation.json").read_text(encoding="utf-8"))
+        before, after = (written["validation"][when][measure] for when in ("before", "after"))
+        tried.append({"width": rate, "gain": after - before})
+    return {"reason": "best on validation rows", "tried": tried, "width": max(tried, key=lambda t: t["gain"])["width"]}
+
+
 def training(study: Study, job: str) -> None:
-    """Train by ES, and evaluate the run and its placebos."""
+    """Train, and evaluate the run and its placebos."""
     measure = SETTINGS[job.split("/")[0]].measure
     config = study.config(job, study.width(job))
     folder = Path(config.output_dir)
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
-        result = evoalign.train(config, overwrite=True, console=Console(file=log, width=160))
+        train = evoalign.grpo if METHODS[job.split("/")[1]].algorithm else evoalign.train
+        result = train(config, overwrite=True, console=Console(file=log, width=160))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     written = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
     study.keep(
@@ -223,7 +267,7 @@ def training(study: Study, job: str) -> None:
             "placebos": written["placebo"]["each"][measure] if "placebo" in written else [],
             "cost": totals(metrics)[0].as_dict(),
             "course": [
-                {"mean": row["mean"], "seconds": row["seconds"], "distance": row["diagnosis"].get("distance_sigmas")}
+                {"mean": row["mean"], "distance": (row.get("diagnosis") or {}).get("distance_sigmas")}
                 for row in metrics
             ],
         },
