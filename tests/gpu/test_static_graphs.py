@@ -56,7 +56,8 @@ def bench_of(folder: Path, space: str, decoder: str, dtype: str = "float32", **t
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     engine = {"device": "cuda", "decoder": decoder, **tree.pop("engine", {})}
     members = 10 if space == "full" else 30  # which are decoded one by one
-    tree = {"es": {"population_size": members}, "model": {"dtype": dtype}, **tree}
+    wide = {"sigma": 0.3} if space == "norms" else {}  # else a few gains change no text
+    tree = {"es": {"population_size": members, **wide}, "model": {"dtype": dtype}, **tree}
     return Bench(make_config(folder, space, engine=engine, **tree), STOPS)
 
 
@@ -69,7 +70,15 @@ def cells(bench: Bench, requests: Sequence[Request]) -> Cells:
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize(
     ("family", "space"),
-    [("qwen2", "lora"), ("qwen2", "lowrank"), ("qwen2", "full"), ("llama", "lora"), ("qwen3", "lowrank")],
+    [
+        ("qwen2", "lora"),
+        ("qwen2", "lowrank"),
+        ("qwen2", "full"),
+        ("llama", "lora"),
+        ("qwen3", "lowrank"),
+        ("qwen2", "norms"),
+        ("qwen3", "norms"),
+    ],
 )
 def test_static_decoder_equals_the_library_decoder(
     family: str, space: str, prompts: str, sampling: Sampling, folders: dict[str, Path]
@@ -114,7 +123,7 @@ def _forced(folder: Path, space: str, decoder: str, dtype: str) -> dict[tuple[in
     return {k: torch.tensor(r.logprobs[:1]) for k, r in found.items() if r.logprobs}
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+@pytest.mark.parametrize("space", ["lora", "lowrank", "norms", "full"])
 def test_two_deterministic_processes_give_the_same_bits(space: str) -> None:
     command = [sys.executable, __file__, "bits", space]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

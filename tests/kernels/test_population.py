@@ -101,6 +101,12 @@ class Draw:
         drawn[0] = drawn[0].abs()
         return drawn.to(torch.int32)
 
+    def own(self, width):
+        """Return a vector for rows without a member, and one for each slot."""
+        drawn = self.normal(self.slots + 1, width)
+        drawn[-1] = torch.nan
+        return drawn
+
     def dots(self, rows, layers):
         return self.normal(rows, layers, self.rank, dtype=torch.float32)
 
@@ -182,8 +188,9 @@ def check_add(draw, rows, inner, outer):
     assert same(y[members < 0], before[members < 0])
 
 
-def check_norm(draw, rows, kind, carried=True, layers=2, width=72, inner=44):
-    members, hidden, weight = draw.members(rows), draw.normal(rows, width), draw.normal(width)
+def check_norm(draw, rows, kind, carried=True, layers=2, width=72, inner=44, own=False):
+    members, hidden, weight = draw.members(rows), draw.normal(rows, width), (draw.own if own else draw.normal)(width)
+    gain = weight[members.long() + 1] if own else weight
     residual = draw.normal(rows, width) if carried else None
     into_a = [draw.a(width) for _ in range(layers)]
     source, term = None, 0.0
@@ -198,7 +205,7 @@ def check_norm(draw, rows, kind, carried=True, layers=2, width=72, inner=44):
     total = hidden.double() + term + (residual.double() if carried else 0.0)
     kept = hidden.clone()
     out, dots = population.norm(hidden, residual, weight, 1e-5, Terms(members, draw.rank, S), into_a, source)
-    assert worst(out, rms(total, weight, 1e-5)) < draw.bound
+    assert worst(out, rms(total, gain, 1e-5)) < draw.bound
     assert worst(residual if carried else hidden, total) < draw.bound
     assert not carried or same(hidden, kept)
     assert dots.shape == (rows, layers, draw.rank) and dots.dtype == torch.float32
@@ -206,20 +213,25 @@ def check_norm(draw, rows, kind, carried=True, layers=2, width=72, inner=44):
         assert apart(dots[:, i], dotted(out, a, members, draw.rank)) < 2e-5  # of the row as it was rounded
 
 
-def check_rotate(draw, rows, heads, kv_heads, width, turning, qk_norm):
+def check_rotate(draw, rows, heads, kv_heads, width, turning, qk_norm, own=""):
+    """Members have their own vectors of the kinds that `own` names: q, k, bias."""
     members, dots = draw.members(rows), draw.dots(rows, 3)
     counts = (heads, kv_heads, kv_heads)
     qkv, b = draw.normal(rows, sum(counts) * width), [draw.b(n * width) for n in counts]
     table = draw.normal(40, turning)
     positions = torch.arange(rows, device=qkv.device).mul(7).remainder(40)
-    q_norm, k_norm = (draw.normal(width), draw.normal(width)) if qk_norm else (None, None)
+    vectors = (draw.own if kind in own.split() else draw.normal for kind in "qk")
+    norms = [vector(width) for vector in vectors] if qk_norm else [None, None]
+    bias = draw.own(qkv.shape[1]) if "bias" in own else None
+    gains = [w if w is None or w.dim() == 1 else w[members.long() + 1][:, None] for w in norms]
     term = torch.cat([expanded(dots[:, i], b[i], members) for i in range(3)], dim=1)
-    want = rotated(qkv.double() + term, table[positions], heads, kv_heads, q_norm, k_norm, 1e-5)
-    before, shape = qkv.clone(), Heads(heads, kv_heads, width, q_norm, k_norm, 1e-5)
+    term = term if bias is None else term + bias[members.long() + 1].double()
+    want = rotated(qkv.double() + term, table[positions], heads, kv_heads, *gains, 1e-5)
+    before, shape = qkv.clone(), Heads(heads, kv_heads, width, *norms, 1e-5, bias)
     population.rotate(qkv, positions, table, dots, b, Terms(members, draw.rank, S), shape)
     assert worst(qkv, want) < draw.bound
     v = slice((heads + kv_heads) * width, None)
-    assert same(qkv[members < 0][:, v], before[members < 0][:, v])
+    assert bias is not None or same(qkv[members < 0][:, v], before[members < 0][:, v])
 
 
 def check_gate(draw, rows, width):
@@ -242,6 +254,9 @@ CHECKS = {
     # Heads, key-value heads, head width, rotary width: counts and widths that are no powers of two.
     **{f"rotate {h}{', normed' * n}": lambda draw, h=h, n=n: check_rotate(draw, 3, *h, qk_norm=n)
        for h in [(7, 1, 16, 16), (3, 3, 12, 12), (2, 1, 16, 8), (5, 2, 12, 4)] for n in (False, True)},
+    "norm of its own": partial(check_norm, rows=5, kind="partial", own=True),
+    **{f"rotate with own {o}": lambda draw, o=o: check_rotate(draw, 5, 5, 2, 12, 4, qk_norm=o != "bias", own=o)
+       for o in ("q", "k", "bias", "q k bias")},
     **{f"gate {w}": partial(check_gate, rows=4, width=w) for w in (50, 4300)},
 }  # fmt: skip
 
@@ -284,7 +299,9 @@ def test_each_kernel_equals_float64_at_the_widths_of_real_models(shape, dtype, r
     check_norm(draw, 67, "none", carried=False, layers=3, width=hidden)
     check_norm(draw, 67, "dot", layers=2, width=hidden, inner=q)
     check_norm(draw, 1, "partial", layers=3, width=hidden)
+    check_norm(draw, 67, "partial", layers=3, width=hidden, own=True)
     check_rotate(draw, 67, heads, kv_heads, head, head, qk_norm=False)
+    check_rotate(draw, 67, heads, kv_heads, head, head, qk_norm=True, own="q k bias")
     check_gate(draw, 67, inner)
 
 
@@ -306,7 +323,7 @@ def test_small_widths_under_a_sanitizer(rank, padded):
     check_norm(draw, 3, "dot", layers=2, width=200, inner=90)
     check_norm(draw, 3, "partial", layers=0, width=200)
     check_rotate(draw, 3, 5, 1, 24, 24, qk_norm=False)
-    check_rotate(draw, 3, 5, 2, 24, 16, qk_norm=True)
+    check_rotate(draw, 3, 5, 2, 24, 16, qk_norm=True, own="q k bias")
     check_gate(draw, 3, 2100)
     torch.cuda.synchronize()
 
@@ -391,6 +408,26 @@ def test_rows_without_member_get_the_plain_function(monkeypatch, form, rank, pad
     for left, right in zip(mixed, plain, strict=True):
         assert left[without].isfinite().all()
         assert same(left[without], right[without])
+
+
+@forms((1, 1), (3, 8), cuda=[(1, 1)])
+def test_own_gains_have_the_bits_of_shared_gains(monkeypatch, form, rank, padded):
+    """Each row's results are those of a batch in which its member's gains are all rows' gains."""
+    draw = chosen_draw(monkeypatch, form, rank, padded)
+    x, members, counts, rows = draw.normal(9, 72), draw.members(9), (3, 1, 16), draw.normal(9, 5 * 16)
+    gains, q_norms, k_norms = draw.own(72), draw.own(16), draw.own(16)
+    b, dots, table = [draw.b(48), draw.b(16), draw.b(16)], draw.dots(9, 3), draw.normal(9, 16)
+    terms, positions = Terms(members, rank, S), torch.arange(9, device=x.device)
+
+    def results(gain, *norms):
+        qkv = rows.clone()
+        population.rotate(qkv, positions, table, dots, b, terms, Heads(*counts, *norms))
+        return *population.norm(x, None, gain, 1e-5, terms), qkv
+
+    together = results(gains, q_norms, k_norms)
+    for slot in set(members.tolist()):
+        alone, own = results(*(v[slot + 1].clone() for v in (gains, q_norms, k_norms))), members == slot
+        assert all(same(one[own], all_[own]) for one, all_ in zip(alone, together, strict=True))
 
 
 class Block:

@@ -106,6 +106,9 @@ terms = population.Terms(owners, 3)
 said = [*population.norm(x.clone(), x.clone(), x[0], 1e-6, terms, [a, a], owed)]
 shape = population.Heads(3, 1, 22, x[0, :22].clone(), x[1, :22].clone())
 population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
+shape = population.Heads(3, 1, 22, x[:3, :22].clone(), x[4:, :22].clone(), bias=x.flatten()[: 3 * 110].view(3, 110))
+population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
+said += population.norm(x.clone(), None, x[:3].clone(), 1e-6, terms)
 said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, terms)
 population.add(gates, x, [a, a], [b, b], terms)
 cache = [noise.normals((9, 9), (7, 1, 300, 22), 0, [k])[0] for k in (8, 9)]

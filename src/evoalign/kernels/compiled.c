@@ -232,7 +232,8 @@ CLONES u64 evoalign_sum(const float *tensor, i64 row, i64 column, i64 base, i64 
 // --- members' low-rank terms in a layer: see evoalign/kernels/population.py ---
 //
 // Rows `first` to `last` of T; all tensors are contiguous. `members` is each row's slot, or -1 for a row without terms.
-// Factors are `a` [S, padded, K] and `b` [S, N, padded], of which the first `rank` are used.
+// Factors are `a` [S, padded, K] and `b` [S, N, padded], of which the first `rank` are used. Gains and biases of members
+// are rows of a tensor [S + 1, N], row 0 for a row of T without a member; with a pitch of 0 all rows share one gain.
 
 static inline __attribute__((always_inline)) float dot(const float *x, const float *y, i64 count) {
   float sum[LANES] = {0};
@@ -281,8 +282,8 @@ CLONES void evoalign_add(float *y, i64 pitch, const float *x, const float *a, co
 }
 
 // The pending term comes from the dots `given` [T, parts, rank] or from the input `x` and `a`. Without `b` there is none.
-CLONES void evoalign_norm(float *hidden, float *residual, const float *weight, float eps, const i32 *members, i64 rank,
-                          i64 padded, float scaling, i64 width, const float *x, const float *a, i64 inner,
+CLONES void evoalign_norm(float *hidden, float *residual, const float *weight, i64 pitch, float eps, const i32 *members,
+                          i64 rank, i64 padded, float scaling, i64 width, const float *x, const float *a, i64 inner,
                           const float *given, i64 parts, const float *b, const float *a0, const float *a1,
                           const float *a2, i64 layers, float *out, float *dots, i64 first, i64 last) {
   const float *into[3] = {a0, a1, a2};
@@ -303,7 +304,7 @@ CLONES void evoalign_norm(float *hidden, float *residual, const float *weight, f
           for (i64 r = 0; r < rank; r++) taken[r] += given[(t * parts + p) * rank + r];
       expand(total, taken, b, slot, width, 0, width, rank, padded, scaling);
     }
-    normalize(total, weight, eps, width, normed);
+    normalize(total, weight + (slot + 1) * pitch, eps, width, normed);
     for (i64 l = 0; l < layers; l++) {
       float *found = dots + (t * layers + l) * rank;
       for (i64 r = 0; r < rank; r++) found[r] = 0;
@@ -315,18 +316,22 @@ CLONES void evoalign_norm(float *hidden, float *residual, const float *weight, f
 CLONES void evoalign_rotate(float *qkv, const i64 *positions, const float *cos_sin, i64 rotary, const float *dots,
                             const float *b0, const float *b1, const float *b2, const i32 *members, i64 rank,
                             i64 padded, float scaling, i64 heads, i64 shared, i64 size, const float *q_norm,
-                            const float *k_norm, float eps, i64 first, i64 last) {
+                            i64 q_pitch, const float *k_norm, i64 k_pitch, const float *bias, float eps, i64 first,
+                            i64 last) {
   const float *b[3] = {b0, b1, b2};
-  i64 widths[3] = {heads * size, shared * size, shared * size}, half = rotary / 2;
+  i64 widths[3] = {heads * size, shared * size, shared * size}, half = rotary / 2, n = (heads + 2 * shared) * size;
   for (i64 t = first; t < last; t++) {
-    float *head = qkv + t * (heads + 2 * shared) * size, *part = head;
+    i64 own = (i64)members[t] + 1;
+    float *head = qkv + t * n, *part = head;
+    if (bias)
+      for (i64 j = 0; j < n; j++) head[j] += bias[own * n + j];
     for (int i = 0; i < 3; part += widths[i++])
       if (members[t] >= 0)
         expand(part, dots + (t * 3 + i) * rank, b[i], members[t], widths[i], 0, widths[i], rank, padded, scaling);
     const float *cosine = cos_sin + positions[t] * rotary, *sine = cosine + half;
     for (i64 h = 0; h < heads + shared; h++, head += size) {
       const float *weight = h < heads ? q_norm : k_norm;
-      if (weight) normalize(head, weight, eps, size, head);
+      if (weight) normalize(head, weight + own * (h < heads ? q_pitch : k_pitch), eps, size, head);
       for (i64 j = 0; j < half; j++) {
         float one = head[j], other = head[j + half];
         head[j] = one * cosine[j] - other * sine[j];

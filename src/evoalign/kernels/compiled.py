@@ -35,8 +35,8 @@ _CHUNK = 256
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _LAYER = {
     "add": "pippppiifii",
-    "norm": "pppfpiifippipippppipp",
-    "rotate": "pppipppppiifiiippf",
+    "norm": "pppifpiifippipippppipp",
+    "rotate": "pppipppppiifiiipipipf",
     "gate": "ppppppiifipp",
     "decode": "pppppiiiifp",
 }

@@ -15,6 +15,9 @@ Rows without a member get the plain function. Terms are summed in float32 and ro
 functions do not synchronise and allocate only their results, so a CUDA graph can hold them; factors and members may
 change between its replays.
 
+Members may also have their own gains of the norms and biases of q, k and v: tensors [S + 1, N], whose row 0 is for rows
+without a member and row i + 1 for slot i.
+
 Each function runs in Triton if `kernels.available`, else on a CPU in compiled C if it supports the tensors (float32 and
 contiguous), else in plain torch (`reference`). C makes one pass over each row, in cache. Its sums run over one row in
 one order, so a row's bits depend neither on the other rows nor on the vector width, but they are not those of torch.
@@ -31,7 +34,7 @@ from torch import Tensor
 
 from evoalign import kernels
 from evoalign.kernels import compiled, reference
-from evoalign.kernels.reference import MAX_RANK, Dot, Heads, Partial, Terms
+from evoalign.kernels.reference import MAX_RANK, Dot, Heads, Partial, Terms, pitch
 
 __all__ = ["MAX_RANK", "Dot", "Heads", "Partial", "Terms", "add", "gate", "norm", "rotate", "warm_up"]
 
@@ -63,8 +66,9 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, dots): RMSNorm of hidden [T, H] plus the pending term of `source` plus the residual.
 
-    The sum is written to `residual`, in place; if that is None, `hidden` is the residual itself. `dots` is float32
-    [T, len(into_a), R]: the output row with each A of the next projection.
+    The sum is written to `residual`, in place; if that is None, `hidden` is the residual itself. `weight` is [H], or
+    [S + 1, H] if each member has its own. `dots` is float32 [T, len(into_a), R]: the output row with each A of the next
+    projection.
     """
     if kernels.available(hidden.device):
         return _triton().norm(hidden, residual, weight, eps, terms, into_a, source)
@@ -81,15 +85,17 @@ def norm(
     projection = (x, a, 0 if x is None else x.shape[1], given, 0 if given is None else given.shape[1], b)
     into = (*into_a, *[None] * (3 - len(into_a)), len(into_a))
     where = (terms.members, terms.rank, padded, terms.scaling)
-    compiled.rows("norm", count, 4 * width, hidden, residual, weight, eps, *where, width, *projection, *into, out, dots)
+    given = (hidden, residual, weight, pitch(weight), eps, *where, width, *projection, *into, out, dots)
+    compiled.rows("norm", count, 4 * width, *given)
     return out, dots
 
 
 def rotate(
     qkv: Tensor, positions: Tensor, cos_sin: Tensor, dots: Tensor, b: Sequence[Tensor], terms: Terms, heads: Heads
 ) -> None:
-    """Add the terms of q, k and v (dots [T, 3, R]), apply the norms of q and k if given, and rotate; in place.
+    """Add biases and terms of q, k and v (dots [T, 3, R]), apply the norms of q and k if given, and rotate; in place.
 
+    A bias is added in float32, to a product that is already rounded: one rounding more than in a product with its bias.
     qkv is [T, (heads + 2 * kv_heads) * head_dim]. The rotation is in halves (NeoX), by cos_sin [positions, rotary_dim]
     with cosines first. Dimensions beyond rotary_dim are not rotated.
     """
@@ -97,13 +103,14 @@ def rotate(
         _triton().rotate(qkv, positions, cos_sin, dots, b, terms, heads)
         return
     norms = (heads.q_norm, heads.k_norm)
-    if not _in_c(qkv, terms, b, (cos_sin, dots, *norms)) or positions.dtype != torch.int64:
+    if not _in_c(qkv, terms, b, (cos_sin, dots, heads.bias, *norms)) or positions.dtype != torch.int64:
         reference.rotate(qkv, positions, cos_sin, dots, b, terms, heads)
         return
     into = (qkv, positions.contiguous(), cos_sin, cos_sin.shape[1], dots, *b)
     where = (terms.members, terms.rank, b[0].shape[3], terms.scaling)
     counts = (heads.heads, heads.kv_heads, heads.head_dim)
-    compiled.rows("rotate", len(qkv), 2 * qkv.shape[1], *into, *where, *counts, *norms, heads.eps)
+    own = (norms[0], pitch(norms[0]), norms[1], pitch(norms[1]), heads.bias, heads.eps)
+    compiled.rows("rotate", len(qkv), 2 * qkv.shape[1], *into, *where, *counts, *own)
 
 
 def gate(

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from evoalign.kernels.population_tiles import Tiles, add_tiles, gate_tiles, norm_tiles, power, rotate_tiles, row_sizes
-from evoalign.kernels.reference import Dot, Heads, Partial, Terms
+from evoalign.kernels.reference import Dot, Heads, Partial, Terms, pitch
 
 __all__ = ["Tiles", "add", "add_tiles", "gate", "norm", "rotate", "row_sizes"]
 
@@ -161,7 +161,7 @@ def _add(
 @triton.jit(do_not_specialize_on_alignment=["members"])
 def _norm(
     hidden, residual, weight, out, dots, members, x, x_a, partials, b, into_a, eps, scaling,
-    H_STRIDE: tl.constexpr, R_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
+    H_STRIDE: tl.constexpr, R_STRIDE: tl.constexpr, W_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, NPB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +181,7 @@ def _norm(
         entered = tl.load(x + row * X_STRIDE + k, mask=k < K, other=0.0)
     if partials is not None:
         parts = _load_partials(partials + row * (NP * R), NP, NPB, R, RP)
-    scale = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + tl.where(has, slot + 1, 0) * W_STRIDE + c, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         if b is not None:
             up = _load_b(b, slot, inside & has, c, H, R, RS, RP)
@@ -223,15 +223,24 @@ def _norm(
 
 @triton.jit
 def _load_heads(
-    base, b, slot, has, HEADS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
-    HB: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+    base, bias, b, slot, has, AT: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr,
+    COUNT: tl.constexpr, HB: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """Load COUNT dimensions from FIRST of each head: columns, mask, values [HB, CB] and rows of B."""
+    """Load COUNT dimensions from FIRST of each head: columns, mask, values with the bias [HB, CB], rows of B."""
     h = tl.arange(0, HB)[:, None]
     j = tl.arange(0, CB)[None, :]
     n = h * D + FIRST + j
     inside = (h < HEADS) & (j < COUNT)
-    return n, inside, tl.load(base + n, mask=inside, other=0.0), _load_b(b, slot, inside & has, n, HEADS * D, R, RS, RP)
+    value = _load_sum(base, bias, n, inside, AT)
+    return n, inside, value, _load_b(b, slot, inside & has, n, HEADS * D, R, RS, RP)
+
+
+@triton.jit
+def _load_sum(base, bias, n, inside, AT: tl.constexpr):
+    value = tl.load(base + n, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + AT + n, mask=inside, other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -242,15 +251,16 @@ def _load_weight(weight, FIRST: tl.constexpr, COUNT: tl.constexpr, CB: tl.conste
 
 @triton.jit
 def _turn(
-    base, one, two, rest, dots, cosine, sine, weight, eps,
-    D: tl.constexpr, HALF: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
+    base, one, two, rest, dots, cosine, sine, weight, own, eps,
+    W_STRIDE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Add the members' low-rank term to some heads, normalise each head if there is a weight, apply RoPE, and store."""
-    first = one[2].to(tl.float32) + _expand(dots, one[3], R)
-    second = two[2].to(tl.float32) + _expand(dots, two[3], R)
+    first = one[2] + _expand(dots, one[3], R)
+    second = two[2] + _expand(dots, two[3], R)
     if RB > 0:
-        third = rest[2].to(tl.float32) + _expand(dots, rest[3], R)
+        third = rest[2] + _expand(dots, rest[3], R)
     if weight is not None:
+        weight += own * W_STRIDE
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if RB > 0:
             squares += tl.sum(third * third, axis=1)
@@ -267,40 +277,44 @@ def _turn(
 
 @triton.jit(do_not_specialize_on_alignment=["members", "positions"])
 def _rotate(
-    qkv, positions, cos_sin, dots, b, members, q_norm, k_norm, eps, scaling,
-    STRIDE: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+    qkv, positions, cos_sin, dots, b, members, q_norm, k_norm, bias, eps, scaling,
+    STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
     QB: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr,
 ):  # fmt: skip
     """For one row: the terms of q, k and v, the norms, the rotation. RB > 0: part of each head is not rotated."""
     row = tl.program_id(0).to(tl.int64)
     has, slot = _load_member(members, row)
     position = tl.load(positions + row).to(tl.int64)
+    own = tl.where(has, slot + 1, 0)
+    if bias is not None:
+        bias += own * ((HQ + 2 * HK) * D)
     q = qkv + row * STRIDE
     k = q + HQ * D
     v = k + HK * D
     n = tl.arange(0, VB)
     inside = n < HK * D
-    value = tl.load(v + n, mask=inside, other=0.0)
+    value = _load_sum(v, bias, n, inside, (HQ + HK) * D)
     to_q = tl.where(has, _load_dots(dots + row * (3 * R), R, RP) * scaling, 0.0)
     to_k = tl.where(has, _load_dots(dots + row * (3 * R) + R, R, RP) * scaling, 0.0)
-    to_v = _load_dots(dots + row * (3 * R) + 2 * R, R, RP) * scaling
-    one_q = _load_heads(q, b[0], slot, has, HQ, D, 0, HALF, QB, CB, R, RS, RP)
-    two_q = _load_heads(q, b[0], slot, has, HQ, D, HALF, HALF, QB, CB, R, RS, RP)
-    one_k = _load_heads(k, b[1], slot, has, HK, D, 0, HALF, KB, CB, R, RS, RP)
-    two_k = _load_heads(k, b[1], slot, has, HK, D, HALF, HALF, KB, CB, R, RS, RP)
+    to_v = tl.where(has, _load_dots(dots + row * (3 * R) + 2 * R, R, RP) * scaling, 0.0)
+    one_q = _load_heads(q, bias, b[0], slot, has, 0, HQ, D, 0, HALF, QB, CB, R, RS, RP)
+    two_q = _load_heads(q, bias, b[0], slot, has, 0, HQ, D, HALF, HALF, QB, CB, R, RS, RP)
+    one_k = _load_heads(k, bias, b[1], slot, has, HQ * D, HK, D, 0, HALF, KB, CB, R, RS, RP)
+    two_k = _load_heads(k, bias, b[1], slot, has, HQ * D, HK, D, HALF, HALF, KB, CB, R, RS, RP)
     if RB > 0:
-        rest_q = _load_heads(q, b[0], slot, has, HQ, D, 2 * HALF, D - 2 * HALF, QB, RB, R, RS, RP)
-        rest_k = _load_heads(k, b[1], slot, has, HK, D, 2 * HALF, D - 2 * HALF, KB, RB, R, RS, RP)
+        rest_q = _load_heads(q, bias, b[0], slot, has, 0, HQ, D, 2 * HALF, D - 2 * HALF, QB, RB, R, RS, RP)
+        rest_k = _load_heads(k, bias, b[1], slot, has, HQ * D, HK, D, 2 * HALF, D - 2 * HALF, KB, RB, R, RS, RP)
     else:
         rest_q = None
         rest_k = None
     up = _load_b(b[2], slot, inside & has, n, HK * D, R, RS, RP)
     cosine = _load_weight(cos_sin + position * (2 * HALF), 0, HALF, CB)
     sine = _load_weight(cos_sin + position * (2 * HALF), HALF, HALF, CB)
-    _turn(q, one_q, two_q, rest_q, to_q, cosine, sine, q_norm, eps, D, HALF, CB, RB, R)
-    _turn(k, one_k, two_k, rest_k, to_k, cosine, sine, k_norm, eps, D, HALF, CB, RB, R)
-    tl.store(v + n, (value.to(tl.float32) + _expand(to_v, up, R)).to(value.dtype), mask=inside & has)
+    _turn(q, one_q, two_q, rest_q, to_q, cosine, sine, q_norm, own, eps, Q_STRIDE, D, HALF, CB, RB, R)
+    _turn(k, one_k, two_k, rest_k, to_k, cosine, sine, k_norm, own, eps, K_STRIDE, D, HALF, CB, RB, R)
+    changed = inside & has if bias is None else inside
+    tl.store(v + n, (value + _expand(to_v, up, R)).to(qkv.dtype.element_ty), mask=changed)
 
 
 @triton.jit(do_not_specialize_on_alignment=["members"])
@@ -382,7 +396,7 @@ def norm(
     rows_of = (hidden, residual, weight, out, dots if into_a else None, terms.members)
     owed = (dot and dot.x, dot and dot.a, partial and partial.dots, source and source.b, tuple(into_a))
     strides = {"H_STRIDE": hidden.stride(0), "R_STRIDE": 0 if residual is None else residual.stride(0)}
-    strides |= {"X_STRIDE": dot.x.stride(0) if dot else 0}
+    strides |= {"W_STRIDE": pitch(weight), "X_STRIDE": dot.x.stride(0) if dot else 0}
     shape = {"H": width, "K": inner, "NP": parts, "EARLY": rank <= 4}
     shape |= {"BH": power(width), "BK": power(inner), "NPB": power(parts)}
     options = _options(tiles, rank, padded)
@@ -391,22 +405,16 @@ def norm(
 
 
 def rotate(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    dots: Tensor,
-    b: Sequence[Tensor],
-    terms: Terms,
-    heads: Heads,
-    *,
-    tiles: Tiles | None = None,
-) -> None:
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, dots: Tensor, b: Sequence[Tensor], terms: Terms, heads: Heads,
+    *, tiles: Tiles | None = None,
+) -> None:  # fmt: skip
     """See `population.rotate`."""
-    _check((qkv,), (cos_sin, dots, *b))
+    _check((qkv,), (cos_sin, dots, *b, heads.q_norm, heads.k_norm, heads.bias))
     half, rank, width = cos_sin.shape[-1] // 2, terms.rank, heads.head_dim
     tiles = tiles or rotate_tiles(heads.heads, half, rank)
-    tensors = (qkv, positions, cos_sin, dots, tuple(b), terms.members, heads.q_norm, heads.k_norm)
-    shape = {"STRIDE": qkv.stride(0), "HQ": heads.heads, "HK": heads.kv_heads, "D": width, "HALF": half}
+    tensors = (qkv, positions, cos_sin, dots, tuple(b), terms.members, heads.q_norm, heads.k_norm, heads.bias)
+    shape = {"STRIDE": qkv.stride(0), "Q_STRIDE": pitch(heads.q_norm), "K_STRIDE": pitch(heads.k_norm)}
+    shape |= {"HQ": heads.heads, "HK": heads.kv_heads, "D": width, "HALF": half}
     shape |= {"QB": power(heads.heads), "KB": power(heads.kv_heads), "VB": power(heads.kv_heads * width)}
     shape |= {"CB": power(half), "RB": power(width - 2 * half) if width > 2 * half else 0}
     options = _options(tiles, rank, b[0].shape[3])
@@ -414,14 +422,9 @@ def rotate(
 
 
 def gate(
-    gate_up: Tensor,
-    dots: Tensor,
-    b: Sequence[Tensor],
-    down_a: Tensor | None,
-    terms: Terms,
-    *,
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor]:
+    gate_up: Tensor, dots: Tensor, b: Sequence[Tensor], down_a: Tensor | None, terms: Terms,
+    *, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `population.gate`."""
     _check((gate_up,), (dots, *b, down_a))
     rows, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, terms.rank

@@ -35,7 +35,11 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """The attention heads: numbers of query and key-value heads, their width, and Qwen3's norms of q and k [width]."""
+    """The attention heads: numbers of query and key-value heads, their width, and Qwen3's norms of q and k [width].
+
+    A norm may be [S + 1, width], and `bias` [S + 1, N] is added to q, k and v: row 0 for rows without a member, row
+    i + 1 for slot i.
+    """
 
     heads: int
     kv_heads: int
@@ -43,6 +47,7 @@ class Heads:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +65,11 @@ class Partial:
 
     dots: Tensor
     b: Tensor
+
+
+def pitch(vectors: Tensor | None) -> int:
+    """Return the distance between the vectors of two members; 0 if all rows share one vector, or None is given."""
+    return vectors.stride(0) if vectors is not None and vectors.dim() == 2 else 0
 
 
 def add(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], terms: Terms) -> None:
@@ -95,7 +105,7 @@ def norm(
         hidden.copy_(summed)
     total = summed.float()
     total = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    out = (total.to(hidden.dtype).float() * weight.float()).to(hidden.dtype)
+    out = (total.to(hidden.dtype).float() * _own(weight, terms).float()).to(hidden.dtype)
     dots = [_dots(out, one, terms) for one in into_a]
     empty = torch.empty(len(out), 0, terms.rank, dtype=torch.float32, device=out.device)
     return out, torch.stack(dots, dim=1) if dots else empty
@@ -110,11 +120,14 @@ def rotate(
     start = 0
     parts = ((heads.heads, heads.q_norm), (heads.kv_heads, heads.k_norm), (heads.kv_heads, None))
     for index, (count, weight) in enumerate(parts):
-        part = qkv[:, start : start + count * width]
-        total = part.float() + _expand(dots[:, index], b[index], terms)
+        columns = slice(start, start + count * width)
+        part = qkv[:, columns]
+        total = part.float() if heads.bias is None else part.float() + _own(heads.bias, terms)[:, columns].float()
+        total = total + _expand(dots[:, index], b[index], terms)
         total = total.view(-1, count, width)
         if weight is not None:
-            total = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + heads.eps) * weight.float()
+            gain = _own(weight, terms).float().view(-1, 1, width)
+            total = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + heads.eps) * gain
         if index < 2:
             first, second, rest = total.split([half, half, width - 2 * half], dim=-1)
             total = torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
@@ -132,6 +145,11 @@ def gate(
     if down_a is None:
         return out, torch.empty(len(out), 0, terms.rank, dtype=torch.float32, device=out.device)
     return out, _dots(out, down_a, terms)[:, None]
+
+
+def _own(vectors: Tensor, terms: Terms) -> Tensor:
+    """Return the vector of each row's member, [T, N], or the one vector [N] of all rows."""
+    return vectors if vectors.dim() == 1 else vectors[terms.members.long() + 1]
 
 
 def _dots(x: Tensor, a: Tensor, terms: Terms) -> Tensor:

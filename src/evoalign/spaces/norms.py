@@ -27,7 +27,7 @@ class Settings(Section):
 
 
 class Norms(Space):
-    """Members have their own gains and attention biases, written over the served ones for one member at a time."""
+    """Members have their own gains and attention biases; an engine serves them in one batch or one at a time."""
 
     name = "norms"
     carrier = "dense"

@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from evoalign.engines.transformers.vectors import Vectors, vectors_of
 from evoalign.kernels import attention, population
 from evoalign.spaces.base import Slots
 
@@ -140,11 +141,13 @@ class Factors:
     """The factors of `slots` members on every projection, at fixed addresses: [S, 1, R, K] and [S, 1, N, R].
 
     Projections that do not evolve have zeros, shared by those of the same shape. `below` is the number of layers below
-    the first that evolves.
+    the first that evolves. `vectors` are those of a dense space, whose members have no factors.
     """
 
-    def __init__(self, model: Any, names: Sequence[str], slots: int, rank: int, scaling: float) -> None:
-        self.rank, self.scaling = rank, scaling
+    def __init__(
+        self, model: Any, names: Sequence[str], slots: int, rank: int, scaling: float, vectors: Sequence[str] = ()
+    ) -> None:
+        self.rank, self.scaling, self.vectors = rank, scaling, Vectors(model, vectors, slots)
         self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layers: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         zeros: dict[tuple[int, ...], torch.Tensor] = {}
@@ -192,6 +195,11 @@ class Blocks:
         """Return the weights among `names` that are no projection of a layer."""
         known = _projections(self.model)
         return [name for name in names if name not in known]
+
+    def vector_bytes(self, names: Sequence[str]) -> int | None:
+        """Return the bytes of one member's vectors, or None if one of `names` is not in `vectors_of`."""
+        known = vectors_of(self.model)
+        return None if set(names) - set(known) else sum(known[name].nbytes for name in names)
 
     def factor_bytes(self, names: Sequence[str], rank: int) -> int:
         """Return the bytes of one member's factors on these weights."""
@@ -247,7 +255,7 @@ class Blocks:
         terms = population.Terms(members, factors.rank, factors.scaling, fixed)
         entered = _Activations(embedding(tokens, self.model.model.embed_tokens.weight), None, None)
         found = self._run_layers(entered, slice(None), positions, terms, rotations, factors, attend)
-        return self._logits(found, terms)
+        return self._logits(found, terms, factors)
 
     def read(
         self,
@@ -296,7 +304,7 @@ class Blocks:
             assert found.residual is not None
             return Hidden(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
         ends = torch.arange(count, device=tokens.device) * length + last
-        return self._logits_at(found, ends, population.Terms(members, factors.rank, factors.scaling, fixed))
+        return self._logits_at(found, ends, population.Terms(members, factors.rank, factors.scaling, fixed), factors)
 
     def read_on(
         self,
@@ -336,7 +344,8 @@ class Blocks:
         terms = population.Terms(members[texts], factors.rank, factors.scaling, False)
         begun = _Activations(embedding(tokens, self.model.model.embed_tokens.weight), None, None)
         found = self._run_layers(begun, slice(None), positions, terms, rotations, factors, attend)
-        return self._logits_at(found, ends - 1, population.Terms(members, factors.rank, factors.scaling, False))
+        terms = replace(terms, members=members)
+        return self._logits_at(found, ends - 1, terms, factors)
 
     def _run_layers(
         self,
@@ -349,36 +358,39 @@ class Blocks:
         attend: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> _Activations:
         hidden, residual, source = begun.hidden, begun.residual, begun.source
-        plain = terms
+        plain, gain = terms, factors.vectors.gain
         if factors.below:
             plain = replace(terms, members=torch.full_like(terms.members, -1))
         for i in range(len(self._layers))[layers]:
             layer, (a, b) = self._layers[i], factors.layers[i]
             own = plain if i < factors.below else terms
-            q_norm, k_norm = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
-            heads = population.Heads(self.heads, self.shared, self.width, q_norm, k_norm, self._eps)
+            q_norm, k_norm = (None if norm is None else gain(norm) for norm in (layer.q_norm, layer.k_norm))
+            (weight, shared), bias = layer.qkv, factors.vectors.biases.get(i)
+            heads = population.Heads(self.heads, self.shared, self.width, q_norm, k_norm, self._eps, bias)
             into = (a["q_proj"], a["k_proj"], a["v_proj"])
-            normed, dots = population.norm(hidden, residual, layer.before.weight, self._eps, own, into, source)
+            normed, dots = population.norm(hidden, residual, gain(layer.before), self._eps, own, into, source)
             residual = hidden if residual is None else residual
-            qkv = linear(normed, *layer.qkv)
+            qkv = linear(normed, weight, shared if bias is None else None)
             population.rotate(qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), own, heads)
             attended = attend(i, qkv)
             hidden = linear(attended, layer.o.weight, layer.o.bias)
             owed, into = population.Dot(attended, a["o_proj"], b["o_proj"]), (a["gate_proj"], a["up_proj"])
-            normed, dots = population.norm(hidden, residual, layer.after.weight, self._eps, own, into, owed)
+            normed, dots = population.norm(hidden, residual, gain(layer.after), self._eps, own, into, owed)
             gate_up = linear(normed, *layer.gate_up)
             gated, parts = population.gate(gate_up, dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], own)
             hidden = linear(gated, layer.down.weight, layer.down.bias)
             source = population.Partial(parts, b["down_proj"])
         return _Activations(hidden, residual, source)
 
-    def _logits_at(self, found: _Activations, at: torch.Tensor, terms: population.Terms) -> torch.Tensor:
+    def _logits_at(
+        self, found: _Activations, at: torch.Tensor, terms: population.Terms, factors: Factors
+    ) -> torch.Tensor:
         """Return logits [B, V] after the tokens `at`, int64 [B]."""
         assert found.residual is not None and found.source is not None
         source = population.Partial(found.source.dots[at], found.source.b)
-        return self._logits(_Activations(found.hidden[at], found.residual[at], source), terms)
+        return self._logits(_Activations(found.hidden[at], found.residual[at], source), terms, factors)
 
-    def _logits(self, found: _Activations, terms: population.Terms) -> torch.Tensor:
-        weight = self.model.model.norm.weight
-        normed, _ = population.norm(found.hidden, found.residual, weight, self._eps, terms, (), found.source)
+    def _logits(self, found: _Activations, terms: population.Terms, factors: Factors) -> torch.Tensor:
+        gain = factors.vectors.gain(self.model.model.norm)
+        normed, _ = population.norm(found.hidden, found.residual, gain, self._eps, terms, (), found.source)
         return linear(normed, self.model.lm_head.weight)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The in-process engine: Hugging Face causal language models of `nn.Linear` and fused experts, on a CPU or one GPU.
 
-Members with adapters (`lora`, `lowrank`) generate together in one batch. Dense members (`full`) generate one at a time:
+Members with adapters (`lora`, `lowrank`) generate together in one batch. So do dense members that differ only in gains
+of norms and biases of q, k and v (`norms`), in the static decoder. Other dense members (`full`) generate one at a time:
 each is written over the served weights from the float32 master. The mean is that master, so restoring is a copy and
 never a subtraction.
 """
@@ -90,6 +91,8 @@ class TransformersEngine(KeepsMean):
         self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # views, with the static decoder
         self._adapters: Adapters | None = None
         self._planned = 0.0
+        self._alone = True
+        """Whether members are served one at a time."""
 
     def _obstacle(self) -> str:
         """Return why the static decoder cannot decode this model here, or an empty string."""
@@ -130,9 +133,11 @@ class TransformersEngine(KeepsMean):
         self.check_mean(modules_of(self.model, carried), space.name)
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         self._planned = 0.0
+        why_not = "" if self._static is None else self._static.begin(space, layout, self.mean.__getitem__)
+        self._alone = space.carrier == "dense" and (self._static is None or bool(why_not))
         if space.carrier == "adapter":
-            if self._static is not None:
-                self._use_static(self._static.begin(space, layout, self.mean.__getitem__))
+            if why_not:
+                self._use_static(why_not)
             if self._static is None:
                 self._adapters = Adapters(self.model, layout.modules)
                 self._decoder.forward.share(self._adapters.modules)
@@ -143,7 +148,7 @@ class TransformersEngine(KeepsMean):
             deterministic=self.deterministic,
             model_hash=weights_hash((n, p.data) for n, p in self.model.named_parameters()),
             master_bytes=self.mean.bytes,
-            note=self._note(),
+            note=self._note() + (f"; members one at a time: {why_not}" if self._alone and why_not else ""),
             library="" if self._static is None else "static decoder",
         )
 
@@ -173,7 +178,7 @@ class TransformersEngine(KeepsMean):
                 raise ConfigError("the static decoder scores no given completion; set engine.decoder library")
             alike.setdefault((request.sampling, request.member is None, bool(request.given)), []).append(request)
         for batch in alike.values():
-            if self._mean is None or self.mean.space.carrier == "dense":
+            if self._mean is None or self._alone:
                 yield from self._dense(plan, batch)
             else:
                 yield from self._adapted(plan, batch)

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -82,8 +83,15 @@ class StaticDecoder:
         """Identifies the current batch: there is memory for one."""
 
     def begin(self, space: Space, layout: Layout, master: Master) -> str:
-        """Prepare for members with adapters. Returns why they are not supported, or an empty string."""
-        self._memory = None  # memory without members has no factors
+        """Prepare for members of a space. Returns why they are not supported, or an empty string."""
+        self._memory = self._source = None  # memory without members has no factors
+        if space.carrier == "dense":
+            names = [t.name for t in layout.tensors]
+            size = self._blocks.vector_bytes(names)
+            if size is None:
+                return "tensors evolve other than gains of norms and biases of q, k and v"
+            self._source, self._member_bytes = _Source(space, layout, master), size
+            return ""
         names = list(layout.modules)
         if space.has_bias:
             return f"adapters of space {space.name} have a bias"
@@ -105,7 +113,7 @@ class StaticDecoder:
         self._memory = self._source = None
 
     def is_plain(self, member: Member) -> bool:
-        """Return whether a member is served by the plain weights, without a slot for factors."""
+        """Return whether a member is served by the plain weights, without a slot."""
         source = self._source
         return source is None or (member.is_mean and not source.space.has_mean_adapter)
 
@@ -194,6 +202,7 @@ class StaticDecoder:
             held = (self._memory.store, self._memory.kept) if self._memory is not None and self._memory.kept else None
             self._memory = None  # the rest is freed before allocating
             self._memory = self._allocate(shape, held)
+        self._memory.factors.vectors.reset()
         if serve is not None and self._memory.write is not None:
             self._memory.write(*serve)
         return self._memory
@@ -202,9 +211,13 @@ class StaticDecoder:
         source, model = self._source, self._blocks.model
         if source is None:
             return Memory(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None, before)
-        names = list(source.layout.modules)
-        factors = Factors(model, names, shape.slots, source.layout.rank, source.space.scaling)
-        write = source.space.writer(source.layout, source.master, factors.slots())
+        space, layout = source.space, source.layout
+        if space.carrier == "dense":
+            factors = Factors(model, (), shape.slots, 1, 1.0, [t.name for t in layout.tensors])
+            write = partial(factors.vectors.write, space, layout, source.master)
+            return Memory(shape, self._blocks, factors, write, before)
+        factors = Factors(model, list(layout.modules), shape.slots, layout.rank, space.scaling)
+        write = space.writer(layout, source.master, factors.slots())
         return Memory(shape, self._blocks, factors, write, before)
 
     def _enter(
