@@ -35,6 +35,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
     ("name", "said", "runs"),
     [
         ("quickstart", [r"^reward -\d+\.\d -> -\d+\.\d$", r"^the adapter is in .*generation_0002"], [""]),
+        ("solver_task", [r"^reward -\d\.\d\d -> -\d\.\d\d$", r'^  "operators": "[-+*]{3}",$'], [""]),
         ("own_engine", [r"^space full: \d\d checks passed$"], []),
         ("custom_task", [r"^words \d+\.\d -> \d+\.\d$", r"^reward -?\d\.\d\d -> -?\d\.\d\d$"], ["task", "reward"]),
     ],

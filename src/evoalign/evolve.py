@@ -13,32 +13,32 @@ from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.report import watching
 from evoalign.rewards.objective import means, reported, score
-from evoalign.rollouts import Clock, Encoded, Run, ask, requests_of, rows_of
+from evoalign.rollouts import Clock, Encoded, Run, ask, requests_of_members, rows_of
 from evoalign.types import Generation, Plan, Summation, Update, population
 
 
 def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
     """Train from generation `first` to the last one, and yield each generation when it is sealed in the journal.
 
-    The engine's mean, the journal and the objective's state must be at generation `first`.
+    The engine's mean, the journal and the states of objective and settings must be at generation `first`.
     """
     es = run.config.es
     members = population(es.population_size, antithetic=es.antithetic)
-    prompts = Encoded(run.task, run.tokens, run.examples)
+    prompts = Encoded(run.task, run.tokens, run.settings.spread(run.examples))
     clock = Clock()
     for generation in range(first, es.num_generations):
         clock.start()
         sigma = sigma_at(run.config, generation, run.plateaus() if run.plateaus else 0)
         plan = Plan(generation, sigma, members)  # no tensors
         rows = rows_of(run.config, len(run.examples), generation)
-        answered = ask(run, plan, requests_of(run.config, rows, prompts, generation), rows, clock)
+        answered = ask(run, plan, requests_of_members(run, plan, rows, prompts), rows, clock)
         scores_MP = score(run.objective, answered.group)
         clock.mark("score")
         coefficients_M = shaping.shape(scores_MP, es.shaping)
         update = update_of(run.config, plan, coefficients_M, run.journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
         columns = reported(run.objective, answered.group)
-        run.journal.append(update, fitness_M, run.objective.state)  # before the weights move
+        run.journal.append(update, fitness_M, run.moved_by(update))  # before the weights move
         with watching.phase("updating"):
             run.engine.apply(update)
             weights_hash = run.engine.fingerprint()
@@ -60,11 +60,12 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
             evaluation=evaluation,
             rows=tuple(rows),
             rollouts=tuple(answered.rollouts),
-            prompts=tuple(prompts[i] for i in rows),
+            prompts=tuple(prompts[i] for i in answered.places),
             rewards=means(columns, fewest=1),
-            objective=run.objective.state,
+            objective=run.state,
             mean=tuple(answered.mean),
             columns=columns,
+            settings=answered.settings,
         )
 
 

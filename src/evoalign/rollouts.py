@@ -7,12 +7,13 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
 
 from evoalign.config import Config, SamplingConfig
+from evoalign.config.joint import Chosen
 from evoalign.engines import Engine
 from evoalign.engines.base import Answering, pairs_of
 from evoalign.episodes import Given, LostError, Turns, checked, derive_seed
@@ -25,20 +26,22 @@ from evoalign.tasks.base import Data, Task
 from evoalign.tasks.grading import Answers, Grading, scored
 from evoalign.tasks.harness import Harness
 from evoalign.tasks.likelihood import Likelihood
+from evoalign.tasks.joint import Settings
 from evoalign.tokens import Tokens
 from evoalign.transcripts import spoken
-from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Player, Prompt, Request, Rollout, Sampling
+from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Player, Prompt, Request, Rollout, Sampling, Update
 
 __all__ = [
     "Answered", "Clock", "Encoded", "LostError", "Run", "alone", "ask", "batch", "collect", "columns_of",
-    "columns_taken", "derive_seed", "group_of", "lengths_of", "prompts_hash", "requests_of", "rewards_of", "rows_of",
+    "columns_taken", "derive_seed", "group_of", "lengths_of", "places_of", "prompts_hash", "requests_of",
+    "requests_of_members", "rewards_of", "rows_of",
     "sampling_of", "scores_of", "typical", "with_mean",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Parts of a run that the loop uses. `objective` is in the state of the first generation to be trained.
+    """Parts of a run that the loop uses. `objective` and `settings` are in the state of the first generation.
 
     `evaluate_mean` returns the measures of the mean, every `evaluation.every` generations; None: it is not evaluated.
     `plateaus` returns the number of plateaus so far. Raises ConfigError for `es.sigma_schedule` plateau without it.
@@ -53,6 +56,17 @@ class Run:
     objective: Objective
     evaluate_mean: Callable[[], Mapping[str, float] | None] | None = None
     plateaus: Callable[[], int] | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def state(self) -> dict[str, float]:
+        """State of the objective and of the settings, for the journal."""
+        return {**self.objective.state, **self.settings.state}
+
+    def moved_by(self, update: Update) -> dict[str, float]:
+        """Move the settings by an update, and return the state after it."""
+        self.settings.move(update)
+        return self.state
 
     def __post_init__(self) -> None:
         if self.plateaus is None and self.config.es.sigma_schedule.name == "plateau":
@@ -61,11 +75,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Completions of a generation, and their rewards. `mean`: those of the unperturbed model, if the objective asks."""
+    """Completions of a generation, and their rewards. `mean`: those of the unperturbed model, if the objective asks.
+
+    `settings` are those that each member drew, and `places` the places in `Settings.spread` of the examples of each
+    member in turn; without settings, the rows that all members share.
+    """
 
     group: Group
     rollouts: Sequence[Rollout]
     mean: Sequence[Rollout]
+    places: Sequence[int]
+    settings: tuple[Chosen, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -109,15 +129,17 @@ def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], 
     Raises LostError, RewardError.
     """
     task, members = run.task, len(plan.members)
-    with Grading(task, run.examples) as graded:
-        answers, of_mean = graded.of([*rows] * members), graded.of(rows)
+    places = places_of(run, plan, rows)
+    with Grading(task, run.settings.spread(run.examples)) as graded:
+        answers, of_mean = graded.of(places), graded.of(rows)
         rollouts = collect(run.engine, plan, requests, answers.take)
         mean = collect(run.engine, MEAN_PLAN, requests, of_mean.take) if run.objective.asks_mean else []
         clock.mark("rollout")
         examples = [run.examples[row] for row in rows]
         group = group_of(task, examples, rollouts, members, plan.generation, answers)
         group = with_mean(task, group, mean, of_mean) if mean else group
-    return Answered(group, rollouts, mean)
+    drawn = run.settings.drawn(plan.generation, plan.members)
+    return Answered(group, rollouts, mean, places if drawn else rows, drawn)
 
 
 def collect(
@@ -316,6 +338,30 @@ def group_of(
 def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout], answers: Answers | None = None) -> Group:
     """Add the unperturbed model's completions, in the order of the prompts, to a group."""
     return replace(group, mean=group_of(task, group.examples, rollouts, 1, group.generation, answers))
+
+
+def places_of(run: Run, plan: Plan, rows: Sequence[int]) -> list[int]:
+    """Return the place in `Settings.spread` of the example of each completion, member by member."""
+    drawn = run.settings.draw(plan.generation, plan.members)
+    return [number * len(run.examples) + row for number in drawn for row in rows]
+
+
+def requests_of_members(run: Run, plan: Plan, rows: Sequence[int], prompts: Encoded) -> list[Request]:
+    """Return one request per row, or with settings one per member and row, with that member's prompt and sampling.
+
+    `prompts` are those of `Settings.spread`.
+    """
+    if not run.settings:
+        return requests_of(run.config, rows, prompts, plan.generation)
+    places, drawn = places_of(run, plan, rows), run.settings.draw(plan.generation, plan.members)
+    configs = {number: run.settings.decoding(run.config, number) for number in set(drawn)}
+    return [
+        replace(request, member=member)
+        for i, (member, number) in enumerate(zip(plan.members, drawn, strict=True))
+        for request in requests_of(
+            configs[number], places[i * len(rows) : (i + 1) * len(rows)], prompts, plan.generation
+        )
+    ]
 
 
 def requests_of(config: Config, rows: Sequence[int], prompts: Encoded, generation: int) -> list[Request]:

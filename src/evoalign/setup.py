@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tasks.grading import with_validation
+from evoalign.tasks.joint import Settings
 from evoalign.tokens import Tokens
-from evoalign.types import Facts, Layout, TensorSpec
+from evoalign.types import Example, Facts, Layout, TensorSpec
 
 ConfigLike = Config | Mapping[str, Any] | str | Path
 Reward = Callable[..., Any]
@@ -57,6 +58,27 @@ class Parts(Served):
     task: Task
     data: Data
     objective: Objective
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def state(self) -> dict[str, float]:
+        """State of the objective and of the settings, as the journal records it."""
+        return {**self.objective.state, **self.settings.state}
+
+    @property
+    def decoding(self) -> Config:
+        """The config with the sampling that the likeliest settings name."""
+        return self.settings.decoding(self.config, self.settings.mode())
+
+    def rows(self, split: Split) -> Sequence[Example]:
+        """Return the rows of a split under the likeliest settings."""
+        return self.settings.under(self.data.of(split), self.settings.mode())
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set the state that a run recorded. Raises ResumeError for that of another objective or other settings."""
+        ours = {name: value for name, value in state.items() if name in self.settings.state}
+        self.settings.restore(ours)
+        self.objective.restore({name: value for name, value in state.items() if name not in ours})
 
     @property
     def max_score(self) -> float:
@@ -66,8 +88,8 @@ class Parts(Served):
 
     def evaluate(self, split: Split = "test") -> Evaluation:
         """Evaluate the mean on a split."""
-        examples, how = self.data.of(split), self.config.evaluation
-        return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how)
+        how = self.decoding.evaluation
+        return evaluation.evaluate(self.engine, self.tokens, self.task, self.rows(split), how)
 
     def run(
         self,
@@ -78,7 +100,7 @@ class Parts(Served):
         """Return what the loop needs, writing to a journal; see `Run`."""
         return Run(
             self.config, self.task, self.data.train, self.engine, self.tokens, journal, self.objective,
-            evaluate_mean, plateaus,
+            evaluate_mean, plateaus, self.settings,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -129,7 +151,7 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
         chosen.close()
         raise
     kept = {f.name: getattr(served, f.name) for f in fields(served)}
-    return Parts(**kept, task=chosen, data=data, objective=objective)
+    return Parts(**kept, task=chosen, data=data, objective=objective, settings=Settings.of(config))
 
 
 def _refuse_memory(config: Config) -> None:
@@ -177,6 +199,11 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         objective = chosen.objective()  # one that cannot be made is refused here, a dry run's too
         if config.es_ is not None:
             refuse_by_prompt(objective, config.es)
+        if config.task.settings and objective.asks_mean:
+            raise ConfigError(
+                f"objective {objective.name} compares with the unperturbed model, which draws no task.settings; remove "
+                "the settings, or set task.objective: weighted_sum"
+            )
         data = chosen.load_data(config.seed)
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:
@@ -187,6 +214,9 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
                 f"{config.follows_validation} needs a validation split, and task {chosen.name} has none: set "
                 "task.validation_size or task.validation_data; the test split is never used for it"
             )
+        settings = Settings.of(config)
+        data = Data(*(settings.under(data.of(split), 0) for split in ("train", "test", "validation")))
+        _ = [examples[0] for examples in (data.train, data.test, data.validation) if examples]  # refuses taken names
     except BaseException:
         chosen.close()
         raise

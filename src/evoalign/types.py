@@ -277,7 +277,8 @@ class Generation:
     `rewards` has the mean of each reward column if there are several (None: it applied to no completion), and `columns`
     their values member by member, NaN where a reward does not apply. `objective` is the objective's state after this
     generation, if it has one. `mean` are the unperturbed model's completions of the
-    same requests, if the objective needs them; `tokens` includes theirs.
+    same requests, if the objective needs them; `tokens` includes theirs. With `task.settings`, `settings` has those
+    that each member drew, and `prompts` has the prompts of each member in turn.
     """
 
     index: int
@@ -298,6 +299,7 @@ class Generation:
     objective: Mapping[str, float] = field(default_factory=dict[str, float])
     mean: tuple[Rollout, ...] = ()
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    settings: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def zero_variance(self) -> bool:

@@ -14,8 +14,8 @@ from command_line import caller
 from rich.console import Console
 from typer.testing import CliRunner
 
-from evoalign import evolve, rollouts
 from evoalign import optimizer as optimizers
+from evoalign import rollouts
 from evoalign import shaping as shaping_module
 from evoalign.cli import app
 from evoalign.config import from_dict, load, to_yaml
@@ -133,7 +133,7 @@ def test_probe_agrees_with_a_calculation_by_hand(tmp_path):
         rows = rollouts.batch(len(parts.data.train), 5, 0, 0)
         examples = [parts.data.train[row] for row in rows]
         prompts = rollouts.Encoded(parts.task, parts.tokens, examples)
-        requests = evolve.requests_of(parts.config, range(5), prompts, 0)
+        requests = rollouts.requests_of(parts.config, range(5), prompts, 0)
         own = {r.request: r.text for r in parts.engine.rollout(MEAN_PLAN, requests)}
         mean = np.mean([parts.task.compute_reward(own[p].strip(), e) for p, e in enumerate(examples)])
         fitness, changed, scores = [], [], []

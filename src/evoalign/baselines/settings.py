@@ -14,8 +14,9 @@ import torch
 
 from evoalign.config import Config, GrpoConfig
 from evoalign.config.grpo import ALLOWED, ASKED
+from evoalign.config.joint import DECODING
 from evoalign.config.reading import read_json
-from evoalign.errors import ConfigError, DataError, cut
+from evoalign.errors import ConfigError, DataError, cut, shown
 from evoalign.rewards.objective import Objective, refuse_whole_members
 from evoalign.tasks import Task
 
@@ -138,7 +139,13 @@ def check_stopping(config: Config) -> None:
 
 
 def check_objective(config: Config, objective: Objective) -> None:
-    """Raise ConfigError for an objective that GRPO cannot serve."""
+    """Raise ConfigError for an objective, or settings to search, that GRPO cannot serve."""
+    for name, setting in config.task.settings.items():
+        if len(setting.options) > 1 or name in DECODING:
+            raise ConfigError(
+                f"task.settings.{name} {shown(setting.options)} is for ES, and GRPO draws no settings; leave one "
+                "option of each, and set max_tokens, temperature and top_p in section sampling"
+            )
     refuse_whole_members(objective, "GRPO")
     if objective.asks_mean and config.grpo.samples_members:
         raise ConfigError(

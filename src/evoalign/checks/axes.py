@@ -92,8 +92,9 @@ def reader(task: Task, examples: Sequence[Example]) -> Callable[[Generation], Me
         if failed or not rollouts or len(rollouts) != math.prod(shape):
             return None
         try:
-            rows = [examples[row] for row in generation.rows]
-            found = _parts(task, [r.text for r in rollouts], [rows[r.request] for r in rollouts])
+            drawn, rows = generation.settings or [{}] * shape[0], [examples[row] for row in generation.rows]
+            rows = [{**row, **chosen} if chosen else row for chosen in drawn for row in rows]
+            found = _parts(task, [r.text for r in rollouts], rows)
         except FAILURES as error:
             failed = True
             logger.warning("no further axis report: `parts` of task %s failed: %s; fix it", task.name, raised(error))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evoalign import evolve
+from evoalign import rollouts
 from evoalign.config import Config
 from evoalign.rewards.objective import Objective, judge
 from evoalign.rollouts import Encoded, derive_seed, group_of
@@ -52,7 +52,7 @@ def requests_of(
     other texts show an engine whose completions depend on the place in a batch, other scores of the same text a reward
     that is not deterministic.
     """
-    first = evolve.requests_of(config, range(len(examples)), Encoded(task, tokens, examples), generation)
+    first = rollouts.requests_of(config, range(len(examples)), Encoded(task, tokens, examples), generation)
     second = redrawn(config, first, generation)
     return [*first, *(dataclasses.replace(r, index=len(first) + r.index) for r in second)]
 

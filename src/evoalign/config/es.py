@@ -118,6 +118,9 @@ class EsConfig(Section):
     decay: Share = 0.0
     """Share of the distance from the starting weights that each generation takes back: weight decay towards the
     start."""
+    settings_learning_rate: Positive = Field(default=0.5, exclude_if=lambda value: value == 0.5)
+    """Step size of the logits of `task.settings`, with the coefficients that move the weights. Recorded only if it is
+    not 0.5."""
 
     @model_validator(mode="after")
     def _one_width(self) -> EsConfig:

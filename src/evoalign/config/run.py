@@ -13,6 +13,7 @@ from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import EsConfig, StoppingConfig
 from evoalign.config.grpo import GrpoConfig
+from evoalign.config.joint import DECODING, Chosen, likeliest, refusal
 from evoalign.config.outside import INSIDE, MODEL, TRACKER
 from evoalign.config.scorer import ScorerConfig
 from evoalign.config.spaces import FACTS, SECTIONS, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
@@ -212,6 +213,27 @@ class Config(Section):
         sections: dict[str, SpaceSection] = {name: getattr(self, name) for name in SECTIONS}
         return sections.get(self.space.name) or FACTS.get(self.space.name, SpaceSection)()
 
+    def decoded(self, chosen: Chosen) -> Config:
+        """Return the config with the sampling, in training and evaluation, that chosen settings name."""
+        changes = {name: value for name, value in chosen.items() if name in DECODING}
+        if not changes:
+            return self
+        sampling = SamplingConfig.model_validate({**self.sampling.model_dump(), **changes})
+        evaluation = EvaluationConfig.model_validate({**self.evaluation.model_dump(), **changes})
+        return self.model_copy(update={"sampling": sampling, "evaluation": evaluation})
+
+    def fixed(self, state: Mapping[str, float]) -> Config:
+        """Return the config with only the likeliest option of each setting, as a saved mean is evaluated.
+
+        `state` is the recorded one of `task.settings`.
+        """
+        chosen = likeliest(self.task.settings, state)
+        if not chosen:
+            return self
+        only = {n: s.model_copy(update={s.kind: [chosen[n]]}) for n, s in self.task.settings.items()}
+        task = self.task.model_copy(update={"settings": only})
+        return self.decoded(chosen).model_copy(update={"task": task})
+
     def unused(self, *, grpo: bool) -> list[str]:
         """Return the sections that a run of GRPO, or of ES, does not read. A custom space may read those of all
         spaces."""
@@ -236,9 +258,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Config:
-        refusal = self.section.refusal(self.es) if self.es_ is not None else None
-        if refusal is not None:
-            raise ValueError(refusal)
+        refused = self.section.refusal(self.es) if self.es_ is not None else None
+        most, repeats = (
+            min(self.sampling.max_tokens, self.evaluation.max_tokens),
+            max(self.evaluation.samples, len(self.evaluation.seeds), self.task.samples or 1) > 1,
+        )
+        draws = None if self.es_ is None else self.es_.population_size // (2 if self.es_.antithetic else 1)
+        refused = refused or refusal(self.task.settings, most, repeats, draws)
+        if refused is not None:
+            raise ValueError(refused)
         if self.follows_validation is not None and not self.evaluation.every:
             raise ValueError(
                 f"{self.follows_validation} needs evaluations during training: set evaluation.every, such as 10, and a "

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from evoalign.config.base import Count, Gib, Place, Section, Texts, named
+from evoalign.config.joint import SettingsConfig
 from evoalign.config.outside import CODE, DATA, INSIDE, PROGRAM, SCRIPT
 from evoalign.errors import shown
 
@@ -142,6 +143,11 @@ class TaskConfig(Section):
     samples: Count | None = Field(default=None, exclude_if=lambda value: value is None)
     """Completions per member and training example, for example for pass@k in `fitness`; None: 1. More need
     `sampling.temperature` above 0. GRPO has `grpo.num_generations`. Recorded only if set."""
+    settings: Annotated[SettingsConfig, INSIDE] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    """Discrete settings that ES searches together with the weights, by name: a list of options, `{ordinal: [...]}` or
+    `{text: [...]}`. Each member draws one option of each; the mean has the likeliest. `max_tokens`, `temperature` and
+    `top_p` set the sampling, a text setting the form of the prompt, and all are columns for prompt and rewards. The
+    first option is the start. Recorded only if set."""
     strip: bool = True
     """Strip white space around a completion before scoring it."""
     grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
@@ -213,6 +219,8 @@ class TaskConfig(Section):
             )
         if self.fitness is not None and self.objective is not None:
             raise ValueError("task.fitness and task.objective both set the objective; set one of them")
+        if self.fitness is not None and self.settings:
+            raise ValueError("task.fitness scores rows without task.settings; use reward functions, or remove settings")
         if self.fitness is not None and ":" not in self.fitness:
             raise ValueError(f"task.fitness {shown(self.fitness)}: write package.module:function or file.py:function")
         return self

@@ -287,7 +287,7 @@ class Meter:
         streams = 0 if generation.zero_variance else len({m.noise for m in generation.update.members})
         moved = float(es_flops(self._space, self._layout, members, streams)) if self.shape else None
         whole = sum(parts, Cost(forward_flops=moved)) + self._time(seconds)
-        return replace(whole, prompts=len(generation.prompts))  # the same ones for every member
+        return replace(whole, prompts=len(generation.rows))  # the same ones for every member
 
     def _rollouts(self, generation: Generation, rollouts: Sequence[Rollout], adapted: Adapted | None) -> Cost:
         """Return the cost of rollouts that are ordered by member, each with all prompts."""

@@ -4,6 +4,7 @@
     DIR/adapter_config.json, adapter_model.safetensors      of a `lora` run, and of GRPO with `grpo.tune: lora`
     DIR/config.json, model*.safetensors, tokenizer files    of all others, and with `merge`
     DIR/generation_config.json                              decoding and stop tokens of the run
+    DIR/settings.json                                       the options of `task.settings` that belong to the weights
     DIR/README.md, evolution.png                            the model card and its figure
     DIR/run/config.yaml, journal.jsonl                      input of `evoalign replay`; a run of GRPO has no journal
     DIR/run/member.json                                     which member it is, if it is no mean
@@ -27,6 +28,7 @@ import torch
 
 from evoalign import tokens
 from evoalign.config import FORMAT_VERSION, Config, ModelConfig, reading, to_yaml
+from evoalign.config.joint import Chosen, likeliest
 from evoalign.config.run import TrackingConfig
 from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
@@ -41,6 +43,7 @@ from evoalign.rundir.checkpoint import ADAPTER, MEAN
 from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
 from evoalign.rundir.own import read_own
+from evoalign.tasks.joint import Settings
 from evoalign.tokens import Tokens
 from evoalign.training.weights import MEMBER
 
@@ -162,7 +165,10 @@ def _refuse(run: Path, to: Path, push: str | None, shard_size: str, dtype: str |
 def _fill(folder: Path, source: Source, to: Path, options: _Options) -> None:
     adapter, dtype = source.is_adapter and not options.merge, _dtype(source, options)
     tokens_ = tokens.load(source.model if source.is_adapter else ModelConfig(name=str(source.folder)))
-    generation_config = _generation_config(source.config, tokens_)
+    chosen = _chosen(source)
+    if chosen:
+        (folder / checkpoint.SETTINGS).write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
+    generation_config = _generation_config(source.config.decoded(chosen), tokens_)
     if adapter:
         settings = reading.read_object(source.folder / ADAPTER_CONFIG)
         base = origin(source.model).base if options.push is None else shown_name(source.model)
@@ -239,6 +245,18 @@ def _generation_config(config: Config, tokens_: Tokens) -> Any:
         no_repeat_ngram_size=0,
         **drawing,
     )
+
+
+def _chosen(source: Source) -> Chosen:
+    """Return the settings of the exported weights: the likeliest ones of a mean, those that a member drew."""
+    settings = Settings.of(source.config)
+    if source.member is None or source.log is None:
+        return likeliest(source.config.task.settings, source.mark.objective)
+    before, recorded = source.mark.generation, source.log.generations[source.mark.generation]
+    if before and settings:
+        logged = source.log.generations[before - 1].objective
+        settings.restore({name: value for name, value in logged.items() if name in settings.state})
+    return settings.chosen(settings.draw(before, recorded.update.members)[source.member])
 
 
 def _copy_records(source: Source, folder: Path) -> None:

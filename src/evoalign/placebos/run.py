@@ -31,6 +31,7 @@ from evoalign.rundir.method import method_of, random_command
 from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.tasks import Data, Task
+from evoalign.tasks.joint import Settings
 from evoalign.training import resolve, saving
 from evoalign.training.inputs import check_inputs, inputs_of
 from evoalign.training.replay import config_of, log_of, refuse_taken
@@ -71,10 +72,13 @@ class Counterfactuals:
     def start(self) -> Reached:
         """Evaluate the mean before training."""
         self.follower.back()
+        self.parts.settings.restore(Settings.of(self.parts.config).state)
         return self._evaluated(self.log.header.weights_hash)
 
     def reach(self, other: Counterfactual | None) -> Reached:
         """Evaluate the mean that other coefficients reach; None: the run's own, with its hashes checked."""
+        if self.follower.generations:
+            self.parts.restore(self.follower.generations[-1].objective)
         if other is None:
             engine = self.parts.engine
             return self._evaluated(self.follower.replay(lambda found: saving.apply(engine, self.log, found)))

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evoalign import evolve, shaping
+from evoalign import shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
 from evoalign.checks.rules import cut_off
@@ -61,7 +61,7 @@ from evoalign.preflight.work import seconds_text
 from evoalign.report import watching
 from evoalign.report.tables import questions
 from evoalign.rewards.objective import judge, refuse_whole_groups
-from evoalign.rollouts import Encoded, batch, collect, group_of, typical
+from evoalign.rollouts import Encoded, batch, collect, group_of, requests_of, typical
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, task_and_data, with_form
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
@@ -222,7 +222,7 @@ def _measure(
     """Measure all widths on the same prompts with the same noise, next to the unperturbed model."""
     config, examples = parts.config, [parts.data.train[row] for row in rows]
     prompts = Encoded(parts.task, parts.tokens, examples)
-    requests = evolve.requests_of(config, range(len(examples)), prompts, 0)
+    requests = requests_of(config, range(len(examples)), prompts, 0)
     watching.stage("the unperturbed model, twice")
     own = collect(parts.engine, MEAN_PLAN, requests)
     began = time.perf_counter()  # the first rollout may load kernels

@@ -21,7 +21,7 @@ from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
 from evoalign.preflight.plan import Case, Finding, IdleError, need
 from evoalign.rewards.objective import score
-from evoalign.rollouts import Encoded, batch, collect, group_of, rewards_of, rows_of, with_mean
+from evoalign.rollouts import Encoded, batch, collect, group_of, requests_of, rewards_of, rows_of, with_mean
 from evoalign.tasks import Data, Task, takes_any_form
 from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling, population
 
@@ -121,7 +121,7 @@ def check_generation(case: Case) -> Finding:
     plan, objective = Plan(canary.address(0), evolve.sigma_at(config, 0), members), task.objective()
 
     def requests(examples: Sequence[Example]) -> list[Request]:
-        return evolve.requests_of(config, range(len(examples)), Encoded(task, tokens_, examples), 0)
+        return requests_of(config, range(len(examples)), Encoded(task, tokens_, examples), 0)
 
     def ask(some: Sequence[Member], asked: Sequence[Request]) -> list[Rollout]:
         return collect(engine, replace(plan, members=tuple(some)), asked)

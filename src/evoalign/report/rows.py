@@ -92,13 +92,18 @@ def completions_due(every: int, index: int, total: int) -> bool:
 def write_completions(
     path: Path, generation: Generation, examples: Sequence[Example], task: Task, tokens: Tokens
 ) -> None:
-    """Write one row per role and prompt. `examples` are those of `generation.rows`, in order.
+    """Write one row per role and prompt. `examples` are those of `generation.rows`, in order; with settings, those of
+    each member in turn.
 
-    Columns: generation, role (best, median or worst), member, sign, fitness, those of `prompt_columns`, text, score,
-    finish_reason, tokens.
+    Columns: generation, role (best, median or worst), member, sign, fitness, `settings/NAME` of each of the member's
+    settings, those of `prompt_columns`, text, score, finish_reason, tokens.
     """
-    known = prompt_columns(task, tokens, dict(zip(generation.rows, examples, strict=True)))
-    parquet.write(path, list(_completion_rows(generation, [known[row] for row in generation.rows])))
+    shown, count = dict[int, list[Row]](), len(generation.rows)
+    for member in roles(generation.fitness_M).values():
+        some = examples[member * count : (member + 1) * count] if generation.settings else examples
+        known = prompt_columns(task, tokens, dict(zip(generation.rows, some, strict=True)))
+        shown[member] = [known[row] for row in generation.rows]
+    parquet.write(path, list(_completion_rows(generation, shown)))
 
 
 def prompt_columns(task: Task, tokens: Tokens, examples: Mapping[int, Example]) -> dict[int, Row]:
@@ -143,11 +148,12 @@ def roles(fitness_M: Sequence[float]) -> dict[str, int]:
     return {role: fitness_M.index(ordered[rank]) for role, rank in ranks.items()}
 
 
-def _completion_rows(generation: Generation, shown: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _completion_rows(generation: Generation, shown: Mapping[int, Sequence[Row]]) -> Iterator[dict[str, Any]]:
     by_member = {(r.member.index, r.request): r for r in generation.rollouts}
     for role, member in roles(generation.fitness_M).items():
         scores_P = generation.scores_MP[member]
-        for request, question in enumerate(shown):
+        chosen = generation.settings[member] if generation.settings else {}
+        for request, question in enumerate(shown[member]):
             rollout = by_member[member, request]
             yield {
                 "generation": generation.index,
@@ -155,6 +161,7 @@ def _completion_rows(generation: Generation, shown: Sequence[Mapping[str, Any]])
                 "member": member,
                 "sign": rollout.member.sign,
                 "fitness": generation.fitness_M[member],
+                **{f"settings/{name}": str(option) for name, option in chosen.items()},
                 **question,
                 "text": rollout.text,
                 "score": scores_P[request if len(scores_P) > 1 else 0],  # a single score is of all completions together

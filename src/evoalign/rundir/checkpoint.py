@@ -7,6 +7,7 @@ A saved mean is a plain PEFT adapter (`lora`, float32) or a Hugging Face checkpo
     evoalign.json            which generation, its weights_hash, its place in the journal, SHA-256 of each file
     mean-NNNNN.safetensors   the mean in float32, where the checkpoint has rounded it
     optimizer.safetensors    state of the optimizer
+    settings.json            the likeliest option of each of `task.settings`, to be used with these weights
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from evoalign.config import FORMAT_VERSION, Config
+from evoalign.config.joint import likeliest
 from evoalign.config.reading import check_regular, parse, read_bytes
 from evoalign.errors import CheckpointError, DataError, ModelError
 from evoalign.optimizer import cma
@@ -34,6 +36,7 @@ PEFT_PREFIX = "base_model.model."
 ADAPTER = "adapter_model.safetensors"
 RECORD = "evoalign.json"
 OPTIMIZER = "optimizer.safetensors"
+SETTINGS = "settings.json"
 MEAN = "mean-*.safetensors"
 SHARD_BYTES = 10**9
 """Bytes of one file of the float32 mean: several files are hashed at the same time."""
@@ -60,8 +63,9 @@ class Mark:
 
     `validation` is its reward on the validation split, if evaluated, by which `checkpoint.keep_best` compares means.
     `reward` is that on the test split, which earlier releases compared; this one leaves it None. `objective` is the
-    objective's state after that generation. `counterfactual` names the changed coefficients of a mean that is not the
-    run's own. `validation`, `objective` and `counterfactual` are written only where they are set.
+    state of the objective and of `task.settings` after that generation. `counterfactual` names the changed coefficients
+    of a mean that is not the run's own. `validation`, `objective` and `counterfactual` are written only where they are
+    set.
     """
 
     generation: Annotated[int, Field(ge=0, lt=2**32)]
@@ -119,6 +123,9 @@ def save(
                 _write_mean(temporary, state())  # the checkpoint does not hold the float32 mean by its evolved names
         if mark.counterfactual:
             (temporary / "README.md").write_text(_NOT_THE_RUN.format(mark), encoding="utf-8")
+        if config.task.settings:
+            chosen = likeliest(config.task.settings, mark.objective)
+            (temporary / SETTINGS).write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
         slots = dict(optimizer)
         if slots:
             _save_file(slots, temporary / OPTIMIZER)

@@ -146,7 +146,7 @@ class UpdatedLine(Line):
     step: Finite
     decay: Finite
     objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
-    """State of the objective after the generation."""
+    """State of the objective and of `task.settings` after the generation."""
     scored_by: ScoredBy | None = None
 
     @model_validator(mode="after")
@@ -195,7 +195,7 @@ class Ending:
 class Recorded:
     """One generation of a journal. `weights_hash` is None where the run died before the update was sealed.
 
-    `hash` is that of its seal, or else of its update. `objective` is the objective's state after it, `validation` the
+    `hash` is that of its seal, or else of its update. `objective` is the state after it, `validation` the
     reward on the validation split if recorded, and `ending` why the run ended there, if it did.
     """
 
@@ -281,7 +281,7 @@ class Journal:
         return self
 
     def append(self, update: Update, fitness_M: Sequence[float], objective: Mapping[str, float] | None = None) -> None:
-        """Record an update and the objective's state after it, before any weight moves."""
+        """Record an update and the state of objective and settings after it, before any weight moves."""
         c = update.coefficients
         line: dict[str, Any] = {
             "type": "update",

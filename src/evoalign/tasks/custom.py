@@ -90,7 +90,7 @@ class Custom(Task):
         for what, examples in (("data", loaded.train), ("validation data", loaded.validation)):
             columns = list(dict.fromkeys(name for example in examples for name in example))
             for function in self.functions if examples or what == "data" else ():
-                missing = function.missing([*columns, *self.arguments])
+                missing = function.missing([*columns, *self.arguments, *self.config.settings])
                 if not missing:
                     continue
                 alike = {name: data.likely(name, columns) for name in missing}

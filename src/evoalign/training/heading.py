@@ -101,6 +101,7 @@ def opening(parts: Parts) -> list[str]:
         *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
         *stop_lines(parts.tokens),
+        *parts.settings.lines(),
         *gold_lines(parts.task, parts.data),
         *split_lines(config, parts.task, parts.data, parts.tokens),
         *stopping.lines(config),

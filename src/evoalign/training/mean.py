@@ -30,7 +30,7 @@ class Mean:
         self.meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         self.reference = Reference.of(parts)
         self.saver = Saver(parts)
-        self._prompts = dict[Split, Encoded]()
+        self._prompts = dict[tuple[Split, int], Encoded]()
         self.weights_hash = ""
         """Hash of the mean after the last generation."""
         self.journal_hash: Callable[[], str] = str
@@ -43,15 +43,15 @@ class Mean:
         self, splits: Sequence[Split], others: Sequence[Request] = ()
     ) -> tuple[dict[Split, Evaluation], Cost, Sequence[Rollout]]:
         """Evaluate splits and complete other requests in one rollout; return both, and the cost of the evaluations."""
-        start, parts = time.perf_counter(), self.parts
+        start, parts, number = time.perf_counter(), self.parts, self.parts.settings.mode()
         for split in splits:
-            if split not in self._prompts:
-                self._prompts[split] = Encoded(parts.task, parts.tokens, parts.data.of(split))
-        asked = [(parts.data.of(split), self._prompts[split]) for split in splits]
-        made, rollouts = evaluate_together(parts.engine, parts.task, asked, parts.config.evaluation, others)
+            if (split, number) not in self._prompts:
+                self._prompts[split, number] = Encoded(parts.task, parts.tokens, parts.rows(split))
+        asked = [(parts.rows(split), self._prompts[split, number]) for split in splits]
+        made, rollouts = evaluate_together(parts.engine, parts.task, asked, parts.decoding.evaluation, others)
         seconds = time.perf_counter() - start
         found: dict[Split, Evaluation] = dict(zip(splits, made, strict=True))
-        prompts = [self._prompts[split][c.example] for split in splits for c in found[split].completions]
+        prompts = [self._prompts[split, number][c.example] for split in splits for c in found[split].completions]
         later = [turn for evaluated in made for c in evaluated.completions for turn in c.later]
         lengths = [c.tokens - sum(t for _, t in c.later) for evaluated in made for c in evaluated.completions]
         return found, self.meter.evaluation(prompts, lengths, seconds, later), rollouts
@@ -71,8 +71,7 @@ class Mean:
 
     def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
         folder = run.saved(done, adapter=not self.parts.space.evolves_model)
-        state = self.parts.objective.state
-        mark = Mark(done, self.weights_hash, self.journal_hash(), objective=state, validation=reward)
+        mark = Mark(done, self.weights_hash, self.journal_hash(), objective=self.parts.state, validation=reward)
         self.saver.save(folder, mark, then)
         return folder
 

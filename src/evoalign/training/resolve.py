@@ -183,7 +183,8 @@ def resolve_run(run: Path, own: Config, *, own_engine: bool) -> tuple[Config, Pa
     `own_engine`: the engine is that of the run's config. Raises CheckpointError, ModelError.
     """
     saved = last_saved(run)
-    check_saved(run, saved, own)
+    mark = check_saved(run, saved, own)
+    own = own.fixed(mark.objective)
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=saved.parent.name == "loras", own_engine=own_engine)
     return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)

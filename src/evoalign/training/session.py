@@ -169,7 +169,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     NATS: _fluency,
 }
 """Measurements of every method, in this order."""
-RECORDED: Mapping[str, str] = {KL: "divergence", DISTANCE: "distance"}
+RECORDED: Mapping[str, str] = {KL: "divergence", DISTANCE: "distance", "settings": "chosen_settings"}
 """Keys in results/evaluation.json of measurements that are written as soon as they are made."""
 
 

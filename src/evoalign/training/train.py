@@ -172,7 +172,9 @@ class _EvolutionStrategies:
         self.parts, self.config, self.task, self.data = parts, parts.config, parts.task, parts.data
         self.log, self.given, self.hook = log, given, hook
         self.mean = Mean(parts)
-        self.measurements: Mapping[str, Measurement] = {PLACEBOS: self._placebos, SUMMARY: self._summary}
+        chosen: dict[str, Measurement] = {"settings": lambda _: dict(parts.settings.chosen(parts.settings.mode()))}
+        measured: dict[str, Measurement] = {PLACEBOS: self._placebos, SUMMARY: self._summary}
+        self.measurements: Mapping[str, Measurement] = (chosen if parts.settings else {}) | measured
         self._diagnosis = Diagnosis(
             parts.config,
             parts.layout,
@@ -228,7 +230,7 @@ class _EvolutionStrategies:
         log = self.log
         self._start_journal(Journal.resume(log))
         if log.generations:
-            self.parts.objective.restore(log.generations[-1].objective)
+            self.parts.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell, self._best_again(session.run))
         rebuilt = self._restore_rows(session, log)
         session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)
@@ -334,7 +336,7 @@ class _EvolutionStrategies:
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
         if rows.completions_due(self.config.tracking.completions_every, generation.index, generation.total):
-            examples = [self.data.train[i] for i in generation.rows]
+            examples = self.parts.settings.asked(self.data.train, generation.rows, generation.settings)
             session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
             rows.write_completions(file, generation, examples, self.task, self.parts.tokens)
@@ -390,7 +392,7 @@ class _EvolutionStrategies:
         """
         splits: list[Split] = ["test", "validation"] if self.data.validation else ["test"]
         examples = self._controlled(index)
-        requests = control.requests_of(self.config, self.task, self.parts.tokens, examples, index)
+        requests = control.requests_of(self.parts.decoding, self.task, self.parts.tokens, examples, index)
         found, cost, rollouts = self.mean.evaluate_together(splits, requests)
         session.recorder.evaluated(cost)
         self._validation = {split: found[split].measures for split in splits[1:]}
@@ -404,7 +406,7 @@ class _EvolutionStrategies:
         examples = self._controlled(index)
         if found is not None or not examples:
             return found
-        requests = control.requests_of(self.config, self.task, self.parts.tokens, examples, index)
+        requests = control.requests_of(self.parts.decoding, self.task, self.parts.tokens, examples, index)
         rollouts = collect(self.parts.engine, MEAN_PLAN, requests)
         return control.control(self.parts.objective, self.task, rollouts, examples)
 
@@ -412,7 +414,8 @@ class _EvolutionStrategies:
         """Return the examples of a generation, each as often as it is requested; none without a control."""
         if not control.is_due(self.config, index) or not self.parts.objective.scores_alone:
             return []
-        return [self.data.train[i] for i in evolve.rows_of(self.config, len(self.data.train), index)]
+        examples = self.parts.rows("train")
+        return [examples[i] for i in evolve.rows_of(self.config, len(examples), index)]
 
     # --- measurements of the finished run ----------------------------------------------------------------------------
 
@@ -436,7 +439,7 @@ class _EvolutionStrategies:
         found: Placebos | None = finish.found[PLACEBOS]
         alarm = finish.verdict().word
         beats_noise = alarm is None and found is not None and not found.reached
-        lines = summary(self._diagnosis.history, alarm, beats_noise=beats_noise)
+        lines = [*self.parts.settings.lines(), *summary(self._diagnosis.history, alarm, beats_noise=beats_noise)]
         rows = self._diagnosis.history.rows
         if found is None and rows and rows[-1].get("distance") is not None:
             updates = [recorded.update for recorded in journal.read(self.journal.path).generations]

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that are searched with the weights: draws, the gradient of the logits, what a member is asked, resume."""
+
+import json
+import math
+import shutil
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from small_runs import UNCHECKED, read_rows, told_by, write_rows
+
+import evoalign
+from evoalign import tokens
+from evoalign.config import from_dict
+from evoalign.config.joint import SettingConfig, likeliest
+from evoalign.errors import ConfigError, DataError, ResumeError
+from evoalign.rundir import journal
+from evoalign.tasks.joint import SPAN, Settings
+from evoalign.types import Update, population
+
+REWARD = """
+def marked(text, example):
+    return (example["style"] == "b") + 0.01 * len(text) - (example["temperature"] > 0)
+"""
+SETTINGS = {
+    "style": ["a", "b"],
+    "temperature": {"ordinal": [0.0, 0.4, 0.8]},
+    "form": {"text": ["{prompt}", "Question: {prompt}"]},
+}
+
+
+def of(rate: float = 1.0, **settings: Any) -> Settings:
+    made = {
+        n: SettingConfig.model_validate(s if isinstance(s, dict) else {"categorical": s}) for n, s in settings.items()
+    }
+    return Settings(made, seed=3, rate=rate)
+
+
+def update(coefficients: list[float], *, antithetic: bool = False, generation: int = 0) -> Update:
+    members = population(len(coefficients), antithetic=antithetic)
+    return Update(generation, generation, members, tuple(coefficients), sigma=1.0, step=1.0)
+
+
+def config(folder: Path, **sections: Any) -> dict[str, Any]:
+    rows = [{"prompt": f"Which city is the capital of {place}?"} for place in ("Egypt", "France", "Spain", "Italy")]
+    (folder / "reward.py").write_text(REWARD)
+    data = write_rows(folder / "rows.jsonl", rows)
+    tree: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "task": {"name": "custom", "train_data": data, "test_data": data, "settings": SETTINGS,
+                 "rewards": [f"{folder / 'reward.py'}:marked"]},
+        "lora": {"rank": 2, "alpha": 2, "target_modules": ["down_proj"]},
+        "es": {"num_generations": 4, "population_size": 8, "sigma": 0.02, "learning_rate": 0.01, "antithetic": True,
+               "settings_learning_rate": 2.0},
+        "evaluation": {"max_tokens": 8, "every": 2},
+        "checks": UNCHECKED, "grader": {"isolated": False}, "report": False,
+    }  # fmt: skip
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return tree
+
+
+# --- draws ---
+
+
+def test_draws_are_a_function_of_counters_and_pairs_share_them() -> None:
+    settings = of(style=["a", "b", "c"], size=[1, 2])
+    drawn = settings.draw(5, population(400, antithetic=True))
+    assert drawn == of(style=["a", "b", "c"], size=[1, 2]).draw(5, population(400, antithetic=True))
+    assert drawn[::2] == drawn[1::2]
+    assert drawn[10:20] == settings.draw(5, population(400, antithetic=True)[10:20])
+    assert drawn != settings.draw(6, population(400, antithetic=True))
+    assert [settings.chosen(n)["style"] for n in drawn] != [settings.chosen(n)["size"] for n in drawn]
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    settings = of(style=["a", "b", "c"])
+    settings.logits["style"] = [-1.0, 0.0, -2.5]
+    weights = [math.exp(x) for x in (-1.0, 0.0, -2.5)]
+    assert settings.probabilities("style") == pytest.approx([w / sum(weights) for w in weights], rel=1e-15)
+    drawn = settings.draw(0, population(20_000))
+    for k, probability in enumerate(settings.probabilities("style")):
+        assert drawn.count(k) / 20_000 == pytest.approx(probability, abs=4 * math.sqrt(0.25 / 20_000))
+
+
+def test_draws_have_these_bits() -> None:
+    """On every machine: uniforms are exact, and the exponential is exactly rounded."""
+    settings = of(style=["a", "b", "c"])
+    settings.logits["style"] = [-0.3, 0.0, -0.7]
+    assert settings.draw(1, population(16)) == [0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 2, 0, 1, 1, 1]
+    assert [p.hex() for p in settings.probabilities("style")] == [
+        "0x1.530d82332d8acp-2",
+        "0x1.c9ac61a6bcf66p-2",
+        "0x1.c68c384c2afdep-3",
+    ]
+
+
+def test_a_combination_has_one_number() -> None:
+    settings = of(style=["a", "b", "c"], size=[1, 2], on=[True, False])
+    found = [tuple(settings.chosen(n).values()) for n in range(12)]
+    assert set(found) == set(product("abc", (1, 2), (True, False)))
+    assert found[0] == ("a", 1, True)
+    settings.logits.update(style=[-1.0, -2.0, 0.0], size=[-1.0, 0.0])
+    assert settings.chosen(settings.mode()) == {"style": "c", "size": 2, "on": True}
+
+
+# --- the gradient ---
+
+
+def expected(values: list[float], logits: list[float], members: int) -> list[float]:
+    """The mean move of the logits over all draws of `members` options, each with its exact probability.
+
+    A member's coefficient is the value of its option: then the gradient of the mean value is p_k (v_k - mean).
+    """
+    total = [0.0] * len(values)
+    for drawn in product(range(len(values)), repeat=members):
+        settings = of(style=[*range(len(values))])
+        settings.logits["style"] = [*logits]
+        probability = math.prod(settings.probabilities("style")[k] for k in drawn)
+        settings.draw = lambda generation, members, drawn=drawn: [*drawn]
+        settings.move(update([values[k] for k in drawn]))
+        moved = [after - before for after, before in zip(settings.logits["style"], logits, strict=True)]
+        shift = sum(moved) / len(moved)  # only differences of logits count
+        total = [t + probability * (m - shift) for t, m in zip(total, moved, strict=True)]
+    return total
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_move_is_an_unbiased_estimate_of_the_gradient(members: int) -> None:
+    values, logits = [0.3, -0.2, 0.9], [0.0, -0.4, -1.1]
+    settings = of(style=["a", "b", "c"])
+    settings.logits["style"] = logits
+    p = settings.probabilities("style")
+    mean = sum(q * v for q, v in zip(p, values, strict=True))
+    gradient = [q * (v - mean) for q, v in zip(p, values, strict=True)]
+    assert expected(values, logits, members) == pytest.approx(gradient, abs=1e-12)
+
+
+def test_a_pair_counts_once_and_coefficients_need_no_centre() -> None:
+    alone, pairs = of(style=["a", "b"]), of(style=["a", "b"])
+    alone.move(update([10.5, 10.0, 11.5, 9.0]))
+    start = of(style=["a", "b"])
+    pairs.draw = lambda generation, members: start.draw(generation, members)
+    pairs.move(update([1.0, 0.0, 0.5, -0.5, 2.0, 1.0, -0.5, -1.5], antithetic=True))
+    assert pairs.logits == alone.logits != of(style=["a", "b"]).logits
+
+
+def test_nothing_moves_where_all_draw_the_same_or_score_the_same() -> None:
+    settings = of(style=["a", "b"])
+    settings.draw = lambda generation, members: [1] * len(members)
+    settings.move(update([0.1, 0.2, 0.7, -0.3]))
+    assert settings.logits == {"style": [0.0, 0.0]}
+    settings = of(style=["a", "b"])
+    settings.move(update([0.0] * 6))
+    assert settings.mode() == 0 and settings.logits == {"style": [0.0, 0.0]}
+
+
+def test_an_ordinal_setting_moves_its_neighbours_too() -> None:
+    settings = of(size={"ordinal": [1, 2, 3, 4, 5]})
+    settings.draw = lambda generation, members: [4, 0, 2]
+    settings.move(update([1.0, -1.0, 0.0]))
+    steps = [b - a for a, b in zip(settings.logits["size"], settings.logits["size"][1:], strict=False)]
+    # The gradient in each difference of neighbours: (1/2) sum c_i [x_i above it], over 4 neighbours.
+    assert steps == pytest.approx([float(Fraction(1, 2) / 4)] * 4, abs=1e-15)
+
+
+def test_no_option_is_lost() -> None:
+    settings = of(rate=100.0, style=["a", "b"])
+    settings.draw = lambda generation, members: [0, 1]
+    settings.move(update([1.0, -1.0]))
+    assert settings.logits == {"style": [0.0, -SPAN]}
+    assert settings.probabilities("style")[1] > 0.017
+
+
+# --- rows and prompts ---
+
+
+def test_rows_have_the_settings_and_the_form_of_the_prompt() -> None:
+    settings = of(style=["a", "b"], form={"text": ["{prompt}", "Q: {prompt}"]})
+    rows: list[Any] = [
+        {"prompt": "One?"},
+        {"prompt": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}]},
+    ]
+    spread = settings.spread(settings.under(rows, 1))
+    assert len(spread) == 8
+    assert spread[0] == {"prompt": "One?", "style": "a", "form": "{prompt}"}
+    assert spread[6] == {"prompt": "Q: One?", "style": "b", "form": "Q: {prompt}"}
+    assert spread[7]["prompt"] == [{"role": "user", "content": "Q: Two?"}, {"role": "assistant", "content": "2"}]
+    assert rows[1]["prompt"][0]["content"] == "Two?"
+    assert [*settings.under(rows, 3)] == spread[6:]
+
+
+def test_a_row_that_cannot_have_the_settings_is_refused() -> None:
+    with pytest.raises(DataError, match=r"task\.settings\.style is also a column"):
+        _ = of(style=["a", "b"]).under([{"style": "z"}], 0)[0]
+    with pytest.raises(DataError, match="changes the column prompt, which a row does not have"):
+        _ = of(form={"text": ["{prompt}"]}).under([{"question": "z"}], 0)[0]
+
+
+# --- configs ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "error"),
+    [
+        ({"style": []}, {}, "at least 1 item"),
+        ({"style": ["a", "a"]}, {}, "repeat one"),
+        ({"style": {"ordinal": [1], "text": ["{prompt}"]}}, {}, "a list of options"),
+        ({"form": {"text": ["Q:"]}}, {}, "has no {prompt}"),
+        ({"a-b": [1, 2]}, {}, "should match pattern"),
+        ({"completions": [1, 2]}, {}, "another argument of reward functions"),
+        ({"temperature": [0.5, -1]}, {}, "task.settings.temperature: -1: Input should be greater"),
+        ({"temperature": ["hot"]}, {}, "task.settings.temperature: 'hot'"),
+        ({"max_tokens": [4, 500]}, {}, "max_tokens: 500 exceeds"),
+        ({"temperature": [0, 1]}, {"task": {"samples": 2}, "sampling": {"temperature": 1.0}}, "repeats a greedy"),
+        ({"style": ["a", "b"]}, {"es": {"population_size": 2}}, "two draws to compare"),
+        ({"style": ["a", "b"]}, {"task": {"fitness": "m.py:f"}}, "task.fitness scores rows without"),
+        ({n: [*range(100)] for n in "abcde"}, {}, "10,000,000,000 combinations"),
+    ],
+)
+def test_invalid_settings_are_refused(settings: Any, more: dict[str, Any], error: str, tmp_path: Path) -> None:
+    tree = config(tmp_path)
+    for name, section in more.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    tree["task"]["settings"] = settings
+    with pytest.raises(ConfigError) as raised:
+        from_dict(tree)
+    assert error in str(raised.value)
+
+
+def test_grpo_refuses_what_it_would_not_search(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.settings.style \['a', 'b'\] is for ES"):
+        evoalign.grpo(config(tmp_path, grpo={"num_generations": 4}))
+
+
+def test_a_saved_mean_has_the_likeliest_options_and_their_sampling(tmp_path: Path) -> None:
+    found = from_dict(config(tmp_path))
+    state = {"settings/style/0": -1.0, "settings/style/1": 0.0, "settings/temperature/2": 0.5}
+    assert likeliest(found.task.settings, {}) == {"style": "a", "temperature": 0.0, "form": "{prompt}"}
+    assert likeliest(found.task.settings, state) == {"style": "b", "temperature": 0.8, "form": "{prompt}"}
+    only = found.fixed(state)
+    assert only.task.settings["style"].options == ["b"]
+    assert only.evaluation.temperature == only.sampling.temperature == 0.8
+    assert only.evaluation.max_tokens == 8
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("joint")
+    generations: list[Any] = []
+    text = told_by(config(folder), on_generation=generations.append)
+    return folder, generations, text
+
+
+def test_members_are_asked_and_scored_by_their_own_settings(trained: Any) -> None:
+    folder, generations, text = trained
+    found = from_dict(config(folder))
+    settings = Settings.of(found)
+    rows, known = read_rows(folder / "rows.jsonl"), tokens.load(found.model).tokenizer
+    for generation in generations:
+        drawn = settings.drawn(generation.index, generation.update.members)
+        assert generation.settings == drawn
+        for m, chosen in enumerate(drawn):
+            member = [r for r in generation.rollouts if r.member.index == m]
+            for rollout, score in zip(member, generation.scores_MP[m], strict=True):
+                own = (chosen["style"] == "b") + 0.01 * len(rollout.text.strip()) - (chosen["temperature"] > 0)
+                assert score == pytest.approx(own)
+            own_prompts = generation.prompts[m * len(rows) : (m + 1) * len(rows)]
+            assert [known.decode(ids) for ids in own_prompts] == [
+                known.apply_chat_template(
+                    [{"role": "user", "content": chosen["form"].replace("{prompt}", row["prompt"])}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+                for row in rows
+            ]
+        settings.move(generation.update)
+        assert generation.objective == settings.state
+    assert {c["form"] for g in generations for c in g.settings} == {"{prompt}", "Question: {prompt}"}
+    table = pq.read_table(folder / "run/results/completions/generation_0000.parquet").to_pylist()
+    assert all(("Question: " in row["prompt"]) == (row["settings/form"] != "{prompt}") for row in table)
+    assert "setting style: 'b', with probability" in text
+
+
+def test_the_result_is_that_of_the_likeliest_options(trained: Any) -> None:
+    folder, _, _ = trained
+    results = json.loads((folder / "run/results/evaluation.json").read_text())
+    chosen = results["chosen_settings"]
+    assert chosen["style"] == "b"
+    assert json.loads((folder / "run/loras/generation_0004/settings.json").read_text()) == chosen
+    again = evoalign.evaluate(folder / "run", config=str(folder / "run/config.yaml"))
+    assert again.measures["reward"] == results["after"]["reward"]
+    assert results["after"]["reward"] - results["before"]["reward"] > 0.5
+    to = evoalign.export(folder / "run", folder / "exported")
+    assert json.loads((to / "settings.json").read_text()) == chosen
+    assert json.loads((to / "generation_config.json").read_text())["do_sample"] == (chosen["temperature"] > 0)
+
+
+def test_an_exported_member_has_the_options_it_drew(trained: Any) -> None:
+    folder, generations, _ = trained
+    for member in (2, 5):
+        to = evoalign.export(folder / "run", folder / f"member{member}", generation=3, member=member)
+        assert json.loads((to / "settings.json").read_text()) == generations[3].settings[member]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_resumed_run_has_the_same_bits(trained: Any, kept: int, tmp_path: Path) -> None:
+    """Both where the checkpoint has the generation and where the journal rebuilds it."""
+    folder, _, _ = trained
+    for name in ("rows.jsonl", "reward.py"):
+        shutil.copy(folder / name, tmp_path / name)
+    run = Path(shutil.copytree(folder / "run", tmp_path / "run"))
+    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    shutil.rmtree(run / "loras")
+    (run / "journal.jsonl").write_bytes(b"".join(lines[: 1 + 2 * kept]))
+    tree = config(folder)
+    tree["output_dir"] = str(run)
+    told_by(tree, resume=True)
+    assert (run / "journal.jsonl").read_bytes() == (folder / "run" / "journal.jsonl").read_bytes()
+    ours, theirs = (json.loads((p / "results/evaluation.json").read_text()) for p in (run, folder / "run"))
+    assert (ours["after"], ours["chosen_settings"]) == (theirs["after"], theirs["chosen_settings"])
+
+
+def test_replay_reaches_the_weights_and_the_settings(trained: Any, tmp_path: Path) -> None:
+    folder, _, _ = trained
+    log = journal.read(folder / "run/journal.jsonl")
+    assert evoalign.replay(folder / "run", generation=3, to=tmp_path / "mean") == log.generations[2].weights_hash
+    found = json.loads((tmp_path / "mean/settings.json").read_text())
+    assert found == likeliest(from_dict(config(folder)).task.settings, log.generations[2].objective)
+
+
+def test_a_run_is_not_resumed_with_other_settings(trained: Any, tmp_path: Path) -> None:
+    folder, _, _ = trained
+    tree = config(folder)
+    tree["task"] = {**tree["task"], "settings": {**SETTINGS, "style": ["b", "a"]}}
+    with pytest.raises(ResumeError, match=r"task\.settings"):
+        told_by(tree, resume=True)
+    settings = Settings.of(from_dict(tree))
+    with pytest.raises(ResumeError, match="but the run recorded settings/other/0"):
+        settings.restore({"settings/other/0": 0.0})
+
+
+def test_settings_are_the_same_in_the_workers_process(trained: Any, tmp_path: Path) -> None:
+    folder, _, _ = trained
+    tree = config(folder, grader={"isolated": True})
+    tree["output_dir"] = str(tmp_path / "run")
+    told_by(tree)
+    ours, theirs = (journal.read(p / "journal.jsonl").generations for p in (tmp_path / "run", folder / "run"))
+    assert [g.objective for g in ours] == [g.objective for g in theirs]
+    assert [g.weights_hash for g in ours] == [g.weights_hash for g in theirs]
