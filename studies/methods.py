@@ -252,9 +252,9 @@ def training(study: Study, job: str) -> None:
     measure = SETTINGS[job.split("/")[0]].measure
     config = study.config(job, study.width(job))
     folder = Path(config.output_dir)
-    with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
+    with folder.with_suffix(".log").open("a", encoding="utf-8") as log:
         train = evoalign.grpo if METHODS[job.split("/")[1]].algorithm else evoalign.train
-        result = train(config, overwrite=True, console=Console(file=log, width=160))
+        result = train(config, resume=folder.exists(), console=Console(file=log, width=160))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     written = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
     study.keep(

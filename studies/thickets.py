@@ -22,6 +22,7 @@ from rich.console import Console
 
 import evoalign
 from evoalign import statistics
+from evoalign.analysis.base import Finding
 from evoalign.analysis.selection.command import select
 from evoalign.config import from_dict
 from methods import ETA, SETTINGS
@@ -61,25 +62,33 @@ def run(folder: Path, seed: int, width: float) -> None:
         log = folder / f"{seed}_{generations}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as out:
-            result = evoalign.train(config, overwrite=True, console=Console(file=out, width=160))
+            result = evoalign.train(
+                config, resume=Path(config.output_dir).exists(), console=Console(file=out, width=160)
+            )
         name = "one step of ES" if generations == 1 else f"ES, {GENERATIONS} generations"
         found[name] = {
             "each": list(result.after.measures_E["right"]),
             "test_completions": len(result.after.completions),
         }
     one = folder / f"{seed}_1"
-    for options in ({"vote": True}, {"merge": "mean"}, {"merge": "corp"}):
-        chosen = select(one, top=[TOP], **options)
+    for chosen in (select(one, top=[TOP], vote=True), select(one, top=[TOP], merge="mean"), corp(one)):
         for row in chosen.numbers["rows"]:
             each = [float(value) for value in row["per_prompt"]]
-            found.setdefault(row["name"], {"each": each, "test_completions": row["test_completions"]})
+            name = "CoRP" if row["name"].startswith("corp") else row["name"]
+            found.setdefault(
+                name, {"committed": row["committed"], "each": each, "test_completions": row["test_completions"]}
+            )
         print(
             seed,
-            options,
             [(row["name"], round(float(np.mean(row["per_prompt"])), 4)) for row in chosen.numbers["rows"]],
         )
     ROWS.mkdir(parents=True, exist_ok=True)
     (ROWS / f"{seed}.json").write_text(json.dumps({"seed": seed, "width": width, "rows": found}) + "\n")
+
+
+def corp(run: Path) -> Finding:
+    """Apply CoRP to a tenth of the members."""
+    return select(run, top=[MEMBERS // 10], merge="corp")
 
 
 def table() -> Iterator[str]:

@@ -25,8 +25,8 @@ from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.grading import Answers, Grading, scored
 from evoalign.tasks.harness import Harness
-from evoalign.tasks.likelihood import Likelihood
 from evoalign.tasks.joint import Settings
+from evoalign.tasks.likelihood import Likelihood
 from evoalign.tokens import Tokens
 from evoalign.transcripts import spoken
 from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Player, Prompt, Request, Rollout, Sampling, Update
