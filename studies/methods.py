@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,6 +191,8 @@ class Study:
 
 def _es(setting: Setting, method: Method, width: float) -> dict[str, Any]:
     rate = ETA * (1 if method.setting == "noise_multiplier" else width)
+    if method.es.get("optimizer") == "adam":
+        rate /= math.sqrt(setting.members)  # its steps are that much longer: `evoalign.optimizer.reach`
     own = {} if method.es.get("optimizer") == "sep_cma" else {"learning_rate": rate}
     sizes = {"num_generations": setting.generations, "population_size": setting.members}
     return {"es": {**sizes, method.setting: width, **own, **method.es}}
