@@ -12,16 +12,22 @@ from typing import Any
 
 import numpy as np
 
+import thickets
 from evoalign import statistics
-from evoalign.statistics import Estimate
 from methods import METHODS, PROBE, ROWS, SETTINGS
+from study_points import points
 
 Rows = list[dict[str, Any]]
 
 
 def tables() -> Mapping[str, Iterator[str]]:
     """Return the tables of the page."""
-    return {**{name: _methods(name) for name in SETTINGS}, "norms": _contrasts("norms", "lowrank"), "widths": _widths()}
+    return {
+        **{name: _methods(name) for name in SETTINGS},
+        "norms": _contrasts("norms", "lowrank"),
+        "thickets": thickets.table(),
+        "widths": _widths(),
+    }
 
 
 def kept(setting: str, method: str) -> Rows:
@@ -29,13 +35,6 @@ def kept(setting: str, method: str) -> Rows:
     files = sorted((ROWS / setting / method).glob("*.json"), key=lambda file: int(file.stem))
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files if int(file.stem) < PROBE]
     return sorted(found, key=lambda row: int(row["job"].split("/")[2]))
-
-
-def points(found: Estimate, scale: float = 100) -> str:
-    """Format an estimate and its interval in points."""
-    if found.low is None or found.high is None:
-        return f"{scale * found.mean:+.1f} (-)"
-    return f"{scale * found.mean:+.1f} ({scale * found.low:+.1f} to {scale * found.high:+.1f})"
 
 
 def gains(rows: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -64,18 +63,19 @@ def _methods(setting: str) -> Iterator[str]:
 
 
 def _contrasts(one: str, other: str) -> Iterator[str]:
-    yield f"| setting | seeds | {one} less {other}, points (95 %) | share of the gain of {other} (95 %) |"
-    yield "|---|---:|---|---|"
+    yield f"| setting | seeds | {one} less {other}, points (95 %) | over test rows | share of {other}'s gain (95 %) |"
+    yield "|---|---:|---|---|---|"
     for setting in SETTINGS:
         ours, theirs = kept(setting, one), kept(setting, other)
         if len(ours) < 2 or len(theirs) < 2:
             continue
         gap = statistics.crossed_difference(gains(ours), gains(theirs), paired=False)
+        rows = statistics.mean(gains(ours).mean(axis=0) - gains(theirs).mean(axis=0))
         share = statistics.ratio(gains(ours), gains(theirs)) if len(ours) == len(theirs) else None
         between = (
             "-" if share is None or share.low is None else f"{share.mean:.2f} ({share.low:.2f} to {share.high:.2f})"
         )
-        yield f"| {setting} | {len(ours)} and {len(theirs)} | {points(gap)} | {between} |"
+        yield f"| {setting} | {len(ours)} and {len(theirs)} | {points(gap)} | {points(rows)} | {between} |"
 
 
 def _widths() -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import episodes
 import landscape_claims
+import methods_tables
 import ray_tables
 import real_tables
 import safety_tables
@@ -133,6 +134,7 @@ TABLES: Mapping[str, Callable[[], Tables]] = {
     "safety": safety_tables.tables,
     "scale": ray_tables.tables,
     "episodes": episodes.tables,
+    "methods": methods_tables.tables,
     **({"real": real_tables.tables} if real_tables.ROWS.is_dir() else {}),
 }
 DRAWINGS: Mapping[str, Callable[[Path], None]] = {
@@ -143,6 +145,7 @@ DRAWINGS: Mapping[str, Callable[[Path], None]] = {
     "safety": safety_tables.draw,
     "scale": ray_tables.draw,
     "episodes": lambda to: None,
+    "methods": lambda to: None,
     "real": real_tables.draw,
 }
 

@@ -26,7 +26,7 @@ from evoalign.analysis.base import Finding
 from evoalign.analysis.selection.command import select
 from evoalign.config import from_dict
 from methods import ETA, SETTINGS
-from methods_tables import points
+from study_points import points
 
 ROWS = Path(__file__).resolve().parent / "results" / "thickets"
 MEMBERS, GENERATIONS, PROMPTS, TOP = 5000, 20, 16, 50
