@@ -38,7 +38,7 @@ class Solver(evoalign.Task):
 
     def load_data(self, seed: int) -> evoalign.Data:
         """A row has a column `prompt`, which text settings put into their form."""
-        rows = [{"prompt": f"Make {t} of {', '.join(map(str, n))}.", "target": t, "numbers": n} for t, n in PUZZLES]
+        rows = [{"prompt": f"Make {t} of {', '.join(map(str, n))}.", "target": t, "numbers": [*n]} for t, n in PUZZLES]
         return evoalign.Data(train=rows[:4], test=rows[4:])
 
     def prompt(self, example: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -67,7 +67,7 @@ def test_example(
 def test_no_example_is_left_out() -> None:
     """tests/test_es_loop.py has es_loop."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart", "custom_task", "judge_reward", "es_loop", "own_engine"}
+    assert names == {"quickstart", "custom_task", "judge_reward", "es_loop", "own_engine", "solver_task"}
 
 
 # --- a judge that fails as judges do ----------------------------------------------------------------------------------

@@ -245,8 +245,8 @@ def test_half_is_of_whole_pairs_and_centred_where_the_run_was(centred):
         ("shuffel", 0, "no counterfactual 'shuffel'; use shuffle, flip, half, member K or shaping NAME"),
         ("flip 3", 0, "no counterfactual 'flip 3'"), ("member", 0, "no counterfactual 'member'"),
         ("member 6", 0, "members 0 to 5"), ("member -1", 0, "members 0 to 5"),
-        ("member ²", 0, "members 0 to 5"), ("shaping soft", 0, "use zscore, centered, ranks, identity"),
-        ("shaping centered", 0, "needs scores by prompt.*own shaping is zscore.*use zscore, ranks, identity"),
+        ("member ²", 0, "members 0 to 5"), ("shaping soft", 0, "use zscore, centered, ranks, truncation, identity"),
+        ("shaping centered", 0, "needs scores by prompt.*own shaping is zscore.*zscore, ranks, truncation, identity"),
         ("shuffle", -1, "a whole number from 0"), ("shuffle", 2**63, "a whole number from 0"),
     ],
 )  # fmt: skip

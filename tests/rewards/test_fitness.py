@@ -223,7 +223,7 @@ def test_incompatible_settings_are_rejected(runs, tmp_path):
     grpo = {"max_steps": 1, "num_generations": 2}
     refused = [
         (lambda: evoalign.dry_run(config(run, questions, "letters", es={"shaping": "centered"})),
-         r"es\.shaping centered compares .* use one of zscore, ranks, identity"),
+         r"es\.shaping centered compares .* use one of zscore, ranks, truncation, identity"),
         (lambda: from_dict(config(run, questions, "letters", task={"objective": "weighted_sum"})),
          r"task\.fitness and task\.objective both"),
         (lambda: from_dict({"es": {"sigma": 0.1}, "task": {"samples": 2}}), r"task\.samples 2 only repeats"),

@@ -22,9 +22,11 @@ PREFIX = "settings/"
 TAKEN = frozenset({"prompt", "prompts", "completion", "completions", "text", "example", "environments"})
 """Names of other arguments of reward functions."""
 MOST = 10**9
+"""Limit on the combinations of options, and on a number that is an option."""
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Option: TypeAlias = bool | int | Number | str
+Whole = Annotated[int, Field(ge=-MOST, le=MOST)]
+Number = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
+Option: TypeAlias = bool | Whole | Number | str
 Options = Annotated[list[Option], Field(min_length=1, max_length=1000)]
 Chosen: TypeAlias = Mapping[str, Any]
 """One option of each setting, by name."""

@@ -275,7 +275,8 @@ def check_targets(case: Case) -> Finding:
         case.specs = specs
         return Finding("targets", "ok", f"model of {planning.parameters(specs):,} numbers, {count:,} are trained")
     case.planned = setup.layout_of(spaces.create(config), specs, estimate.served_dtype(config))
-    optimizer.create(config.es, case.planned)  # raises ConfigError if it cannot evolve this layout
+    if config.es_ is not None:
+        optimizer.create(config.es, case.planned)  # raises ConfigError if it cannot evolve this layout
     case.specs = specs
     modules = sorted({m.removesuffix(".weight").rsplit(".", 1)[-1] for m in case.planned.modules})
     shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
