@@ -24,7 +24,7 @@ SMALL = {
     "norms": {"space": "norms", "es": {"sigma": 0.5}},
     "subspace": {"space": {"name": "subspace", "dimension": 30}},
     "singular": {"space": "singular"},
-    "steering": {"space": "steering", "es": {"sigma": 0.05, "optimizer": "momentum"}},
+    "steering": {"space": "steering", "es": {"sigma": 0.5, "optimizer": "momentum"}},
 }
 
 
