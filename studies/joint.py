@@ -43,7 +43,7 @@ from evoalign.tasks.joint import Settings
 from evoalign.training import saving
 from evoalign.types import Update, population
 
-ROWS = Path("studies/results/joint/rows.jsonl")
+ROWS = Path(__file__).resolve().parent / "results" / "joint" / "rows.jsonl"
 TUNING = ROWS.with_name("tuning.jsonl")
 """Rows of other seeds, by which the learning rates were chosen."""
 DATA = "data/tasks/conciseness/questions_{}.json"

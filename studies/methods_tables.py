@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import joint
 import thickets
 from evoalign import statistics
 from methods import METHODS, PROBE, ROWS, SETTINGS
@@ -26,6 +27,7 @@ def tables() -> Mapping[str, Iterator[str]]:
         **{name: _methods(name) for name in SETTINGS},
         "norms": _contrasts("norms", "lowrank"),
         "thickets": thickets.table(),
+        "joint": iter(joint.table().splitlines()),
         "widths": _widths(),
     }
 

@@ -19,6 +19,7 @@ from evoalign.config import from_dict
 from evoalign.config.joint import SettingConfig, likeliest
 from evoalign.errors import ConfigError, DataError, ResumeError
 from evoalign.rundir import journal
+from evoalign.setup import task_and_data
 from evoalign.tasks.joint import SPAN, Settings
 from evoalign.types import Update, population
 
@@ -230,6 +231,24 @@ def test_invalid_settings_are_refused(settings: Any, more: dict[str, Any], error
     with pytest.raises(ConfigError) as raised:
         from_dict(tree)
     assert error in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "error"),
+    [
+        ({"objective": "lagrangian"}, {"style": ["a", "b"]}, "may read the rows, which differ by member"),
+        ({"name": "likelihood", "rewards": []}, {"temperature": [0.1, 0.7]}, "remove task.settings.temperature"),
+    ],
+)
+def test_a_task_that_settings_do_not_suit_is_refused(
+    task: dict[str, Any], settings: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    tree = config(tmp_path)
+    tree["task"] = {**tree["task"], **task, "settings": settings}
+    if task.get("name"):
+        del tree["task"]["train_data"], tree["task"]["test_data"]
+    with pytest.raises(ConfigError, match=error):
+        task_and_data(from_dict(tree), None, None)
 
 
 def test_grpo_refuses_what_it_would_not_search(tmp_path: Path) -> None:

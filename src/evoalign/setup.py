@@ -14,6 +14,7 @@ import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
+from evoalign.config.joint import DECODING
 from evoalign.cost import estimate
 from evoalign.engines import Engine
 from evoalign.engines.specs import refuse_not_finite, specs_of_config
@@ -199,11 +200,14 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         objective = chosen.objective()  # one that cannot be made is refused here, a dry run's too
         if config.es_ is not None:
             refuse_by_prompt(objective, config.es)
-        if config.task.settings and objective.asks_mean:
+        custom = config.task.objective is not None and config.task.objective.name != "weighted_sum"
+        if config.task.settings and (objective.asks_mean or custom):
             raise ConfigError(
-                f"objective {objective.name} compares with the unperturbed model, which draws no task.settings; remove "
-                "the settings, or set task.objective: weighted_sum"
+                f"objective {objective.name} may read the rows, which differ by member with task.settings; remove the "
+                "settings, or set task.objective: weighted_sum"
             )
+        if unused := [name for name in DECODING if name in config.task.settings and chosen.player == "given"]:
+            raise ConfigError(f"task {chosen.name} samples nothing: remove task.settings.{unused[0]}")
         data = chosen.load_data(config.seed)
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:

@@ -415,6 +415,8 @@ def test_select_refuses_runs_without_usable_scores(planted, tmp_path, trained):
          "--top 1,2 chooses on the validation split"),
         ({"task": {"name": "conciseness"}}, {"vote": True}, "task conciseness has no final answers to vote on"),
         ({"es": {**tree()["es"], "optimizer": "adam"}}, {"merge": "mean"}, "es.optimizer adam would change the step"),
+        ({"task": {**tree()["task"], "settings": {"style": ["a", "b"]}}}, {"merge": "mean"},
+         "drew task.settings.style"),
         (SPACES["lora, ab"], {"merge": "corp"}, "members of space lora are no linear function of the noise"),
         (SPACES["lora, ab"], {"merge": "mean"}, "an adapter of a larger rank, which is saved and not evaluated"),
     ],

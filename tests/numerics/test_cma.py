@@ -226,6 +226,7 @@ REFUSED = {
                   "remove es.learning_rate_schedule, es.sigma_schedule"),
     "decay": ({"decay": 0.1}, "remove es.decay"),
     "few members": ({"population_size": 3}, "at least 4"),
+    "ties": ({"shaping": "truncation"}, "ranks all members"),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ clipped one (eq. 7) and takes an advantage per token. Here these are generalised
 arXiv 1506.02438, eq. 16) with gamma 1, whitened over a round. The reward comes with the last token.
 
 Deviations from the paper and from TRL's former trainer: `grpo.beta` weights the KL in the loss, not in the reward; the
-values are not clipped.
+values are not clipped, and `max_grad_norm` clips the gradients of the policy alone.
 """
 
 from __future__ import annotations

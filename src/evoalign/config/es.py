@@ -147,6 +147,11 @@ class EsConfig(Section):
                 f"es.optimizer {self.optimizer.name} adapts width and step itself and draws members one by one; remove "
                 f"{', '.join(odd)}"
             )
+        if self.shaping == "truncation":
+            raise ValueError(
+                f"es.optimizer {self.optimizer.name} ranks all members, and es.shaping truncation makes most of them "
+                "equal; use zscore"
+            )
         if self.population_size < 4:
             raise ValueError(f"es.optimizer {self.optimizer.name} needs an es.population_size of at least 4")
         return self

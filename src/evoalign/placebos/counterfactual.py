@@ -95,10 +95,11 @@ def parse(text: str, log: Log, seed: int = 0) -> Counterfactual:
     if not 0 <= seed < 2**63:
         raise ConfigError(f"the seed of a counterfactual is a whole number from 0 to 2^63 - 1, not {seed}")
     members = log.generations[0].update.members if log.generations else ()
-    if kind in ("half", "member") and log.header.config["es"]["optimizer"]["name"] in ("cma", "sep_cma"):
+    ties = kind == "shaping" and rest == "truncation"
+    if (kind in ("half", "member") or ties) and log.header.config["es"]["optimizer"]["name"] in ("cma", "sep_cma"):
         raise ConfigError(
-            f"counterfactual {kind}: CMA-ES ranks whole generations, so that no part of one has a step of its own; use "
-            "shuffle, flip or shaping NAME"
+            f"counterfactual {kind}: CMA-ES ranks whole generations, of which no part or tie has a step of its own; "
+            "use shuffle, flip or another shaping"
         )
     if kind == "member":
         if not (rest.isdecimal() and rest.isascii() and len(rest) < 10 and int(rest) < len(members)):

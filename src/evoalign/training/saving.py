@@ -264,9 +264,14 @@ def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
     return found
 
 
+def versions_here(recorded: Header) -> dict[str, str]:
+    """Return the versions here of the packages that a journal names."""
+    return versions() | {name: version(name) for name in recorded.versions.keys() & {"cmaes"}}
+
+
 def elsewhere(recorded: Header) -> str:
     """Return in words how the machine and versions of a journal differ from those here."""
-    ours = versions() | {name: version(name) for name in recorded.versions.keys() & {"cmaes"}}
+    ours = versions_here(recorded)
     odd = [f"{k} {v} (here {ours.get(k, 'none')})" for k, v in recorded.versions.items() if ours.get(k) != v]
     there, here = recorded.machine or {}, machine()
     what = [f"{name} {there[name]} (here {value})" for name, value in here.items() if there.get(name, value) != value]

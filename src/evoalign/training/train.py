@@ -29,7 +29,7 @@ from evoalign.rewards.objective import aim
 from evoalign.rollouts import collect
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.identity import differences, versions
+from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Journal, Log, Recorded
 from evoalign.setup import (
     ConfigLike,
@@ -302,7 +302,7 @@ class _EvolutionStrategies:
                 f"warning: {saving.elsewhere(header)}; updates from here on may have other bits than there, and the "
                 "journal then restores the weights on neither machine alone: keep the checkpoints"
             )
-        elif header.versions != versions():
+        elif header.versions != saving.versions_here(header):
             tell(f"warning: {saving.elsewhere(header)}; scores may differ in their last bits from here on")
 
     def _restore_rows(self, session: Session, log: Log) -> list[Row]:

@@ -115,6 +115,11 @@ class _Selection:
 
     def __init__(self, found: Counterfactuals, recorded: Recorded, top: list[int], temperature: float) -> None:
         self.parts, self.log, self.recorded = found.parts, found.log, recorded
+        if searched := [n for n, one in self.parts.config.task.settings.items() if len(one.options) > 1]:
+            raise ConfigError(
+                f"the members drew task.settings.{searched[0]}, so their fitness does not rank their weights alone; "
+                "select needs a run without searched settings"
+            )
         self.top, self.temperature = top, temperature
         self.ranked = best(recorded.fitness_M, max(top))
         found.follower.back()
