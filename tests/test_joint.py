@@ -4,10 +4,12 @@
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,13 +17,15 @@ from small_runs import UNCHECKED, read_rows, told_by, write_rows
 
 import evoalign
 from evoalign import tokens
-from evoalign.config import from_dict
+from evoalign.checks import divergence
+from evoalign.config import TaskConfig, from_dict
 from evoalign.config.joint import SettingConfig, likeliest
 from evoalign.errors import ConfigError, DataError, ResumeError
 from evoalign.rundir import journal
-from evoalign.setup import task_and_data
+from evoalign.setup import assemble, task_and_data
+from evoalign.tasks import Data, Task
 from evoalign.tasks.joint import SPAN, Settings
-from evoalign.types import Update, population
+from evoalign.types import Example, Update, population
 
 REWARD = """
 def marked(text, example):
@@ -374,3 +378,39 @@ def test_settings_are_the_same_in_the_workers_process(trained: Any, tmp_path: Pa
     ours, theirs = (journal.read(p / "journal.jsonl").generations for p in (tmp_path / "run", folder / "run"))
     assert [g.objective for g in ours] == [g.objective for g in theirs]
     assert [g.weights_hash for g in ours] == [g.weights_hash for g in theirs]
+
+
+class Shown(Task):
+    """Style b earns 1; a point is the style that its row has."""
+
+    name = "shown"
+
+    def load_data(self, seed: int) -> Data:
+        rows = [{"prompt": "Which city is the capital of Egypt?"}]
+        return Data(train=rows, test=rows)
+
+    def prompt(self, example: Example) -> str:
+        return example["prompt"]
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        return float(example["style"] == "b")
+
+    def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any]:
+        return {"style": example["style"]}
+
+
+def test_points_and_kl_are_of_the_likeliest_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = config(tmp_path)
+    tree["task"] = {"name": "custom", "settings": {"style": ["a", "b"]}}
+    result = evoalign.train(tree, task=Shown(TaskConfig()))
+    assert [result.before.measures["reward"], result.after.measures["reward"]] == [0.0, 1.0]
+    for name, style in (("points_before", "a"), ("points", "b")):
+        lines = (tmp_path / "run" / "results" / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["style"] for line in lines] == [style]
+    drawn: list[Any] = []
+    monkeypatch.setattr(divergence, "draw", lambda *given: drawn.extend(row["style"] for row in given[3]) or [])
+    parts = assemble(from_dict(tree), Shown(TaskConfig()))
+    parts.restore({"settings/style/0": -1.0, "settings/style/1": 0.0})
+    divergence.measure(parts, cast("Any", SimpleNamespace(divergence=lambda *_: None)))
+    parts.close()
+    assert drawn == ["b"]

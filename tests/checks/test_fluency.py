@@ -36,7 +36,7 @@ def said(texts):
 
 def fluency(parts, before, after, reference=None):
     reference = reference or Reference.of(parts)
-    return divergence.fluency(reference, parts.tokens, parts.task, parts.data.test, before, after)
+    return divergence.fluency(reference, parts.tokens, parts.task, (parts.data.test,) * 2, before, after)
 
 
 def test_each_example_is_looked_at_before_one_of_them_again(parts, monkeypatch):

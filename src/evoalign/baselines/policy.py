@@ -240,7 +240,7 @@ class Policy:
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         """Return the likelihood of both evaluations' completions under the base model."""
         both = (before.completions, after.completions)
-        return divergence.fluency(self._reference, self.tokens, self.task, self.data.test, *both)
+        return divergence.fluency(self._reference, self.tokens, self.task, (self.data.test, self.data.test), *both)
 
     def close(self) -> None:
         """Free the copies of the base model and of the policy."""

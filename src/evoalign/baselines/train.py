@@ -165,7 +165,7 @@ class _Grpo:
     def __init__(
         self, config: Config, task: Task, data: Data, state: tuple[Path, int] | None, stop: Stop, given: str | None
     ) -> None:
-        self.config, self.task, self.data, self.given = config, task, data, given
+        self.config, self.task, self.data, self.rows, self.given = config, task, data, data.of, given
         self.state, self.resumed_at = state or (None, None)
         tokens_ = tokens.load(config.model, config.task.template_kwargs)
         prompts.check(config, tokens_, task, data, settings.longest(config))

@@ -354,7 +354,7 @@ def summarise(samples: Sequence[Sample], sums_N4: torch.Tensor) -> Divergence:
 
 def measure(parts: Parts, reference: Reference) -> Divergence:
     """Measure the divergence of the engine's mean on the test split."""
-    samples = draw(parts.engine, parts.tokens, parts.task, parts.data.test, parts.config)
+    samples = draw(parts.engine, parts.tokens, parts.task, parts.rows("test"), parts.config)
     return reference.divergence(parts, samples)
 
 
@@ -397,24 +397,24 @@ def fluency(
     reference: Reference,
     tokens: Tokens,
     task: Task,
-    examples: Sequence[Example],
+    examples: tuple[Sequence[Example], Sequence[Example]],
     before: Sequence[Scored],
     after: Sequence[Scored],
 ) -> Fluency:
     """Measure `MOST_COMPLETIONS` completions of each side. Raises ModelError if the base model does not fit.
 
-    Only the first turn of an episode is measured. Texts are encoded again, without the stop token, so tokens may differ
-    from those that were drawn.
+    `examples` are those of the completions before and after. Only the first turn of an episode is measured. Texts are
+    encoded again, without the stop token, so tokens may differ from those that were drawn.
     """
     chosen: list[list[int]] = []
     found: list[list[torch.Tensor]] = []
-    for side in (before, after):
+    for rows, side in zip(examples, (before, after), strict=True):
         # An evaluation lists all completions of an example in a row: take one of each example first.
         order = sorted(range(len(side)), key=lambda i: (side[i].seed, side[i].sample, side[i].example))
         chosen.append(order[:MOST_COMPLETIONS])
         samples = [
             Sample(
-                tokens.encode(task.prompt(examples[side[i].example]), task.tools),
+                tokens.encode(task.prompt(rows[side[i].example]), task.tools),
                 tokens.encode_text(transcripts.turns(side[i].text)[0]),
             )
             for i in chosen[-1]

@@ -58,7 +58,7 @@ class SettingConfig(Section):
 
     @property
     def kind(self) -> Literal["categorical", "ordinal", "text"]:
-        """Which of the three lists is set."""
+        """Name of the list that is set."""
         return "categorical" if self.categorical is not None else "ordinal" if self.ordinal is not None else "text"
 
     @property

@@ -98,7 +98,7 @@ def parse(text: str, log: Log, seed: int = 0) -> Counterfactual:
     ties = kind == "shaping" and rest == "truncation"
     if (kind in ("half", "member") or ties) and log.header.config["es"]["optimizer"]["name"] in ("cma", "sep_cma"):
         raise ConfigError(
-            f"counterfactual {kind}: CMA-ES ranks whole generations, of which no part or tie has a step of its own; "
+            f"counterfactual {kind}: CMA-ES ranks whole generations, and parts or ties of one give no step; "
             "use shuffle, flip or another shaping"
         )
     if kind == "member":

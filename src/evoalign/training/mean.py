@@ -64,8 +64,9 @@ class Mean:
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         parts, texts = self.parts, (before.completions, after.completions)
+        rows = parts.data.test, parts.rows("test")
         try:
-            return divergence.fluency(self.reference, parts.tokens, parts.task, parts.data.test, *texts)
+            return divergence.fluency(self.reference, parts.tokens, parts.task, rows, *texts)
         finally:
             self.reference.close()  # its memory is free for placebos
 

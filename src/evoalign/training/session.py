@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from evoalign.training import heading, saving, stopping
 from evoalign.training.recorder import Labels, Recorder
 from evoalign.training.result import Result, read_completions, show, validation_of, write_completions, write_results
 from evoalign.training.stopping import Stop
+from evoalign.types import Example
 
 
 class Mean(Protocol):
@@ -56,15 +57,12 @@ class Mean(Protocol):
 
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         """Evaluate it on a split, and return the cost of that."""
-        ...
 
     def divergence(self) -> Divergence:
         """Return its KL divergence from the base model."""
-        ...
 
     def distance(self) -> Distance:
         """Return the distance of its weights from the base model's. Raises EvoalignError where that is unknown."""
-        ...
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         """Return both evaluations' nats per token under the base model. Raises ModelError if the base
@@ -80,11 +78,9 @@ class Mean(Protocol):
 
     def settle(self) -> None:
         """Wait until all that was saved is written. Raises OSError for a full disk."""
-        ...
 
     def fingerprint(self) -> str:
         """Return its `weights_hash`."""
-        ...
 
 
 class Algorithm(Protocol):
@@ -96,13 +92,14 @@ class Algorithm(Protocol):
     config: Config
     task: Task
     data: Data
+    rows: Callable[[Split], Sequence[Example]]
+    """Rows of a split as the mean is evaluated on them now; `data` has them as the start was."""
     labels: Labels
     measurements: Mapping[str, Measurement]
 
     @property
     def mean(self) -> Mean:
         """The trained model."""
-        ...
 
     def open(self, session: Session) -> Mapping[str, Any]:
         """Report what is going to run, and return the manifest's facts. Nothing is written yet.
@@ -113,19 +110,15 @@ class Algorithm(Protocol):
 
     def begin(self, session: Session) -> None:
         """Start recording a new run. Its directory is made and the start is evaluated: it can be resumed from now."""
-        ...
 
     def resume(self, session: Session) -> list[Row]:
         """Restore the mean and the rows of metrics.jsonl; return the rows that trackers have not seen."""
-        ...
 
     def advance(self, session: Session) -> None:
         """Train to the end, or until the session is stopping and everything is saved."""
-        ...
 
     def close(self) -> None:
         """Release what the algorithm opened."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,7 +296,8 @@ class Session:
         return found
 
     def _finish(self, before: Evaluation) -> Result:
-        saved, task, test = self.save(), self.algorithm.task, self.algorithm.data.test
+        saved, task = self.save(), self.algorithm.task
+        tests = self.algorithm.data.test, self.algorithm.rows("test")
         after = self._evaluate("result")
         self.algorithm.mean.settle()
         results: dict[str, Any] = {"generation": self.done, "weights_hash": self.algorithm.mean.fingerprint()}
@@ -317,13 +311,13 @@ class Session:
             self.recorder.measured("validation", *validation)
         weights = task.weighted.by_name(list(after.completions[0].rewards))
         results |= {WEIGHTS: weights} if weights else {}
-        before, after = (with_resampled(task, test, found) for found in (before, after))
+        before, after = map(partial(with_resampled, task), tests, (before, after))
         finish = Finish(self, before, after, {})
         results["alarms"] = finish.verdict().as_dict()
         self.run.check()
         with checksums.recorded(self.run.path):  # before the measurements, in which the process may be killed
             write_results(self.run, self.config.evaluation, {**results, MEASURING: True}, before, after)
-            for name, found in (("points", after), ("points_before", before)):
+            for name, test, found in zip(("points_before", "points"), tests, (before, after), strict=True):
                 write_rows(self.run.results / f"{name}.jsonl", with_points(task, test, found).points)
         for name, measure in {**MEASUREMENTS, **self.algorithm.measurements}.items():
             finish.found[name] = self._measured(name, partial(measure, finish))

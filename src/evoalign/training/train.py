@@ -170,6 +170,7 @@ class _EvolutionStrategies:
 
     def __init__(self, parts: Parts, log: Log | None, given: str | None, hook: Hook | None) -> None:
         self.parts, self.config, self.task, self.data = parts, parts.config, parts.task, parts.data
+        self.rows = parts.rows
         self.log, self.given, self.hook = log, given, hook
         self.mean = Mean(parts)
         chosen: dict[str, Measurement] = {"settings": lambda _: dict(parts.settings.chosen(parts.settings.mode()))}

@@ -266,7 +266,7 @@ class _Selection:
         return Mark(generation + 1, weights_hash, found.hash, objective=found.objective, counterfactual=what)
 
     def _save_products(self, to: Path) -> str:
-        """Save the average of the products B A of the top K as one adapter, and return that in words."""
+        """Save the average of the products B A of the top K in a single adapter, and return that in words."""
         count, parts = self.top[0], self.parts
         wide = replace(parts.layout, rank=parts.layout.rank * count)
         name, digest = f"average of the top {count}", weights_hash(self._products(count))
