@@ -20,7 +20,7 @@ from small_runs import UNCHECKED
 import evoalign
 from evoalign.analysis.compare.groups import settings_of
 from evoalign.analysis.page.run import views_of
-from evoalign.baselines import settings
+from evoalign.baselines import ppo, settings
 from evoalign.baselines.policy import Policy
 from evoalign.config import from_dict
 from evoalign.cost import budget
@@ -73,7 +73,10 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "cost_of_update", cost)
         result = grpo(tree, reward=share_of_e)
-    return SimpleNamespace(algorithm=request.param, tree=tree, result=result, path=result.path, policy=found[0])
+    start = load_model(from_dict(tree).model, torch.float32).base_model.state_dict()
+    return SimpleNamespace(
+        algorithm=request.param, tree=tree, result=result, path=result.path, policy=found[0], start=start
+    )
 
 
 def test_planted_reward_rises(straight: SimpleNamespace) -> None:
@@ -94,6 +97,10 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(straight: SimpleNamespace
     saved = [load_file(p / f"checkpoints/generation_{STEPS:04d}/model.safetensors") for p in (path, straight.path)]
     assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][n], saved[1][n]) for n in saved[0])
     assert not [name for name in saved[0] if "critic" in name]
+    if straight.algorithm == "ppo":
+        critics = [load_file(file) for file in sorted(straight.path.rglob(ppo.CRITIC))]
+        assert critics and all(bool(one["head.weight"].any()) for one in critics)
+        assert any(not torch.equal(critics[-1][f"body.{n}"], t) for n, t in straight.start.items()), "all of it trains"
 
 
 def test_cost_counts_what_is_computed(straight: SimpleNamespace) -> None:
