@@ -57,16 +57,18 @@ class Mean(Protocol):
 
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         """Evaluate it on a split, and return the cost of that."""
+        ...
 
     def divergence(self) -> Divergence:
         """Return its KL divergence from the base model."""
+        ...
 
     def distance(self) -> Distance:
         """Return the distance of its weights from the base model's. Raises EvoalignError where that is unknown."""
+        ...
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
-        """Return both evaluations' nats per token under the base model. Raises ModelError if the base
-        model does not fit into the memory."""
+        """Return both evaluations' nats per token under the base model. Raises ModelError if that does not fit."""
         ...
 
     def save(self, run: RunDir, done: int, reward: float | None, then: Callable[[], None]) -> Path:
@@ -78,13 +80,15 @@ class Mean(Protocol):
 
     def settle(self) -> None:
         """Wait until all that was saved is written. Raises OSError for a full disk."""
+        ...
 
     def fingerprint(self) -> str:
         """Return its `weights_hash`."""
+        ...
 
 
 class Algorithm(Protocol):
-    """A training method, ES or GRPO, as a session runs it.
+    """A training method, ES or GRPO, as a session runs it. `rows` returns those that the mean is evaluated on now.
 
     `measurements` of a finished run come after the common ones, by name; see `Finish`.
     """
@@ -93,13 +97,13 @@ class Algorithm(Protocol):
     task: Task
     data: Data
     rows: Callable[[Split], Sequence[Example]]
-    """Rows of a split as the mean is evaluated on them now; `data` has them as the start was."""
     labels: Labels
     measurements: Mapping[str, Measurement]
 
     @property
     def mean(self) -> Mean:
         """The trained model."""
+        ...
 
     def open(self, session: Session) -> Mapping[str, Any]:
         """Report what is going to run, and return the manifest's facts. Nothing is written yet.
@@ -110,15 +114,19 @@ class Algorithm(Protocol):
 
     def begin(self, session: Session) -> None:
         """Start recording a new run. Its directory is made and the start is evaluated: it can be resumed from now."""
+        ...
 
     def resume(self, session: Session) -> list[Row]:
         """Restore the mean and the rows of metrics.jsonl; return the rows that trackers have not seen."""
+        ...
 
     def advance(self, session: Session) -> None:
         """Train to the end, or until the session is stopping and everything is saved."""
+        ...
 
     def close(self) -> None:
         """Release what the algorithm opened."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -296,8 +304,7 @@ class Session:
         return found
 
     def _finish(self, before: Evaluation) -> Result:
-        saved, task = self.save(), self.algorithm.task
-        tests = self.algorithm.data.test, self.algorithm.rows("test")
+        saved, task, tests = self.save(), self.algorithm.task, (self.algorithm.data.test, self.algorithm.rows("test"))
         after = self._evaluate("result")
         self.algorithm.mean.settle()
         results: dict[str, Any] = {"generation": self.done, "weights_hash": self.algorithm.mean.fingerprint()}
@@ -351,10 +358,8 @@ class Session:
             why = "stopped"
         except (EvoalignError, OSError, RuntimeError, MemoryError) as error:  # torch's are RuntimeErrors
             why = first_line(error)
-        self.tell(
-            f"warning: {name} could not be measured ({why}); the run is complete without it; to measure it, "
-            f"{how_to_resume(self)}"
-        )
+        what = f"warning: {name} could not be measured ({why}); the run is complete without it; to measure it, "
+        self.tell(what + how_to_resume(self))
         return None
 
     def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
