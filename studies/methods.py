@@ -89,7 +89,7 @@ SETTINGS = {
     ),
     "smollm2": Setting(
         {
-            "task": {"name": "custom", "prompt": "chat", "rewards": [f"{REWARDS}:words_without_e"]},
+            "task": {"name": "custom", "prompt": "chat", "rewards": [f"{REWARDS}:both_words"]},
             "sampling": {"max_tokens": 48},
         },
         40, 32, 16, "reward", 2, (32, 32),
@@ -123,14 +123,18 @@ CHOOSING = 4
 
 
 def sentences(folder: Path) -> dict[str, str]:
-    """Write the splits of the task of SmolLM2, a sentence about two topics each, and return their settings."""
+    """Write the splits of the task of SmolLM2, a sentence with two words each, and return their settings."""
     topics, found = WORDS["topics"], dict[str, str]()
     pairs = [(a, topics[(i * 7 + step) % len(topics)]) for step in range(1, 9) for i, a in enumerate(topics)]
     pairs = [(a, b) for a, b in pairs if a != b]
     for split, part in (("train", pairs[:250]), ("validation", pairs[250:350]), ("test", pairs[350:550])):
         file = folder / f"sentences_{split}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"prompt": f'Write one sentence about {a} and {b} without the letter "e".'} for a, b in part]
+        words = [(a.split()[-1], b.split()[-1]) for a, b in part]
+        rows = [
+            {"prompt": f'Write one sentence of at most 12 words with the words "{a}" and "{b}".', "answer": f"{a} {b}"}
+            for a, b in words
+        ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         found[f"{split}_data"] = str(file)
     return found
@@ -162,10 +166,10 @@ class Study:
             **(_trl(setting, method, width, share) if method.algorithm else _es(setting, method, width)),
             "evaluation": {**setting.tree["sampling"], "temperature": 0.0, "every": 0},
             "checkpoint": {"every": 0, "keep_best": False},
-            "checks": {"placebo": 0 if method.algorithm else PLACEBOS, "perplexity": False},
+            "checks": {"placebo": 0 if method.algorithm else PLACEBOS, "perplexity": where == "smollm2"},
             "report": False,
         }
-        return load([_written(self.to / f"{job.replace('/', '_')}.yaml", tree)], self.sets)
+        return load([written(self.to / f"{job.replace('/', '_')}.yaml", tree)], self.sets)
 
     def file(self, job: str) -> Path:
         """Return the file of a job's rows."""
@@ -183,10 +187,14 @@ class Study:
         """Write the rows of a job."""
         file = self.file(job)
         file.parent.mkdir(parents=True, exist_ok=True)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         versions = {"evoalign": evoalign.__version__, "torch": torch.__version__}
-        tree = {"job": job, "device": device, "versions": versions, **rows}
+        tree = {"job": job, "device": device(), "versions": versions, **rows}
         file.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def device() -> str:
+    """Return the name of the device that rows come from."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def _es(setting: Setting, method: Method, width: float) -> dict[str, Any]:
@@ -206,7 +214,8 @@ def _trl(setting: Setting, method: Method, rate: float, share: int) -> dict[str,
     return {"grpo": section | ({"beta": 0.1} if method.algorithm == "dpo" else {})}
 
 
-def _written(file: Path, tree: Mapping[str, Any]) -> Path:
+def written(file: Path, tree: Mapping[str, Any]) -> Path:
+    """Write a config, and return its file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
     return file
@@ -244,8 +253,8 @@ def _best_rate(study: Study, job: str, rates: Sequence[float]) -> dict[str, Any]
         config = study.config(job, rate, CHOOSING)
         with (study.to / "rates.log").open("a", encoding="utf-8") as log:
             evoalign.grpo(config, overwrite=True, console=Console(file=log, width=160))
-        written = json.loads((Path(config.output_dir) / "results" / "evaluation.json").read_text(encoding="utf-8"))
-        before, after = (written["validation"][when][measure] for when in ("before", "after"))
+        ended = json.loads((Path(config.output_dir) / "results" / "evaluation.json").read_text(encoding="utf-8"))
+        before, after = (ended["validation"][when][measure] for when in ("before", "after"))
         tried.append({"width": rate, "gain": after - before})
     return {"reason": "best on validation rows", "tried": tried, "width": max(tried, key=lambda t: t["gain"])["width"]}
 
@@ -259,15 +268,16 @@ def training(study: Study, job: str) -> None:
         train = evoalign.grpo if METHODS[job.split("/")[1]].algorithm else evoalign.train
         result = train(config, resume=folder.exists(), console=Console(file=log, width=160))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    written = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
+    ended = json.loads((folder / "results" / "evaluation.json").read_text(encoding="utf-8"))
     study.keep(
         job,
         {
             "config": config.model_dump(mode="json"),
             "before": measured(result.before, measure),
             "after": measured(result.after, measure),
-            "validation": written.get("validation"),
-            "placebos": written["placebo"]["each"][measure] if "placebo" in written else [],
+            "validation": ended.get("validation"),
+            "nats": ended.get("alarms", {}).get("nats_a_token"),
+            "placebos": ended["placebo"]["each"][measure] if "placebo" in ended else [],
             "cost": totals(metrics)[0].as_dict(),
             "course": [
                 {"mean": row["mean"], "distance": (row.get("diagnosis") or {}).get("distance_sigmas")}

@@ -26,7 +26,8 @@ def tables() -> Mapping[str, Iterator[str]]:
     return {
         **{name: _methods(name) for name in SETTINGS},
         "norms": _contrasts("norms", "lowrank"),
-        "thickets": thickets.table(),
+        "thickets": thickets.table("tiny"),
+        "real thickets": thickets.table("real"),
         "joint": iter(joint.table().splitlines()),
         "widths": _widths(),
     }

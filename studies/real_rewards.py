@@ -39,6 +39,22 @@ def words_without_e(prompts: Texts, completions: Texts, **columns: Any) -> list[
     return [sum("e" not in word for word in found) / max(1, len(found)) for found in words]
 
 
+def both_words(prompts: Texts, completions: Texts, answer: Texts, **columns: Any) -> list[float]:
+    """A third for each of two words that is there, and a third for one sentence of 4 to 12 words that repeats few.
+
+    A word may have an ending. The sentence begins with a capital and has one full stop, at its end; four fifths of its
+    words are different.
+    """
+    return [_both(text.strip(), gold.split()) for text, gold in zip(completions, answer, strict=True)]
+
+
+def _both(text: str, words: Sequence[str]) -> float:
+    found = re.findall(r"[a-z']+", text.lower())
+    there = sum(any(one.startswith(word) for one in found) for word in words)
+    sentence = text[:1].isupper() and re.findall(r"[.!?\n]", text) == [text[-1:]]
+    return (there + (sentence and 4 <= len(found) <= 12 and len(set(found)) >= 0.8 * len(found))) / 3
+
+
 def brief(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
     """Minus a hundredth of the characters: the empty answer is the best."""
     return [-len(text) / 100 for text in completions]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One generation of many members (RandOpt, CoRP) against generations of ES with the same completions, and a vote.
 
-    python studies/thickets.py --width 0.01 --seeds 0 1 2    # Countdown on the tiny model
+    python studies/thickets.py --width 0.01 --seeds 0 1 2                                    # Countdown, tiny model
+    python studies/thickets.py --setting real --model DIR --width 0.001 --seeds 0            # word problems, 1.5B
     python studies/thickets.py --table
 
 Each seed trains once with 1 generation of 5,000 members and once with 20 of 250, on 16 prompts a member and generation,
-and leaves studies/results/thickets/SEED.json: the test split of the base, of a vote of the 50 best members, of
+and leaves studies/results/thickets/SETTING/SEED.json: the test split of the base, of a vote of the 50 best members, of
 self-consistency with 50 samples, of the average of the 50 best, of CoRP, and of ES, by prompt.
 """
 
@@ -24,20 +25,21 @@ import evoalign
 from evoalign import statistics
 from evoalign.analysis.base import Finding
 from evoalign.analysis.selection.command import select
-from evoalign.config import from_dict
-from methods import ETA, SETTINGS
+from evoalign.config import load
+from methods import ETA, SETTINGS, device, written
 from study_points import points
 
 ROWS = Path(__file__).resolve().parent / "results" / "thickets"
 MEMBERS, GENERATIONS, PROMPTS, TOP = 5000, 20, 16, 50
 
 
-def tree(folder: Path, seed: int, width: float, generations: int) -> dict[str, Any]:
+def tree(given: argparse.Namespace, seed: int, generations: int) -> dict[str, Any]:
     """Return the config of a run with this many generations."""
-    setting = SETTINGS["tiny"].tree
+    setting, width = SETTINGS[given.setting].tree, given.width
     return {
+        "model": {"name": given.model},
         **setting,
-        "output_dir": str(folder / f"{seed}_{generations}"),
+        "output_dir": str(given.to / given.setting / f"{seed}_{generations}"),
         "seed": seed,
         "space": "lowrank",
         "task": {**setting["task"], "batch_size": PROMPTS},
@@ -54,14 +56,13 @@ def tree(folder: Path, seed: int, width: float, generations: int) -> dict[str, A
     }
 
 
-def run(folder: Path, seed: int, width: float) -> None:
+def run(given: argparse.Namespace, seed: int) -> None:
     """Train both runs of a seed, apply the rules, and write the rows."""
-    found: dict[str, Any] = {}
+    folder, found = given.to / given.setting, dict[str, Any]()
     for generations in (1, GENERATIONS):
-        config = from_dict(tree(folder, seed, width, generations))
-        log = folder / f"{seed}_{generations}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as out:
+        name = f"{seed}_{generations}"
+        config = load([written(folder / f"{name}.yaml", tree(given, seed, generations))], given.set)
+        with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
             result = evoalign.train(
                 config, resume=Path(config.output_dir).exists(), console=Console(file=out, width=160)
             )
@@ -82,8 +83,9 @@ def run(folder: Path, seed: int, width: float) -> None:
             seed,
             [(row["name"], round(float(np.mean(row["per_prompt"])), 4)) for row in chosen.numbers["rows"]],
         )
-    ROWS.mkdir(parents=True, exist_ok=True)
-    (ROWS / f"{seed}.json").write_text(json.dumps({"seed": seed, "width": width, "rows": found}) + "\n")
+    file = given.rows / given.setting / f"{seed}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"seed": seed, "width": given.width, "device": device(), "rows": found}) + "\n")
 
 
 def corp(run: Path) -> Finding:
@@ -91,9 +93,9 @@ def corp(run: Path) -> Finding:
     return select(run, top=[MEMBERS // 10], merge="corp")
 
 
-def table() -> Iterator[str]:
+def table(setting: str) -> Iterator[str]:
     """Yield the table: accuracy by seed, and less the base, for new seeds and prompts at once."""
-    files = sorted(ROWS.glob("*.json"), key=lambda file: int(file.stem))
+    files = sorted((ROWS / setting).glob("*.json"), key=lambda file: int(file.stem))
     seeds: list[Mapping[str, Any]] = [json.loads(file.read_text(encoding="utf-8"))["rows"] for file in files]
     names = [name for name in seeds[0] if all(name in rows for rows in seeds)] if seeds else []
     base = next((name for name in names if "base" in name), None)
@@ -113,15 +115,19 @@ def table() -> Iterator[str]:
 def main() -> None:
     """Run the seeds, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=("tiny", "real"), default="tiny")
+    parser.add_argument("--model", default="tiny")
     parser.add_argument("--width", type=float, default=0.01)
     parser.add_argument("--to", type=Path, default=Path("runs/thickets"))
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     for seed in given.seeds:
-        run(given.to, seed, given.width)
+        run(given, seed)
     if given.table:
-        print("\n".join(table()))
+        print("\n".join(table(given.setting)))
 
 
 if __name__ == "__main__":
