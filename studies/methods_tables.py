@@ -27,7 +27,6 @@ def tables() -> Mapping[str, Iterator[str]]:
         **{name: _methods(name) for name in SETTINGS},
         "norms": _contrasts("norms", "lowrank"),
         "thickets": thickets.table("tiny"),
-        "real thickets": thickets.table("real"),
         "joint": iter(joint.table().splitlines()),
         "widths": _widths(),
     }
