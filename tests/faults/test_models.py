@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -306,6 +307,19 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(folder, monkey
         loaded_tokens(folder).encode(HELLO)
     with pytest.raises(ProcessLookupError):
         os.kill(started[1], 0)
+
+
+def test_a_signal_to_the_whole_group_leaves_what_renders_to_its_owner(folder, monkeypatch):
+    """A run that is told to stop renders prompts until its generation is finished."""
+    started: list[int] = []
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: started.append(fork()) or started[-1])
+    loaded = loaded_tokens(folder)
+    before = loaded.encode(HELLO)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(started[-1], number)
+        assert loaded.encode(HELLO) == before
+    assert len(started) == 1
 
 
 def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder):

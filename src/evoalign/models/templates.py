@@ -220,8 +220,8 @@ def _line(end: socket.socket, unsent: bytearray, received: bytearray, most: int)
 
 
 def _serve(end: socket.socket, tokenizer: Any, how: Callable[..., str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner, which ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, `timeout` and Slurm send them to the whole group
+        signal.signal(number, signal.SIG_IGN)  # the owner, which may still finish a generation, ends this process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _bound_memory()
     for line in end.makefile("rb"):
