@@ -17,6 +17,11 @@ settings.register_profile("evoalign", deadline=None, max_examples=60, derandomiz
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 settings.load_profile("evoalign")
 
+if "PYTHONPATH" in os.environ:  # of processes that tests start in other folders
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        str(Path(p).absolute()) for p in os.environ["PYTHONPATH"].split(os.pathsep)
+    )
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background: Ctrl-C is tested
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

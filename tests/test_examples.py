@@ -21,9 +21,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from small_runs import UNCHECKED, told_by, write_rows
 
 from evoalign import tasks
-from evoalign.config import TaskConfig
+from evoalign.config import TaskConfig, load
 from evoalign.errors import RewardError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -67,7 +69,52 @@ def test_example(
 def test_no_example_is_left_out() -> None:
     """tests/test_es_loop.py has es_loop."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart", "custom_task", "judge_reward", "es_loop", "own_engine", "solver_task"}
+    assert names == {"quickstart", "custom_task", "judge_reward", "es_loop", "own_engine", "solver_task", "gepa_texts"}
+
+
+# --- texts by GEPA ----------------------------------------------------------------------------------------------------
+
+REWARD = """
+def suits(prompts, completions, place, **columns):
+    liked = ({"one": 3, "both": 0.4}, {"other": 2, "both": 1.4})
+    return [sum(v for word, v in liked[k // 2].items() if word in p.split()) - 3 for p, k in zip(prompts, place)]
+"""
+REFLECTING = """
+texts = ["no place", "{prompt} both", "{prompt} one", "{prompt} other", "{prompt} other " + 3000 * "long "]
+seen = []
+
+def reflect(prompt):
+    assert "reward -" in prompt, "the rewards are missing"
+    seen.append(prompt)
+    return f"A better text:\\n```\\n{texts[len(seen) % len(texts)]}\\n```"
+"""
+
+
+@pytest.mark.slow
+def test_texts_of_gepa_are_options_of_a_run(tmp_path: Path) -> None:
+    """`both` is not on the front, as each prompt has a better text. A text without {prompt} or room is no option."""
+    pytest.importorskip("gepa")
+    places = enumerate(("Egypt", "Chad", "Peru", "Oman"))
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"Where is {name}?", "place": k} for k, name in places])
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "reflecting.py").write_text(REFLECTING)
+    config = {
+        "output_dir": "run",
+        "task": {"name": "custom", "prompt": "raw", "train_data": data, "test_data": data,
+                 "rewards": [f"{tmp_path / 'reward.py'}:suits"], "settings": {"temperature": [0.0]}},
+        "es": {"num_generations": 1, "population_size": 4, "sigma": 0.01, "learning_rate": 0.005},
+        "evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "grader": {"isolated": False}, "report": False,
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    words = ["config.yaml", "--reflect", "reflecting.py:reflect", "--calls", "100"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "gepa_texts.py"), *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = load([tmp_path / "with_texts.yaml"], [f"output_dir={tmp_path / 'run'}"])
+    assert made.task.settings["form"].text == ["{prompt}", "{prompt} one", "{prompt} other"]
+    assert "probability" in told_by(made)
+    assert "settings/form/2" in (tmp_path / "run" / "journal.jsonl").read_text()
 
 
 # --- a judge that fails as judges do ----------------------------------------------------------------------------------

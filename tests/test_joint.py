@@ -17,10 +17,11 @@ from small_runs import UNCHECKED, read_rows, told_by, write_rows
 
 import evoalign
 from evoalign import tokens
-from evoalign.checks import divergence
+from evoalign.checks import divergence, prompts
 from evoalign.config import TaskConfig, from_dict
 from evoalign.config.joint import SettingConfig, likeliest
 from evoalign.errors import ConfigError, DataError, ResumeError
+from evoalign.models.origin import model_config
 from evoalign.rundir import journal
 from evoalign.setup import assemble, task_and_data
 from evoalign.tasks import Data, Task
@@ -251,8 +252,31 @@ def test_a_task_that_settings_do_not_suit_is_refused(
     tree["task"] = {**tree["task"], **task, "settings": settings}
     if task.get("name"):
         del tree["task"]["train_data"], tree["task"]["test_data"]
+        tree["engine"] = {"decoder": "library"}
     with pytest.raises(ConfigError, match=error):
         task_and_data(from_dict(tree), None, None)
+
+
+def test_the_longest_options_have_to_fit_the_model(tmp_path: Path) -> None:
+    tree = config(tmp_path)
+    tree["task"]["settings"] = {
+        "form": {"text": ["{prompt}", "Think. {prompt} Again: {prompt}", "Answer in one word: {prompt}"]},
+        "style": ["a", "b"],
+        "other": {"text": ["{prompt}", "{prompt}" + 9 * " more"]},
+    }
+    task, data = task_and_data(from_dict(tree), None, None)
+    known = tokens.load(from_dict(tree).model)
+    every = Settings.of(from_dict(tree)).spread(data.train)
+    longest = max(len(known.encode(task.prompt(row))) for row in every)
+    assert f"longest prompt {longest} tokens and sampling.max_tokens 8 fit the model's" in prompts.check(
+        from_dict(tree), known, task, data
+    )
+    room = model_config(from_dict(tree).model).max_position_embeddings - longest
+    tree["evaluation"]["max_tokens"] = room
+    prompts.check(from_dict(tree), known, task, data)
+    tree["evaluation"]["max_tokens"] = room + 1
+    with pytest.raises(ConfigError, match=r"or the options of task\.settings\.form, task\.settings\.style"):
+        prompts.check(from_dict(tree), known, task, data)
 
 
 def test_grpo_refuses_what_it_would_not_search(tmp_path: Path) -> None:
@@ -397,6 +421,33 @@ class Shown(Task):
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any]:
         return {"style": example["style"]}
+
+
+def test_parts_are_of_the_prompt_that_the_member_was_asked(tmp_path: Path) -> None:
+    seen: set[tuple[str, str]] = set()
+
+    class Parted(Shown):
+        def parts(self, texts: Any, examples: Any) -> Any:
+            seen.update((row["form"], row["prompt"]) for row in examples)
+            return {}
+
+    tree = config(tmp_path)
+    tree["task"] = {"name": "custom", "settings": SETTINGS}
+    evoalign.train(tree, task=Parted(TaskConfig()))
+    asked = "Which city is the capital of Egypt?"
+    assert seen == {("{prompt}", asked), ("Question: {prompt}", f"Question: {asked}")}
+
+
+def test_a_column_that_is_not_json_is_refused_where_settings_change_the_row(tmp_path: Path) -> None:
+    class Paired(Shown):
+        def load_data(self, seed: int) -> Data:
+            rows = [{"prompt": "Which city is the capital of Egypt?", "pair": (1, 2)}]
+            return Data(train=rows, test=rows)
+
+    tree = config(tmp_path, grader={"isolated": True})
+    tree["task"] = {"name": "custom", "settings": {"style": ["a", "b"]}}
+    with pytest.raises(DataError, match=r"column 'pair' has a tuple, .* that task\.settings change, .* return a list"):
+        evoalign.train(tree, task=Paired(TaskConfig()))
 
 
 def test_points_and_kl_are_of_the_likeliest_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,8 +206,8 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
                 f"objective {objective.name} may read the rows, which differ by member with task.settings; remove the "
                 "settings, or set task.objective: weighted_sum"
             )
-        if unused := [name for name in DECODING if name in config.task.settings and chosen.player == "given"]:
-            raise ConfigError(f"task {chosen.name} samples nothing: remove task.settings.{unused[0]}")
+        if chosen.player == "given":
+            _refuse_sampling(config, chosen)
         data = chosen.load_data(config.seed)
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:
@@ -218,13 +218,27 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
                 f"{config.follows_validation} needs a validation split, and task {chosen.name} has none: set "
                 "task.validation_size or task.validation_data; the test split is never used for it"
             )
-        settings = Settings.of(config)
-        data = Data(*(settings.under(data.of(split), 0) for split in ("train", "test", "validation")))
+        data = Settings.of(config).split(data, 0)
         _ = [examples[0] for examples in (data.train, data.test, data.validation) if examples]  # refuses taken names
     except BaseException:
         chosen.close()
         raise
     return chosen, data
+
+
+def _refuse_sampling(config: Config, task: Task) -> None:
+    """Raise ConfigError for settings that generate or repeat completions, for a task that gives them."""
+    if not config.engine.scores_given:
+        raise ConfigError(
+            f"task {task.name} scores given completions, which engine {config.engine.name} does not do as it is set; "
+            "set engine.name transformers and engine.decoder library"
+        )
+    drawn = config.evaluation
+    repeats = {"task.samples": config.task.samples or 1, "evaluation.samples": drawn.samples,
+               "evaluation.seeds": len(drawn.seeds)}  # fmt: skip
+    unused = [f"task.settings.{name}" for name in DECODING if name in config.task.settings]
+    if unused := [*unused, *(name for name, count in repeats.items() if count > 1)]:
+        raise ConfigError(f"task {task.name} samples nothing: remove {', '.join(unused)}")
 
 
 def _refuse_odd_commands(task: Task) -> None:

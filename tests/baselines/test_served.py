@@ -125,8 +125,9 @@ def test_adapter_of_a_tied_head_is_left_to_the_policy(tmp_path: Path) -> None:
         served(own, tokens.load(own.model), model)
 
 
-def test_close_frees_the_copy(tmp_path: Path) -> None:
-    own = settings(tmp_path / "run", decoder="static")
+def test_close_frees_the_copy_and_restores_the_threads(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    own = settings(tmp_path / "run", decoder="static", threads=threads + 1)
     own_tokens = tokens.load(own.model)
     task, data = task_and_data(own, None, None)
     policy = Policy(own, own_tokens, task, data, load_model(own.model, torch.float32))
@@ -135,6 +136,7 @@ def test_close_frees_the_copy(tmp_path: Path) -> None:
     policy.close()
     gc.collect()
     assert weight() is None
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(("rollouts", "mixed"), [("engine", False), ("es", True)])

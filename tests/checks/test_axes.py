@@ -19,6 +19,7 @@ from evoalign.config import from_dict
 from evoalign.errors import ConfigError
 from evoalign.rewards.objective import grouped, reported
 from evoalign.tasks import create, isolate
+from evoalign.tasks.joint import Settings
 from evoalign.types import EvolvedTensor, Generation, Layout, Member, Rollout, Update, population
 
 LAYOUT = Layout((EvolvedTensor("a", (100,), "a", 1.0),), 0, "float32")
@@ -321,7 +322,7 @@ def test_the_columns_of_countdown_are_format_and_accuracy(tmp_path):
                 "train_size": 4, "test_size": 1}  # fmt: skip
     task = create(from_dict({"es": {"sigma": 0.01}, "task": settings}).task)
     data = task.load_data(0)
-    found = axes.reader(task, data.train)(answered(task, [RIGHT, "no...", RIGHT, RIGHT], data))
+    found = axes.reader(task, data.train, Settings())(answered(task, [RIGHT, "no...", RIGHT, RIGHT], data))
     assert list(found.columns_MP) == ["format", "accuracy", "tokens", "truncated"] and found.correctness == "accuracy"
     assert found.columns_MP["accuracy"].tolist() == [[1, 0], [1, 1]]
     assert found.columns_MP["format"].tolist() == [[1, 0], [1, 1]]
@@ -360,7 +361,7 @@ def test_the_columns_of_a_custom_task_are_its_functions(names, columns, correctn
     try:
         data = task.load_data(0)
         second = "none" if len(names) > 1 else "nope"
-        found = axes.reader(task, data.train)(answered(task, ["yes", second, "no", "no"], data))
+        found = axes.reader(task, data.train, Settings())(answered(task, ["yes", second, "no", "no"], data))
     finally:
         task.close()
     assert {n: c.tolist() for n, c in found.columns_MP.items() if n not in axes.EFFECTS} == columns
@@ -395,7 +396,7 @@ def test_reserved_names_and_many_columns_are_kept(isolated, tmp_path):
     )
     with closing(task):
         data = task.load_data(0)
-        found = axes.reader(task, data.train)(answered(task, ["yes", "nope", "no", "no"], data))
+        found = axes.reader(task, data.train, Settings())(answered(task, ["yes", "nope", "no", "no"], data))
     names = list(found.columns_MP)
     assert names[:3] == ["reward/tokens", "reward/reward/unexplained", "reward/unexplained"]
     assert names[-2:] == list(axes.EFFECTS)
@@ -430,7 +431,7 @@ def made_task(body, isolated, folder, **grader):
 def test_parts_that_are_empty_leave_the_columns(isolated, tmp_path):
     with closing(made_task("{}", isolated, tmp_path)) as task:
         data = task.load_data(0)
-        found = axes.reader(task, data.train)(answered(task, ["yes", "nope", "no", "no"], data))
+        found = axes.reader(task, data.train, Settings())(answered(task, ["yes", "nope", "no", "no"], data))
     assert list(found.columns_MP) == ["right", *axes.EFFECTS]
 
 
@@ -447,7 +448,7 @@ def test_parts_that_fail_are_not_called_again(name, isolated, tmp_path, caplog, 
     monkeypatch.setattr(axes, "_parts", lambda *given: calls.append(given) or inner(*given))
     with closing(made_task(FAILING[name], isolated, tmp_path, timeout=1.0 if name == "hangs" else 20.0)) as task:
         data = task.load_data(0)
-        read, made = axes.reader(task, data.train), answered(task, ["yes", "nope", "no", "no"], data)
+        read, made = axes.reader(task, data.train, Settings()), answered(task, ["yes", "nope", "no", "no"], data)
         assert [read(made), read(made)] == [None, None]
     (warning,) = [record.getMessage() for record in caplog.records if "axis report" in record.getMessage()]
     assert "parts" in warning and len(calls) == 1

@@ -15,9 +15,9 @@ from evoalign.episodes import Given
 from evoalign.errors import ConfigError, EvoalignError, RewardError
 from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint, journal
-from evoalign.setup import serve
+from evoalign.setup import serve, task_and_data
 from evoalign.tokens import Tokens
-from evoalign.types import Episode, Example, Plan, Request, Rollout, Sampling, population
+from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Request, Rollout, Sampling, population
 
 SIGMA, RATE = 0.01, 0.02
 TREE = {
@@ -93,9 +93,32 @@ def test_given_tokens_have_the_log_probabilities_with_which_they_were_generated(
     served.engine.close()
 
 
-def test_engines_that_would_generate_are_refused(tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", {"decoder": "static"}, "vllm", "ray"])
+def test_engines_that_would_generate_are_refused_before_a_model_is_loaded(engine):
+    with pytest.raises(ConfigError, match=r"set engine\.name transformers and engine\.decoder library"):
+        task_and_data(from_dict(TREE | {"engine": engine}), None, None)
+    ray = {"name": "ray", "replica": {"name": "transformers", "decoder": "library"}}
+    task_and_data(from_dict(TREE | {"engine": ray}), None, None)[0].close()
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("task.samples", {"task": TREE["task"] | {"samples": 2}, "sampling": {"temperature": 1.0}}),
+        ("evaluation.samples", {"evaluation": {"temperature": 1.0, "samples": 2}}),
+        ("evaluation.seeds", {"evaluation": {"temperature": 1.0, "seeds": [1, 2]}}),
+    ],
+)
+def test_samples_that_would_be_the_same_are_refused(name, sections):
+    with pytest.raises(ConfigError, match=f"task likelihood samples nothing: remove {name}$"):
+        task_and_data(from_dict(TREE | sections), None, None)
+
+
+def test_completions_that_are_generated_are_no_scores():
+    served = serve(from_dict(TREE | {"engine": {"decoder": "static"}}))
     with pytest.raises(ConfigError, match=r"set engine\.decoder library"):
-        evoalign.train(TREE | {"engine": {"decoder": "static"}, "output_dir": str(tmp_path / "run")})
+        list(served.engine.rollout(MEAN_PLAN, [Request(0, (5, 6), Sampling(9), 0, True, (7, 8))]))
+    served.close()
     config = from_dict(TREE)
     task = tasks.create(config.task)
     row = task.load_data(3).train[0]

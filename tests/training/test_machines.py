@@ -76,6 +76,13 @@ def test_the_header_names_the_sum_and_the_machine(run):
     assert header.versions["torch"] == importlib.metadata.version("torch")
 
 
+def test_the_threads_of_a_run_are_not_left_to_the_next_in_its_process(tmp_path):
+    before = torch.get_num_threads()
+    run = train(tmp_path / "run", generations=1, engine={"device": "cpu", "threads": before + 1})
+    assert journal.read(run / "journal.jsonl").header.machine["threads"] == str(before + 1)
+    assert torch.get_num_threads() == before
+
+
 def test_an_old_journal_keeps_its_sum_also_for_what_is_added_to_it(made):
     log = journal.read(OLD)
     assert {r.update.summation for r in log.generations} == {log.header.sums} == {"library"}

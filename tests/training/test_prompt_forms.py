@@ -20,6 +20,7 @@ from evoalign.analysis.targets import locate
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.preflight import doctor
+from evoalign.tasks.joint import Settings
 from evoalign.training import train
 from evoalign.training.resolve import evaluate
 
@@ -122,6 +123,16 @@ def test_a_run_has_the_same_date_in_its_prompts_on_every_day(tmp_path, monkeypat
     monkeypatch.setattr("evoalign.models.templates.DATE", "2024-07-27")
     with pytest.raises(ResumeError, match="prompts_hash"):
         evoalign.train(tree(tmp_path, generations=3), resume=True)
+
+
+def test_eval_refuses_other_prompts_of_a_run_that_chose_another_text_than_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(Settings, "move", lambda self, update: self.logits.update(form=[-1.0, 0.0]))
+    config = tree(tmp_path, LLAMA, settings={"form": {"text": ["{prompt}", "Sum: {prompt}"]}})
+    told_by(config)
+    assert "Sum: 0 + 0" in str(evaluate(tmp_path / "run", config=config).completions[0].rendered)
+    monkeypatch.setattr("evoalign.models.templates.DATE", "2024-07-27")
+    with pytest.raises(ResumeError, match="prompts_hash"):
+        evaluate(tmp_path / "run", config=config)
 
 
 COMMANDS = {

@@ -243,11 +243,11 @@ class Policy:
         return divergence.fluency(self._reference, self.tokens, self.task, (self.data.test, self.data.test), *both)
 
     def close(self) -> None:
-        """Free the copies of the base model and of the policy."""
+        """Free the copies of the base model and of the policy, and close the engine of the policy."""
         self._reference.close()
         self.before_step()
-        if self.copy is not None:
-            self.copy.close()
+        for held in filter(None, (self.copy, self.engine)):
+            held.close()
         self.source = self.copy = None
 
     def cost_of_round(self, answers: Sequence[tuple[int, int]]) -> Cost:

@@ -36,6 +36,7 @@ from evoalign.report.tables import percent
 from evoalign.rewards.objective import Columns
 from evoalign.tasks import TASKS, Task
 from evoalign.tasks.grading import joined, pieces
+from evoalign.tasks.joint import Settings
 from evoalign.types import Example, Generation, Member
 
 logger = logging.getLogger("evoalign.grader")
@@ -79,8 +80,10 @@ class Measurement:
     correctness: str | None = None
 
 
-def reader(task: Task, examples: Sequence[Example]) -> Callable[[Generation], Measurement | None]:
+def reader(task: Task, examples: Sequence[Example], settings: Settings) -> Callable[[Generation], Measurement | None]:
     """Return a function that measures the columns of a generation, whose rows are among `examples`.
+
+    Each completion is measured on its row under the settings of its member, with which it was made.
 
     It returns None for good once `parts` has failed, so that one that hangs does not cost each generation its timeout.
     """
@@ -92,9 +95,8 @@ def reader(task: Task, examples: Sequence[Example]) -> Callable[[Generation], Me
         if failed or not rollouts or len(rollouts) != math.prod(shape):
             return None
         try:
-            drawn, rows = generation.settings or [{}] * shape[0], [examples[row] for row in generation.rows]
-            rows = [{**row, **chosen} if chosen else row for chosen in drawn for row in rows]
-            found = _parts(task, [r.text for r in rollouts], rows)
+            rows = settings.asked(examples, generation.rows, generation.settings)
+            found = _parts(task, [r.text for r in rollouts], [*rows] * (len(rollouts) // len(rows)))
         except FAILURES as error:
             failed = True
             logger.warning("no further axis report: `parts` of task %s failed: %s; fix it", task.name, raised(error))

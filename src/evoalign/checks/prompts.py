@@ -10,7 +10,8 @@ from evoalign.errors import ConfigError, ModelError
 from evoalign.models.layers import positions
 from evoalign.models.origin import model_config
 from evoalign.rollouts import EARLY, batch
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Split, Task
+from evoalign.tasks.joint import Settings
 from evoalign.tokens import Tokens
 from evoalign.types import text_of
 
@@ -23,12 +24,34 @@ def check(config: Config, tokens: Tokens, task: Task, data: Data, longest: int |
     """Return the longest prompt and its limit. Raises ModelError, ConfigError for a prompt that the model cannot take.
 
     `longest` is the most tokens of a completion of GRPO; None: ES, whose training rows that are never drawn are left
-    out.
+    out. Prompts are those of the first options of `task.settings` and of the longest ones.
     """
+    found, settings = max(_lengths(config, tokens, task, data, longest)), Settings.of(config)
+    *_, split, row = found
+    number = settings.longest(
+        lambda k: len(tokens.encode(task.prompt(settings.under(data.of(split), k)[row]), task.tools))
+    )
+    if number:
+        found = max(found, *_lengths(config, tokens, task, settings.split(data, number), longest))
+    total, length, setting, room, *_ = found
+    limit, whose = _limit(config, longest is not None)
+    detail = f"longest prompt {length} tokens and {setting} {room}"
+    if limit is not None and total > limit:
+        texts = f" or the options of {', '.join(f'task.settings.{name}' for name in settings.logits)}" if number else ""
+        raise ConfigError(f"{detail} exceed {whose}; lower {setting}, or shorten the prompts{texts}")
+    return f"{detail} fit {whose}"
+
+
+def _lengths(
+    config: Config, tokens: Tokens, task: Task, data: Data, longest: int | None
+) -> list[tuple[int, int, str, int, Split, int]]:
+    """Return, of each prompt, its tokens with those of a completion, its tokens, the setting that limits the
+    completion, its value, the split and the row."""
     trained = ("sampling.max_tokens" if longest is None else "grpo.max_completion_length", longest)
     tested = ("evaluation.max_tokens", config.evaluation.max_tokens)
-    found: list[tuple[int, int, str, int]] = []
-    for split in ("train", "validation", "test"):
+    found: list[tuple[int, int, str, int, Split, int]] = []
+    splits: tuple[Split, ...] = ("train", "validation", "test")
+    for split in splits:
         setting, most = trained if split == "train" else tested
         room = config.sampling.max_tokens if most is None else most
         rows, examples = range(len(data.of(split))), data.of(split)
@@ -41,13 +64,8 @@ def check(config: Config, tokens: Tokens, task: Task, data: Data, longest: int |
                 length = len(tokens.encode(task.prompt(examples[row]), task.tools))
             except ModelError as error:
                 raise ModelError(f"{split} row {row}: {error}") from error
-            found.append((length + room, length, setting, room))
-    total, length, setting, room = max(found)
-    limit, whose = _limit(config, longest is not None)
-    detail = f"longest prompt {length} tokens and {setting} {room}"
-    if limit is not None and total > limit:
-        raise ConfigError(f"{detail} exceed {whose}; lower {setting}, or shorten the prompts")
-    return f"{detail} fit {whose}"
+            found.append((length + room, length, setting, room, split, row))
+    return found
 
 
 def _limit(config: Config, trains_here: bool) -> tuple[int | None, str]:

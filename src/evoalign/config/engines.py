@@ -75,6 +75,8 @@ class EngineSettings(Section):
     """Whether members can perturb single experts of a mixture whose experts are fused."""
     carries_bias: ClassVar[bool] = False
     """Whether members' adapters can have a bias."""
+    scores_given: ClassVar[bool] = False
+    """Whether it scores completions that a task gives (`Request.given`), as `likelihood` does."""
     can_be_replica: ClassVar[bool] = True
     """Whether engine `ray` can run several of it, each in its own process."""
     lighter: ClassVar[str] = ""

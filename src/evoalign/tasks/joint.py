@@ -19,7 +19,7 @@ draws depend on no machine. The state is a function of the journal's lines, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Context, Decimal
 from typing import Any, cast, overload
 
@@ -29,6 +29,7 @@ from evoalign import noise
 from evoalign.config import Config
 from evoalign.config.joint import PREFIX, PROMPT, Chosen, SettingConfig
 from evoalign.errors import DataError, ResumeError, shown
+from evoalign.tasks.base import Data
 from evoalign.types import Example, Member, Update
 
 SPAN = 4.0
@@ -154,6 +155,22 @@ class Settings:
         """Return the rows under one combination."""
         rows = examples.rows if isinstance(examples, Settled) else examples
         return Settled(rows, self, range(number, number + 1)) if self else rows
+
+    def split(self, data: Data, number: int) -> Data:
+        """Return all splits under one combination."""
+        return Data(*(self.under(rows, number) for rows in (data.train, data.test, data.validation)))
+
+    def longest(self, length: Callable[[int], int]) -> int:
+        """Return the number of the combination of the options that are longest, each with the others' first ones.
+
+        `length` takes the number of a combination.
+        """
+        found, size = 0, 1
+        for setting in self.settings.values():
+            lengths = [length(k * size) for k in range(len(setting.options))]
+            found += size * lengths.index(max(lengths))
+            size *= len(lengths)
+        return found
 
     def decoding(self, config: Config, number: int) -> Config:
         """Return the config with the sampling of a combination."""

@@ -31,6 +31,7 @@ from evoalign.rundir.own import load_own, read_own
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_form
 from evoalign.tasks import Data, Split, Task, prompts_alike, with_sources
 from evoalign.tasks.data import parted_otherwise
+from evoalign.tasks.joint import Settings
 from evoalign.tokens import Tokens
 from evoalign.training import saving, weights
 from evoalign.types import Layout
@@ -100,6 +101,8 @@ def check_prompts(run: Path, config: Config, task: Task, data: Data, known: Toke
         recorded |= journal.read_header(run / JOURNAL).model_dump() if method == "es" else read_object(run / MANIFEST)
     if made is None or not prompts_alike(made, config.task):
         return
+    if made.settings.keys() == config.task.settings.keys():
+        data = Settings(made.settings).split(data, 0)  # as the run hashed it, whatever options it chose
     if recorded.get("prompts_hash") is not None and recorded.get("data_hash") == saving.data_hash(data):
         saving.check_prompts(RunDir(run), task, data, known, recorded["prompts_hash"])
 

@@ -183,7 +183,7 @@ class _EvolutionStrategies:
             parts.max_score,
             gold=lambda row: self.task.gold(self.task.handed(self.data.train[row])),
             known=scripts(text_of(self.task.prompt(example)) for example in self.data.train),
-            columns=axes.reader(self.task, self.data.train),
+            columns=axes.reader(self.task, self.data.train, parts.settings),
             deterministic=parts.facts.deterministic,
             given=given,
         )

@@ -96,6 +96,10 @@ class RayConfig(EngineSettings):
         return self.replica.carries_bias
 
     @property
+    def scores_given(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.replica.scores_given
+
+    @property
     def takes_mixtures(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.replica.takes_mixtures
 

@@ -67,6 +67,7 @@ class TransformersEngine(KeepsMean):
     def __init__(self, config: Config, tokens: Tokens, model: Any = None) -> None:
         assert isinstance(config.engine, TransformersConfig)
         self._tokens, self._settings, self._name = tokens, config.engine, config.model.name
+        self._threads = torch.get_num_threads()
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
         self.device = torch.device(_device(config.engine.device)) if model is None else model.device
@@ -260,6 +261,8 @@ class TransformersEngine(KeepsMean):
         if self._static is not None:
             self._static.close()
         self._adapters, self._parameters, self.model = None, {}, None
+        if self._settings.threads:  # the number is the process's, and another run in it records what it finds
+            torch.set_num_threads(self._threads)
         super().close()
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:

@@ -128,6 +128,10 @@ class TransformersConfig(EngineSettings):
     def where(self) -> str:
         return self.device
 
+    @property
+    def scores_given(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.decoder == "library"
+
     def in_process(self) -> EngineSettings:
         """Return settings for models that are compared with one in training, which `library` decodes."""
         return self.model_copy(update={"decoder": "library"})

@@ -282,8 +282,9 @@ class Isolated(Task):
             return {"at": self._place[id(example)], "columns": exact}
         column, value = next(item for item in example.items() if item[0] not in exact)
         raise DataError(
-            f"column {column!r} has a {type(value).__name__}, which cannot be sent to the worker process; score rows "
-            "of load_data, convert the column, or set grader.isolated: false"
+            f"column {column!r} has a {type(value).__name__}, which cannot be sent to the worker process: rows that "
+            "load_data does not return, or that task.settings change, are sent as JSON; return a list, text or number "
+            "in that column, or set grader.isolated: false"
         )
 
     def _refuse(
