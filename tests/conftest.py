@@ -7,8 +7,11 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,15 +45,19 @@ def blank_figures() -> None:
 
     from evoalign.report import figures
 
-    whole_figure, whole_draw, disable_math = Figure.savefig, figures._draw, figures._disable_math
+    whole_figure, whole_panel, disable_math = Figure.savefig, figures._panel, figures._disable_math
 
     def save_figure(figure: Figure, file: Any, **options: Any) -> None:
         whole_figure(figure, file, **options) if pixels else file.write(BLANK)
 
-    def draw(path: str | Path, *given: Any, **named: Any) -> None:
-        whole_draw(path, *given, **named) if painted else figures.save(Figure(), Path(path))
+    @contextmanager
+    def panel(path: str | Path, *given: Any) -> Generator[Any]:
+        with whole_panel(path, *given) if painted else nullcontext(MagicMock()) as axes:
+            yield axes
+        if not painted:
+            figures.save(Figure(), Path(path))
 
-    figures._draw = draw
+    figures._panel = panel
     Figure.savefig = save_figure  # type: ignore[method-assign]
     figures._disable_math = lambda figure: disable_math(figure) if pixels else None
 

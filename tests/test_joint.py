@@ -191,7 +191,7 @@ def test_rows_have_the_settings_and_the_form_of_the_prompt() -> None:
         {"prompt": "One?"},
         {"prompt": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}]},
     ]
-    spread = settings.spread(settings.under(rows, 1))
+    spread = settings.under(settings.under(rows, 1))
     assert len(spread) == 8
     assert spread[0] == {"prompt": "One?", "style": "a", "form": "{prompt}"}
     assert spread[6] == {"prompt": "Q: One?", "style": "b", "form": "Q: {prompt}"}
@@ -266,7 +266,7 @@ def test_the_longest_options_have_to_fit_the_model(tmp_path: Path) -> None:
     }
     task, data = task_and_data(from_dict(tree), None, None)
     known = tokens.load(from_dict(tree).model)
-    every = Settings.of(from_dict(tree)).spread(data.train)
+    every = Settings.of(from_dict(tree)).under(data.train)
     longest = max(len(known.encode(task.prompt(row))) for row in every)
     assert f"longest prompt {longest} tokens and sampling.max_tokens 8 fit the model's" in prompts.check(
         from_dict(tree), known, task, data
@@ -312,7 +312,7 @@ def test_members_are_asked_and_scored_by_their_own_settings(trained: Any) -> Non
     settings = Settings.of(found)
     rows, known = read_rows(folder / "rows.jsonl"), tokens.load(found.model).tokenizer
     for generation in generations:
-        drawn = settings.drawn(generation.index, generation.update.members)
+        drawn = tuple(map(settings.chosen, settings.draw(generation.index, generation.update.members)))
         assert generation.settings == drawn
         for m, chosen in enumerate(drawn):
             member = [r for r in generation.rollouts if r.member.index == m]

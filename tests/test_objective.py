@@ -293,9 +293,9 @@ def test_means_of_reported_columns_ignore_missing_values():
 def test_a_figure_with_gaps(tmp_path):
     rewards = [{"rewards": {"a": 1.0, "b": None}}, {}, {"rewards": {"a": 2.0}}]
     rows = [{"generation": i, **row} for i, row in enumerate(rewards)]
-    figures.rewards(rows, tmp_path / "rewards.png")
+    figures.named(rows, tmp_path / "rewards.png", "rewards", "mean reward")
     assert (tmp_path / "rewards.png").is_file()
-    figures.rewards(rows[1:2], tmp_path / "none.png")
+    figures.named(rows[1:2], tmp_path / "none.png", "rewards", "mean reward")
     assert not (tmp_path / "none.png").exists()
 
 

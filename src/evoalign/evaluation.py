@@ -22,7 +22,7 @@ from evoalign.rewards.objective import Columns, SetObjective
 from evoalign.rollouts import Encoded, collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Answers, Grading
+from evoalign.tasks.grading import Grading
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Plan, Request, Rollout, text_of
 
@@ -122,62 +122,40 @@ def evaluate_together(
     splits: Sequence[tuple[Sequence[Example], Encoded]],
     settings: EvaluationConfig,
     others: Sequence[Request] = (),
+    plan: Plan = MEAN_PLAN,
 ) -> tuple[list[Evaluation], list[Rollout]]:
     """Evaluate several splits as `evaluate` does, and complete `others`, in one rollout of the unperturbed model.
 
     Each split has its examples and their prompts. A GPU takes about as long for a few rows as
-    for hundreds. `others` have the indices 0, 1, ...; their completions are returned in this order.
+    for hundreds. `others` have the indices 0, 1, ...; their completions are returned in this order. With another
+    `plan`, each of its members is evaluated on all splits in turn.
     """
-    sampling = sampling_of(settings)
-    draws = _draws(settings)
+    sampling, draws = sampling_of(settings), _draws(settings)
     with Grading(task, [example for examples, _ in splits for example in examples]) as begun:
-        keys, requests, places, first = list[list[_Key]](), list[Request](), list[tuple[Answers, int]](), 0
+        keys, requests, rows, first = list[list[_Key]](), list[Request](), list[list[int]](), 0
         for examples, prompts in splits:
             keys.append([(e, seed, k) for e in range(len(examples)) for seed, k in draws])
-            answers = begun.of([first + e for e, _, _ in keys[-1]])
+            rows.append([first + e for e, _, _ in keys[-1]])
             first += len(examples)
-            for place, (e, seed, k) in enumerate(keys[-1]):
-                places.append((answers, place))
-                drawn = derive_seed("evaluation", seed, e, k)
-                requests.append(prompts.request(len(requests), e, sampling, drawn))
+            for e, seed, k in keys[-1]:
+                requests.append(prompts.request(len(requests), e, sampling, derive_seed("evaluation", seed, e, k)))
+        asked = [*requests, *(replace(request, index=len(requests) + request.index) for request in others)]
+        taken = [[begun.of(some) for some in rows] for _ in plan.members]
+        places = [(split, place) for split, some in enumerate(rows) for place in range(len(some))]
 
         def take(at: int, rollout: Rollout) -> None:
-            if at < len(places):
-                answers, place = places[at]
-                answers.take(place, rollout)
+            member, request = divmod(at, len(asked))
+            if request < len(places):
+                split, place = places[request]
+                taken[member][split].take(place, rollout)
 
-        more = [replace(request, index=len(requests) + request.index) for request in others]
-        rollouts = collect(engine, MEAN_PLAN, [*requests, *more], take)
-        columns = [columns_taken(answers) for answers in dict.fromkeys(answers for answers, _ in places)]
-    found, left = list[Evaluation](), iter(rollouts)
-    for (examples, prompts), of_split, some in zip(splits, keys, columns, strict=True):
-        found.append(_evaluation(task, examples, prompts, of_split, [next(left) for _ in of_split], some))
-    return found, list(left)
-
-
-def evaluate_members(
-    engine: Engine,
-    plan: Plan,
-    tokens: Tokens,
-    task: Task,
-    examples: Sequence[Example],
-    settings: EvaluationConfig,
-) -> list[Evaluation]:
-    """Score each member of a plan on every example, as `evaluate` scores the unperturbed model."""
-    prompts, sampling = Encoded(task, tokens, examples), sampling_of(settings)
-    keys: list[_Key] = [(e, seed, k) for e in range(len(examples)) for seed, k in _draws(settings)]
-    requests = [
-        prompts.request(i, e, sampling, derive_seed("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
-    ]
-    with Grading(task, examples) as begun:
-        answers = [begun.of([e for e, _, _ in keys]) for _ in plan.members]
-
-        def take(at: int, rollout: Rollout) -> None:
-            answers[at // len(keys)].take(at % len(keys), rollout)
-
-        left = iter(collect(engine, plan, requests, take))
-        columns = [columns_taken(some) for some in answers]
-    return [_evaluation(task, examples, prompts, keys, [next(left) for _ in keys], some) for some in columns]
+        rollouts = collect(engine, plan, asked, take)
+        columns = [[columns_taken(answers) for answers in of_member] for of_member in taken]
+    found, left = list[Evaluation](), iter([r for r in rollouts if r.request < len(requests)])
+    for of_member in columns:
+        for (examples, prompts), of_split, some in zip(splits, keys, of_member, strict=True):
+            found.append(_evaluation(task, examples, prompts, of_split, [next(left) for _ in of_split], some))
+    return found, [r for r in rollouts if r.request >= len(requests)]
 
 
 def _draws(settings: EvaluationConfig) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
     """
     es = run.config.es
     members = population(es.population_size, antithetic=es.antithetic)
-    prompts = Encoded(run.task, run.tokens, run.settings.spread(run.examples))
+    prompts = Encoded(run.task, run.tokens, run.settings.under(run.examples))
     clock = Clock()
     for generation in range(first, es.num_generations):
         clock.start()

@@ -77,7 +77,7 @@ class Run:
 class Answered:
     """Completions of a generation, and their rewards. `mean`: those of the unperturbed model, if the objective asks.
 
-    `settings` are those that each member drew, and `places` the places in `Settings.spread` of the examples of each
+    `settings` are those that each member drew, and `places` the places in `Settings.under` of the examples of each
     member in turn; without settings, the rows that all members share.
     """
 
@@ -130,7 +130,7 @@ def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], 
     """
     task, members = run.task, len(plan.members)
     places = places_of(run, plan, rows)
-    with Grading(task, run.settings.spread(run.examples)) as graded:
+    with Grading(task, run.settings.under(run.examples)) as graded:
         answers, of_mean = graded.of(places), graded.of(rows)
         rollouts = collect(run.engine, plan, requests, answers.take)
         mean = collect(run.engine, MEAN_PLAN, requests, of_mean.take) if run.objective.asks_mean else []
@@ -138,8 +138,10 @@ def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], 
         examples = [run.examples[row] for row in rows]
         group = group_of(task, examples, rollouts, members, plan.generation, answers)
         group = with_mean(task, group, mean, of_mean) if mean else group
-    drawn = run.settings.drawn(plan.generation, plan.members)
-    return Answered(group, rollouts, mean, places if drawn else rows, drawn)
+    if not run.settings:
+        return Answered(group, rollouts, mean, rows)
+    drawn = map(run.settings.chosen, run.settings.draw(plan.generation, plan.members))
+    return Answered(group, rollouts, mean, places, tuple(drawn))
 
 
 def collect(
@@ -341,7 +343,7 @@ def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout], answers: An
 
 
 def places_of(run: Run, plan: Plan, rows: Sequence[int]) -> list[int]:
-    """Return the place in `Settings.spread` of the example of each completion, member by member."""
+    """Return the place in `Settings.under` of the example of each completion, member by member."""
     drawn = run.settings.draw(plan.generation, plan.members)
     return [number * len(run.examples) + row for number in drawn for row in rows]
 
@@ -349,12 +351,12 @@ def places_of(run: Run, plan: Plan, rows: Sequence[int]) -> list[int]:
 def requests_of_members(run: Run, plan: Plan, rows: Sequence[int], prompts: Encoded) -> list[Request]:
     """Return one request per row, or with settings one per member and row, with that member's prompt and sampling.
 
-    `prompts` are those of `Settings.spread`.
+    `prompts` are those of `Settings.under`.
     """
     if not run.settings:
         return requests_of(run.config, rows, prompts, plan.generation)
     places, drawn = places_of(run, plan, rows), run.settings.draw(plan.generation, plan.members)
-    configs = {number: run.settings.decoding(run.config, number) for number in set(drawn)}
+    configs = {number: run.config.decoded(run.settings.chosen(number)) for number in set(drawn)}
     return [
         replace(request, member=member)
         for i, (member, number) in enumerate(zip(plan.members, drawn, strict=True))

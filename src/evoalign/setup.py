@@ -69,7 +69,7 @@ class Parts(Served):
     @property
     def decoding(self) -> Config:
         """The config with the sampling that the likeliest settings name."""
-        return self.settings.decoding(self.config, self.settings.mode())
+        return self.config.decoded(self.settings.chosen(self.settings.mode()))
 
     def rows(self, split: Split) -> Sequence[Example]:
         """Return the rows of a split under the likeliest settings."""

@@ -10,7 +10,7 @@ import yaml
 
 from evoalign.config import from_dict
 from evoalign.errors import DataError
-from evoalign.exporting.card import DataFile, Facts, Sample, card
+from evoalign.exporting.card import Facts, Sample, card
 from evoalign.exporting.source import private_paths, public
 from evoalign.placebos.estimates import Whole, split
 
@@ -90,7 +90,10 @@ def test_the_hubs_listing_names_the_test_data_and_has_no_number_that_the_card_wa
 SETTINGS = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.9, "samples": 4, "seeds": [1, 2]}
 INTERVALS = {**EVALUATION, "intervals": "t", "change_mean_low_high": {"reward": [2.0, 2.0, 2.0]}}
 REVISION = {"seed": 41, "model": {"name": "org/base-1b", "revision": "f00"}}
-DATA = [DataFile("training", "rows.jsonl", "c" * 64), DataFile("test", "hub:org/rows")]
+DATA = [
+    {"role": "training", "name": "rows.jsonl", "sha256": "c" * 64},
+    {"role": "test", "name": "hub:org/rows", "sha256": None},
+]
 OBJECT = {**MANIFEST, "task": {"name": "custom", "given_as": "reward"}}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "a finished run": (

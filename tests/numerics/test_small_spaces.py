@@ -118,8 +118,8 @@ def test_the_decomposition_is_that_of_lapack(rank):
     draw = torch.Generator().manual_seed(rank)
     a, b = torch.randn(rank, 40, generator=draw), torch.randn(50, rank, generator=draw)
     parts = _decomposed(a, b)
-    assert torch.allclose(parts.left @ parts.middle @ parts.right, b @ a, atol=1e-4)
-    for rows in (parts.left.T, parts.right):
+    assert torch.allclose(parts["left"] @ parts["middle"] @ parts["right"], b @ a, atol=1e-4)
+    for rows in (parts["left"].T, parts["right"]):
         assert torch.allclose(rows @ rows.T, torch.eye(rank), atol=1e-5)
     _, sizes, _ = _rows_decomposed(a.double().numpy())
     assert sizes == pytest.approx(torch.linalg.svdvals(a.double()).numpy(), rel=1e-9)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -12,12 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatch
-from math import isnan
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from evoalign.errors import ConfigError
-from evoalign.report.terminal import print_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,10 +56,10 @@ class Finding:
 
     def show(self, console: Console) -> None:
         """Print the sentences."""
-        from evoalign.report.tables import visible
+        from evoalign.report.tables import tell
 
         for line in self.sentences:
-            print_line(console, visible(line))
+            tell(console, line)
 
     def draw(self, folder: Path) -> list[Path]:
         """Draw the figures into an existing folder, and return their paths."""
@@ -69,7 +67,7 @@ class Finding:
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write `<name>.json` and the figures into an existing folder, and return their paths."""
-        from evoalign.rundir.files import write_text
+        from evoalign.rundir.files import write_json
 
         drawn, file = self.draw(folder), folder / f"{name}.json"
         tree = {
@@ -79,7 +77,7 @@ class Finding:
             "figures": [path.name for path in drawn],
             "numbers": self.numbers,
         }
-        write_text(file, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+        write_json(file, tree)
         return [file, *drawn]
 
 
@@ -132,7 +130,7 @@ def explained(analysis: Analysis[Any]) -> list[str]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value for JSON: an `Estimate` and other dataclasses as their fields, arrays as lists, NaN as None."""
+    """Return a value for JSON: an `Estimate` and other dataclasses as fields, arrays as lists, None if not finite."""
     if hasattr(value, "tree"):
         return value.tree()
     if is_dataclass(value):
@@ -145,7 +143,7 @@ def as_json(value: Any) -> Any:
         return [as_json(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, Path):
         return str(value)
-    return None if isinstance(value, float) and isnan(value) else value
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def row(label: str, cells: Mapping[str, object]) -> str:
@@ -210,7 +208,8 @@ def short_names(names: Sequence[str], length: int = 60) -> dict[str, str]:
     if len(set(shorter.values())) < len(shorter) or not all(shorter.values()):
         shorter = {name: "/".join(own) for name, own in parts.items()}
     found = {name: visible(given.get(name) or shorter.get(name, name)) for name in names}
-    return {name: text if len(text) <= length else _middle(text, length) for name, text in found.items()}
+    half = (length - 3) // 2
+    return {n: t if len(t) <= length else f"{t[:half]}...{t[half + 3 - length :]}" for n, t in found.items()}
 
 
 _NUMBERED = re.compile(r"(seed|generation)_\d+")
@@ -241,12 +240,6 @@ def parsed_names(texts: Sequence[str]) -> dict[str, str]:
 def _without(parts: Sequence[str], shared: Collection[str]) -> str:
     kept = [",".join(item for item in part.split(",") if item not in shared) for part in parts]
     return "/".join(part for part in kept if part)
-
-
-def _middle(text: str, length: int) -> str:
-    """Return a long text without its middle."""
-    half = (length - 3) // 2
-    return f"{text[:half]}...{text[half + 3 - length :]}"
 
 
 def below(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:

@@ -79,7 +79,7 @@ class Intrinsic(Analysis[Settings]):
         by_dimension = {d: mean(own) for d, own in sorted(gains.items())}
         against = f"space {min(spaces)}" if full else f"dimension {max(gains)}"
         numbers = {
-            **asdict(settings), "dimension": _finite(found), "low": _finite(low), "high": _finite(high),
+            **asdict(settings), "dimension": found, "low": low, "high": high,
             "reference": against, "reference_gain": mean(reference), "gains": by_dimension,
         }  # fmt: skip
         text = f"{settings.share:.0%} of the gain of {against} ({mean(reference)}) is reached with "
@@ -113,10 +113,6 @@ def d90(gains: Gains, reference: Sequence[float], share: float = 0.9) -> tuple[f
         again.append(least(means, full))
     again.sort()
     return found, again[int(0.025 * RESAMPLES)], again[math.ceil(0.975 * RESAMPLES) - 1]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _text(value: float, gains: Gains) -> str:

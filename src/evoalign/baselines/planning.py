@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -60,15 +60,7 @@ class Memory:
     @property
     def kept(self) -> int:
         """Sum of all known parts."""
-        return (
-            self.weights
-            + self.adapter
-            + self.gradients
-            + (self.moments or 0)
-            + self.reference
-            + self.served
-            + self.critic
-        )
+        return sum(filter(None, astuple(self)))
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:

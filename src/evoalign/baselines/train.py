@@ -24,15 +24,16 @@ from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
 from evoalign.checks import prompts
 from evoalign.config import Config, LoraConfig
-from evoalign.config.reading import read_object
+from evoalign.config.reading import object_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.transformers.engine import load_model
 from evoalign.engines.transformers.prefill import ATTENTION
-from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
+from evoalign.errors import ConfigError, EvoalignError, ResumeError, StoppedError
 from evoalign.models import origin
 from evoalign.models.files import without_bar
 from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
+from evoalign.report.tables import tell
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, object_given, task_and_data, with_form
@@ -40,7 +41,7 @@ from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.training import heading, saving
 from evoalign.training.inputs import check_inputs, inputs_of
-from evoalign.training.recorder import Labels, tell
+from evoalign.training.recorder import Labels
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Measurement, Session, locked, place
 from evoalign.training.stopping import Stop
@@ -146,7 +147,8 @@ class _EarlierRun:
 
     def _refuse_other(self, console: Console) -> None:
         """Raise ResumeError if what decides scores changed, as a run of ES does; print what is only warned about."""
-        made, known = _manifest(self.run), tokens.load(self.config.model, self.config.task.template_kwargs)
+        made = object_of(self.run.manifest) or {}
+        known = tokens.load(self.config.model, self.config.task.template_kwargs)
         saving.check_data(self.run, self.task, self.data, made.get("data_hash"))
         if made.get("given_as") != self.given:
             raise ResumeError(
@@ -283,13 +285,6 @@ class _Grpo:
     def _rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         assert self.policy.source is not None
         return self.policy.source(prompts, trainer)
-
-
-def _manifest(run: RunDir) -> Mapping[str, Any]:
-    try:
-        return read_object(run.manifest)
-    except DataError:
-        return {}
 
 
 def make_trainer(

@@ -14,24 +14,21 @@ from evoalign.analysis.compare.command import compare
 from evoalign.cli.analyze import analyze
 from evoalign.cli.canary import canary
 from evoalign.cli.data import countdown
-from evoalign.cli.demo import demo
 from evoalign.cli.doctor import doctor
 from evoalign.cli.evaluate import evaluate
 from evoalign.cli.export import export
 from evoalign.cli.gateway import gateway
-from evoalign.cli.grpo import grpo
-from evoalign.cli.init import init, schema
-from evoalign.cli.journal import show_journal
+from evoalign.cli.init import demo, init, schema
 from evoalign.cli.judge import ask, rate
 from evoalign.cli.options import say
 from evoalign.cli.placebo import placebo
 from evoalign.cli.probe import probe
-from evoalign.cli.replay import replay
+from evoalign.cli.replay import replay, show_journal
 from evoalign.cli.report import report
 from evoalign.cli.score import serve
 from evoalign.cli.select import select
 from evoalign.cli.sweep import sweep
-from evoalign.cli.train import train
+from evoalign.cli.train import grpo, train
 from evoalign.errors import EvoalignError, MachineError, StoppedError, cut
 
 OTHER_MACHINE = 3

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
     from evoalign.preflight.canary import Check
 
 COLOURS = {"ok": "green", "FAULT": "bold red", "warning": "yellow", "not checked": "dim"}
-
-
-class Api(StrEnum):
-    """The route of requests."""
-
-    completions = "completions"
-    chat = "chat"
-    generate = "generate"
 
 
 def canary(
@@ -39,7 +30,9 @@ def canary(
         Path | None, typer.Option(help="Folder for adapters, visible to the server too; default: in memory.")
     ] = None,
     base: Annotated[str | None, typer.Option(help="Name of the served model; default: as the server reports.")] = None,
-    api: Annotated[Api, typer.Option(help="Route of requests; generate is SGLang's.")] = Api.completions,
+    api: Annotated[
+        Literal["completions", "chat", "generate"], typer.Option(help="Route of requests; generate is SGLang's.")
+    ] = "completions",
     as_model: Annotated[bool, typer.Option("--as-model", help="Send an adapter's name as `model`.")] = False,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be repeated. Default: eight.")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write the report as JSON.")] = None,
@@ -66,7 +59,7 @@ def canary(
                 ca_file=None if ca_file is None else str(ca_file),
                 folder=folder,
                 base=base,
-                api=api.value,
+                api=api,
                 as_model=as_model,
                 prompts=prompt or [],
                 tell=_show,

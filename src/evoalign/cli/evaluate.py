@@ -13,7 +13,7 @@ from evoalign.cli.options import Debug, More, Sets, console, integers, quiet, sa
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evoalign.analysis.evaluations import Evaluations, SeedMean, TargetEvaluation
+    from evoalign.analysis.evaluations import Evaluations, TargetEvaluation
     from evoalign.statistics import Estimate
 
 
@@ -61,7 +61,9 @@ def evaluate(
 
     together = evaluations.evaluate_each(found, judge, told)
     for mean in together.means:
-        _show_mean(mean)
+        seeds = ", ".join(str(run.config.seed) for run in mean.runs)
+        _say(f"{mean.label}: {len(mean.runs)} runs, trained with seeds {seeds}; each {mean.runs[0].decoding}")
+        _print("mean over seeds", f"over {mean.over}", mean.measures)
     for one, why in together.failed.items():
         say(f"{one} could not be evaluated: {why}")
     if output is not None:
@@ -115,12 +117,6 @@ def _heading(found: TargetEvaluation) -> None:
     made = f" (seed {found.config.seed}, {found.generation} done)" if found.generation is not None else ""
     what = f"model {found.model}, task {found.config.task.name}, {found.split} split, {found.decoding}"
     _say(f"{found.target}{made}: {what}")
-
-
-def _show_mean(mean: SeedMean) -> None:
-    seeds = ", ".join(str(run.config.seed) for run in mean.runs)
-    _say(f"{mean.label}: {len(mean.runs)} runs, trained with seeds {seeds}; each {mean.runs[0].decoding}")
-    _print("mean over seeds", f"over {mean.over}", mean.measures)
 
 
 def _print(mean: str, over: str, measures: Mapping[str, Estimate]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign init` and `evoalign schema`."""
+"""`evoalign demo`, `evoalign init` and `evoalign schema`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from evoalign.cli.options import Debug
+from evoalign.cli.options import Debug, quiet
 
 NEXT = """\
 wrote {0}; next, from that folder (cd {0}):
@@ -16,6 +16,23 @@ wrote {0}; next, from that folder (cd {0}):
   evoalign probe config.yaml                                        measure which sigma fits the model and the reward
   evoalign train config.yaml                                        train; a minute or less on one CPU core
   evoalign placebo runs/my_task --config runs/my_task/config.yaml   measure how much of the gain noise alone brings"""
+
+
+def demo(
+    to: Annotated[Path, typer.Option("--to", help="The run's folder; an existing run is renamed.")] = Path(
+        "runs/quickstart"
+    ),
+    debug: Debug = False,
+) -> None:
+    """Train the small model that comes with evoalign to answer briefly: under a minute, one CPU core, no network."""
+    from evoalign.config import load
+
+    config = load(["configs/quickstart.yaml"], [f"output_dir={to}"])
+    quiet()
+    from evoalign.analysis.runs import train
+
+    train(config, overwrite=True)
+    typer.echo("\nyour own task:  evoalign init my_task")
 
 
 def init(directory: Annotated[Path, typer.Argument(help="A new or empty folder.")], debug: Debug = False) -> None:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,29 +23,8 @@ TRANSCRIPT = "judgments.jsonl"
 """File name in the folder of --to."""
 
 
-class Unparsed(StrEnum):
-    """Treatment of judgments without scores."""
-
-    leave_out = "leave-out"
-    tie = "tie"
-
-
-class Orders(StrEnum):
-    """Orders in which the answers of a pair are shown."""
-
-    both = "both"
-    random = "random"
-
-
-class Ties(StrEnum):
-    """Treatment of ties."""
-
-    davidson = "davidson"
-    half = "half"
-
-
 class Dimension(StrEnum):
-    """A rubric."""
+    """A rubric: typer takes no list of Literal."""
 
     helpfulness = "helpfulness"
     harmlessness = "harmlessness"
@@ -69,9 +47,9 @@ def ask(
     ] = None,
     dimension: Dimensions = None,
     questions: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts; default: all.")] = None,
-    orders: Annotated[Orders, typer.Option(help="both: two requests per pair; random: one, at half the cost.")] = (
-        Orders.both
-    ),
+    orders: Annotated[
+        Literal["both", "random"], typer.Option(help="both: two requests per pair; random: one, at half the cost.")
+    ] = "both",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the number of requests and tokens, and stop.")
     ] = False,
@@ -87,7 +65,7 @@ def ask(
     Each pair of answers is judged in both orders, or in a random one. Judgments that cannot be parsed are counted and
     left out. Rerun the command to resume it; use `evoalign judge rate` for ratings with other settings.
     """
-    from evoalign.analysis.judge.asking import Transcript, check_scored, cost, make_plan, scorer_warnings
+    from evoalign.analysis.judge.asking import RUBRICS, Transcript, check_scored, cost, make_plan, scorer_warnings
     from evoalign.analysis.judge.ratings import Settings
     from evoalign.errors import ConfigError
 
@@ -95,8 +73,8 @@ def ask(
     if to is None and not dry_run:
         raise ConfigError("no folder given for the judgments; set --to FOLDER")
     shared = _shared_prompts(targets, questions)
-    dimensions, one_order = list(dict.fromkeys(one.value for one in dimension or Dimension)), orders == Orders.random
-    plan = make_plan(shared, judge_model, dimensions, one_order=one_order)
+    one_order = orders == "random"
+    plan = make_plan(shared, judge_model, list(dict.fromkeys(map(str, dimension or RUBRICS))), one_order=one_order)
     transcript = None if to is None else Transcript(to / TRANSCRIPT, plan)
     if transcript is not None and again:
         transcript.drop_unscored()
@@ -123,15 +101,15 @@ def rate(
     to: Annotated[Path | None, typer.Option(help="Folder for ratings.json and the figure.")] = None,
     dimension: Dimensions = None,
     anchor: Annotated[str | None, typer.Option(help="The model rated 1000; default: the weakest.")] = None,
-    unparsed: Annotated[Unparsed, typer.Option(help="Judgments without scores: leave-out, or tie.")] = (
-        Unparsed.leave_out
-    ),
+    unparsed: Annotated[
+        Literal["leave-out", "tie"], typer.Option(help="Judgments without scores: leave-out, or tie.")
+    ] = "leave-out",
     prior: Annotated[float, typer.Option(min=0, help="Extra judgments per pair of models, half won by either.")] = 0.0,
     draws: Annotated[int, typer.Option(min=100, help="Bootstrap draws of the questions.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
-    ties: Annotated[Ties, typer.Option(help="davidson: a parameter for ties; half: half a win for either.")] = (
-        Ties.davidson
-    ),
+    ties: Annotated[
+        Literal["davidson", "half"], typer.Option(help="davidson: a parameter for ties; half: half a win for either.")
+    ] = "davidson",
     elo: Annotated[int | None, typer.Option(help="Also Elo ratings, in an order shuffled by this seed.")] = None,
     ratings: Annotated[str | None, typer.Option(hidden=True)] = None,
     debug: Debug = False,
@@ -146,12 +124,12 @@ def rate(
         raise ConfigError(f"--ratings {ratings} was removed: leave it out, and set --prior 1 for finite ratings")
     judgments = read(file)
     if dimension:
-        wanted, known = [one.value for one in dimension], dict.fromkeys(one.dimension for one in judgments)
-        if missing := [name for name in wanted if name not in known]:
+        known = dict.fromkeys(one.dimension for one in judgments)
+        if missing := [name for name in dimension if name not in known]:
             has = plain(", ".join(known))
             raise DataError(f"--dimension: no judgments of {' and '.join(missing)} in {file}; it has {has}")
-        judgments = [one for one in judgments if one.dimension in wanted]
-    _rate(judgments, Settings(anchor, unparsed.value, prior, draws, seed, ties.value, elo), to)
+        judgments = [one for one in judgments if one.dimension in dimension]
+    _rate(judgments, Settings(anchor, unparsed, prior, draws, seed, ties, elo), to)
 
 
 def _shared_prompts(targets: list[str], questions: int | None) -> SharedPrompts:
@@ -221,18 +199,17 @@ def _ask(judge: Judge, transcript: Transcript) -> None:
 def _rate(judgments: list[Judgment], settings: Settings, to: Path | None) -> None:
     from evoalign.analysis.judge import report
     from evoalign.analysis.judge.ratings import rate
-    from evoalign.report.tables import visible
-    from evoalign.report.terminal import print_line
-    from evoalign.rundir.files import make_folder, write_text
+    from evoalign.report.tables import tell
+    from evoalign.rundir.files import make_folder, write_json
 
     found = rate(judgments, settings)
     sentences, screen = report.sentences(found), console()
     screen.print(report.table(found))
     for line in sentences:
-        print_line(screen, visible(line))
+        tell(screen, line)
     if to is not None:
         make_folder(to)
         drawn = report.draw(found, to)
         tree = {**found.tree(), "sentences": sentences, "figures": [path.name for path in drawn]}
-        write_text(to / "ratings.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
+        write_json(to / "ratings.json", tree)
         say(f"wrote ratings.json, {', '.join(path.name for path in drawn)} to {to}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,9 @@ import typer
 from evoalign.cli.options import Debug, More, console, quiet, say
 
 if TYPE_CHECKING:
-    from evoalign.placebos.estimates import Placebos
+    from rich.table import Table
+
+    from evoalign.placebos.estimates import Ends, Placebos
 
 
 def placebo(
@@ -66,23 +69,40 @@ def placebo(
 
 def _report(run: Path, found: Placebos, json_file: Path | None, *, whole: bool) -> None:
     """Print the placebos; write them to `json_file`, and with `whole` to the run."""
-    import json
 
     from evoalign.placebos.run import keep
-    from evoalign.report.tables import placebo_table
-    from evoalign.rundir.files import make_folder, write_text
+    from evoalign.rundir.files import make_folder, write_json
 
     shown = console()
     for title, columns in (("test split", found.columns), ("off-task test split", found.off_columns)):
         if columns:
-            shown.print(placebo_table(title, columns))
+            shown.print(_table(title, columns))
     for line in found.lines():
         typer.echo(line)
     if json_file is not None:
         make_folder(json_file.parent)
-        write_text(json_file, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+        write_json(json_file, found.as_dict())
         say(f"written to {json_file}")
     try:
         say(keep(run, found) if whole else "not saved: --generation replays only part of the run")
     except OSError as error:
         say(f"not saved: {run} cannot be written to ({error.strerror})")
+
+
+def _table(title: str, columns: Mapping[str, Ends]) -> Table:
+    """Return each measure before training, of the run and of its placebos, and how many placebos reach the run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from evoalign.report.tables import NAMES, value
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    for heading in ("before", "run", "mean placebo", "lowest to highest", "at or above the run"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, ends in columns.items():
+        found = (ends.before, ends.real, ends.mean, min(ends.placebos), max(ends.placebos))
+        *values, low, high = (value(name, one) for one in found)
+        shown = NAMES.get(name, name.removesuffix("_share").replace("_", " "))
+        table.add_row(Text(shown), *values, f"{low} to {high}", f"{ends.reached} of {len(ends.placebos)}")
+    return table

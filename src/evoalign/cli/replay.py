@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign replay`."""
+"""`evoalign journal` and `evoalign replay`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from typing import Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, More, integers, quiet, say
+from evoalign.cli.options import Debug, More, console, integers, quiet, say
+
+
+def show_journal(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
+    debug: Debug = False,
+) -> None:
+    """Print a run's journal as a table, and report damage."""
+    from evoalign.errors import JournalError
+    from evoalign.report.tables import journal_table
+    from evoalign.training.replay import log_of
+
+    log = log_of(run)
+    journal_table(log, console())
+    if log.damage is not None:
+        raise JournalError(log.damage.message)
 
 
 def replay(
@@ -57,13 +72,13 @@ def _own(run: Path, generation: int | None, to: Path | None, model: str | None) 
     from evoalign.training.replay import log_of
     from evoalign.training.replay import replay as rebuild
 
-    log, console = log_of(run), Console(stderr=True)
+    log, shown = log_of(run), Console(stderr=True)
     count = log.sealed if generation is None else generation
     if log.damage is not None and generation is None and log.damage.cut:
         say(f"warning: {log.damage.message}")
     if generation is None and len(log.generations) > log.sealed:
         say(f"warning: the update of generation {log.sealed + 1} was never sealed and is left out")
-    with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
+    with Progress(transient=True, console=shown, disable=not shown.is_terminal) as bar:
         work = bar.add_task("replaying", total=None)
         found = rebuild(
             run,

@@ -107,6 +107,14 @@ def read_object(path: Path, limit: int = JSON_BYTES, mend: str = MEND) -> dict[s
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
+def object_of(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file that holds an object; None where it is missing or damaged."""
+    try:
+        return read_object(path)
+    except DataError:
+        return None
+
+
 def parse(raw: bytes, where: str, mend: str = MEND, *, finite: bool = True) -> Any:
     """Parse JSON in UTF-8. Raises DataError, which names `where`.
 

@@ -6,7 +6,6 @@ FLOPs are those of `evoalign.cost.flops`, and None for a model that its formula 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -33,7 +32,7 @@ from evoalign.cost.flops import (
 )
 from evoalign.errors import DataError, ModelError
 from evoalign.models.origin import model_config
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import write_json
 from evoalign.rundir.method import Method
 from evoalign.spaces import Space
 from evoalign.types import Generation, Layout, Rollout, TensorSpec, Update
@@ -113,7 +112,7 @@ def write(
         "evaluation": None if evaluation is None else evaluation.as_dict(),
         "note": note,
     }
-    write_text(path, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+    write_json(path, tree)
 
 
 def read_evaluation(path: Path) -> Cost | None:

@@ -56,15 +56,6 @@ QUESTION = "What is 3 + 5?"
 
 
 @dataclass(frozen=True, slots=True)
-class DataFile:
-    """One source of examples; `sha256` is None if it could not be read, or is no file."""
-
-    role: str
-    name: str
-    sha256: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
     """A test prompt with its completions and rewards before and after training."""
 
@@ -104,7 +95,8 @@ class Facts:
     placebo: PlaceboResults | None = None
     """results/placebo.json."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    data: Sequence[DataFile] = ()
+    data: Sequence[Mapping[str, str | None]] = ()
+    """`role`, `name` and `sha256` of each source; the last is None if it could not be read, or is no file."""
     sizes: tuple[int, int, int] | None = None
     """Numbers of training, test and validation examples."""
     saved: str | None = None
@@ -317,7 +309,9 @@ def gather(
         evaluation=evaluation,
         placebo=placebo_file.read(source.run, source.config),
         manifest=source.manifest,
-        data=[DataFile(role, str(name), _sha256(file)) for role, file, name in named if file is not None],
+        data=[
+            {"role": role, "name": str(name), "sha256": _sha256(file)} for role, file, name in named if file is not None
+        ],
         sizes=sizes,
         samples=_samples(source.run, samples) if evaluation is not None else (),
         figure=bool(figure(source.run)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +120,14 @@ def serve(
         with server:
             tell(model, server.url, made)
             for _ in answered(
-                model.engine, model.plan, model.tokens, backend.events, is_serial=model.is_serial, is_all=_is_all
+                model.engine,
+                model.plan,
+                model.tokens,
+                backend.events,
+                is_serial=model.is_serial,
+                is_all=lambda waiting: len(waiting) >= MOST_REQUESTS,
             ):
                 pass
-
-
-def _is_all(waiting: Sequence[Asked]) -> bool:
-    return len(waiting) >= MOST_REQUESTS
 
 
 def _token(address: Address) -> str:

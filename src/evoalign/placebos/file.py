@@ -7,7 +7,6 @@ results, see `evoalign.rundir.checksums`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from evoalign.errors import DataError
 from evoalign.placebos.estimates import PlaceboResults, Placebos, Split, Whole
 from evoalign.rundir import checksums
 from evoalign.rundir.checkpoint import NO_JOURNAL, Hash
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import write_json
 from evoalign.rundir.method import JOURNAL
 
 PLACEBO = "results/placebo.json"
@@ -43,7 +42,7 @@ def write(run: Path, config: Config, found: Placebos) -> None:
     journal, settings = _last_hash(run / JOURNAL), _settings(config)
     record = {"format_version": FORMAT_VERSION, "journal": journal, "settings": settings, **kept}
     with checksums.recorded(run, PLACEBO):
-        write_text(run / PLACEBO, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        write_json(run / PLACEBO, record)
 
 
 def read(run: Path, config: Config) -> PlaceboResults | None:

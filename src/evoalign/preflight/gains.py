@@ -59,7 +59,13 @@ def advantages(scores_MP: Scores, *, paired: bool) -> Scores:
 
 def worths(advantages_WKP: Sequence[Scores]) -> list[Worth]:
     """Return the worth of each width but the first. Widths ascend, and their pairs share their noise."""
-    return [_worth(far, near) for near, far in pairwise(advantages_WKP)]
+    found: list[Worth] = []
+    for near_KP, far_KP in pairwise(advantages_WKP):
+        pairs, prompts = far_KP.shape
+        products_K = _crossed(far_KP, near_KP) if prompts > 1 else (far_KP * near_KP)[:, 0]
+        variance = float(products_K.var(ddof=1)) / pairs + (_jackknife(far_KP, near_KP) if prompts > 2 else 0.0)
+        found.append(Worth(float(products_K.mean()), math.sqrt(variance)))
+    return found
 
 
 def direction(advantages_WKP: Sequence[Scores]) -> Direction:
@@ -67,7 +73,8 @@ def direction(advantages_WKP: Sequence[Scores]) -> Direction:
 
     With one prompt, the widths take the place of prompts.
     """
-    units = [_unit(one_KP) for one_KP in advantages_WKP]
+    # over their root mean square, so that widths count alike
+    units = [one_KP / (math.sqrt(float((one_KP**2).mean())) or 1.0) for one_KP in advantages_WKP]
     if not units:
         return Direction(0.0, 1.0)
     table_KP = sum(units[1:], units[0]) if units[0].shape[1] > 1 else np.concatenate(units, axis=1)
@@ -80,7 +87,7 @@ def direction(advantages_WKP: Sequence[Scores]) -> Direction:
         return Direction(0.0, 1.0)
     rng, drawn_D = np.random.Generator(np.random.Philox(key=[0, 0])), np.full(DRAWS, -sum_of_squares)
     for row_P in table_KP:  # one pair after the other: all signs at once would take a gigabyte
-        drawn_D += (_signs(rng, len(row_P)) @ row_P) ** 2
+        drawn_D += ((rng.integers(0, 2, size=(DRAWS, len(row_P))) * 2.0 - 1) @ row_P) ** 2
     # The identity counts as one draw. Its sum adds the same terms in another order, and may differ by rounding.
     chance = (1 + int((drawn_D >= total - 1e-9 * size).sum())) / (DRAWS + 1)
     return Direction(total / size, chance if total > 0 else 1.0)
@@ -118,19 +125,6 @@ def both_rise(scores_MP: Scores, start_P: Scores) -> float:
     return 0.0 if mean <= 0 else math.inf if error == 0 else mean / error
 
 
-def _worth(far_KP: Scores, near_KP: Scores) -> Worth:
-    pairs, prompts = far_KP.shape
-    products_K = _crossed(far_KP, near_KP) if prompts > 1 else (far_KP * near_KP)[:, 0]
-    variance = float(products_K.var(ddof=1)) / pairs + (_jackknife(far_KP, near_KP) if prompts > 2 else 0.0)
-    return Worth(float(products_K.mean()), math.sqrt(variance))
-
-
-def _unit(one_KP: Scores) -> Scores:
-    """Return advantages over their root mean square, so that widths count alike."""
-    size = math.sqrt(float((one_KP**2).mean()))
-    return one_KP / size if size > 0 else one_KP
-
-
 def _weighted(table_KP: Scores) -> Scores:
     """Return advantages with noisier prompts counting less; half the mean variance is added to each prompt's.
 
@@ -156,7 +150,3 @@ def _jackknife(far_KP: Scores, near_KP: Scores) -> float:
     without_KP = (far_K[:, None] - far_KP) * (near_K[:, None] - near_KP) - (same_KP.sum(axis=1)[:, None] - same_KP)
     without_P = without_KP.mean(axis=0) / ((prompts - 1) * (prompts - 2))
     return float(((without_P - without_P.mean()) ** 2).sum()) * (prompts - 1) / prompts
-
-
-def _signs(rng: np.random.Generator, count: int) -> Scores:
-    return rng.integers(0, 2, size=(DRAWS, count)).astype(np.float64) * 2 - 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,8 +36,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 """Colours of Okabe and Ito (2008), distinct with any colour vision."""
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-SURFACE = "cividis"
-"""Colour map of a surface: the same with any colour vision, and in grey."""
 LETTER = 0.1
 """Width of a letter of a title, in inches."""
 BINS, MOST_HISTOGRAMS, MOST_POINTS = 30, 8, 1000
@@ -169,12 +168,46 @@ def evolution(
     the rewards before the first and after the last row, with their 95 % intervals over examples.
     """
     ends = {"validation": validation, "evaluation": test}
-    _draw(path, title, lambda axes: _evolution(axes, rows, ends, words), across=words.unit)
+    with _panel(path, title, words.unit) as axes:
+        x = [int(row["generation"]) for row in rows]
+        _limit(axes, x, right=1)
+        marker = "o" if len(rows) < 3 else ""  # a line through one point is invisible
+        band = ([row["p20"] for row in rows], [row["p80"] for row in rows])
+        axes.fill_between(x, *band, color=MEAN, alpha=0.18, linewidth=0, label="20th to 80th percentile")
+        axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label=words.best)
+        axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label=words.mean)
+        validated = words.tested.replace("test", "validation", 1)
+        _measured(axes, rows, "validation", ends["validation"], color=VALIDATION, marker="s", label=validated)
+        _measured(axes, rows, "evaluation", ends["evaluation"], color=TEST, marker="D", label=words.tested)
+        if any(e is not None and e.low is not None for pair in ends.values() for e in pair):
+            axes.plot([], [], color=INK, linestyle="", marker="|", markersize=9, label="95 % interval over examples")
+        still = [row["generation"] for row in rows if row["zero_variance"]]
+        if still:
+            style: dict[str, Any] = {"linestyle": "", "marker": "|", "markersize": 9, "markeredgewidth": 1.5}
+            label, low = f"{words.still} ({len(still)} of {len(rows)})", [0.012] * len(still)
+            axes.plot(still, low, color=ZERO, transform=axes.get_xaxis_transform(), label=label, **style)
+        axes.set_ylabel(words.aim)
 
 
 def time_breakdown(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
     """Draw the seconds of each generation by phase, stacked."""
-    _draw(path, title, lambda axes: _time_breakdown(axes, rows), across=words.unit)
+    with _panel(path, title, words.unit) as axes:
+        x = [int(row["generation"]) for row in rows]
+        _limit(axes, x)
+        edges = [x[0] - 0.5, *(generation + 0.5 for generation in x)] if x else []
+        bottom = [0.0] * len(rows)
+        total = sum(sum(row["seconds"].values()) for row in rows)
+        known = dict.fromkeys(phase for row in rows for phase in row["seconds"])
+        own = [phase for phase in known if phase not in PHASES]
+        colors = PHASES | {phase: EXTRA[i % len(EXTRA)] for i, phase in enumerate(own)}
+        for phase, color in ((phase, color) for phase, color in colors.items() if phase in known):
+            seconds = [row["seconds"].get(phase, 0.0) for row in rows]
+            top = [low + height for low, height in zip(bottom, seconds, strict=True)]
+            label = f"{phase} ({sum(seconds) / total:.0%})" if total else phase
+            axes.stairs(top, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=label)
+            bottom = top
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("seconds")
 
 
 def divergence(
@@ -189,21 +222,46 @@ def divergence(
 
     `baseline` is the test reward of the base model (at KL 0), `final` the KL and test reward of the final mean.
     """
+    from matplotlib.patheffects import withStroke
+
     points = _along(rows, baseline, final)
-    if len(points) > (baseline is not None):
-        _draw(path, title, lambda axes: _divergence(axes, points), across="KL from the base model, nats per token")
+    if len(points) <= (baseline is not None):
+        return
+    with _panel(path, title, "KL from the base model, nats per token") as axes:
+        x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
+        axes.plot(x, y, color=TEST, linewidth=0.9, alpha=0.5)
+        label = "test split, trained model; the numbers are generations done"
+        axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white", label=label)
+        wide, high = 0.04 * (max(x) - min(x)), 0.08 * (max(y) - min(y))
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": INK, "fontsize": 9}
+        labelled: list[int] = []
+        for i in (len(x) - 1, *range(len(x) - 1)):  # the last, the first, and others whose labels do not overlap
+            if all(abs(x[i] - x[j]) > wide or abs(y[i] - y[j]) > high for j in labelled):
+                labelled.append(i)
+                stroke = withStroke(linewidth=3, foreground="white")
+                axes.annotate(str(points[i][0]), (x[i], y[i]), xytext=(0, 7), path_effects=[stroke], **style)
+        axes.margins(0.06, 0.1)
+        axes.set_ylabel("reward")
 
 
-def rewards(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
-    """Draw the mean of each reward by generation; no figure if no row has several rewards."""
-    if any(row.get("rewards") for row in rows):
-        _draw(path, title, lambda axes: _named(axes, rows, "rewards", "mean reward"), across=words.unit)
-
-
-def objective(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
-    """Draw the state of the objective, such as the price of a cost, by generation; no figure without state."""
-    if any(row.get("objective") for row in rows):
-        _draw(path, title, lambda axes: _named(axes, rows, "objective", "state of the objective"), across=words.unit)
+def named(rows: Rows, path: str | Path, field: str, label: str, *, title: str = "", words: Words = ES_WORDS) -> None:
+    """Draw each number in a field of the rows by generation: the mean of each of several rewards, or the state of the
+    objective, such as the price of a cost. Rows without a value leave a gap; no figure if no row has one.
+    """
+    if not any(row.get(field) for row in rows):
+        return
+    with _panel(path, title, words.unit) as axes:
+        x = [int(row["generation"]) for row in rows]
+        _limit(axes, x)
+        colors = (MEAN, BEST, *EXTRA)
+        weights = next((row[WEIGHTS] for row in rows if row.get(WEIGHTS)), {}) if field == "rewards" else {}
+        for i, name in enumerate(dict.fromkeys(name for row in rows for name in row.get(field, ()))):
+            found = [row.get(field, {}).get(name) for row in rows]
+            y = [math.nan if value is None else value for value in found]
+            marker = "o" if sum(value is not None for value in found) < 3 else ""
+            shown = visible(weighed(name, weights.get(name, 1.0)))
+            axes.plot(x, y, color=colors[i % len(colors)], linewidth=1.8, marker=marker, label=shown)
+        axes.set_ylabel(label)
 
 
 def distribution(
@@ -263,21 +321,6 @@ def _scatter(axes: Axes, columns: Sequence[tuple[Sequence[float], Sequence[float
     axes.axvline(0, color=INK, linewidth=0.8)
 
 
-def _named(axes: Axes, rows: Rows, field: str, label: str) -> None:
-    """Draw a line per name; rows without a value leave a gap."""
-    x = [int(row["generation"]) for row in rows]
-    _limit(axes, x)
-    colors = (MEAN, BEST, *EXTRA)
-    weights = next((row[WEIGHTS] for row in rows if row.get(WEIGHTS)), {}) if field == "rewards" else {}
-    for i, name in enumerate(dict.fromkeys(name for row in rows for name in row.get(field, ()))):
-        found = [row.get(field, {}).get(name) for row in rows]
-        y = [math.nan if value is None else value for value in found]
-        marker = "o" if sum(value is not None for value in found) < 3 else ""
-        shown = visible(weighed(name, weights.get(name, 1.0)))
-        axes.plot(x, y, color=colors[i % len(colors)], linewidth=1.8, marker=marker, label=shown)
-    axes.set_ylabel(label)
-
-
 def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None) -> list[tuple[int, float, float]]:
     """Return generations done, KL and test reward of each point."""
     points = [
@@ -290,47 +333,6 @@ def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None
     if final is not None:
         points.append((int(rows[-1]["generation"]) + 1 if rows else 0, *final))
     return points
-
-
-def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
-    """Draw the path from the base model; some points are labelled with the generations done."""
-    from matplotlib.patheffects import withStroke
-
-    x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
-    axes.plot(x, y, color=TEST, linewidth=0.9, alpha=0.5)
-    label = "test split, trained model; the numbers are generations done"
-    axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white", label=label)
-    wide, high = 0.04 * (max(x) - min(x)), 0.08 * (max(y) - min(y))
-    style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": INK, "fontsize": 9}
-    labelled: list[int] = []
-    for i in (len(x) - 1, *range(len(x) - 1)):  # the last, the first, and others whose labels do not overlap
-        if all(abs(x[i] - x[j]) > wide or abs(y[i] - y[j]) > high for j in labelled):
-            labelled.append(i)
-            stroke = withStroke(linewidth=3, foreground="white")
-            axes.annotate(str(points[i][0]), (x[i], y[i]), xytext=(0, 7), path_effects=[stroke], **style)
-    axes.margins(0.06, 0.1)
-    axes.set_ylabel("reward")
-
-
-def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -> None:
-    x = [int(row["generation"]) for row in rows]
-    _limit(axes, x, right=1)
-    marker = "o" if len(rows) < 3 else ""  # a line through one point is invisible
-    band = ([row["p20"] for row in rows], [row["p80"] for row in rows])
-    axes.fill_between(x, *band, color=MEAN, alpha=0.18, linewidth=0, label="20th to 80th percentile")
-    axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label=words.best)
-    axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label=words.mean)
-    validated = words.tested.replace("test", "validation", 1)
-    _measured(axes, rows, "validation", ends["validation"], color=VALIDATION, marker="s", label=validated)
-    _measured(axes, rows, "evaluation", ends["evaluation"], color=TEST, marker="D", label=words.tested)
-    if any(e is not None and e.low is not None for pair in ends.values() for e in pair):
-        axes.plot([], [], color=INK, linestyle="", marker="|", markersize=9, label="95 % interval over examples")
-    still = [row["generation"] for row in rows if row["zero_variance"]]
-    if still:
-        style: dict[str, Any] = {"linestyle": "", "marker": "|", "markersize": 9, "markeredgewidth": 1.5}
-        label, low = f"{words.still} ({len(still)} of {len(rows)})", [0.012] * len(still)
-        axes.plot(still, low, color=ZERO, transform=axes.get_xaxis_transform(), label=label, **style)
-    axes.set_ylabel(words.aim)
 
 
 def _measured(axes: Axes, rows: Rows, key: str, ends: Ends, *, color: str, marker: str, label: str) -> None:
@@ -350,25 +352,6 @@ def _measured(axes: Axes, rows: Rows, key: str, ends: Ends, *, color: str, marke
         axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=label, zorder=5, **style)
 
 
-def _time_breakdown(axes: Axes, rows: Rows) -> None:
-    x = [int(row["generation"]) for row in rows]
-    _limit(axes, x)
-    edges = [x[0] - 0.5, *(generation + 0.5 for generation in x)] if x else []
-    bottom = [0.0] * len(rows)
-    total = sum(sum(row["seconds"].values()) for row in rows)
-    known = dict.fromkeys(phase for row in rows for phase in row["seconds"])
-    own = [phase for phase in known if phase not in PHASES]
-    colors = PHASES | {phase: EXTRA[i % len(EXTRA)] for i, phase in enumerate(own)}
-    for phase, color in ((phase, color) for phase, color in colors.items() if phase in known):
-        seconds = [row["seconds"].get(phase, 0.0) for row in rows]
-        top = [low + height for low, height in zip(bottom, seconds, strict=True)]
-        label = f"{phase} ({sum(seconds) / total:.0%})" if total else phase
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=label)
-        bottom = top
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("seconds")
-
-
 def _limit(axes: Axes, x: Sequence[int], right: int = 0) -> None:
     """Set the x limits to whole generations; a single generation is drawn as wide as two."""
     first, last = (x[0], max(x[-1] + right, x[0] + 1)) if x else (0, 1)
@@ -376,26 +359,24 @@ def _limit(axes: Axes, x: Sequence[int], right: int = 0) -> None:
     axes.set_xlim(first - air, last + air)
 
 
-def _draw(path: str | Path, title: str, paint: Callable[[Axes], None], across: str) -> None:
+@contextmanager
+def _panel(path: str | Path, title: str, across: str) -> Generator[Axes]:
+    """Yield the axes of a figure to draw on, and save it with its title, legend and the label of the x axis."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = canvas(*SIZE_INCHES)
     figure.subplots_adjust(left=0.09, right=0.98, top=0.91, bottom=0.2)  # fixed: a layout engine draws everything twice
     axes = figure.add_subplot()
-    paint(axes)
-    _dress(axes, title, across)
-    save(figure, Path(path))
-
-
-def _dress(axes: Axes, title: str, across: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+    yield axes
     frame(axes, title, across)
     if more := axes.get_title("left").count("\n"):
-        axes.figure.subplots_adjust(top=0.91 - 0.04 * more)
+        figure.subplots_adjust(top=0.91 - 0.04 * more)
     if across in (ES_WORDS.unit, GRPO_WORDS.unit):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     _, labels = axes.get_legend_handles_labels()
     if labels:
         columns = 3 if len(labels) > 4 else 4
         if len(labels) > 2 * columns:  # a third row
-            axes.figure.subplots_adjust(bottom=0.235)
+            figure.subplots_adjust(bottom=0.235)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns, frameon=False, fontsize=9)
+    save(figure, Path(path))

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -59,8 +59,7 @@ class NotebookLive:
     def __init__(self, get_renderable: Callable[[], RenderableType], *, transient: bool = False) -> None:
         self._get_renderable, self._transient = get_renderable, transient
         self._handle: Any = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="evoalign-notebook", daemon=True)
+        self._updates = _every(NOTEBOOK_SECONDS, self.refresh)
 
     def refresh(self) -> None:
         """Draw now."""
@@ -71,19 +70,14 @@ class NotebookLive:
         from IPython import display  # installed, as `in_notebook` is true
 
         self._handle = display.display(_page(as_html(self._get_renderable())), display_id=True)
-        self._thread.start()
+        self._updates.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._updates.__exit__(None, None, None)
         if self._transient:
             self._handle.update(_page(""))
         else:
-            self.refresh()
-
-    def _run(self) -> None:
-        while not self._ended.wait(NOTEBOOK_SECONDS):
             self.refresh()
 
 
@@ -100,24 +94,22 @@ def _page(text: str) -> Any:
     return display.HTML(text)
 
 
-class _Minutes:
-    """Calls `tell` every `LOG_SECONDS` from a thread."""
+@contextmanager
+def _every(seconds: float, call: Callable[[], None]) -> Generator[None]:
+    """Call a function from a thread, every so many seconds."""
+    ended = threading.Event()
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell, self._ended = tell, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="evoalign-progress", daemon=True)
+    def run() -> None:
+        while not ended.wait(seconds):
+            call()
 
-    def __enter__(self) -> _Minutes:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(LOG_SECONDS):
-            self._tell()
+    thread = threading.Thread(target=run, name="evoalign-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Bar:
@@ -144,7 +136,7 @@ class Bar:
         self._start = self.watch.clock()
         if not self._stack.enter_context(watched(self.watch)):
             return self
-        self._stack.enter_context(self._live or _Minutes(self._print_line))
+        self._stack.enter_context(self._live or _every(LOG_SECONDS, self._print_line))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -177,8 +169,8 @@ class Bar:
         now, share = self.watch.clock(), self._share()
         spent = now - self._start
         left = None if share is None else spent / share * (1 - share) if share else None
-        found = [*_working(self.watch, now, with_left=left is None), ("elapsed", _clock_face(spent))]
-        return found if left is None else [*found, ("left", _clock_face(left))]
+        found = [*_working(self.watch, now, with_left=left is None), ("elapsed", clock_face(spent))]
+        return found if left is None else [*found, ("left", clock_face(left))]
 
 
 class Display:
@@ -217,7 +209,7 @@ class Display:
         self._start = self._last = self._clock()
         self._printed = self._start - PLAIN_SECONDS
         self._stack.enter_context(watched(self._watch))
-        self._stack.enter_context(self._live or _Minutes(self._print_inside))
+        self._stack.enter_context(self._live or _every(LOG_SECONDS, self._print_inside))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -257,7 +249,7 @@ class Display:
         """Print the progress within the generation if nothing was printed for a minute."""
         now = self._clock()
         if now - max(self._printed, self._start) >= LOG_SECONDS:
-            inside = [*_working(self._watch, now), ("elapsed", _clock_face(now - self._start))]
+            inside = [*_working(self._watch, now), ("elapsed", clock_face(now - self._start))]
             print_line(self.console, f"{self.unit} {self._done + 1}/{self.total}  {_words(inside)}")
 
     def _render(self) -> Group:
@@ -275,7 +267,7 @@ class Display:
     def _figures(self) -> list[tuple[str, str]]:
         """Return names and values in the order shown."""
         row = self._row
-        elapsed = ("elapsed", _clock_face(self._clock() - self._start))
+        elapsed = ("elapsed", clock_face(self._clock() - self._start))
         if row is None:
             return [elapsed]
         figures = [(f"mean {self.aim}", _short(row["mean"])), ("best", _short(row["best"]))]
@@ -291,7 +283,7 @@ class Display:
         seconds = sum(s for s, _ in self._recent)
         speed = sum(tokens for _, tokens in self._recent) / seconds if seconds > 0 else 0.0
         each, since = seconds / len(self._recent), self._clock() - self._last
-        left = _clock_face(max(0.0, min(each * (self.total - self._done), self.limit - self.spent) - since))
+        left = clock_face(max(0.0, min(each * (self.total - self._done), self.limit - self.spent) - since))
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{speed:,.0f}"), elapsed]
         return [*figures, ("left", left)]
 
@@ -320,7 +312,7 @@ def _working(watch: Watch, now: float, *, with_left: bool = True) -> list[tuple[
     spent, left = now - work.began, work.left(now) if with_left else None
     found = [(work.phase, f"{work.done:,}/{work.total:,}" if work.total else "")]
     found += [("tokens/s", f"{work.tokens / spent:,.0f}")] if work.tokens and spent > 0 else []
-    return found if left is None else [*found, ("about", f"{_clock_face(left)} more")]
+    return found if left is None else [*found, ("about", f"{clock_face(left)} more")]
 
 
 def _words(figures: Iterable[tuple[str, str]]) -> str:
@@ -337,5 +329,6 @@ def _short(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def _clock_face(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def clock_face(seconds: float) -> str:
+    """Format as 0:01:30; less than 0 is 0."""
+    return str(timedelta(seconds=round(max(0.0, seconds))))

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from rich.cells import cell_len
@@ -70,46 +70,17 @@ def before_after(
         table.add_column(heading, justify="right", overflow="fold")
     for name, shown in zip(common, named, strict=True):
         change = _signed(name, after[name] - before[name]) + (" points" if is_share(name) else "")
-        cells = [_value(name, before[name]), _value(name, after[name]), change]
+        cells = [value(name, before[name]), value(name, after[name]), change]
         if intervals:
             _, low, high = intervals.get(name, (0.0, 0.0, 0.0))
             none = "-" if name in intervals else ""
             cells.append(f"{_signed(name, low)} to {_signed(name, high)}" if low < high else none)
         if placebo is not None:
-            cells.append(_value(name, placebo[name]) if name in placebo else "")
+            cells.append(value(name, placebo[name]) if name in placebo else "")
         table.add_row(Text(shown), *cells)
     console.print(table)
     if samples:
         console.print(_samples(samples, console))
-
-
-class Ends(Protocol):
-    """A measure before training, after it, and of placebos."""
-
-    @property
-    def before(self) -> float: ...
-    @property
-    def real(self) -> float: ...
-    @property
-    def placebos(self) -> Sequence[float]: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def reached(self) -> int: ...
-
-
-def placebo_table(title: str, columns: Mapping[str, Ends]) -> Table:
-    """Return each measure before training, of the run and of its placebos, and how many placebos reach the run."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("", overflow="fold")
-    for heading in ("before", "run", "mean placebo", "lowest to highest", "at or above the run"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for name, ends in columns.items():
-        low, high = (_value(name, bound(ends.placebos)) for bound in (min, max))
-        values = (_value(name, value) for value in (ends.before, ends.real, ends.mean))
-        shown = NAMES.get(name, name.removesuffix("_share").replace("_", " "))
-        table.add_row(Text(shown), *values, f"{low} to {high}", f"{ends.reached} of {len(ends.placebos)}")
-    return table
 
 
 def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console: Console) -> None:
@@ -152,7 +123,8 @@ def is_share(name: str) -> bool:
     return name in SHARES or name.endswith("_share")
 
 
-def _value(name: str, value: float) -> str:
+def value(name: str, value: float) -> str:
+    """Format a measure: shares in percent."""
     return f"{value:.1%}" if is_share(name) else f"{value:.4g}"
 
 
@@ -220,9 +192,14 @@ def visible(text: str, *, ascii_only: bool = False) -> str:
     return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
 
 
+def tell(console: Console, text: str) -> None:
+    """Print lines of text, with control characters shown as text."""
+    ascii_only = not console.encoding.startswith("utf")
+    print_line(console, "\n".join(visible(line, ascii_only=ascii_only) for line in text.split("\n")))
+
+
 def journal_table(log: Log, console: Console) -> None:
     """Print the header of a journal, one row per generation, and whether it is whole."""
-    ascii_only = not console.encoding.startswith("utf")
     header, model = log.header, log.header.config.get("model")
     named = cast(dict[str, object], model) if isinstance(model, dict) else {}
     for line in (
@@ -230,7 +207,7 @@ def journal_table(log: Log, console: Console) -> None:
         f"space {header.space}, {header.evolved_parameters:,} evolved numbers, seed {header.config.get('seed')}",
         f"made on {header.device} with {', '.join(f'{k} {v}' for k, v in header.versions.items())}",
     ):
-        print_line(console, visible(line, ascii_only=ascii_only))
+        tell(console, line)
     table = Table("generation", "mean", "best", "worst", "std", "rms c", "sigma", "step", "weights_hash")
     for column in table.columns[:-1]:
         column.justify = "right"

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 from pydantic import ValidationError
 
 from evoalign.config import Config, to_yaml
-from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
+from evoalign.config.reading import MissingError, check_regular, object_of, parse, read_bytes, read_object
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, RunExistsError
 from evoalign.rundir import files, journal
 from evoalign.rundir.files import FOLDERS, MADE, is_at, refuse_links, remove, write_text
@@ -256,10 +256,7 @@ class RunDir:
         """Return whether the directory holds only files of a run that died before the first line of its journal."""
         if not journal.is_blank(self.journal) or self.has_progress():
             return False
-        try:
-            has_manifest = "format_version" in read_object(self.manifest)
-        except DataError:
-            has_manifest = False
+        has_manifest = "format_version" in (object_of(self.manifest) or {})
         return all(self._is_early(path, has_manifest) for path in self.path.rglob("*"))
 
     def _is_early(self, path: Path, has_manifest: bool) -> bool:

@@ -43,6 +43,11 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write an object as JSON as `write_text` does. Raises ValueError for a number that is not finite."""
+    write_text(path, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+
+
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write JSON lines as `write_text` does; no file for no rows. Raises ValueError for a number that is not finite."""
     if rows:

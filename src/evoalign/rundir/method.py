@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from evoalign.config import Config, load, outside
-from evoalign.config.reading import read_object
+from evoalign.config.reading import object_of, read_object
 from evoalign.errors import ConfigError, DataError, ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
@@ -27,11 +27,8 @@ def is_run(path: Path) -> bool:
 
 def is_foreign(path: Path) -> bool:
     """Return whether the manifest.json in a folder without a journal is that of another program."""
-    try:
-        tree = read_object(path / MANIFEST)
-    except DataError:
-        return False
-    return {"format_version", "method"}.isdisjoint(tree) and not os.path.lexists(path / JOURNAL)
+    tree = object_of(path / MANIFEST)
+    return tree is not None and {"format_version", "method"}.isdisjoint(tree) and not os.path.lexists(path / JOURNAL)
 
 
 def method_of(path: Path) -> Method | None:

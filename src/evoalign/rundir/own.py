@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from evoalign.config import Config, from_record, load, outside, read
-from evoalign.config.reading import read_object
-from evoalign.errors import ConfigError, DataError, JournalError
+from evoalign.config.reading import object_of
+from evoalign.errors import ConfigError, JournalError
 from evoalign.rundir import journal
 from evoalign.rundir.identity import config_hash, differences
 from evoalign.rundir.method import JOURNAL, MANIFEST, method_of
@@ -49,10 +49,7 @@ def refuse_edited(run: Path, config: Config) -> None:
 
 def _releases(run: Path) -> dict[str, object]:
     """Return the config_hash of a run's start and of each time that it was resumed, with the release that wrote it."""
-    try:
-        manifest = read_object(run / MANIFEST)
-    except DataError:
-        return {}
+    manifest = object_of(run / MANIFEST) or {}
     resumed, found = manifest.get("resumed"), dict[str, object]()
     for entry in (manifest, *(cast("list[object]", resumed) if isinstance(resumed, list) else ())):
         made = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}

@@ -33,9 +33,13 @@ class Full(Space):
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """Include all tensors but excluded ones. With `noise_multiplier`, a tensor outside layers has its own scale."""
-        kept = [s for s in specs if not self._excluded(s, dtype)]
+        exclude = self.section.exclude
+        if exclude is None:
+            kept = [s for s in specs if s.kind != "norm" or dtype == torch.float32]
+        else:
+            kept = [s for s in specs if not any(part in s.name for part in exclude)]
         if not kept:
-            raise ConfigError(f"full.exclude {self.section.exclude} leaves no tensor to evolve")
+            raise ConfigError(f"full.exclude {exclude} leaves no tensor to evolve")
         scale = scales(self.config, [s for s in specs if s.kind in LINEAR and s.layer is not None])
         own = by_layer(self.config)
         return Layout(
@@ -48,9 +52,3 @@ class Full(Space):
         names = [s.name for s in specs if s.name not in layout.by_name]
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         return f"left out: {len(names)} tensors ({shown}); full.exclude: [] takes all in" if names else None
-
-    def _excluded(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
-        exclude = self.section.exclude
-        if exclude is None:
-            return spec.kind == "norm" and dtype != torch.float32
-        return any(part in spec.name for part in exclude)

@@ -97,7 +97,7 @@ class Lora(Space):
         members: Sequence[Member],
         slices: Slices | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Adapter | None:
+    ) -> Adapter:
         """Return the served factors: round(master + fl32(s * noise)). A frozen A is shared by all members."""
         of_a, of_b = factor_slices(slices)
         into_a, into_b = out or (None, None)

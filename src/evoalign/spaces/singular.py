@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -39,15 +38,6 @@ class Settings(Section):
 
     share: float = Field(default=1.0, gt=0, le=1)
     """Leading share of each factor's singular values that evolve."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """`left` U_B [out, r], `right` V_A [r, in] and `middle` K [r, r], float32."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    middle: torch.Tensor
 
 
 class Singular(Space):
@@ -76,7 +66,7 @@ class Singular(Space):
         return plain_factors(found[-1])
 
     @cached_property
-    def _parts(self) -> dict[str, _Parts]:
+    def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Decompositions by weight, as far as they were asked for."""
         return {}
 
@@ -128,7 +118,7 @@ class Singular(Space):
             return torch.zeros(tensor.shape, device=device)
         if tensor.module not in self._parts:
             self._parts[tensor.module] = _decomposed(*self._adapter[1][tensor.module])
-        return getattr(self._parts[tensor.module], name.rpartition(".")[2]).to(device)
+        return self._parts[tensor.module][name.rpartition(".")[2]].to(device)
 
     def adapter(
         self,
@@ -168,14 +158,13 @@ def _name(module: str, part: str) -> str:
     return f"{module.removesuffix('.weight')}.{part}"
 
 
-def _decomposed(a: torch.Tensor, b: torch.Tensor) -> _Parts:
-    """Decompose the factors A [r, in] and B [out, r]; singular values fall."""
+def _decomposed(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `left` U_B [out, r], `right` V_A [r, in] and `middle` K [r, r], float32; singular values fall."""
     turn_a, size_a, right = _rows_decomposed(a.double().numpy())
     turn_b, size_b, left = _rows_decomposed(b.double().numpy().T)
     between = np.array([[math.fsum(x * y) for y in turn_a.T] for x in turn_b.T])  # V_B U_A
-    middle = size_b[:, None] * between * size_a
-    found = np.ascontiguousarray(left.T), right, middle
-    return _Parts(*(torch.from_numpy(part.astype(np.float32)) for part in found))
+    found = {"left": np.ascontiguousarray(left.T), "right": right, "middle": size_b[:, None] * between * size_a}
+    return {name: torch.from_numpy(part.astype(np.float32)) for name, part in found.items()}
 
 
 def _rows_decomposed(

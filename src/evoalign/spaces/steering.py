@@ -17,7 +17,7 @@ import torch
 from evoalign.config import LoraConfig, Section
 from evoalign.errors import ConfigError
 from evoalign.spaces.base import Adapter, Master, factor_slices
-from evoalign.spaces.lora import Lora, bias_name, factor_name
+from evoalign.spaces.lora import Lora, bias_name
 from evoalign.spaces.targets import LINEAR
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
@@ -78,9 +78,6 @@ class Steering(Lora):
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter:
         """Return the factors, which are zero, and each member's vector [M, out]: round(master + fl32(s * noise))."""
-        of_a, of_b = factor_slices(slices)
-        into_a, into_b = out or (None, None)
-        a = self._factor(layout, factor_name(module, "A"), master, plan, members, of_a, into_a)
-        b = self._factor(layout, factor_name(module, "B"), master, plan, members, of_b, into_b)
-        bias = self._factor(layout, bias_name(module), master, plan, members, of_b[:1], None)
-        return Adapter(a, b.expand(len(members), -1, -1), layout.scaling, bias)
+        found = super().adapter(layout, module, master, plan, members, slices, out)
+        bias = self._factor(layout, bias_name(module), master, plan, members, factor_slices(slices)[1][:1], None)
+        return replace(found, b=found.b.expand(len(members), -1, -1), bias=bias)

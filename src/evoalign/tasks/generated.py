@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks whose rows are generated: `tool_calls`, `word_problems`, `constraints`, and dialogues (`dialogue.py`).
+"""Tasks whose rows are generated: `tool_calls`, `word_problems`, `constraints`; dialogues: `guess`, `shopping`.
 
 Without `task.train_data` the rows are drawn from a fixed seed, so that all runs have the same ones, and no file is
 needed. The BLAKE2b digest of a row's key decides its split: no key is in two of them, whatever their sizes. With
@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+from evoalign import transcripts
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError
 from evoalign.rewards.objective import Columns
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.data import random_state
-from evoalign.types import Example, Prompt
+from evoalign.types import Example, Messages, Prompt
 
 SIZES: Mapping[Split, int] = MappingProxyType({"train": 600, "validation": 200, "test": 500})
 """Default number of rows. `task.train_size`, `task.validation_size` and `task.test_size` set others."""
@@ -140,6 +141,39 @@ class Generated(Task):
         if not isinstance(row.get("unseen"), bool | None):
             raise DataError(f"{where}: unseen is {row['unseen']!r}; expected true or false")
         return self.check(where, row)
+
+
+class Dialogue(Generated):
+    """Base class of the dialogues: `text` is the user's first message, `reply` returns the later ones.
+
+    The user follows rules, and so does the checker. `grade` gets the text of a whole episode;
+    `evoalign.transcripts.turns` has the model's messages.
+    """
+
+    forms = ("chat",)
+
+    @abstractmethod
+    def reply(self, example: Example, transcript: Messages) -> str | None:
+        """Return the user's next message, or None where the episode ends: a pure function of its arguments."""
+
+    @abstractmethod
+    def play(self, example: Example, transcript: Messages) -> str:
+        """Return the model's next message in an episode that earns `max_reward`."""
+
+    def gold(self, example: Example) -> str:
+        """Return the text of an episode that earns `max_reward`."""
+        messages = [{"role": "user", "content": self.text(example)}]
+        while True:
+            messages.append({"role": "assistant", "content": self.play(example, messages)})
+            reply = self.reply(example, messages)
+            if reply is None:
+                return transcripts.of_messages(messages[1:])
+            messages.append({"role": "user", "content": reply})
+
+
+def spoken(transcript: Messages) -> list[str]:
+    """Return the model's messages."""
+    return [message["content"] for message in transcript if message["role"] == "assistant"]
 
 
 def distinct(

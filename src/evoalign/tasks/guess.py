@@ -21,8 +21,7 @@ from evoalign import transcripts
 from evoalign.errors import DataError
 from evoalign.rewards.objective import WeightedSum
 from evoalign.tasks.base import Split
-from evoalign.tasks.dialogue import Dialogue, spoken
-from evoalign.tasks.generated import Draw
+from evoalign.tasks.generated import Dialogue, Draw, spoken
 from evoalign.types import Example, Messages
 
 GUESSES = 2

@@ -92,10 +92,6 @@ class Settings:
             size *= len(setting.options)
         return numbers
 
-    def drawn(self, generation: int, members: Sequence[Member]) -> tuple[Chosen, ...]:
-        """Return the options that each member draws; nothing without settings."""
-        return tuple(map(self.chosen, self.draw(generation, members))) if self else ()
-
     def mode(self) -> int:
         """Return the number of the combination of the likeliest options, the first ones at a tie."""
         found, size = 0, 1
@@ -146,15 +142,11 @@ class Settings:
             for name, option in chosen.items()
         ]
 
-    def spread(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return the rows under every combination: all rows under combination 0, then under 1, and so on."""
+    def under(self, examples: Sequence[Example], number: int | None = None) -> Sequence[Example]:
+        """Return the rows under one combination; None: all rows under combination 0, then under 1, and so on."""
         rows = examples.rows if isinstance(examples, Settled) else examples
-        return Settled(rows, self, range(math.prod(map(len, self.logits.values())))) if self else rows
-
-    def under(self, examples: Sequence[Example], number: int) -> Sequence[Example]:
-        """Return the rows under one combination."""
-        rows = examples.rows if isinstance(examples, Settled) else examples
-        return Settled(rows, self, range(number, number + 1)) if self else rows
+        every = range(math.prod(map(len, self.logits.values())))
+        return Settled(rows, self, every if number is None else every[number : number + 1]) if self else rows
 
     def split(self, data: Data, number: int) -> Data:
         """Return all splits under one combination."""
@@ -171,10 +163,6 @@ class Settings:
             found += size * lengths.index(max(lengths))
             size *= len(lengths)
         return found
-
-    def decoding(self, config: Config, number: int) -> Config:
-        """Return the config with the sampling of a combination."""
-        return config.decoded(self.chosen(number))
 
     def asked(self, examples: Sequence[Example], rows: Sequence[int], drawn: Sequence[Chosen]) -> Sequence[Example]:
         """Return the examples of these rows, with settings under those of each member in turn."""

@@ -61,8 +61,9 @@ def _refusing(sentences: list[str]) -> int | None:
     is_harm = any(map(words.HARM.search, sentences))
     for place, one in enumerate(sentences[:2]):
         opening = _opening(one)
+        is_bare = len(sentences) <= SHORT and words.BARE.match(opening)
         if words.SURE.match(opening) or (
-            words.LIKELY.match(opening) and (is_harm or _is_bare(opening, sentences) or words.HARMED.match(opening))
+            words.LIKELY.match(opening) and (is_harm or is_bare or words.HARMED.match(opening))
         ):
             return place
         if not words.BEFORE.match(one):
@@ -78,11 +79,6 @@ def _opening(sentence: str) -> str:
             break
         sentence = sentence[match.end() :]
     return sentence
-
-
-def _is_bare(opening: str, sentences: list[str]) -> bool:
-    """Return whether a short answer says no more than that this is not possible or allowed."""
-    return len(sentences) <= SHORT and words.BARE.match(opening) is not None
 
 
 def _offers(sentence: str) -> list[str]:

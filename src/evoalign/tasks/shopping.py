@@ -22,8 +22,7 @@ from evoalign import transcripts
 from evoalign.errors import DataError
 from evoalign.rewards.objective import WeightedSum
 from evoalign.tasks.base import Split
-from evoalign.tasks.dialogue import Dialogue, spoken
-from evoalign.tasks.generated import Draw, texts_of
+from evoalign.tasks.generated import Dialogue, Draw, spoken, texts_of
 from evoalign.types import Example, Messages
 
 ITEMS = (

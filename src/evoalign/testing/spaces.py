@@ -57,7 +57,9 @@ def check_layout(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> N
     """Require a repeatable layout with unique names, tensors of the model, matching shapes and positive scales."""
     assert layout.tensors, "the layout has no evolved tensor"
     names = [t.name for t in (*layout.tensors, *layout.frozen)]
-    assert len(set(names)) == len(names), f"names repeat in the layout: {_repeated(names)}"
+    assert len(set(names)) == len(names), (
+        f"names repeat in the layout: {sorted({n for n in names if names.count(n) > 1})}"
+    )
     of_model = {s.name: s for s in specs}
     for tensor in (*layout.tensors, *layout.frozen):
         assert tensor.module in of_model or (not tensor.module and layout.modules), (
@@ -138,8 +140,9 @@ def check_noise_is_standard(space: Space, layout: Layout, specs: Sequence[Tensor
 def check_members(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
     """Require that a member is mean + sign * sigma * scale * noise, and does not depend on the other members."""
     masters = _masters(space, layout)
-    # A pair is equal if factors start at 0: (-B) (-A) is B A.
-    members = population(_MEMBERS, antithetic=_is_linear(layout))
+    # A pair is equal if two factors of a weight evolve from 0: (-B) (-A) is B A.
+    modules = [t.module for t in layout.tensors]
+    members = population(_MEMBERS, antithetic=len(set(modules)) == len(modules))
     mean = _added(space, layout, masters, _plan((MEAN,)))
     served = _added(space, layout, masters, _plan(members))
     alone = [_added(space, layout, masters, _plan((m,))) for m in members]
@@ -257,10 +260,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def _repeated(names: Sequence[str]) -> list[str]:
-    return sorted({n for n in names if names.count(n) > 1})
-
-
 def _whole(shape: Sequence[int]) -> Slices:
     return tuple(slice(0, n) for n in shape)
 
@@ -357,12 +356,6 @@ def _moved(space: Space, layout: Layout, tensor: EvolvedTensor, update: Update) 
     master = torch.zeros(tensor.shape)
     space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update)
     return master
-
-
-def _is_linear(layout: Layout) -> bool:
-    """Return whether members are linear in their noise: at most one evolved tensor per weight."""
-    modules = [t.module for t in layout.tensors]
-    return len(set(modules)) == len(modules)
 
 
 def _tolerance(layout: Layout) -> float:

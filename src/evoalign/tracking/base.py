@@ -161,16 +161,10 @@ def last_step(config: Config, run: Path) -> int:
 @contextmanager
 def environment(name: str, value: str | None) -> Generator[None]:
     """Set an environment variable while a library reads it; None removes it."""
-    old = os.environ.get(name)
-    _set(name, value)
+    old = os.environ.pop(name, None)
+    os.environ |= {} if value is None else {name: value}
     try:
         yield
     finally:
-        _set(name, old)
-
-
-def _set(name: str, value: str | None) -> None:
-    if value is None:
         os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+        os.environ |= {} if old is None else {name: old}

@@ -41,10 +41,13 @@ class TensorBoard(Tracker):
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
         """Write completions as a Markdown table, and images."""
+        from PIL import Image  # required by TensorBoard's writer for images
+
         rows = ((_escape(a.prompt), _escape(a.completion), f"{a.reward:.4g}") for a in answers)
         self._writer.add_text(COMPLETIONS, "\n".join(table(Answer._fields, rows, words=2)), step)
         for name, file in figures.items():
-            self._writer.add_image(f"figures/{name}", _pixels(file), step, dataformats="HWC")
+            with Image.open(file) as image:
+                self._writer.add_image(f"figures/{name}", np.asarray(image), step, dataformats="HWC")
         self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -67,11 +70,3 @@ def _escape(text: str) -> str:
     All punctuation becomes character references: its Markdown supports a backslash before some characters only.
     """
     return re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", visible(text))
-
-
-def _pixels(file: Path) -> Any:
-    """Load an image as uint8 [height, width, channels]."""
-    from PIL import Image  # required by TensorBoard's writer for images
-
-    with Image.open(file) as image:
-        return np.asarray(image)

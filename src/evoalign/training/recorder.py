@@ -25,8 +25,7 @@ from evoalign.report import figures
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
 from evoalign.report.rows import DISTRIBUTION, Row, completions_due, read_distributions, write_distribution
-from evoalign.report.tables import questions, shorten, visible
-from evoalign.report.terminal import print_line
+from evoalign.report.tables import questions, shorten, tell
 from evoalign.rewards.objective import Columns, aim, aim_of
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
@@ -197,8 +196,8 @@ class Recorder:
         rows, folder, title, words = self.run.rows, self.run.figures, self.labels.title, self.labels.words
         self._draw_reward()
         figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
-        figures.rewards(rows, folder / "rewards.png", title=title, words=words)
-        figures.objective(rows, folder / "objective.png", title=title, words=words)
+        for field, label in (("rewards", "mean reward"), ("objective", "state of the objective")):
+            figures.named(rows, folder / f"{field}.png", field, label, title=title, words=words)
         with suppress(DataError):  # a damaged table costs this figure alone
             found = read_distributions(self.run.completions(DISTRIBUTION).parent, len(rows))
             figures.distribution(found, folder / "distribution.png", title=title, words=words)
@@ -216,10 +215,3 @@ class Recorder:
         before = self.ends.get("test", Ends()).before
         baseline, file = None if before is None else before.mean, self.run.figures / "divergence.png"
         figures.divergence(self.run.rows, file, title=self.labels.title, baseline=baseline, final=final)
-
-
-def tell(console: Console, line: str) -> None:
-    """Print lines on a console, with control characters shown as text."""
-    ascii_only = not console.encoding.startswith("utf")
-    line = "\n".join(visible(part, ascii_only=ascii_only) for part in line.split("\n"))
-    print_line(console, line)

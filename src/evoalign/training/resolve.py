@@ -15,7 +15,7 @@ import torch
 from evoalign import engines, evaluation, tokens
 from evoalign.config import Config, TaskConfig, from_dict
 from evoalign.config.outside import EVALUATION_SKIPS
-from evoalign.config.reading import read_object
+from evoalign.config.reading import object_of, read_object
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError, plain
 from evoalign.evaluation import Evaluation
@@ -85,7 +85,10 @@ def evaluate(
             if task is None:
                 check_prompts(Path(target), found, chosen, data, tokens_)
             _warn_of_other_scorer(Path(target), chosen)
-            _warn_of_prompts(tokens_.remarks(typical(chosen, data)))
+            for line in tokens_.remarks(typical(chosen, data)):
+                if line not in _logged:  # each line once in this process
+                    _logged.add(line)
+                    logger.warning("%s", line)
             done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
             return evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
 
@@ -109,10 +112,7 @@ def check_prompts(run: Path, config: Config, task: Task, data: Data, known: Toke
 
 def _warn_of_other_scorer(run: Path, task: Task) -> None:
     """Warn if other models score than those of the run: its own scores then do not compare with these."""
-    try:
-        recorded = read_object(run / MANIFEST).get("scorer_digest")
-    except DataError:
-        return
+    recorded = (object_of(run / MANIFEST) or {}).get("scorer_digest")
     found = task.scorer_digest() if isinstance(recorded, str) else None
     if found not in (None, recorded):
         logger.warning(
@@ -120,14 +120,6 @@ def _warn_of_other_scorer(run: Path, task: Task) -> None:
             "dtype (digest %s..., and now %s...): do not compare its own scores with these",
             run, plain(str(recorded))[:12], found[:12],
         )  # fmt: skip
-
-
-def _warn_of_prompts(lines: Sequence[str]) -> None:
-    """Log what the chat template makes of the prompts, each line once in this process."""
-    for line in lines:
-        if line not in _logged:
-            _logged.add(line)
-            logger.warning("%s", line)
 
 
 def loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from evoalign.report.tables import Interval, Sample, alarm, before_after, headli
 from evoalign.rewards.objective import aim_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import write_json
 from evoalign.tasks import Data, Split, Task
 from evoalign.transcripts import readable
 
@@ -133,7 +132,7 @@ def write_results(
         "change_mean_low_high": {name: list(interval) for name, interval in _change(before, after).items()},
         **({} if placebos is None else {"placebo": placebos.as_dict()}),
     }
-    write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
+    write_json(run.results / "evaluation.json", tree)
 
 
 def show(

@@ -158,16 +158,14 @@ def _divergence(finish: Finish) -> Mapping[str, Any] | None:
     return dataclasses.asdict(session.algorithm.mean.divergence()) if session.config.checks.kl_every else None
 
 
-def _fluency(finish: Finish) -> Fluency | None:
-    if not finish.session.config.measures_nats:
-        return None
-    return finish.session.algorithm.mean.fluency(finish.before, finish.after)
-
-
 MEASUREMENTS: Mapping[str, Measurement] = {
     KL: _divergence,
     DISTANCE: lambda finish: dataclasses.asdict(finish.session.algorithm.mean.distance()),
-    NATS: _fluency,
+    NATS: lambda finish: (
+        finish.session.algorithm.mean.fluency(finish.before, finish.after)
+        if finish.session.config.measures_nats
+        else None
+    ),
 }
 """Measurements of every method, in this order."""
 RECORDED: Mapping[str, str] = {KL: "divergence", DISTANCE: "distance", "settings": "chosen_settings"}

@@ -7,7 +7,6 @@ Labels, paths and measures may come from untrusted runs: control characters and 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +31,8 @@ from evoalign.analysis.compare.tables import (
     standing_grid,
     summary,
 )
-from evoalign.report.tables import escape, markdown_table, shorten, visible
-from evoalign.rundir.files import make_folder, write_text
+from evoalign.report.tables import escape, markdown_table, shorten, tell, visible
+from evoalign.rundir.files import make_folder, write_json, write_text
 from evoalign.statistics import mean
 
 FORMAT_VERSION = 1
@@ -46,7 +45,7 @@ def show(comparison: Comparison, console: Console) -> None:
 
     def lines(found: Iterable[str]) -> None:
         for line in found:
-            console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+            tell(console, line)
 
     verdicts, alone = _verdicts(comparison), len(comparison.groups) < 2
     if alone:  # the reader would overlook it below the tables
@@ -100,7 +99,7 @@ def write(comparison: Comparison, folder: str | Path) -> list[Path]:
     make_folder(folder)
     drawn = figures.draw(comparison, folder)
     tree = {**as_tree(comparison), "figures": [path.name for path in drawn.values()]}
-    write_text(folder / "comparison.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
+    write_json(folder / "comparison.json", tree)
     write_text(folder / "comparison.md", markdown(comparison, {name: path.name for name, path in drawn.items()}))
     return [folder / "comparison.md", folder / "comparison.json", *drawn.values()]
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from evoalign.analysis.judge.judgments import Consistency, Judgment, consistency, models_of
 from evoalign.errors import ConfigError
-from evoalign.statistics import FEWEST, Estimate, t_of
+from evoalign.statistics import FEWEST, t_of
 
 Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -195,13 +195,9 @@ def _tree(found: Dimension) -> dict[str, Any]:
         "unparsed": trust.unparsed,
         "ties": trust.ties,
         "both_orders": trust.both,
-        "agreement": _estimate_tree(trust.agreement),
-        "first_wins": _estimate_tree(trust.first_wins),
+        "agreement": trust.agreement.tree(),
+        "first_wins": trust.first_wins.tree(),
     }
-
-
-def _estimate_tree(found: Estimate) -> dict[str, Any]:
-    return {**asdict(found), "mean": None if math.isnan(found.mean) else found.mean}
 
 
 # --- estimates and intervals ------------------------------------------------------------------------------------------

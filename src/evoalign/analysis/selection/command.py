@@ -19,7 +19,7 @@ Members are ranked by the recorded fitness; ties go to the lower index. Several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -36,7 +36,7 @@ from evoalign.errors import ConfigError, ModelError
 from evoalign.evaluation import RIGHT, Evaluation, Scored
 from evoalign.models.origin import model_path
 from evoalign.placebos.run import Counterfactuals, open_run
-from evoalign.rollouts import rows_of
+from evoalign.rollouts import Encoded, rows_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.journal import Recorded
@@ -47,16 +47,6 @@ from evoalign.training.replay import generation_of, log_of, refuse_taken
 from evoalign.types import Example, Plan
 
 Rule: TypeAlias = Literal["mean", "corp"]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One row of the table: values per prompt, and the completions generated for them."""
-
-    name: str
-    values_P: Floats
-    completions: int
-    committed: bool = True
 
 
 def select(
@@ -130,6 +120,7 @@ class _Selection:
         self.greedy = self.parts.config.evaluation.model_copy(update=greedy)
         self.spent = 0
         self.measure = RIGHT
+        self.rows, self.lines = list[dict[str, Any]](), list[str]()
 
     def run(self, *, vote: bool, merge: Rule | None, to: Path | None) -> Finding:
         """Measure all rows."""
@@ -145,18 +136,29 @@ class _Selection:
             self._check_merge(merge, saves=to is not None)
         base = self._mean(self.parts.data.test, self.greedy)
         self.measure = RIGHT if RIGHT in base.measures_E and not np.isnan(base.measures_E[RIGHT]).any() else "reward"
-        rows, lines = [self._row("base", base)], self._about()
+        self._add_evaluated("base", base)
+        trained = self._about()
         if vote:
-            found, said = self._votes()
-            rows, lines = [*rows, *found], [*lines, *said]
+            self._votes()
         else:
-            rows.append(self._row("best member", self._members(self.ranked[:1], self.parts.data.test)[0]))
+            self._add_evaluated("best member", self._members(self.ranked[:1], self.parts.data.test)[0])
         if merge is not None and self.parts.space.has_pairs:
-            row, said = self._corp(rows[0], to) if merge == "corp" else self._average(to)
-            rows, lines = [*rows, row], [*lines, said]
+            self._corp(to) if merge == "corp" else self._average(to)
         elif to is not None:
-            lines = [*lines, self._save_products(to)]
-        return self._finding(rows, lines)
+            self._save_products(to)
+        numbers = {
+            "generation": self.recorded.update.generation,
+            "journal": self.recorded.hash,
+            "measure": "accuracy" if self.measure == RIGHT else self.measure,
+            "prompts": len(self.parts.data.test),
+            "training_completions": trained,
+            "validation_completions": self.spent,
+            "top": self.top,
+            "ranked": self.ranked,
+            "temperature": self.temperature,
+            "rows": self.rows,
+        }
+        return Finding(numbers, [*self.lines, "intervals are for new prompts, with these members, samples and weights"])
 
     def _check_merge(self, merge: Rule, *, saves: bool) -> None:
         """Raise ConfigError for a merge that the run's space or optimizer does not allow."""
@@ -198,15 +200,16 @@ class _Selection:
     def _members(self, chosen: Sequence[int], examples: Sequence[Example]) -> list[Evaluation]:
         parts, update = self.parts, self.recorded.update
         plan = Plan(update.generation, update.sigma, tuple(update.members[i] for i in chosen))
-        return evaluation.evaluate_members(parts.engine, plan, parts.tokens, parts.task, examples, self.greedy)
+        asked = [(examples, Encoded(parts.task, parts.tokens, examples))]
+        return evaluation.evaluate_together(parts.engine, parts.task, asked, self.greedy, plan=plan)[0]
 
     def _move(self, weights_K: Floats, scale: float = 1.0) -> None:
         """Move the engine from the mean before the generation by a weighted sum of the best members' perturbations."""
         self.parts.engine.load(self.before)
         self.parts.engine.apply(merged(self.recorded.update, self.ranked[: len(weights_K)], weights_K, scale))
 
-    def _average(self, to: Path | None) -> tuple[Measured, str]:
-        """Return the row of the average of the top K, and how K was chosen."""
+    def _average(self, to: Path | None) -> None:
+        """Add the average of the top K, and how K was chosen."""
 
         def validated(k: int) -> float:
             self._move(np.full(k, 1 / k))
@@ -215,7 +218,8 @@ class _Selection:
         count, said = self._choose(lambda: {k: validated(k) for k in self.top})
         self._move(np.full(count, 1 / count))
         name = f"average of the top {count}"
-        return self._row(name, self._mean(self.parts.data.test, self.greedy)), f"{name}: {said}{self._save(name, to)}"
+        self._add_evaluated(name, self._mean(self.parts.data.test, self.greedy))
+        self.lines.append(f"{name}: {said}{self._save(name, to)}")
 
     def _choose(self, values: Callable[[], Mapping[int, float]]) -> tuple[int, str]:
         """Return K and how it was chosen: of several, by the highest of `values` on the validation split.
@@ -228,8 +232,8 @@ class _Selection:
         listed = ", ".join(f"{k}: {value:.4f}" for k, value in found.items())
         return max(sorted(found), key=found.__getitem__), f"K was chosen on the validation split ({listed})"
 
-    def _corp(self, base: Measured, to: Path | None) -> tuple[Measured, str]:
-        """Return the row of CoRP's model, or of the base if the gate refuses it, and the gate's result."""
+    def _corp(self, to: Path | None) -> None:
+        """Add CoRP's model, or the base if the gate refuses it, and the gate's result."""
         update, fitness_M, validation = self.recorded.update, self.recorded.fitness_M, self.parts.data.validation
         choosing, gating = ([validation[i] for i in range(half, len(validation), 2)] for half in (0, 1))
         before_P = self._validated(gating)
@@ -245,12 +249,13 @@ class _Selection:
         gain = self._against(before_P, self._validated(gating))
         said = f"corp ({how}): gain {gain:+.4f} on the half of the validation split that did not choose"
         if gain.low is None or gain.low <= 0:
-            kept = replace(base, name="corp, refused by its gate: the base", committed=False)
-            return kept, f"{said}; not reliable, so the mean stays as it is" + (
-                f" and {to} is not written" if to else ""
-            )
-        row = self._row("corp", self._mean(self.parts.data.test, self.greedy))
-        return row, f"{said}; committed{self._save('corp', to)}"
+            name, base = "corp, refused by its gate: the base", self.rows[0]
+            self._add(name, base["per_prompt"], base["test_completions"], committed=False)
+            kept = f"; not reliable, so the mean stays as it is{f' and {to} is not written' if to else ''}"
+        else:
+            self._add_evaluated("corp", self._mean(self.parts.data.test, self.greedy))
+            kept = f"; committed{self._save('corp', to)}"
+        self.lines.append(said + kept)
 
     def _save(self, name: str, to: Path | None) -> str:
         """Save the engine's mean, marked as no mean of the run, and return that in words."""
@@ -265,14 +270,16 @@ class _Selection:
         what = f"{name}, generation {generation}"
         return Mark(generation + 1, weights_hash, found.hash, objective=found.objective, counterfactual=what)
 
-    def _save_products(self, to: Path) -> str:
-        """Save the average of the products B A of the top K in a single adapter, and return that in words."""
+    def _save_products(self, to: Path) -> None:
+        """Save the average of the products B A of the top K in a single adapter."""
         count, parts = self.top[0], self.parts
         wide = replace(parts.layout, rank=parts.layout.rank * count)
         name, digest = f"average of the top {count}", weights_hash(self._products(count))
         base, mark = model_path(parts.config.model), self._mark(name, digest)
         checkpoint.save(to, mark, parts.config, wide, base, lambda: self._products(count), replace=False)
-        return f"{name}: saved in {to} as an adapter of rank {wide.rank}; evaluate it with evoalign eval {to}"
+        self.lines.append(
+            f"{name}: saved in {to} as an adapter of rank {wide.rank}; evaluate it with evoalign eval {to}"
+        )
 
     def _products(self, count: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the factors of the average of the top members' products: A_1, A_2, ... and B_1 / K, B_2 / K, ..."""
@@ -287,11 +294,23 @@ class _Selection:
             yield factor_name(module, "A"), a.flatten(0, 1)
             yield factor_name(module, "B"), b.transpose(0, 1).flatten(1)
 
-    def _row(self, name: str, found: Evaluation) -> Measured:
-        return Measured(name, self._values(found), len(found.completions))
+    def _add(self, name: str, values_P: Floats, completions: int, *, committed: bool = True) -> None:
+        """Add a row: the mean over prompts, its change from the first row, and the completions that it took."""
+        row = {
+            "name": name,
+            "value": statistics.share(values_P) if self.measure == RIGHT else statistics.mean(values_P),
+            "minus_base": self._against(self.rows[0]["per_prompt"], values_P) if self.rows else None,
+            "test_completions": completions,
+            "committed": committed,
+            "per_prompt": values_P,
+        }
+        self.rows.append(row)
 
-    def _votes(self) -> tuple[list[Measured], list[str]]:
-        """Return the rows of the members, their vote, and self-consistency, and which K was chosen."""
+    def _add_evaluated(self, name: str, found: Evaluation) -> None:
+        self._add(name, self._values(found), len(found.completions))
+
+    def _votes(self) -> None:
+        """Add the members, their vote, and self-consistency, and which K was chosen."""
         if self.measure != RIGHT:
             raise ConfigError(
                 f"task {self.parts.task.name} does not say which completions are right (is_right); a vote needs that"
@@ -305,24 +324,23 @@ class _Selection:
 
         count, said = self._choose(validated)
         members = self._members(self.ranked[:count], self.parts.data.test)
-        of_members = _by_prompt(members)
         sampled = {"temperature": self.temperature, "samples": count, "seeds": [0]}
         samples = self._mean(self.parts.data.test, self.parts.config.evaluation.model_copy(update=sampled))
         of_samples = _by_prompt([samples])
         total = sum(len(one.completions) for one in members)
         values_KP = np.array([self._values(one) for one in members])
-        one, other = f"vote of the top {count}", f"self-consistency at {count}, temperature {self.temperature:g}"
-        rows = [
-            self._row("best member", members[0]),
-            Measured(f"mean of the top {count}", values_KP.mean(0), total),
-            Measured(one, self._voted(of_members, self.parts.data.test), total),
-            Measured(other, self._voted(of_samples, self.parts.data.test), len(samples.completions)),
-            Measured(f"pass@{count} of the members", values_KP.max(0), total),
-            Measured(f"pass@{count} of the samples", _solved(of_samples), len(samples.completions)),
-        ]
-        gap = self._against(rows[3].values_P, rows[2].values_P)
-        equal = f"{total:,} test completions each" if total == len(samples.completions) else "completions differ"
-        return rows, [f"{one}: {said}", f"{one} minus self-consistency: {gap:+.4f} over prompts, paired, {equal}"]
+        vote_P, own_P = (self._voted(of, self.parts.data.test) for of in (_by_prompt(members), of_samples))
+        solved_P = np.array([float(any(c.right for c in completions)) for completions in of_samples])
+        name, drawn = f"vote of the top {count}", len(samples.completions)
+        self._add_evaluated("best member", members[0])
+        self._add(f"mean of the top {count}", values_KP.mean(0), total)
+        self._add(name, vote_P, total)
+        self._add(f"self-consistency at {count}, temperature {self.temperature:g}", own_P, drawn)
+        self._add(f"pass@{count} of the members", values_KP.max(0), total)
+        self._add(f"pass@{count} of the samples", solved_P, drawn)
+        gap = self._against(own_P, vote_P)
+        equal = f"{total:,} test completions each" if total == drawn else "completions differ"
+        self.lines += [f"{name}: {said}", f"{name} minus self-consistency: {gap:+.4f} over prompts, paired, {equal}"]
 
     def _voted(self, of_prompts: Sequence[Sequence[Scored]], examples: Sequence[Example]) -> Floats:
         """Return whether the vote of the completions of each prompt, best first, is right."""
@@ -332,50 +350,23 @@ class _Selection:
             right.append(0.0 if place is None else float(bool(completions[place].right)))
         return np.array(right)
 
-    def _about(self) -> list[str]:
-        """Describe the generation, what its fitness cost, and ties at the last place of the top K."""
+    def _about(self) -> int:
+        """Describe the generation, and ties at the last place of the top K; return the completions of its fitness."""
         config, update, fitness_M = self.parts.config, self.recorded.update, self.recorded.fitness_M
         prompts = len(rows_of(config, len(self.parts.data.train), update.generation))
-        self.trained = (len(update.members) + self.parts.objective.asks_mean) * prompts
-        lines = [
+        trained = (len(update.members) + self.parts.objective.asks_mean) * prompts
+        self.lines.append(
             f"generation {update.generation}: {len(update.members):,} members, {prompts:,} completions each for the "
-            f"fitness, {self.trained:,} in all, which the base and self-consistency did not need"
-        ]
+            f"fitness, {trained:,} in all, which the base and self-consistency did not need"
+        )
         for k in self.top:
             last = fitness_M[self.ranked[k - 1]]
             tied, inside = fitness_M.count(last), [fitness_M[i] for i in self.ranked[:k]].count(last)
             if tied > inside:
-                lines.append(
+                self.lines.append(
                     f"top {k}: {tied:,} members tie at fitness {last:g}; the first {inside:,} by index are taken"
                 )
-        return lines
-
-    def _finding(self, rows: Sequence[Measured], lines: Sequence[str]) -> Finding:
-        base_P, shares = rows[0].values_P, self.measure == RIGHT
-        table: list[Mapping[str, Any]] = [
-            {
-                "name": row.name,
-                "value": statistics.share(row.values_P) if shares else statistics.mean(row.values_P),
-                "minus_base": None if row is rows[0] else self._against(base_P, row.values_P),
-                "test_completions": row.completions,
-                "committed": row.committed,
-                "per_prompt": row.values_P,
-            }
-            for row in rows
-        ]
-        numbers = {
-            "generation": self.recorded.update.generation,
-            "journal": self.recorded.hash,
-            "measure": "accuracy" if shares else self.measure,
-            "prompts": len(base_P),
-            "training_completions": self.trained,
-            "validation_completions": self.spent,
-            "top": self.top,
-            "ranked": self.ranked,
-            "temperature": self.temperature,
-            "rows": table,
-        }
-        return Finding(numbers, [*lines, "intervals are for new prompts, with these members, samples and weights"])
+        return trained
 
 
 def _by_prompt(found: Sequence[Evaluation]) -> list[list[Scored]]:
@@ -385,7 +376,3 @@ def _by_prompt(found: Sequence[Evaluation]) -> list[list[Scored]]:
         for completion in one.completions:
             of_prompts.setdefault(completion.example, []).append(completion)
     return [of_prompts[example] for example in sorted(of_prompts)]
-
-
-def _solved(of_prompts: Sequence[Sequence[Scored]]) -> Floats:
-    return np.array([float(any(c.right for c in completions)) for completions in of_prompts])

@@ -26,8 +26,8 @@ import yaml
 from evoalign import engines
 from evoalign.config import Config, from_dict, outside, parse_overrides
 from evoalign.config.grpo import place_of
-from evoalign.config.reading import parse_yaml, read_object
-from evoalign.errors import ConfigError, DataError, RunExistsError, shown
+from evoalign.config.reading import object_of, parse_yaml
+from evoalign.errors import ConfigError, RunExistsError, shown
 from evoalign.rundir.directory import LOCK, MEASURING, RunDir
 from evoalign.rundir.files import refuse_links, write_text
 from evoalign.rundir.identity import differences
@@ -79,7 +79,7 @@ class Run:
 
         A run that was killed while it measured placebos is not finished; resuming measures them.
         """
-        tree = read_json(self.path / "results" / "evaluation.json") or {}
+        tree = object_of(self.path / "results" / "evaluation.json") or {}
         if not all(isinstance(tree.get(name), dict) for name in ("before", "after")) or tree.get(MEASURING):
             return None
         ended = "ending" in tree  # stopped early, by `stopping`
@@ -194,14 +194,6 @@ def name_of(settings: Settings, method: Method) -> str:
     return f"{safe[: NAME_LENGTH - 9]}~{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
-def read_json(path: Path) -> Tree | None:
-    """Read a JSON object; None if the file is missing or damaged."""
-    try:
-        return read_object(path)
-    except DataError:
-        return None
-
-
 # --- folder -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +265,7 @@ class Folder:
         return found
 
     def _read(self, file: Path, cells: Sequence[TrialConfig]) -> None:
-        tree = read_json(file)
+        tree = object_of(file)
         try:
             whole = tree is not None and tree["format_version"] == FORMAT_VERSION
             if tree is None or not whole or not all(NAMES.fullmatch(c["name"]) for c in tree["cells"]):

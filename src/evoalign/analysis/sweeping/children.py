@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from evoalign.analysis.sweeping.cells import Run
 from evoalign.config import to_yaml
 from evoalign.config.reading import check_regular, parse
 from evoalign.errors import ConfigError, DataError, RunExistsError
-from evoalign.report.tables import visible
-from evoalign.report.terminal import print_line
+from evoalign.report.progress import clock_face
+from evoalign.report.tables import tell
 from evoalign.rewards.objective import aim
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import links_in, write_text
@@ -234,7 +233,7 @@ class Display:
         if state == "failed":
             self.print("\n  ".join([f"failed   {end.run.name}: {end.how}; log: {end.log}", *end.tail]))
         elif not self.console.is_terminal:
-            parts = [f"{state:8} {end.run.name}", result, f"in {_clock(end.seconds)}"]
+            parts = [f"{state:8} {end.run.name}", result, f"in {clock_face(end.seconds)}"]
             self.print(" ".join(filter(None, [*parts, f"({self._finished()} of {self.total})"])))
 
     def _finished(self) -> int:
@@ -242,8 +241,7 @@ class Display:
 
     def print(self, text: str) -> None:
         """Print lines with control characters escaped, since logs are untrusted."""
-        ascii_only = not self.console.encoding.startswith("utf")
-        print_line(self.console, "\n".join(visible(line, ascii_only=ascii_only) for line in text.split("\n")))
+        tell(self.console, text)
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -255,14 +253,14 @@ class Display:
         for child in running:
             step, reward = _progress(child)
             begun += step / child.run.steps
-            shown, elapsed = "" if reward is None else f"{reward:.4g}", _clock(now - child.started)
+            shown, elapsed = "" if reward is None else f"{reward:.4g}", clock_face(now - child.started)
             table.add_row(Text(child.run.name), "running", f"{step}/{child.run.steps}", shown, elapsed)
         left, worked = self.total - self._finished(), self._finished() - self.before + begun
         done, failed, pruned, _ = self.counts.values()
         counts = f"{self.before + done} done, {len(running)} running, {failed} failed, {left - len(running)} waiting"
         counts += f", {pruned} pruned" if pruned else ""
         if worked > 0:
-            counts += f"; about {_clock((now - self._start) * (left - begun) / worked)} left"
+            counts += f"; about {clock_face((now - self._start) * (left - begun) / worked)} left"
         return Group(Text(counts, "bold"), table)
 
 
@@ -274,7 +272,3 @@ def _progress(child: Child) -> tuple[int, float | None]:
     measured = (row.get("validation") or row.get("evaluation") for row in reversed(rows))
     evaluated = next((aim(measures) for measures in measured if measures), None)
     return int(rows[-1]["generation"]) + 1, rows[-1].get("mean") if evaluated is None else evaluated
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(max(0.0, seconds))))

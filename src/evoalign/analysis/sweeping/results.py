@@ -14,9 +14,10 @@ import numpy as np
 from evoalign.analysis.compare.statistics import compare
 from evoalign.analysis.compare.tables import DRIFT
 from evoalign.analysis.sweeping import report as figures
-from evoalign.analysis.sweeping.cells import Run, Settings, Tree, chosen_on, has_validation, read_json
+from evoalign.analysis.sweeping.cells import Run, Settings, Tree, chosen_on, has_validation
 from evoalign.analysis.sweeping.children import Ended
 from evoalign.checks import hacking
+from evoalign.config.reading import object_of
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
@@ -27,7 +28,7 @@ from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
 from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import write_json, write_text
 from evoalign.statistics import LEVEL
 
 FORMAT_VERSION = 1
@@ -134,7 +135,7 @@ def hacked_share(path: Path) -> float | None:
 def cost_of(run: Run) -> Tree:
     """Return the training cost so far, finished or not; only seconds if its rows have no budget."""
     rows = list(RunDir(run.path).read_metrics().values())
-    total = budget.cost_of((read_json(run.path / "results" / "budget.json") or {}).get("training"))
+    total = budget.cost_of((object_of(run.path / "results" / "budget.json") or {}).get("training"))
     if total is None:
         known, missing = budget.totals(rows)
         total = known if missing < len(rows) else None
@@ -145,7 +146,7 @@ def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str, keys: S
     """Write results.json and table.md, with the settings `keys` as columns."""
     found = {} if tree.get("search") else {"best": best(cells, measure)}
     whole = {"format_version": FORMAT_VERSION, **tree, "measure": measure, **found, "cells": list(cells)}
-    write_text(folder / "results.json", json.dumps(whole, indent=2, allow_nan=False) + "\n")
+    write_json(folder / "results.json", whole)
     write_text(folder / "table.md", table(cells, measure, keys))
 
 

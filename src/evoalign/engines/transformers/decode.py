@@ -102,8 +102,9 @@ class Decoder:
         spare = room - len(pairs) * self.footprint.row(columns, sampling)
         slots = torch.tensor([slot for slot, _ in pairs], device=self._device)
         cache = RoomCache(self.forward.layers, columns)
-        read = Prefill(self.forward, self.footprint, cache, adapters, spare).run(pairs, columns, self.pad_id)
-        logits, rows = read.logits, self._rows(pairs, read.mask)
+        prefill = Prefill(self.forward, self.footprint, cache, adapters, spare)
+        logits, mask = prefill.run(pairs, columns, self.pad_id)
+        rows = self._rows(pairs, mask)
         out = [Completion() for _ in pairs]
         alone = pairs[-1][0] == 0
         given = self._given([r for _, r in pairs], sampling.max_tokens)

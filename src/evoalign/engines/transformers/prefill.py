@@ -238,14 +238,6 @@ def _reach(config: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Logits [B, V] after the prompt of each pair, and the mask of columns of the cache; None: all columns count."""
-
-    logits: torch.Tensor
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Batch:
     """Rows of one stage: row i has slot `slots[i]` and reads text `texts[i]`, numbered in order of appearance.
 
@@ -277,8 +269,13 @@ class Prefill:
         self._forward, self._footprint, self._cache = forward, footprint, cache
         self._adapters, self._spare, self._device = adapters, spare, forward.device
 
-    def run(self, pairs: Sequence[tuple[int, Request]], room: int, pad_id: int) -> Prefilled:
-        """Return logits and mask of each (slot, request), and arrange the adapters for these rows."""
+    def run(
+        self, pairs: Sequence[tuple[int, Request]], room: int, pad_id: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits [B, V] after each prompt, and the mask of columns of the cache (None: all columns count).
+
+        Arranges the adapters for these rows.
+        """
         count = pairs[-1][0] + 1
         heads: list[Head] = list(dict.fromkeys((slot, r.prompt_ids) for slot, r in pairs))
         prompts = list(dict.fromkeys(prompt for _, prompt in heads))
@@ -298,7 +295,7 @@ class Prefill:
             index = self._index([place[slot, r.prompt_ids] for slot, r in pairs])
             self._cache.select(index)
             logits, mask = logits[index], None if mask is None else mask[index]
-        return Prefilled(logits, mask)
+        return logits, mask
 
     def _rest(
         self, heads: Sequence[Head], prompts: Sequence[tuple[int, ...]], shared: int, room: int, pad_id: int

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from evoalign.config.reading import read_object
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import DataError, EvoalignError, ModelError, RewardError, plain, shown
 from evoalign.models.files import (
@@ -32,6 +31,7 @@ from evoalign.models.files import (
     find,
     loading,
     place,
+    read_settings,
     refuse_pickles,
     set_by,
     weight_files,
@@ -171,15 +171,11 @@ def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classif
     """Return the model's config.json and its kind. Raises ModelError."""
     refuse_pickles(source.path, source.revision, writes=False)
     name = source.name
-    try:
+    with _explained(name):
         found = find(source.path, "config.json", source.revision)
-        if found is None:
-            raise ModelError(f"model {name} has no config.json; set model.name to the folder of a model")
-        tree = read_object(found, mend="fetch it again")
-    except DataError as error:
-        raise ModelError(f"model {name}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
+    if found is None:
+        raise ModelError(f"model {name} has no config.json; set model.name to the folder of a model")
+    tree = read_settings(name, found)
     architectures: list[Any] = tree.get("architectures") or [None]
     first = str(architectures[0])
     if first.endswith("ForScore"):
@@ -252,12 +248,10 @@ def _head(source: _Source, config: Mapping[str, Any]) -> Head:
     name = source.name
     wanted = {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"}
     found: dict[str, torch.Tensor] = {}
-    try:
+    with _explained(name):
         for file in weight_files(source.path, source.revision, name):
             with safe_open(file, framework="pt") as opened:
                 found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
     if "score_head.weight" not in found:
         raise ModelError(f"model {name} does not load: its files lack score_head.weight; fetch it again")
     weight, bias = found["score_head.weight"], found.get("score_head.bias")
