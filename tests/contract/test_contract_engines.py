@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract tests of engines pass on the transformers engine in all spaces, and fail on broken engines."""
 
-import tempfile
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from plain_adapters import adapter
+from plain_adapters import over
 
 from evoalign.config import from_dict
-from evoalign.engines.specs import specs_of_config
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.testing import engines as contract
 
+CMA = {"sigma": 0.05, "optimizer": "cma", "population_size": 4}
 SPACES = {
     "lora": {},
     "lora, ab": {"lora": {"rank": 2, "evolve": "ab", "alpha": 32}},
@@ -24,15 +21,10 @@ SPACES = {
     "singular": {},
     "subspace": {"space": {"name": "subspace", "dimension": 300}},
     "steering": {},
+    "norms, adam": {"es": {"sigma": 0.05, "learning_rate": 0.02, "optimizer": "adam"}},
+    "subspace, cma": {"space": {"name": "subspace", "dimension": 8}, "es": CMA},
+    "subspace, sep_cma": {"space": {"name": "subspace", "dimension": 300}, "es": {**CMA, "optimizer": "sep_cma"}},
 }
-
-
-@cache
-def over(folder):
-    """Return an adapter of all linear weights of a model."""
-    specs = specs_of_config(from_dict({"model": {"name": str(folder)}}))
-    shapes = {s.name: s.shape for s in specs if s.kind == "linear" and s.layer is not None}
-    return adapter(Path(tempfile.mkdtemp()), shapes, base=str(folder))
 
 
 def config(folder, variant, dtype="float32", **more):

@@ -30,6 +30,20 @@ from evoalign.types import Plan, Request, Rollout, Sampling, population
 
 __all__ = ["cluster"]
 long = pytest.mark.long
+CMA = {"num_generations": 3, "population_size": 4, "sigma": 0.05}
+FURTHER = {"num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
+SPACES = {
+    "lora": {},
+    "lora, adam": {"es": FURTHER | {"optimizer": "adam"}},
+    "lowrank": {},
+    "full": {"es": FURTHER | {"decay": 0.1}},
+    "subspace, cma": {"space": {"name": "subspace", "dimension": 8}, "es": CMA | {"optimizer": "cma"}},
+    "norms, sep_cma": {"es": CMA | {"optimizer": "sep_cma"}},
+}
+
+
+def tree_of(variant, count=2, **ray):
+    return settings(variant.partition(",")[0], count, **ray) | SPACES[variant]
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +89,21 @@ def test_engine_keeps_the_contract(check, config):
 
 
 @long
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_journal_and_evaluation_do_not_depend_on_number_of_replicas(space, tmp_path):
-    """The test split has 245 rows, which make four chunks."""
+@pytest.mark.parametrize("variant", SPACES)
+def test_journal_and_evaluation_do_not_depend_on_number_of_replicas(variant, tmp_path):
+    """The test split has 245 rows, which make four chunks. With 0 replicas the engine is in process, without Ray."""
     journals, evaluations = [], []
-    for count in (1, 2, 3):
-        given = settings(space, count)
+    for count in (1, 2, 3, 0):
+        given = tree_of(variant, count)
+        given["engine"] = given["engine"] if count else given["engine"]["replica"]
+        given["es"] = given["es"] | {"population_size": 12}
         given["task"] |= {"test_size": None}
         journals.append(journal(tmp_path / str(count), given))
         evaluations.append(json.loads((tmp_path / str(count) / "results" / "evaluation.json").read_text()))
-    assert len(journals[0]) == 6 and journals[0] == journals[1] == journals[2]
+    assert len(journals[0]) == 6 and all(found == journals[0] for found in journals)
     assert evaluations[0]["examples"] == 245
     for key in ("before", "after"):
-        assert evaluations[0][key] == evaluations[1][key] == evaluations[2][key]
+        assert all(found[key] == evaluations[0][key] for found in evaluations)
 
 
 @long
@@ -188,14 +204,9 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 
 # --- joining ---
 
-ADAM = {"optimizer": {"name": "adam"}, "num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
-DECAY = {"decay": 0.1, "num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
-SPACES = {"lora": {}, "lora, adam": ADAM, "lowrank": {}, "full": DECAY}
-
 
 def config_of(variant, count=2, **ray):
-    given = settings(variant.partition(",")[0], count, **ray)
-    return from_dict(given | {"es": given["es"] | SPACES[variant]})
+    return from_dict(tree_of(variant, count, **ray))
 
 
 @long

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs for vLLM in these tests, and its completions."""
 
+from plain_adapters import over
+
 from evoalign.config import from_dict
 
+CMA = {"sigma": 0.05, "optimizer": "cma", "population_size": 4}
 SPACES = {
     "lora": {},
     "lora, ab": {"lora": {"rank": 2, "evolve": "ab", "alpha": 32}, "engine": {"population": "generic"}},
@@ -11,6 +14,9 @@ SPACES = {
     "full": {},
     "norms": {},
     "subspace": {"space": {"name": "subspace", "dimension": 300}},
+    "singular": {},
+    "subspace, cma": {"space": {"name": "subspace", "dimension": 8}, "es": CMA},
+    "subspace, sep_cma": {"space": {"name": "subspace", "dimension": 300}, "es": {**CMA, "optimizer": "sep_cma"}},
 }
 
 LENGTHS = {
@@ -22,8 +28,9 @@ LENGTHS = {
 def config(variant="lora", name="vllm", **more):
     sections = {**SPACES.get(variant, {}), **more}
     own = {"kv_cache_gib": 0.125, **LENGTHS.get(name, {}), **sections.pop("engine", {})}
+    model = str(over("tiny")) if variant == "singular" else "tiny"
     tree = {
-        "seed": 5, "space": variant.partition(",")[0], "model": {"name": "tiny", "dtype": "float32"},
+        "seed": 5, "space": variant.partition(",")[0], "model": {"name": model, "dtype": "float32"},
         "engine": {"name": name, **(own if name in LENGTHS else {"device": "cpu"})},
         "es": {"sigma": 0.05, "learning_rate": 0.02, "population_size": 30}, **sections,
     }  # fmt: skip

@@ -18,6 +18,7 @@ SPACES = {
     "lora": {"lora": {"rank": 2, "alpha": 4}, "es": {"optimizer": "adam", "decay": 0.01}},
     "lowrank": {"es": {"decay": 0.01}},
     "full": {"es": {"noise_multiplier": 0.3, "sigma": None}},
+    "subspace, cma": {"space": {"name": "subspace", "dimension": 8}, "es": {"optimizer": "cma", "learning_rate": None}},
 }
 
 
@@ -47,7 +48,7 @@ def config(model, space, workers):
     engine = {"name": "vllm", "kv_cache_gib": 0.125, "max_num_seqs": 32, "max_model_len": 128}
     es = {"sigma": 0.05, "learning_rate": 0.02, "population_size": 4, **SPACES[space].get("es", {})}
     tree = {
-        "seed": 5, "space": space, "model": {"name": str(model), "dtype": "float32"}, **SPACES[space],
+        "seed": 5, "space": space.partition(",")[0], "model": {"name": str(model), "dtype": "float32"}, **SPACES[space],
         "es": {k: v for k, v in es.items() if v is not None},
         "engine": {**engine, "tensor_parallel_size": workers} if workers else {"device": "cpu"},
     }  # fmt: skip
@@ -85,6 +86,7 @@ def seen(engine_class, settings):
         pytest.param("lora", marks=pytest.mark.releases),  # members in slots
         pytest.param("lowrank", marks=pytest.mark.long),  # slots, and a mean in parts
         "full",  # a mean in parts
+        pytest.param("subspace, cma", marks=pytest.mark.long),  # each worker draws from its own copy of the covariance
     ],
 )
 def test_two_workers_match_one_engine(model, space):

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from evoalign.config import from_dict, from_record
-from evoalign.engines.ray import replicas
+from evoalign.engines.ray import engine, replicas
 from evoalign.engines.ray.replicas import MARGIN, Replica, ReplicaError, checked_fingerprint, checked_rollouts
 from evoalign.errors import ConfigError, ModelError
 from evoalign.types import Facts, Member, Request, Rollout, Sampling, population
@@ -143,6 +143,21 @@ def test_summary_names_the_process_and_drops_guesses():
         replicas.summary(ValueError("no\nmore room")) == "ValueError: more room"
         and replicas.summary(ValueError()) == "ValueError: "
     )
+
+
+@pytest.mark.parametrize(("summation", "compared"), [("ordered", 1), ("own", 4)])
+def test_replicas_are_compared_after_each_update_that_the_space_sums_itself(monkeypatch, summation, compared):
+    """The last bits of CMA-ES depend on the host's processor."""
+    pool = MagicMock(updates=[])
+    pool.ask.return_value, pool.ask_all.return_value = ("float32", []), {Replica(0): FACTS}
+    pool.mismatch.return_value, pool.fingerprints.return_value = "", {Replica(0): "a" * 64}
+    monkeypatch.setattr(engine, "ReplicaPool", lambda config: pool)
+    made = engine.RayEngine(from_dict(config_tree(compare_every=4)), MagicMock())
+    made.start(MagicMock(carrier="adapter", summation=summation), MagicMock(), None, False)
+    for _ in range(4):
+        pool.updates.append(None)
+        made.fingerprint()
+    assert pool.fingerprints.call_count == compared
 
 
 # --- what a replica returns ---

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CMA-ES (Hansen, arXiv 1604.00772) and sep-CMA-ES (Ros and Hansen, PPSN 2008), computed by the package `cmaes`.
 
-Members are not drawn from N(0, I) but from N(0, sigma^2 C), which the ranks of the scores adapt. The package gets the
-counter noise in place of random numbers, and the shaped coefficients in place of function values. Its numbers
-are in units of the width of the noise at generation 0, so that it starts from the mean 0, sigma 1 and C = I, whatever
-the tensors' scales are.
+Members are not drawn from N(0, I) but from N(0, sigma^2 C), which the ranks of the scores adapt: `adapted` gives a
+space this noise in place of its own. The package gets the counter noise in place of random numbers, and the shaped
+coefficients in place of function values. Its numbers are in units of the width of the noise at generation 0, so that it
+starts from the mean 0, sigma 1 and C = I, whatever the tensors' scales are.
 
 Deviations from the package: a generation without variance in the scores is skipped, as with every optimizer. Matrix
 products, decompositions and exponentials are those of numpy, whose last bits depend on the machine.
@@ -12,7 +12,9 @@ products, decompositions and exponentials are those of numpy, whose last bits de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from threading import Lock
 from typing import Any
 
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from evoalign import noise
 from evoalign.config import EsConfig
 from evoalign.errors import CheckpointError, ConfigError
-from evoalign.types import Layout, Update
+from evoalign.types import Layout, Slices, Update
 
 MOST = {"cma": 2_000, "sep_cma": 10_000}
 """Numbers that may evolve, by optimizer."""
@@ -36,7 +38,7 @@ _NUMBERS = {"sigma": "_sigma", "generation": "_g"}
 
 
 class Cma:
-    """CMA-ES or sep-CMA-ES over all numbers of a layout. `evoalign.spaces.adapted` draws the members from it."""
+    """CMA-ES or sep-CMA-ES over all numbers of a layout."""
 
     def __init__(self, es: EsConfig, layout: Layout) -> None:
         self.es, self.layout = es, layout
@@ -119,8 +121,57 @@ class Cma:
         return self._moved
 
     def direction(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient: that of `evoalign.spaces.adapted` is the move of the mean."""
+        """Return the gradient: that of `Adapted` is the move of the mean."""
         return gradient
+
+
+class Adapted:
+    """The noise and the moves of CMA-ES, put before the class of a space of few numbers by `adapted`."""
+
+    optimizer: Cma
+    plain: Any
+    """The space with its own noise."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return adapted, (self.plain, self.optimizer)
+
+    def noise(
+        self,
+        layout: Layout,
+        name: str,
+        generation: int,
+        members: Sequence[int],
+        slices: Slices | None = None,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """Return the members' distances from the mean in units of the noise's width at generation 0."""
+        drawn = torch.from_numpy(self.optimizer.offsets(generation, members))
+        part = drawn[:, _columns(layout, name)].view(len(members), *layout[name].shape)
+        return part[(slice(None), *(slices or ()))].to(device, torch.float32)
+
+    def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
+        """Return the move of the mean, in the same units."""
+        moved = torch.from_numpy(self.optimizer.move(update))[_columns(layout, name)]
+        return moved.view(layout[name].shape)[slices].to(device, torch.float32)
+
+
+def adapted(space: Any, optimizer: Any) -> Any:
+    """Return the space itself, or with CMA-ES one that draws members from it. Raises ConfigError for own noise."""
+    if not isinstance(optimizer, Cma):
+        return space
+    if space.summation != "ordered":
+        raise ConfigError(
+            f"space {space.name} has its own noise or update, which es.optimizer {optimizer.es.optimizer.name} would "
+            "replace; use sgd"
+        )
+    return space.derived(Adapted, {"optimizer": optimizer, "plain": space})
+
+
+def _columns(layout: Layout, name: str) -> slice:
+    """Return the places of a tensor's numbers among those of all evolved tensors."""
+    names, sizes = [t.name for t in layout.tensors], [math.prod(t.shape) for t in layout.tensors]
+    stop = list(accumulate(sizes))[names.index(name)]
+    return slice(stop - math.prod(layout[name].shape), stop)
 
 
 def strategy(es: EsConfig, layout: Layout) -> Any:

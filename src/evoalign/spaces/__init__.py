@@ -8,8 +8,8 @@ from typing import Any
 from evoalign import config as settings
 from evoalign.config import Config
 from evoalign.errors import ConfigError
+from evoalign.optimizer.cma import adapted
 from evoalign.plugins import load_object
-from evoalign.spaces.adapted import adapted
 from evoalign.spaces.base import Adapter, Factors, MeanPart, Slots, Space
 from evoalign.spaces.full import Full
 from evoalign.spaces.lora import Lora

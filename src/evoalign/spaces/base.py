@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -102,6 +102,10 @@ class Space(ABC):
         self.config = config
         self.options: Any = own_settings(config.space.options, self.settings, "space")
 
+    def derived(self, mixin: type, attributes: Mapping[str, Any]) -> Space:
+        """Return a space of this config with these class attributes and the methods of `mixin` before this space's."""
+        return type(type(self).__name__, (mixin, type(self)), dict(attributes))(self.config)
+
     @property
     def section(self) -> SpaceSection:
         """The config section of a shipped space; a default section for a user-defined one."""
@@ -119,7 +123,7 @@ class Space(ABC):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer whose state the noise depends on, or None; see `evoalign.spaces.adapted`."""
+        """The optimizer whose state the noise depends on, or None; see `evoalign.optimizer.cma`."""
         return None
 
     @property

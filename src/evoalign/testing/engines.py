@@ -265,8 +265,15 @@ def check_common_random_numbers(bench: Bench) -> None:
 
 
 def check_apply(bench: Bench) -> None:
-    """Require that an update changes evolved tensors by step * scale * (1/N) sum_i c_i sign_i eps_i, and no others."""
+    """Require that an update changes evolved tensors by step * scale * (1/N) sum_i c_i sign_i eps_i, and no others.
+
+    With an optimizer, by what it makes of that gradient from the state that the engine returned before.
+    """
     before, update = dict(bench.engine.state()), bench.update()
+    mover = optimizer.create(bench.config.es, bench.layout)
+    if mover is not None:
+        mover.load(dict(bench.engine.optimizer_state()))
+    space = spaces.adapted(spaces.create(bench.config), mover)
     fingerprint = bench.engine.fingerprint()
     bench.engine.apply(update)
     assert bench.engine.fingerprint() != fingerprint, "an update does not change the fingerprint"
@@ -282,8 +289,12 @@ def check_apply(bench: Bench) -> None:
         if isinstance(eps, Factors):
             eps = eps.b.double() @ eps.a.double() / math.sqrt(eps.a.shape[1])
         weights = [m.sign * c for m, c in zip(update.members, update.coefficients, strict=True)]
-        total = torch.tensordot(torch.tensor(weights, dtype=torch.float64), eps.double(), dims=1)
-        want = update.step * moving[name].scale * total / len(weights)
+        want = torch.tensordot(torch.tensor(weights, dtype=torch.float64), eps.double(), dims=1) / len(weights)
+        if mover is not None:
+            whole = tuple(slice(0, n) for n in after.shape)
+            gradient = space.gradient(bench.layout, name, update, whole, after.device)
+            want = mover.direction(name, gradient).double()
+        want *= update.step * moving[name].scale
         rounding = 2**-23 * float(after.double().norm())
         distance = float((moved - want).norm())
         allowed = tolerance * float(want.norm()) + rounding

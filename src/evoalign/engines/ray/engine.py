@@ -35,7 +35,7 @@ class RayEngine(EngineDefaults):
     def __init__(self, config: Config, tokens: Tokens) -> None:
         assert isinstance(config.engine, RayConfig)
         self._settings = config.engine
-        self._chunk = self._settings.chunk
+        self._chunk, self._compare_every = self._settings.chunk, self._settings.compare_every
         self.pool = ReplicaPool(config)
         self._dispatcher = Dispatcher(self.pool)
         began = time.monotonic()
@@ -58,6 +58,8 @@ class RayEngine(EngineDefaults):
         """Start all replicas; each makes its own space and optimizer from the config."""
         if space.carrier != "adapter":
             self._chunk = 1
+        if space.summation == "own":  # its last bits may differ between kinds of hosts
+            self._compare_every = 1
         self.pool.start_arguments = (layout, keep_start, optimizer is not None)
         while not (returned := self.pool.ask_all("start", *self.pool.start_arguments)):
             self.pool.any_ready()  # all failed, and one was restarted
@@ -82,9 +84,12 @@ class RayEngine(EngineDefaults):
         self.pool.admit()
 
     def fingerprint(self) -> str:
-        """Return one replica's hash. Every `engine.compare_every` updates, compare all and restart the odd ones."""
+        """Return one replica's hash. Every `engine.compare_every` updates, compare all and restart the odd ones.
+
+        Where a space sums updates itself, as with CMA-ES, after each update.
+        """
         updates = len(self.pool.updates)
-        found = self.pool.fingerprint() if updates % self._settings.compare_every else self._compare()
+        found = self.pool.fingerprint() if updates % self._compare_every else self._compare()
         self.pool.hashes[updates] = found
         return found
 
