@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from evoalign.config.secrets import redacted
 from evoalign.errors import ConfigError, plain
 
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
@@ -38,6 +37,8 @@ def described(error: BaseException) -> str:
 
     Its text often quotes a completion, whose control characters would reach the terminal.
     """
+    from evoalign.config.secrets import redacted  # imports the config, which a process of one episode does without
+
     text = plain(" ".join(redacted(str(error)).split()))
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 

@@ -10,9 +10,14 @@ on. The text of a single turn is that turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+from evoalign.errors import DataError, shown
+
+REWARD = "reward"
+"""The score that a harness has to report; others are columns next to it."""
 SEPARATOR = "\x04"
 """A control character that is not white space, so that no `strip` removes it."""
 Message: TypeAlias = dict[str, Any]
@@ -102,3 +107,18 @@ def _line(message: Message) -> str:
     named = f"{message['role']} {message['name']}" if "name" in message else message["role"]
     written = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
     return f"[{named}] " + " ".join(filter(None, [message["content"], *written]))
+
+
+def checked_scores(found: Any) -> dict[str, float]:
+    """Return scores: a number, or named numbers with a `reward`. Raises DataError."""
+    named: Any = found if isinstance(found, Mapping) else {REWARD: found}
+    scores = {
+        str(name): float(value)
+        for name, value in named.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    if REWARD not in scores:
+        raise DataError(f"the score {shown(found)} has no number {REWARD!r}")
+    if odd := [name for name, value in scores.items() if not math.isfinite(value)]:
+        raise DataError(f"the score {shown(found)}: {odd[0]} is not finite")
+    return scores

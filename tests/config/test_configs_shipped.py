@@ -112,10 +112,10 @@ def test_quickstart_trains_for_two_generations(path, tmp_path, monkeypatch):
     """With fewer members, completions and test examples than a quickstart has."""
     monkeypatch.chdir(REPOSITORY)
     run, is_grpo = tmp_path / "run", command(path) == "grpo"
-    less = ["es.num_generations=2", "es.population_size=16"]
+    less = ["es.num_generations=2", "es.population_size=4"]
     if is_grpo:
-        less = ["grpo.max_steps=2", f"grpo.per_device_train_batch_size={4 * load(path).grpo.num_generations}"]
-    config = load(path, *less, "task.test_size=32", f"output_dir={run}")
+        less = ["grpo.max_steps=2", f"grpo.per_device_train_batch_size={2 * load(path).grpo.num_generations}"]
+    config = load(path, *less, "task.test_size=8", f"output_dir={run}")
     evoalign.grpo(config) if is_grpo else evoalign.train(config)
     rows = [json.loads(line)["generation"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "results" / "evaluation.json").read_text())
@@ -147,7 +147,7 @@ def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, ca
             template = (REPOSITORY / "studies" / "episodes_chat_template.jinja").read_text()
             (Path(folder) / "chat_template.jinja").write_text(template)
     is_generated = hasattr(TASKS[config.task.name], "rows")
-    rows = max(480, config.task.batch_size or 0)
+    rows = max(64 if is_generated else 480, config.task.batch_size or 0)
     if is_generated or config.task.name == "countdown":
         sets += [f"task.train_size={min(config.task.train_size or rows, rows)}", "task.test_size=64"]
     if not is_generated and (config.task.train_data is None or config.task.train_data.startswith("hub:")):

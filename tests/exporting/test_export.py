@@ -46,7 +46,7 @@ from evoalign.training.replay import replay
 from evoalign.types import MEAN_PLAN, Plan, Request, Sampling
 
 WIDTHS = {"lora": 0.05, "lowrank": 0.02, "full": 0.01}
-PROMPTS = 100
+PROMPTS = 50
 TOKENS = 24
 QUESTIONS = [f"What is {i % 10} {'+-*'[i % 3]} {i // 10}?" for i in range(PROMPTS)]
 

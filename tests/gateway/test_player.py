@@ -2,7 +2,6 @@
 """Harnesses that play episodes through the gateway: who answers them, what they score, and what is left of them."""
 
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -10,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 from small_runs import UNCHECKED, read_rows, write_rows
@@ -63,6 +63,9 @@ def leaks(url, key, example):
 
 def exposed(url, key, example):
     return float(key in " ".join(sys.orig_argv))
+
+def heavy(url, key, example):
+    return float(any(name in sys.modules for name in ("evoalign.config", "numpy")))
 
 def endless(url, key, example):
     return say(url, key, example, turns=1000)
@@ -161,8 +164,11 @@ def test_conversations_through_the_gateway_have_the_tokens_of_those_in_process(t
 
 
 @pytest.mark.slow
-def test_64_conversations_of_each_of_30_members_are_those_in_process():
-    _same_as_in_process(30, 64, 0.0)
+@pytest.mark.last("64-64")
+@pytest.mark.parametrize(("rows", "concurrency"), [(4, 16), (64, 64)])
+def test_many_conversations_of_30_members_are_those_in_process(rows, concurrency):
+    """There are more of them than are played at once."""
+    _same_as_in_process(30, rows, 0.0, concurrency)
 
 
 def test_a_run_trains_and_reports_the_columns_of_the_harness(folder):
@@ -196,6 +202,10 @@ def test_what_a_failed_harness_wrote_is_kept(folder, monkeypatch):
 
 def test_the_key_is_no_argument_of_a_function_s_process(folder):
     assert [scores_of(r.text) for r in play(tree("harness.py:exposed"))] == [{"reward": 0}] * 2
+
+
+def test_a_function_s_process_imports_little(folder):
+    assert [scores_of(r.text) for r in play(tree("harness.py:heavy"))] == [{"reward": 0}] * 2
 
 
 @pytest.mark.parametrize(
@@ -376,12 +386,12 @@ def test_a_killed_run_keeps_its_finished_episodes(folder):
     (folder / "harness.py").write_text(HARNESS + counted)
     write_rows(folder / "config.yaml", [{**tree("harness.py:counted", task={"episode": {"concurrency": 1}}),
                                          "output_dir": "run"}])  # fmt: skip
-    child = os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, "-m", "evoalign.cli", "train", "config.yaml")
+    child = forked.Popen([sys.executable, "-m", "evoalign.cli", "train", "config.yaml"])
     record, deadline = folder / "run/results/episodes.jsonl", time.monotonic() + 300
     while not (record.is_file() and len(record.read_text().splitlines()) >= 4) and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(60) == -signal.SIGKILL
     kept = len(read_rows(record)) - 1
     played = len((folder / "played").read_text().splitlines())
     assert 3 <= kept < 8

@@ -67,19 +67,6 @@ def test_vectors_are_added_to_the_residual_stream_of_their_layers(run):
         assert torch.allclose(model(ids).logits, adapted(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_optimizers_with_state_resume_to_the_bit(optimizer, tmp_path):
-    es = TREE["es"] | {"optimizer": optimizer, "num_generations": 3}
-    tree = TREE | {"checkpoint": {"every": 1}, "es": es}
-    whole = evoalign.train(tree | {"output_dir": str(tmp_path / "whole")})
-    cut = tree | {"output_dir": str(tmp_path / "cut")}
-    evoalign.train(cut | {"es": es | {"num_generations": 2}})
-    resumed = evoalign.train(cut, resume=True)
-    read = checkpoint.mark_of
-    found = {read(Path(result.saved)).weights_hash for result in (whole, resumed)}
-    assert found == {evoalign.replay(tmp_path / "whole")}
-
-
 def test_a_merge_is_refused(run, tmp_path):
     with pytest.raises(ModelError, match=r"lora_B.bias, for which the model has no tensor"):
         evoalign.export(run.path, to=tmp_path / "out", merge=True)

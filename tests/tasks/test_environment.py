@@ -20,7 +20,7 @@ from evoalign.tasks.environment import tools_of
 from evoalign.types import Plan, population
 
 ENVIRONMENT = '''
-import random, time
+import random, sys, time
 
 class IncrementEnv:
     """As in TRL's documentation."""
@@ -88,6 +88,11 @@ class Patient(IncrementEnv):
 
     async def get_reward(self):
         return 2.0
+
+
+class Heavy(IncrementEnv):
+    def get_reward(self):
+        return float("transformers" in sys.modules)
 
 
 class NoReset:
@@ -283,6 +288,10 @@ def test_coroutines_are_awaited(played):
     assert "waited" in prompts[1][0] and columns == {"Patient": [2.0]}
 
 
+def test_a_worker_does_not_import_transformers(played):
+    assert played(tree("Heavy"), call(a=1), "Done.")[1] == {"Heavy": [0.0]}
+
+
 def test_reward_functions_get_environments_and_messages(played):
     config = tree("Bare", task={"rewards": ["envs.py:of_environment", "envs.py:of_text"]})
     _, columns, _ = played(config, call("act", what="three"), "one and done")
@@ -301,7 +310,7 @@ def test_rows_may_have_no_prompt(played, folder):
 )
 def test_what_is_no_environment_is_refused(name, error):
     with pytest.raises(ConfigError, match=error):
-        create(from_dict(tree(name)).task)
+        _ = create(from_dict(tree(name)).task).tools
 
 
 def test_a_model_without_tools_is_refused():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process that runs one episode by a Python function, and prints its score."""
+"""Process that runs one episode by a Python function, and prints its score. Imports little: each episode has one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from evoalign.plugins import load_object
-from evoalign.tasks.harness import checked
+from evoalign.transcripts import checked_scores
 
 
 def main() -> None:
@@ -20,4 +20,4 @@ def main() -> None:
     key = os.environ["OPENAI_API_KEY"]
     sys.path.insert(0, str(Path.cwd()))
     found = load_object(path, "task.command")(base_url, key, json.loads(Path(row).read_text(encoding="utf-8")))
-    print(f"\n{json.dumps(checked(asyncio.run(found) if inspect.iscoroutine(found) else found))}")
+    print(f"\n{json.dumps(checked_scores(asyncio.run(found) if inspect.iscoroutine(found) else found))}")

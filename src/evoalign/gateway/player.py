@@ -30,9 +30,9 @@ from evoalign.gateway.batches import LIMIT, TOO_LONG, Asked, answered
 from evoalign.gateway.chat import Answer, Chat
 from evoalign.gateway.kept import Kept
 from evoalign.gateway.process import FailedError, NotStartedError, Processes, reported
-from evoalign.tasks.harness import REWARD, Harness, finished
+from evoalign.tasks.harness import Harness, finished
 from evoalign.tokens import Tokens
-from evoalign.transcripts import Message
+from evoalign.transcripts import REWARD, Message
 from evoalign.types import Example, Member, Plan, Request, Rollout
 
 Drive: TypeAlias = Callable[[str, str, Example, float], str | None]

@@ -22,7 +22,8 @@ from typing import IO, Any, Self
 from evoalign.errors import DataError, EvoalignError, cut, plain
 from evoalign.gateway.guarding import FOLDER
 from evoalign.marked import MARK, kill_marked
-from evoalign.tasks.harness import FUNCTION, REWARD, checked
+from evoalign.tasks.harness import FUNCTION
+from evoalign.transcripts import REWARD, checked_scores
 from evoalign.types import Example
 
 TAIL = 1 << 16
@@ -163,7 +164,7 @@ def reported(output: str) -> dict[str, float]:
         except (ValueError, RecursionError):
             continue
         try:
-            return checked(found)
+            return checked_scores(found)
         except DataError as error:
             if isinstance(found, dict) and REWARD in found:
                 raise FailedError(f"reported a wrong score: {error}") from None

@@ -20,7 +20,7 @@ import inspect
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, TypeAlias, cast
 
@@ -66,8 +66,12 @@ class Environment(Custom):
         self.has_reward = callable(getattr(self.factory, "get_reward", None))
         self._idle, self._live = list[Any](), OrderedDict[str, list[Any]]()
         super().__init__(config, rewards)
-        self.tools = tuple(_schema(name, method) for name, method in self.methods.items())
         self.per_call = None if len(self.functions) > self.has_reward else 64
+
+    @functools.cached_property
+    def tools(self) -> Sequence[Mapping[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride] (only read)
+        """Schemas of the tools. Made when read: a worker process does without, and transformers takes three seconds."""
+        return tuple(_schema(name, method) for name, method in self.methods.items())
 
     @classmethod
     def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Environment:

@@ -10,28 +10,24 @@ SECURITY: an agent with a shell runs what the model writes, with the rights of t
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from evoalign import transcripts
 from evoalign.config import GraderConfig, TaskConfig
-from evoalign.errors import ConfigError, DataError, shown
+from evoalign.errors import ConfigError, shown
 from evoalign.rewards.objective import Columns, WeightedSum
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
-from evoalign.transcripts import Message
+from evoalign.transcripts import REWARD, Message
 from evoalign.types import Example, Messages
 
 PLACES = ("base_url", "api_key", "example")
 """Placeholders of a command. `example` is the path of a JSON file with the row."""
 FUNCTION = re.compile(r"[\w./-]+:\w+")
-REWARD = "reward"
-"""The score that a harness has to report; others are columns next to it."""
 SCORE = "score"
 """Role of the last record of a transcript, which has the scores."""
 
@@ -110,21 +106,6 @@ def parsed(command: str) -> list[str]:
             + ", ".join(f"{{{name}}}" for name in PLACES)
         )
     return words
-
-
-def checked(found: Any) -> dict[str, float]:
-    """Return scores: a number, or named numbers with a `reward`. Raises DataError."""
-    named: Any = found if isinstance(found, Mapping) else {REWARD: found}
-    scores = {
-        str(name): float(value)
-        for name, value in named.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    if REWARD not in scores:
-        raise DataError(f"the score {shown(found)} has no number {REWARD!r}")
-    if odd := [name for name, value in scores.items() if not math.isfinite(value)]:
-        raise DataError(f"the score {shown(found)}: {odd[0]} is not finite")
-    return scores
 
 
 def finished(calls: Sequence[tuple[Sequence[Message], str]], scores: Mapping[str, float]) -> str:

@@ -28,7 +28,6 @@ from evoalign.rewards.scorer import Scorer
 from evoalign.shaping import Scores
 from evoalign.tasks import safety_rows
 from evoalign.tasks.base import Data, Task
-from evoalign.tasks.refusals import KINDS, kind_of
 from evoalign.tasks.safety_rows import Settings
 from evoalign.types import Example, Prompt
 
@@ -161,6 +160,8 @@ class Safety(Task):
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Return the share of each kind of refusal, and whether the model invents further turns."""
+        from evoalign.tasks.refusals import KINDS, kind_of  # compiles patterns for 0.15 s
+
         kind = kind_of(self.response(text))
         refused = {f"refusal_{name}_share": float(name == kind) for name in KINDS}
         return {**refused, "invented_turns_share": float(has_invented_turn(text))}
