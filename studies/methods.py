@@ -293,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=[], metavar="SETTING=FOLDER")
     parser.add_argument("--to", type=Path, default=Path("runs/methods"))
-    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="where rows are, the probes' too")
     parser.add_argument("--jobs", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--set", action="append", default=[])
@@ -301,6 +301,7 @@ def main() -> None:
     study, began = Study(options), time.perf_counter()
     for job in options.jobs:
         if study.file(job).is_file():
+            print(f"{job}: {study.file(job)} has its rows; --rows FOLDER leaves new ones", flush=True)
             continue
         if time.perf_counter() - began > options.limit:
             print(f"left for the next command: {job} and what follows", flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 import joint
 import thickets
@@ -19,6 +20,7 @@ from methods import METHODS, PROBE, ROWS, SETTINGS
 from study_points import points
 
 Rows = list[dict[str, Any]]
+Gains = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def tables() -> Mapping[str, Iterator[str]]:
@@ -39,7 +41,7 @@ def kept(setting: str, method: str) -> Rows:
     return sorted(found, key=lambda row: int(row["job"].split("/")[2]))
 
 
-def gains(rows: Rows) -> np.ndarray[Any, np.dtype[np.float64]]:
+def gains(rows: Rows) -> Gains:
     """Return after less before, [seeds, test rows]."""
     return np.array([np.subtract(row["after"]["each"], row["before"]["each"]) for row in rows])
 
@@ -73,15 +75,29 @@ def _contrasts(one: str, other: str) -> Iterator[str]:
             continue
         gap = statistics.crossed_difference(gains(ours), gains(theirs), paired=False)
         rows = statistics.mean(gains(ours).mean(axis=0) - gains(theirs).mean(axis=0))
-        share = statistics.ratio(gains(ours), gains(theirs)) if len(ours) == len(theirs) else None
-        between = (
-            "-" if share is None or share.low is None else f"{share.mean:.2f} ({share.low:.2f} to {share.high:.2f})"
+        yield (
+            f"| {setting} | {len(ours)} and {len(theirs)} | {points(gap)} | {points(rows)} | "
+            f"{_share(gains(ours), gains(theirs))} |"
         )
-        yield f"| {setting} | {len(ours)} and {len(theirs)} | {points(gap)} | {points(rows)} | {between} |"
+
+
+def _share(top: Gains, bottom: Gains) -> str:
+    """Format mean(top) / mean(bottom) with Fieller's interval: all r for which the interval of top - r bottom has 0."""
+    if (below := statistics.crossed(bottom)).low is None or below.low <= 0:
+        return "-"
+    share = float(top.mean() / bottom.mean())
+
+    def end(r: float, which: int) -> float:
+        found = statistics.crossed_difference(top, r * bottom, paired=False)
+        assert found.low is not None and found.high is not None
+        return (found.low, found.high)[which]
+
+    low, high = (brentq(end, share - 9, share + 9, args=(which,)) for which in (0, 1))
+    return f"{share:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _widths() -> Iterator[str]:
-    yield "| setting | method | widths: expected gain of a generation, points | chosen |"
+    yield "| setting | method | width: expected gain of a generation in points, or rate: gain of a short run | chosen |"
     yield "|---|---|---|---:|"
     for setting in SETTINGS:
         for method in METHODS:

@@ -17,8 +17,9 @@ from small_runs import UNCHECKED, read_rows, told_by, write_rows
 
 import evoalign
 from evoalign import tokens
+from evoalign.analysis.evaluations import evaluate_one
 from evoalign.checks import divergence, prompts
-from evoalign.config import TaskConfig, from_dict
+from evoalign.config import TaskConfig, from_dict, load
 from evoalign.config.joint import SettingConfig, likeliest
 from evoalign.errors import ConfigError, DataError, ResumeError
 from evoalign.models.origin import model_config
@@ -333,7 +334,7 @@ def test_members_are_asked_and_scored_by_their_own_settings(trained: Any) -> Non
     assert {c["form"] for g in generations for c in g.settings} == {"{prompt}", "Question: {prompt}"}
     table = pq.read_table(folder / "run/results/completions/generation_0000.parquet").to_pylist()
     assert all(("Question: " in row["prompt"]) == (row["settings/form"] != "{prompt}") for row in table)
-    assert "setting style: 'b', with probability" in text
+    assert "setting style: 'b', which members draw with probability" in text
 
 
 def test_the_result_is_that_of_the_likeliest_options(trained: Any) -> None:
@@ -345,6 +346,8 @@ def test_the_result_is_that_of_the_likeliest_options(trained: Any) -> None:
     again = evoalign.evaluate(folder / "run", config=str(folder / "run/config.yaml"))
     assert again.measures["reward"] == results["after"]["reward"]
     assert results["after"]["reward"] - results["before"]["reward"] > 0.5
+    asked = load([folder / "run/config.yaml"], ["evaluation.temperature=0.3"])
+    assert evaluate_one(folder / "run", asked).drawn.temperature == chosen["temperature"] == 0
     to = evoalign.export(folder / "run", folder / "exported")
     assert json.loads((to / "settings.json").read_text()) == chosen
     assert json.loads((to / "generation_config.json").read_text())["do_sample"] == (chosen["temperature"] > 0)
@@ -360,7 +363,7 @@ def test_an_exported_member_has_the_options_it_drew(trained: Any) -> None:
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_a_resumed_run_has_the_same_bits(trained: Any, kept: int, tmp_path: Path) -> None:
     """Both where the checkpoint has the generation and where the journal rebuilds it."""
-    folder, _, _ = trained
+    folder, generations, _ = trained
     for name in ("rows.jsonl", "reward.py"):
         shutil.copy(folder / name, tmp_path / name)
     run = Path(shutil.copytree(folder / "run", tmp_path / "run"))
@@ -369,7 +372,9 @@ def test_a_resumed_run_has_the_same_bits(trained: Any, kept: int, tmp_path: Path
     (run / "journal.jsonl").write_bytes(b"".join(lines[: 1 + 2 * kept]))
     tree = config(folder)
     tree["output_dir"] = str(run)
-    told_by(tree, resume=True)
+    text, settings = told_by(tree, resume=True), Settings.of(from_dict(tree))
+    settings.restore({name: generations[kept - 1].objective[name] for name in settings.state})
+    assert all(line in text for line in settings.lines())
     assert (run / "journal.jsonl").read_bytes() == (folder / "run" / "journal.jsonl").read_bytes()
     ours, theirs = (json.loads((p / "results/evaluation.json").read_text()) for p in (run, folder / "run"))
     assert (ours["after"], ours["chosen_settings"]) == (theirs["after"], theirs["chosen_settings"])

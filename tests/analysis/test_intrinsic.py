@@ -50,9 +50,11 @@ def test_the_reference_is_a_whole_space_or_the_largest_dimension(read, tmp_path)
     with_lora = Intrinsic().run([*own, "lora - 1.0", "lora - 1.001", "lora - 1.002"], Settings())
     assert (with_lora.numbers["dimension"], with_lora.numbers["reference"]) == (8, "space lora")
     assert with_lora.sentences[-1].endswith("is reached with 8 dimensions (95 %: 8 to 8)")
+    least = Intrinsic().run([*own, "lora - 0.3"], Settings())
+    assert least.sentences[-1].endswith("is reached with at most 2 dimensions (no interval: fewer than 3 runs)")
     strict = Intrinsic().run([*own, "lora - 1.1"], Settings())
     assert strict.numbers["dimension"] is None and strict.sentences[-1].endswith(
-        "is reached with more than 32 dimensions"
+        "is reached with more than 32 dimensions (no interval: fewer than 3 runs)"
     )
     alone = Intrinsic().run(own, Settings(share=0.99))
     assert (alone.numbers["dimension"], alone.numbers["reference"]) == (32, "dimension 32")

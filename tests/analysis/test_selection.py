@@ -374,7 +374,7 @@ def test_command_reports_and_saves(trained, run):
     ("words", "message"),
     [
         (["--top", "3"], "nothing to do: give --vote, --merge mean or --merge corp"),
-        (["--top", "7", "--vote"], "--top 7: generation 0 has 6 members; set 1 to that"),
+        (["--top", "7", "--vote"], "--top 7: generation 0 has 6 members; set 1 to 6"),
         (["--top", "0", "--vote"], "--top 0: generation 0 has 6 members"),
         (["--top", "", "--vote"], "--top is empty"),
         (["--top", "a", "--vote"], "--top 'a': expected integers"),

@@ -187,7 +187,7 @@ def evaluate_one(
     """Evaluate one target. Raises the errors of `evoalign.evaluate`."""
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
-    evaluation = resolve.evaluate(target, config=config, split=split, overrides=overrides)
+    evaluation, drawn = resolve.evaluated(target, config, None, None, split, overrides)
     own = as_config(config) if method is None and config is not None else resolve.to_ask(path, config, split)
     saved = saved_folders(path)
     return TargetEvaluation(
@@ -195,7 +195,7 @@ def evaluate_one(
         split=split,
         model=own.model.name if method else str(target),
         config=own,
-        drawn=EvaluationConfig.model_validate({**own.evaluation.model_dump(), **(overrides or {})}),
+        drawn=drawn,
         method=method,
         generation=generation_of(saved[-1]) if method and saved else None,
         evaluation=evaluation,

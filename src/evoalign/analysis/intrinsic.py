@@ -84,7 +84,7 @@ class Intrinsic(Analysis[Settings]):
         }  # fmt: skip
         text = f"{settings.share:.0%} of the gain of {against} ({mean(reference)}) is reached with "
         text += f"{_text(found, gains)} dimensions" + (
-            "" if math.isnan(low) else f" (95 %: {low:g} to {_text(high, gains)})"
+            " (no interval: fewer than 3 runs)" if math.isnan(low) else f" (95 %: {low:g} to {_text(high, gains)})"
         )
         rows = [f"dimension {d}: gain {one}" for d, one in by_dimension.items()]
         return Finding(numbers, [*rows, text], figures=partial(draw, numbers))
@@ -116,6 +116,8 @@ def d90(gains: Gains, reference: Sequence[float], share: float = 0.9) -> tuple[f
 
 
 def _text(value: float, gains: Gains) -> str:
+    if value == min(gains):
+        return f"at most {value:g}"
     return f"{value:g}" if math.isfinite(value) else f"more than {max(gains)}"
 
 

@@ -137,8 +137,8 @@ class Settings:
         """Return the likeliest option of each setting in words."""
         chosen = self.chosen(self.mode())
         return [
-            f"setting {name}: {shown(option)}, with probability {max(self.probabilities(name)):.2f} of "
-            f"{len(self.logits[name])} options"
+            f"setting {name}: {shown(option)}, which members draw with probability "
+            f"{max(self.probabilities(name)):.2f} of {len(self.logits[name])} options"
             for name, option in chosen.items()
         ]
 

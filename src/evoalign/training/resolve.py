@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, TaskConfig, from_dict
+from evoalign.config import Config, EvaluationConfig, TaskConfig, from_dict
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import object_of, read_object
 from evoalign.engines import Engine
@@ -62,6 +62,15 @@ def evaluate(
     in training, which is not compared for a `task` that is passed.
     """
 
+    return evaluated(target, config, task, reward, split, overrides)[0]
+
+
+def evaluated(
+    target: str | Path, config: ConfigLike | None, task: Task | None, reward: Rewards | None, split: Split,
+    overrides: Mapping[str, Any] | None,
+) -> tuple[Evaluation, EvaluationConfig]:  # fmt: skip
+    """Return what `evaluate` returns, and the sampling, which a run's chosen `task.settings` may name."""
+
     def resolve() -> tuple[Config, Path | None]:
         found, adapter = resolve_target(target, config, split)
         if task is None and reward is None:
@@ -90,7 +99,8 @@ def evaluate(
                     _logged.add(line)
                     logger.warning("%s", line)
             done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
-            return evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
+            done = evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
+            return done, found.evaluation
 
 
 def check_prompts(run: Path, config: Config, task: Task, data: Data, known: Tokens) -> None:

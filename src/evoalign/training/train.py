@@ -208,6 +208,8 @@ class _EvolutionStrategies:
         return self._journal
 
     def open(self, session: Session) -> Mapping[str, Any]:
+        if self.log is not None and self.log.generations:
+            self.parts.restore(self.log.generations[-1].objective)
         for line in heading.opening(self.parts):
             session.tell(line)
         prompts.check(self.config, self.parts.tokens, self.task, self.data)
@@ -230,8 +232,6 @@ class _EvolutionStrategies:
         assert self.log is not None
         log = self.log
         self._start_journal(Journal.resume(log))
-        if log.generations:
-            self.parts.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell, self._best_again(session.run))
         rebuilt = self._restore_rows(session, log)
         session.recorder.tell_lost(len(log.generations) - 1, self.config.es.num_generations)

@@ -85,7 +85,7 @@ def _check(
         raise ConfigError("--to saves a merged model; give --merge, or leave out --to")
     if wrong := [k for k in top if not 1 <= k <= count]:
         raise ConfigError(
-            f"--top {wrong[0]}: generation {recorded.update.generation} has {count} members; set 1 to that"
+            f"--top {wrong[0]}: generation {recorded.update.generation} has {count} members; set 1 to {count}"
         )
     if not top:
         raise ConfigError(
