@@ -104,6 +104,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def rows() -> list[dict[str, Any]]:
+    """Return the rows that are there."""
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3])
@@ -113,12 +118,15 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
-        print(table([json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]))
+        print(table(rows()))
         return
+    done = [(row["seed"], row["optimizer"], row["learning_rate"]) for row in rows()] if ROWS.is_file() else []
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             planted = Planted(Path(folder), seed, args.dimension)
             for name, rate in [(name, rate) for name, rates in RATES.items() for rate in rates]:
+                if (seed, name, rate) in done:
+                    continue
                 es = {"optimizer": name} | ({} if rate is None else {"learning_rate": rate})
                 found = planted.train(args.generations, args.members, **es)
                 row = {"seed": seed, "dimension": args.dimension, "optimizer": name, "learning_rate": rate}

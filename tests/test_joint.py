@@ -276,7 +276,7 @@ def test_the_longest_options_have_to_fit_the_model(tmp_path: Path) -> None:
     tree["evaluation"]["max_tokens"] = room
     prompts.check(from_dict(tree), known, task, data)
     tree["evaluation"]["max_tokens"] = room + 1
-    with pytest.raises(ConfigError, match=r"or the options of task\.settings\.form, task\.settings\.style"):
+    with pytest.raises(ConfigError, match=r"or task\.settings\.form 'Think\. "):
         prompts.check(from_dict(tree), known, task, data)
 
 

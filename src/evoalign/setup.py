@@ -231,14 +231,14 @@ def _refuse_sampling(config: Config, task: Task) -> None:
     if not config.engine.scores_given:
         raise ConfigError(
             f"task {task.name} scores given completions, which engine {config.engine.name} does not do as it is set; "
-            "set engine.name transformers and engine.decoder library"
+            "set engine.name transformers and engine.decoder library (with ray: engine.replica.decoder)"
         )
     drawn = config.evaluation
     repeats = {"task.samples": config.task.samples or 1, "evaluation.samples": drawn.samples,
                "evaluation.seeds": len(drawn.seeds)}  # fmt: skip
-    unused = [f"task.settings.{name}" for name in DECODING if name in config.task.settings]
-    if unused := [*unused, *(name for name, count in repeats.items() if count > 1)]:
-        raise ConfigError(f"task {task.name} samples nothing: remove {', '.join(unused)}")
+    unused = [f"remove task.settings.{name}" for name in DECODING if name in config.task.settings]
+    if unused := [*unused, *(f"set one of {name}, not {count}" for name, count in repeats.items() if count > 1)]:
+        raise ConfigError(f"task {task.name} samples nothing: {', '.join(unused)}")
 
 
 def _refuse_odd_commands(task: Task) -> None:

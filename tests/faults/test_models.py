@@ -7,6 +7,9 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,6 +323,40 @@ def test_a_signal_to_the_whole_group_leaves_what_renders_to_its_owner(folder, mo
         os.kill(started[-1], number)
         assert loaded.encode(HELLO) == before
     assert len(started) == 1
+
+
+ORPHAN = """
+import os, signal, time
+from evoalign.models.templates import Renderer
+started, fork = [], os.fork
+os.fork = lambda: started.append(fork()) or started[-1]
+renderer = Renderer(None, lambda *_: "text")
+renderer([])
+holder = fork()
+if holder == 0:
+    time.sleep(60)
+    os._exit(0)
+print(started[0], holder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
+def test_what_renders_ends_with_a_killed_owner_of_which_another_fork_lives():
+    owner = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    renderer, holder = map(int, owner.stdout.readline().split())
+    owner.wait()
+    try:
+        for _ in range(100):
+            if not Path(f"/proc/{renderer}").is_dir() or "Z" in Path(f"/proc/{renderer}/stat").read_text().split()[2]:
+                break
+            time.sleep(0.2)
+        else:
+            pytest.fail("it lives on")
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        owner.stdout.close()
 
 
 def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evoalign.report.tables import Sample, before_after, questions, shorten, visible, weighed
+from evoalign.analysis.base import Finding
+from evoalign.report.tables import Sample, before_after, questions, shorten, tell, visible, weighed
 
 BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_share": 0.25, "only_before": 1.0}
 AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
@@ -98,6 +99,14 @@ def test_model_output_is_never_markup(markup: str) -> None:
 def test_control_characters_are_made_visible(raw: str, safe: str) -> None:
     assert visible(raw) == safe
     assert safe in shown(Sample("p", "t", raw, "x"), width=200)
+
+
+def test_a_line_break_in_a_sentence_forges_no_line() -> None:
+    told = io.StringIO()
+    console = Console(file=told, width=80)
+    Finding({}, ["run\nLIKELY FINE"]).show(console)
+    tell(console, "a\nb", "c")
+    assert told.getvalue() == "run\\nLIKELY FINE\na\\nb\nc\n"
 
 
 @pytest.mark.parametrize("width", [20, 200])

@@ -39,6 +39,8 @@ def test_the_commands_fit_the_run(tmp_path):
     assert named(es) == ["placebo", "eval", "export"] and f"evoalign placebo '{run}'" in es[0]
     assert "--samples 4 --temperature 0.7" in es[1] and "--to 'a run_export'" in es[2]
     assert "--split train" in words(run, evaluation={"temperature": 0.7})[1]
+    given = words(run, task={"name": "likelihood"}, engine={"decoder": "library"})
+    assert "--split train" in given[1] and "--samples" not in given[1], "it samples nothing"
     assert named(words(run, placebos=20)) == ["eval", "export", "journal"]
     assert named(words(run, "grpo")) == ["eval", "export", "analyze"]
     assert named(words(run, given="reward")) == ["export", "journal", "analyze"]

@@ -110,7 +110,7 @@ def test_engines_that_would_generate_are_refused_before_a_model_is_loaded(engine
     ],
 )
 def test_samples_that_would_be_the_same_are_refused(name, sections):
-    with pytest.raises(ConfigError, match=f"task likelihood samples nothing: remove {name}$"):
+    with pytest.raises(ConfigError, match=f"task likelihood samples nothing: set one of {name}, not 2$"):
         task_and_data(from_dict(TREE | sections), None, None)
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from small_runs import UNCHECKED, told_by
 
 from evoalign import cli
 from evoalign.config import from_dict
+from evoalign.engines.transformers.engine import _computing_with
 from evoalign.errors import MachineError, ResumeError
 from evoalign.kernels import compiled, products
 from evoalign.rundir import journal
@@ -80,6 +82,14 @@ def test_the_threads_of_a_run_are_not_left_to_the_next_in_its_process(tmp_path):
     before = torch.get_num_threads()
     run = train(tmp_path / "run", generations=1, engine={"device": "cpu", "threads": before + 1})
     assert journal.read(run / "journal.jsonl").header.machine["threads"] == str(before + 1)
+    assert torch.get_num_threads() == before
+    asked = [ExitStack(), ExitStack()]
+    for k, one in enumerate(asked, 1):
+        one.enter_context(_computing_with(before + k))
+    asked[0].close()
+    asked[0].close()
+    assert torch.get_num_threads() == before + 2, "an engine is still open"
+    asked[1].close()
     assert torch.get_num_threads() == before
 
 

@@ -126,7 +126,7 @@ class _EarlierRun:
         tell(console, f"{shown(run.path)} is done: it has all {self.config.grpo.max_steps} steps")
         verdict = judged_again(run, before, after)
         show(before, after, verdict, console, lambda line: tell(console, line))
-        tell(console, "\n".join(heading.last_lines(run, saved, self.config, self.task, self.given)))
+        tell(console, *heading.last_lines(run, saved, self.config, self.task, self.given))
         return Result(run.path, saved, before, after, verdict)
 
     def state(self, console: Console) -> tuple[Path, int] | None:

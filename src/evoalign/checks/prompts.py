@@ -6,7 +6,7 @@ from __future__ import annotations
 from heapq import nlargest
 
 from evoalign.config import Config
-from evoalign.errors import ConfigError, ModelError
+from evoalign.errors import ConfigError, ModelError, shown
 from evoalign.models.layers import positions
 from evoalign.models.origin import model_config
 from evoalign.rollouts import EARLY, batch
@@ -37,7 +37,8 @@ def check(config: Config, tokens: Tokens, task: Task, data: Data, longest: int |
     limit, whose = _limit(config, longest is not None)
     detail = f"longest prompt {length} tokens and {setting} {room}"
     if limit is not None and total > limit:
-        texts = f" or the options of {', '.join(f'task.settings.{name}' for name in settings.logits)}" if number else ""
+        long = settings.chosen(number).items() if number else ()
+        texts = "".join(f", or task.settings.{n} {shown(o)}" for n, o in long if o != settings.settings[n].options[0])
         raise ConfigError(f"{detail} exceed {whose}; lower {setting}, or shorten the prompts{texts}")
     return f"{detail} fit {whose}"
 

@@ -14,6 +14,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -223,6 +225,7 @@ def _serve(end: socket.socket, tokenizer: Any, how: Callable[..., str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal, `timeout` and Slurm send them to the whole group
         signal.signal(number, signal.SIG_IGN)  # the owner, which may still finish a generation, ends this process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    threading.Thread(target=_leave_after, args=(os.getppid(),), daemon=True).start()
     _bound_memory()
     for line in end.makefile("rb"):
         signal.setitimer(signal.ITIMER_REAL, SECONDS + 1)  # in case the owner was killed
@@ -233,6 +236,13 @@ def _serve(end: socket.socket, tokenizer: Any, how: Callable[..., str]) -> None:
             reply = json.dumps(["refused", str(error)[:1000] or type(error).__name__])
         signal.setitimer(signal.ITIMER_REAL, 0)
         end.sendall(reply.encode() + b"\n")
+
+
+def _leave_after(owner: int) -> None:
+    """End this process once its owner was killed: another fork of the owner may keep the socket open."""
+    while os.getppid() == owner:
+        time.sleep(1)
+    os._exit(0)
 
 
 def _close_all_but(kept: int) -> None:

@@ -96,7 +96,7 @@ def _page(text: str) -> Any:
 
 @contextmanager
 def _every(seconds: float, call: Callable[[], None]) -> Generator[None]:
-    """Call a function from a thread, every so many seconds."""
+    """Call a function from a thread, at this interval in seconds."""
     ended = threading.Event()
 
     def run() -> None:

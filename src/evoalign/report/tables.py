@@ -192,10 +192,10 @@ def visible(text: str, *, ascii_only: bool = False) -> str:
     return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
 
 
-def tell(console: Console, text: str) -> None:
-    """Print lines of text, with control characters shown as text."""
+def tell(console: Console, *lines: str) -> None:
+    """Print lines, each on one, with control characters shown as text."""
     ascii_only = not console.encoding.startswith("utf")
-    print_line(console, "\n".join(visible(line, ascii_only=ascii_only) for line in text.split("\n")))
+    print_line(console, "\n".join(visible(line, ascii_only=ascii_only) for line in lines))
 
 
 def journal_table(log: Log, console: Console) -> None:

@@ -104,7 +104,9 @@ class Space(ABC):
 
     def derived(self, mixin: type, attributes: Mapping[str, Any]) -> Space:
         """Return a space of this config with these class attributes and the methods of `mixin` before this space's."""
-        return type(type(self).__name__, (mixin, type(self)), dict(attributes))(self.config)
+        return type(type(self).__name__, (mixin, type(self)), {"__module__": mixin.__module__, **attributes})(
+            self.config
+        )
 
     @property
     def section(self) -> SpaceSection:

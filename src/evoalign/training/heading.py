@@ -252,7 +252,8 @@ def commands(run: RunDir, config: Config, task: Task, method: Method, given: str
     """Return three commands, and those of the task whose files exist, each with its purpose."""
     path = shlex.quote(str(shown(run.path)))
     own = own_option(shown(run.path), config, outside.EVALUATION_SKIPS)
-    sampled = " --samples 4 --temperature 0.7" if config.evaluation.temperature == 0 else " --split train"
+    samples = config.evaluation.temperature == 0 and task.player != "given"
+    sampled = " --samples 4 --temperature 0.7" if samples else " --split train"
     placebo = placebo_command(shown(run.path), config).removeprefix("evoalign ")
     signal = {placebo: "share of the gain that is signal: same noise, shuffled coefficients"}
     asked = {f"eval {path}{own}{sampled}": "the test split, sampled" if "samples" in sampled else "the training split"}

@@ -171,7 +171,7 @@ class Recorder:
 
     def tell(self, line: str) -> None:
         """Print lines on the console."""
-        tell(self.console, line)
+        tell(self.console, *line.split("\n"))
 
     def tell_lost(self, last: int, total: int) -> None:
         """Report the table of completions that a run was killed before writing: it is not made again."""

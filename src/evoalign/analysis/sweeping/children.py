@@ -241,7 +241,7 @@ class Display:
 
     def print(self, text: str) -> None:
         """Print lines with control characters escaped, since logs are untrusted."""
-        tell(self.console, text)
+        tell(self.console, *text.split("\n"))
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False)

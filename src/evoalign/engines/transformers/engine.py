@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -67,9 +68,6 @@ class TransformersEngine(KeepsMean):
     def __init__(self, config: Config, tokens: Tokens, model: Any = None) -> None:
         assert isinstance(config.engine, TransformersConfig)
         self._tokens, self._settings, self._name = tokens, config.engine, config.model.name
-        self._threads = torch.get_num_threads()
-        if config.engine.threads:
-            torch.set_num_threads(config.engine.threads)
         self.device = torch.device(_device(config.engine.device)) if model is None else model.device
         on_cpu = self.device.type == "cpu"
         self.deterministic = on_cpu if config.deterministic is None else config.deterministic
@@ -94,6 +92,9 @@ class TransformersEngine(KeepsMean):
         self._planned = 0.0
         self._alone = True
         """Whether members are served one at a time."""
+        self._threads = ExitStack()
+        if config.engine.threads:
+            self._threads.enter_context(_computing_with(config.engine.threads))
 
     def _obstacle(self) -> str:
         """Return why the static decoder cannot decode this model here, or an empty string."""
@@ -261,8 +262,7 @@ class TransformersEngine(KeepsMean):
         if self._static is not None:
             self._static.close()
         self._adapters, self._parameters, self.model = None, {}, None
-        if self._settings.threads:  # the number is the process's, and another run in it records what it finds
-            torch.set_num_threads(self._threads)
+        self._threads.close()
         super().close()
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
@@ -291,6 +291,26 @@ class TransformersEngine(KeepsMean):
                 self._tokens,
                 [(*pairs[i], Completion(tuple(c.ids), c.finish_reason, tuple(c.logprobs))) for i, c in ended],
             )
+
+
+_asked: dict[object, int] = {}
+"""CPU threads of the process: outside of all engines, and those that open engines asked for, in this order."""
+
+
+@contextmanager
+def _computing_with(threads: int) -> Generator[None]:
+    """Compute with this many CPU threads, or with those of the youngest engine that is open."""
+    _asked.setdefault(None, torch.get_num_threads())
+    key = object()
+    _asked[key] = threads
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        del _asked[key]
+        torch.set_num_threads(next(reversed(_asked.values())))
+        if len(_asked) == 1:
+            _asked.clear()
 
 
 def _free(device: torch.device) -> float:
