@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a text setting of `task.settings`, proposed by GEPA (Agrawal et al., arXiv 2507.19457).
 
-    pip install gepa==0.1.4
-    python examples/gepa_texts.py config.yaml --reflect openai/MODEL      (a name of litellm, which pip installs)
+    pip install gepa==0.1.4 litellm
+    python examples/gepa_texts.py config.yaml --reflect openai/MODEL      (a name of litellm)
     python examples/gepa_texts.py config.yaml --reflect file.py:function  (takes a prompt, returns a completion)
     evoalign train with_texts.yaml
 
@@ -12,23 +12,24 @@ options of the setting `form`, among which ES then chooses while it moves the we
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gepa
 from gepa.core.adapter import EvaluationBatch
 from gepa.gepa_utils import find_dominator_programs
-from pydantic import ValidationError
+from gepa.lm import LM
 
 from evoalign import evaluation
 from evoalign.checks import prompts
-from evoalign.config import from_dict, to_yaml
-from evoalign.config.joint import PROMPT, SettingConfig
-from evoalign.errors import ConfigError
+from evoalign.config import Config, to_yaml
+from evoalign.config.joint import PROMPT
+from evoalign.errors import EvoalignError
 from evoalign.plugins import load_object
 from evoalign.setup import Parts, as_config, assemble, with_form
-from evoalign.tasks import Data
 from evoalign.tasks.joint import Settings
 
 REFLECT = """A language model is prompted with this text, in which {prompt} stands for a question:
@@ -42,21 +43,34 @@ These are some of its completions and their rewards. Higher is better.
 Write a text with which it earns more. It must contain {prompt}. Reply with the text alone, within ``` blocks."""
 
 
+def with_texts(config: Config, texts: Sequence[str]) -> Config:
+    """Return the config with these options of the setting `form`. Raises ConfigError."""
+    tree = config.model_dump(mode="json")
+    tree["task"]["settings"] = {**tree["task"].get("settings", {}), "form": {"text": [*texts]}}
+    return as_config(tree)
+
+
 class Forms:
-    """GEPA's adapter: scores a form of the prompt on rows as `evoalign eval` does, under the first `others` options."""
+    """GEPA's adapter: scores a form of the prompt as `evoalign eval` does, under the other settings' first options."""
 
     propose_new_texts = None
 
-    def __init__(self, parts: Parts, others: Mapping[str, SettingConfig]) -> None:
-        self.parts, self.others = parts, others
+    def __init__(self, parts: Parts, config: Config) -> None:
+        self.parts, self.config, self.settings = parts, config, cache(self.check)
+
+    def check(self, form: str) -> Settings:
+        """Return the settings with a form. Raises EvoalignError if a run would refuse it: on any split, any option."""
+        config = with_texts(self.config, [form])
+        settings = Settings.of(config)
+        prompts.check(config, self.parts.tokens, self.parts.task, settings.split(self.parts.data, 0))
+        return settings
 
     def evaluate(self, batch: list[Any], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         """Return the completions and rewards of rows; -inf for a form that a run would refuse."""
         parts, form = self.parts, candidate["form"]
         try:
-            rows = Settings({**self.others, "form": SettingConfig(text=[form])}).under(batch, 0)
-            prompts.check(parts.config, parts.tokens, parts.task, Data(rows, rows))
-        except (ValidationError, ConfigError) as error:
+            rows = self.settings(form).under(batch, 0)
+        except EvoalignError as error:
             if form == PROMPT:
                 raise
             return EvaluationBatch([str(error)] * len(batch), [float("-inf")] * len(batch), [{}] * len(batch))
@@ -68,25 +82,30 @@ class Forms:
         ]
         return EvaluationBatch([trace["Generated Outputs"] for trace in read], list(done.measures_E["reward"]), read)
 
-    def make_reflective_dataset(
-        self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
-    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    def make_reflective_dataset(self, candidate: Any, eval_batch: Any, components_to_update: list[str]) -> Any:
         """Return what the reflecting model reads."""
         return dict.fromkeys(components_to_update, eval_batch.trajectories)
 
 
-def propose(forms: Forms, reflect: str | Callable[[str], str], calls: int, rows: int, texts: int) -> list[str]:
-    """Return the unchanged prompt and at most `texts` proposed forms of the Pareto front, the best first."""
-    train = list(forms.parts.data.train)
+def propose(forms: Forms, reflect: Callable[[str], str], calls: int, rows: int) -> tuple[list[str], list[Exception]]:
+    """Return the forms of the Pareto front, the best first, and the reflecting model's exceptions: GEPA logs them."""
+    train, failures = list(forms.parts.data.train), list[Exception]()
+
+    def ask(prompt: Any) -> str:
+        try:
+            return reflect(prompt).strip()
+        except Exception as error:
+            failures.append(error)
+            raise
+
     found: Any = gepa.optimize(
         seed_candidate={"form": PROMPT}, trainset=train, valset=train[:rows], adapter=forms,
-        reflection_lm=reflect, reflection_prompt_template=REFLECT, perfect_score=forms.parts.max_score,
+        reflection_lm=ask, reflection_prompt_template=REFLECT, perfect_score=forms.parts.max_score,
         max_metric_calls=calls, seed=forms.parts.config.seed,
     )  # fmt: skip
     scores = found.val_aggregate_scores
     front = find_dominator_programs(found.per_val_instance_best_candidates, scores)
-    best = [found.candidates[k]["form"] for k in sorted(front, key=lambda k: (-scores[k], k))]
-    return [PROMPT, *[form for form in dict.fromkeys(best) if form != PROMPT][:texts]]
+    return [found.candidates[k]["form"] for k in sorted(front, key=lambda k: (-scores[k], k))], failures
 
 
 def main() -> None:
@@ -99,24 +118,26 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4, help="most forms in addition to the unchanged prompt")
     parser.add_argument("--output", type=Path, default=Path("with_texts.yaml"))
     arguments = parser.parse_args()
-    reflect = arguments.reflect
-    reflect = load_object(reflect, "--reflect") if ".py:" in reflect else reflect
-    config = with_form(as_config(arguments.config))
-    if "form" in config.task.settings:
-        parser.error("the config has task.settings.form already; remove it")
-    first = config.fixed({})
-    parts = assemble(first.model_copy(update={"task": first.task.model_copy(update={"settings": {}})}))
+    name, output = arguments.reflect, arguments.output
+    if output.exists() or not output.parent.is_dir():
+        parser.error(f"--output {output}: " + ("exists; name another" if output.exists() else "make its folder first"))
     try:
-        forms = Forms(parts, first.task.settings)
-        texts = propose(forms, reflect, arguments.calls, arguments.rows, arguments.texts)
-    finally:
-        parts.close()
+        reflect = load_object(name, "--reflect") if ".py:" in name else LM(name)
+        config = with_form(as_config(arguments.config))
+        if "form" in config.task.settings:
+            parser.error("the config has task.settings.form already; remove it")
+        first = config.fixed({})
+        parts = assemble(first.model_copy(update={"task": first.task.model_copy(update={"settings": {}})}))
+        with closing(parts):
+            found, failures = propose(Forms(parts, config), reflect, arguments.calls, arguments.rows)
+    except EvoalignError as error:
+        parser.error(str(error))
+    texts = [PROMPT, *[form for form in dict.fromkeys(found) if form != PROMPT][: arguments.texts]]
+    failed = [f"--reflect failed {len(failures)} times, the last: {e!r}" for e in failures[-1:]]
     if len(texts) == 1:
-        raise SystemExit("no proposed text scored better than the prompt alone; raise --calls, or see the log above")
-    tree = config.model_dump(mode="json")
-    tree["task"]["settings"] = {**tree["task"].get("settings", {}), "form": {"text": texts}}
-    arguments.output.write_text(to_yaml(from_dict(tree), changed=True), encoding="utf-8")
-    print(f"{len(texts)} texts in {arguments.output}: evoalign train {arguments.output}")
+        raise SystemExit("\n".join(["no text scored better than the prompt alone; raise --calls", *failed]))
+    output.write_text(to_yaml(with_texts(config, texts), changed=True), encoding="utf-8")
+    print(f"{len(texts)} texts in {output}: evoalign train {output}", *failed, sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -79,42 +81,125 @@ def suits(prompts, completions, place, **columns):
     liked = ({"one": 3, "both": 0.4}, {"other": 2, "both": 1.4})
     return [sum(v for word, v in liked[k // 2].items() if word in p.split()) - 3 for p, k in zip(prompts, place)]
 """
-REFLECTING = """
-texts = ["no place", "{prompt} both", "{prompt} one", "{prompt} other", "{prompt} other " + 3000 * "long "]
-seen = []
+PLACES = ("Egypt", "Chad", "Peru", "Oman")
+LONG = "{prompt} other " + 3000 * "long "
+TEXTS = ["no place", "{prompt} both", "{prompt} one", "{prompt} other", LONG]
 
-def reflect(prompt):
-    assert "reward -" in prompt, "the rewards are missing"
-    seen.append(prompt)
-    return f"A better text:\\n```\\n{texts[len(seen) % len(texts)]}\\n```"
-"""
+
+@pytest.fixture
+def propose_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run the example on four places, with a reflecting function. `more` are further fields of the task."""
+    pytest.importorskip("gepa")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Where is {name}?", "place": k} for k, name in enumerate(PLACES)]
+    Path("reward.py").write_text(REWARD)
+
+    def run(reflect: Callable[[str], str], *words: str, **more: Any) -> Any:
+        data = write_rows(tmp_path / "rows.jsonl", rows)
+        config = {
+            "output_dir": "run",
+            "task": {"name": "custom", "prompt": "raw", "train_data": data, "test_data": data,
+                     "rewards": [f"{tmp_path / 'reward.py'}:suits"], "settings": {"temperature": [0.0, 0.5]}, **more},
+            "es": {"num_generations": 1, "population_size": 4, "sigma": 0.01, "learning_rate": 0.005},
+            "evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "grader": {"isolated": False}, "report": False,
+        }  # fmt: skip
+        Path("config.yaml").write_text(yaml.safe_dump(config))
+        monkeypatch.setitem(sys.modules, "of_test", SimpleNamespace(reflect=reflect))
+        Path("reflecting.py").write_text("from of_test import reflect")
+        monkeypatch.setattr(sys, "argv", ["", "config.yaml", "--reflect", "reflecting.py:reflect", *words])
+        runpy.run_path(str(EXAMPLES / "gepa_texts.py"), run_name="__main__")
+        return load([tmp_path / "with_texts.yaml"], [f"output_dir={tmp_path / 'run'}"])
+
+    return run
 
 
 @pytest.mark.slow
-def test_texts_of_gepa_are_options_of_a_run(tmp_path: Path) -> None:
+def test_texts_of_gepa_are_options_of_a_run(propose_texts: Any) -> None:
     """`both` is not on the front, as each prompt has a better text. A text without {prompt} or room is no option."""
-    pytest.importorskip("gepa")
-    places = enumerate(("Egypt", "Chad", "Peru", "Oman"))
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"Where is {name}?", "place": k} for k, name in places])
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "reflecting.py").write_text(REFLECTING)
-    config = {
-        "output_dir": "run",
-        "task": {"name": "custom", "prompt": "raw", "train_data": data, "test_data": data,
-                 "rewards": [f"{tmp_path / 'reward.py'}:suits"], "settings": {"temperature": [0.0]}},
-        "es": {"num_generations": 1, "population_size": 4, "sigma": 0.01, "learning_rate": 0.005},
-        "evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "grader": {"isolated": False}, "report": False,
-    }  # fmt: skip
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    words = ["config.yaml", "--reflect", "reflecting.py:reflect", "--calls", "100"]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "gepa_texts.py"), *words], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = load([tmp_path / "with_texts.yaml"], [f"output_dir={tmp_path / 'run'}"])
+    seen: list[str] = []
+
+    def reflect(prompt: str) -> str:
+        seen.append(prompt)
+        return f"A better text:\n```\n{TEXTS[len(seen) % len(TEXTS)]}\n```"
+
+    made = propose_texts(reflect, "--calls", "100")
     assert made.task.settings["form"].text == ["{prompt}", "{prompt} one", "{prompt} other"]
+    assert made.task.settings["temperature"].options == [0.0, 0.5]
+    code: dict[str, Any] = {}
+    exec(REWARD, code)
+    rewards = set[float]()
+    for prompt in seen:
+        read = re.findall(r"(Where is (\w+)\?.*)(?s:.*?)reward (\S+),", prompt)
+        assert len(read) == 3 and len({name for _, name, _ in read}) > 1, "completions of one row"
+        for asked, name, reward in read:
+            rewards.add(float(reward))
+            assert [pytest.approx(float(reward))] == code["suits"]([asked], [""], [PLACES.index(name)])
+    assert len(rewards) > 2
     assert "probability" in told_by(made)
-    assert "settings/form/2" in (tmp_path / "run" / "journal.jsonl").read_text()
+    assert "settings/form/2" in Path("run/journal.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_failures_of_the_reflecting_model_are_reported(
+    propose_texts: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some texts were proposed, of which `--texts 1` keeps the best."""
+    texts = iter(3 * TEXTS[:4])
+
+    def reflect(prompt: str) -> str:
+        text = next(texts, None)
+        if text is None:
+            raise RuntimeError("quota exhausted")
+        return f"```\n{text}\n```"
+
+    made = propose_texts(reflect, "--calls", "100", "--texts", "1")
+    assert made.task.settings["form"].text == ["{prompt}", "{prompt} one"]
+    assert re.search(r"^--reflect failed \d+ times, .*quota exhausted", capsys.readouterr().out, re.MULTILINE)
+    Path("with_texts.yaml").unlink()
+    with pytest.raises(SystemExit, match=r"no text scored better(?s:.*)--reflect failed \d+ times, .*quota exhausted"):
+        propose_texts(reflect, "--calls", "20")
+    assert not Path("with_texts.yaml").exists()
+    monkeypatch.setitem(sys.modules, "litellm", None)
+    with pytest.raises(SystemExit, match=r"--reflect failed \d+ times, .*litellm"):
+        propose_texts(reflect, "--calls", "20", "--reflect", "openai/a-model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longer", ["nothing", "test prompt", "other option"])
+def test_a_form_without_room_on_any_split_or_under_any_option_is_refused(
+    longer: str, propose_texts: Any, tmp_path: Path
+) -> None:
+    """The form fits the training prompts under the first options."""
+    words = 500 * " long"
+    form, more = "{prompt} one" + words, dict[str, Any]()
+    if longer == "test prompt":
+        more["test_data"] = write_rows(tmp_path / "test.jsonl", [{"prompt": f"Where is{words}?", "place": 0}])
+    if longer == "other option":
+        more["settings"] = {"end": {"text": ["{prompt}", "{prompt}" + words]}}
+    with nullcontext() if longer == "nothing" else pytest.raises(SystemExit, match="no text scored better"):
+        made = propose_texts(lambda prompt: f"```\n{form}\n```", "--calls", "20", **more)
+        assert made.task.settings["form"].text == ["{prompt}", form]
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "error"),
+    [
+        (["--output", "out/deep.yaml"], {}, r"--output out/deep\.yaml: make its folder first"),
+        (["--output", "reward.py"], {}, r"--output reward\.py: exists; name another"),
+        (["--reflect", "absent.py:reflect"], {}, r"--reflect.*absent\.py"),
+        ([], {"rewards": ["absent.py:suits"]}, r"absent\.py"),
+        ([], {"settings": {"form": {"text": ["{prompt}"]}}}, r"has task\.settings\.form already"),
+    ],
+)
+def test_what_gepa_could_not_use_is_refused_at_the_start(
+    words: list[str], more: dict[str, Any], error: str, propose_texts: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reflect(prompt: str) -> str:
+        raise AssertionError("the model was asked")
+
+    with pytest.raises(SystemExit) as raised:
+        propose_texts(reflect, *words, **more)
+    assert raised.value.code == 2 and re.search(error, capsys.readouterr().err)
 
 
 # --- a judge that fails as judges do ----------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def test_the_longest_options_have_to_fit_the_model(tmp_path: Path) -> None:
     tree["task"]["settings"] = {
         "form": {"text": ["{prompt}", "Think. {prompt} Again: {prompt}", "Answer in one word: {prompt}"]},
         "style": ["a", "b"],
-        "other": {"text": ["{prompt}", "{prompt}" + 9 * " more"]},
+        "other": {"text": ["{prompt}" + 9 * " more", "{prompt}"]},
     }
     task, data = task_and_data(from_dict(tree), None, None)
     known = tokens.load(from_dict(tree).model)

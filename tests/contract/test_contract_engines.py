@@ -9,6 +9,7 @@ from plain_adapters import over
 
 from evoalign.config import from_dict
 from evoalign.engines.transformers import TransformersEngine
+from evoalign.optimizer import cma
 from evoalign.testing import engines as contract
 
 CMA = {"sigma": 0.05, "optimizer": "cma", "population_size": 4}
@@ -182,6 +183,15 @@ def test_check_raises_when_the_engine_is_wrong(random_qwen2, method, wrong, spac
     broken = type("Broken", (Engine,), {method: wrong})
     with pytest.raises(AssertionError, match=message), contract.started(broken, config(random_qwen2, space)) as bench:
         getattr(contract, check)(bench)
+
+
+def test_check_apply_raises_when_cma_es_moves_by_half(random_qwen2, monkeypatch):
+    """The engine's own optimizer and that of the check have the same code."""
+    gradient = cma.Adapted.gradient
+    monkeypatch.setattr(cma.Adapted, "gradient", lambda *given: gradient(*given) / 2)
+    made = config(random_qwen2, "subspace, cma")
+    with pytest.raises(AssertionError, match="differs from the formula"), contract.started(Engine, made) as bench:
+        contract.check_apply(bench)
 
 
 def test_check_specs_raises_for_names_that_the_model_does_not_have(random_qwen2):

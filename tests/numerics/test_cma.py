@@ -13,14 +13,15 @@ import numpy_reference as reference
 import pytest
 import torch
 
-from evoalign import optimizer, shaping, spaces
+from evoalign import kernels, optimizer, shaping, spaces
 from evoalign.config import from_dict
 from evoalign.engines.master import Master
 from evoalign.errors import CheckpointError, ConfigError
 from evoalign.evolve import update_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
-from evoalign.spaces.base import Space
+from evoalign.spaces.base import Slots, Space
+from evoalign.spaces.lora import factor_name
 from evoalign.testing.spaces import SPECS
 from evoalign.types import Plan, Update, population
 
@@ -230,7 +231,29 @@ def test_noise_of_a_slice_is_that_part_and_no_path_takes_plain_noise():
     whole = run.space.noise(run.layout, name, 5, [3, 1])
     assert torch.equal(run.space.noise(run.layout, name, 5, [3, 1], (slice(2, 4), slice(0, 1))), whole[:, 2:4])
     assert not torch.allclose(whole, run.space.plain.noise(run.layout, name, 5, [3, 1]), atol=0.01)
-    assert run.space.summation == "own" and not run.space.fused("cpu") and not run.space._keeps("noise")
+    assert run.space.summation == "own"
+
+
+def test_no_kernel_of_a_gpu_draws_plain_noise(monkeypatch):
+    """Neither the update nor the launch that writes all members' factors, which a space of plain noise uses."""
+    run, launched = Run(config("cma", "lora")), []
+    for _ in range(5):
+        run.step(ellipsoid)
+    module, (rows, columns) = next((s.name, s.shape) for s in OF_MODEL if s.name in run.layout.modules)
+    plan, members = Plan(5, run.config.es.width, ()), population(3)
+    slot = Slots(module, (slice(0, rows), slice(0, columns)), torch.zeros(3, 1, columns), torch.zeros(3, rows, 1))
+    monkeypatch.setattr(type(run.space.plain), "_launch", lambda *_: launched.append(1))
+    with monkeypatch.context() as gpu:
+        gpu.setattr(kernels, "available", lambda device: True)
+        run.space.plain.writer(run.layout, run.mean.__getitem__, [slot])
+        assert launched and run.space.plain.fused("cuda")
+        launched.clear()
+        write = run.space.writer(run.layout, run.mean.__getitem__, [slot])
+        assert not launched and not run.space.fused("cuda")
+    write(plan, members)
+    name = factor_name(module, "B")
+    for written, member in zip(slot.b, members, strict=True):
+        assert torch.equal(written, run.space.perturbed(run.layout, name, run.mean[name], plan, member))
 
 
 REFUSED = {

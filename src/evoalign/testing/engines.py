@@ -23,6 +23,7 @@ from evoalign.engines import Engine, weights_hash
 from evoalign.engines.base import pairs_of, sampled_places
 from evoalign.errors import CanaryError
 from evoalign.models.tensors import tensors_of
+from evoalign.optimizer import cma
 from evoalign.spaces import Factors
 from evoalign.testing.answers import StartedEngine, check_fields, check_greedy, plain_model, same_up_to_ties, written
 from evoalign.tokens import Tokens
@@ -267,12 +268,14 @@ def check_common_random_numbers(bench: Bench) -> None:
 def check_apply(bench: Bench) -> None:
     """Require that an update changes evolved tensors by step * scale * (1/N) sum_i c_i sign_i eps_i, and no others.
 
-    With an optimizer, by what it makes of that gradient from the state that the engine returned before.
+    With an optimizer, by what it makes of that gradient from the state that the engine returned before; with CMA-ES,
+    by the move of the mean in its state.
     """
     before, update = dict(bench.engine.state()), bench.update()
+    slots = dict(bench.engine.optimizer_state())
     mover = optimizer.create(bench.config.es, bench.layout)
     if mover is not None:
-        mover.load(dict(bench.engine.optimizer_state()))
+        mover.load(slots)
     space = spaces.adapted(spaces.create(bench.config), mover)
     fingerprint = bench.engine.fingerprint()
     bench.engine.apply(update)
@@ -294,6 +297,10 @@ def check_apply(bench: Bench) -> None:
             whole = tuple(slice(0, n) for n in after.shape)
             gradient = space.gradient(bench.layout, name, update, whole, after.device)
             want = mover.direction(name, gradient).double()
+            if space.optimizer is not None:
+                slot, sizes = f"mean:{cma.NAME}", [math.prod(t.shape) for t in bench.layout.tensors]
+                moves = (dict(mover.state())[slot] - slots[slot]).split(sizes)
+                want = moves[list(moving).index(name)].view(after.shape)
         want *= update.step * moving[name].scale
         rounding = 2**-23 * float(after.double().norm())
         distance = float((moved - want).norm())
