@@ -69,7 +69,7 @@ def render(
 
 
 def _tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the variables by which a template gets tools. SmolLM3's has a name of its own."""
+    """Return the variables by which a template gets tools. SmolLM3's has another name for them."""
     names = ("tools", *["xml_tools"] * ("xml_tools" in str(tokenizer.chat_template)))
     return {name: list(tools) for name in names if tools}
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CMA-ES (Hansen, arXiv 1604.00772) and sep-CMA-ES (Ros and Hansen, PPSN 2008), computed by the package `cmaes`.
 
-Members are not drawn from N(0, I) but from N(0, sigma^2 C), which the ranks of the scores adapt: `adapted` gives a
-space this noise in place of its own. The package gets the counter noise in place of random numbers, and the shaped
-coefficients in place of function values. Its numbers are in units of the width of the noise at generation 0, so that it
-starts from the mean 0, sigma 1 and C = I, whatever the tensors' scales are.
+Members are not drawn from N(0, I) but from N(0, sigma^2 C), which the ranks of the scores adapt: `adapted` gives this
+noise to a space. The package gets the counter noise in place of random numbers, and the shaped coefficients in place of
+function values. Its numbers are in units of the width of the noise at generation 0, so that it starts from the mean 0,
+sigma 1 and C = I, whatever the tensors' scales are.
 
 Deviations from the package: a generation without variance in the scores is skipped, as with every optimizer. Matrix
 products, decompositions and exponentials are those of numpy, whose last bits depend on the machine.

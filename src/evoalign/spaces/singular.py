@@ -67,7 +67,7 @@ class Singular(Space):
 
     @cached_property
     def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Decompositions by weight, as far as they were asked for."""
+        """Decompositions by weight, each made when it is first read."""
         return {}
 
     @property

@@ -185,7 +185,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None, split: Split =
 def resolve_run(run: Path, own: Config, *, own_engine: bool) -> tuple[Config, Path | None]:
     """Return the config to load a run's latest checkpoint with, and the adapter, if it is one.
 
-    `own_engine`: the engine is that of the run's config. Raises CheckpointError, ModelError.
+    `own_engine`: the run's config chooses the engine. Raises CheckpointError, ModelError.
     """
     saved = last_saved(run)
     mark = check_saved(run, saved, own)
