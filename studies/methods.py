@@ -71,6 +71,8 @@ class Method:
     es: Mapping[str, Any] = field(default_factory=dict)
     of: str = ""
     """The method whose probe it shares."""
+    times: float = 1.0
+    """Factor of that probe's width."""
     algorithm: str = ""
     """The algorithm of TRL, whose widths are learning rates; empty for ES."""
 
@@ -109,6 +111,8 @@ METHODS = {
     "norms": Method({"space": "norms"}, RELATIVE, "noise_multiplier"),
     "steering": Method({"space": "steering"}, tuple(w * 4 for w in LINEAR)),
     "subspace": Method({"space": {"name": "subspace", "dimension": 1000}, **LORA_ONLY}, tuple(w / 4 for w in LINEAR)),
+    "lowrank_x2": Method({"space": "lowrank"}, (), of="lowrank", times=2),
+    "lowrank_x4": Method({"space": "lowrank"}, (), of="lowrank", times=4),
     "truncation": Method({"space": "lowrank"}, (), es={"shaping": "truncation"}, of="lowrank"),
     "adam": Method(LORA, (), es={"optimizer": "adam"}, of="lora"),
     "sep_cma": Method(
@@ -176,12 +180,12 @@ class Study:
         return self.rows / f"{job}.json"
 
     def width(self, job: str) -> float:
-        """Return the width that the probe of a job's method chose. Raises SystemExit if it has no rows."""
+        """Return the width of a job's method, from its probe. Raises SystemExit if it has no rows."""
         where, name, _ = job.split("/")
         file = self.file(f"{where}/{METHODS[name].of or name}/{PROBE}")
         if not file.is_file():
             raise SystemExit(f"{file} is missing: run the job of seed {PROBE} first")
-        return float(json.loads(file.read_text(encoding="utf-8"))["width"])
+        return float(json.loads(file.read_text(encoding="utf-8"))["width"]) * METHODS[name].times
 
     def keep(self, job: str, rows: Mapping[str, Any]) -> None:
         """Write the rows of a job."""
