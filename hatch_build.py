@@ -68,11 +68,11 @@ def build(library: Path = LIBRARY) -> bool:
     wanted, error = os.environ.get("EVOALIGN_COMPILE", ""), "there is none"
     compiler = [] if wanted == "0" else _compiler()
     try:
-        library.unlink(missing_ok=True)  # it may be of another source
         for clones in CLONES if compiler else ():
-            error = _compile(compiler, clones, library)
+            error = _compile(compiler, clones, library)  # replaces the library, which others may be using, at once
             if not error:
                 return True
+        library.unlink(missing_ok=True)  # it may be of another source
     except OSError as failed:  # as of a folder that cannot be written
         error = str(failed)
     if wanted == "1":

@@ -204,6 +204,20 @@ def test_small_batches_give_the_log_probabilities_of_one_batch(space, folder):
         torch.testing.assert_close(other, firsts[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("space", ["lowrank", "steering"])
+def test_the_last_row_of_a_batch_keeps_its_member(space, folder):
+    asked, found = requests(APART, Sampling(40, 1.0), logprobs=True), []
+    for max_rows in (1000, 1):
+        config = small(folder, space, deterministic=False, engine={"max_rows": max_rows})
+        with Bench(config, MANY_STOPS) as bench, forwards(bench) as seen:
+            found.append(bench.ask(bench.plan(), asked))
+        assert 1 in [rows for rows, tokens in seen if tokens == 1]
+    together, alone = found
+    for key, rollout in alone.items():
+        assert together[key].token_ids == rollout.token_ids
+        assert together[key].logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
+
+
 @in_every_space
 def test_a_deterministic_rollout_repeats_bit_for_bit(space, folder):
     answers, asked = [], requests(SHARED, Sampling(COMPACT_EVERY + 4, 1.0), logprobs=True)

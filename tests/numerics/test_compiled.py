@@ -52,6 +52,18 @@ def test_without_a_compiler_torch_stands_in(building, monkeypatch):
         building.build()
 
 
+@needs_library
+def test_a_library_in_use_stays_until_another_replaces_it(building, monkeypatch):
+    building.LIBRARY.write_bytes(b"in use")
+    seen = []
+    compile_ = building._compile
+    monkeypatch.setattr(building, "CLONES", ((),))
+    monkeypatch.setattr(
+        building, "_compile", lambda *given: (seen.append(building.LIBRARY.exists()), compile_(*given))[1]
+    )
+    assert building.build() and seen == [True] and building.LIBRARY.read_bytes() != b"in use"
+
+
 @pytest.mark.parametrize("script", ["exit 1", "exit 0", 'echo rubbish > "$(eval echo \\${$#})"'])
 def test_a_compiler_that_fails_breaks_no_installation(building, monkeypatch, tmp_path, script):
     compiler = tmp_path / "bin" / "cc"

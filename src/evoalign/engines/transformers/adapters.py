@@ -113,15 +113,13 @@ class _Layer:
         if adapter is None or not output.numel():
             return
         if self._version != self._owner.version:
-            # down [G or 1, in, R] and up [G, R, out], for one product per group
-            rows, down, up = self._owner.rows, adapter.a.transpose(1, 2), adapter.b.transpose(1, 2)
+            # down [G or 1, in, R], up [G, R, out] and bias [G, 1, out], for one product per group
+            rows, down, up, bias = self._owner.rows, adapter.a.transpose(1, 2), adapter.b.transpose(1, 2), adapter.bias
             if rows is not None and len(up) > 1:
-                down = down if len(down) == 1 else down[rows]
-                up = up[rows]
+                down, up = down if len(down) == 1 else down[rows], up[rows]
+                bias = None if bias is None else bias[rows]
             self._down, self._up = (down[0] if len(down) == 1 else down), up
-            # [G, 1, out]
-            chosen = adapter.bias if rows is None or len(up) == 1 or adapter.bias is None else adapter.bias[rows]
-            self._bias = None if chosen is None else chosen[:, None].to(output.dtype)
+            self._bias = None if bias is None else bias[:, None].to(output.dtype)
             self._version = self._owner.version
         groups = len(self._up)
         x = inputs[0].reshape(groups, -1, inputs[0].shape[-1])
