@@ -69,7 +69,7 @@ def test_engine_passes_the_check(bench, check):
 
 
 @pytest.mark.first("lora-", "full-", others="long")
-@each({v: (v, "float32", "static") for v in SPACES if v != "steering"})
+@each({v: (v, "float32", "static") for v in SPACES})
 def test_static_decoder_passes_the_check(bench, check):
     check(bench)
 

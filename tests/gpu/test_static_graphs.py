@@ -56,7 +56,7 @@ def bench_of(folder: Path, space: str, decoder: str, dtype: str = "float32", **t
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     engine = {"device": "cuda", "decoder": decoder, **tree.pop("engine", {})}
     members = 10 if space == "full" else 30  # which are decoded one by one
-    wide = {"sigma": 0.3} if space == "norms" else {}  # else a few gains change no text
+    wide = {"sigma": 0.3} if space in ("norms", "steering") else {}  # else a few numbers change no text
     tree = {"es": {"population_size": members, **wide}, "model": {"dtype": dtype}, **tree}
     return Bench(make_config(folder, space, engine=engine, **tree), STOPS)
 
@@ -78,6 +78,7 @@ def cells(bench: Bench, requests: Sequence[Request]) -> Cells:
         ("qwen3", "lowrank"),
         ("qwen2", "norms"),
         ("qwen3", "norms"),
+        ("qwen2", "steering"),
     ],
 )
 def test_static_decoder_equals_the_library_decoder(

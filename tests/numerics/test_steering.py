@@ -17,9 +17,10 @@ from evoalign.errors import ConfigError, ModelError
 from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
 from evoalign.setup import serve
+from evoalign.spaces.lora import Lora
 from evoalign.testing.spaces import SPECS
 from evoalign.training.resolve import loaded, resolve_run
-from evoalign.types import MEAN_PLAN, Request, Sampling, TensorSpec
+from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, TensorSpec, Update, population
 
 TREE = {
     "space": "steering", "seed": 3, "model": {"name": "tiny", "dtype": "float32"}, "checks": UNCHECKED,
@@ -81,10 +82,27 @@ def test_engines_whose_adapters_have_no_bias_refuse(engine):
     spaces.create(from_dict(TREE | {"engine": {"name": "ray"}}))
 
 
-def test_the_static_decoder_says_why_the_library_decodes():
-    served = serve(from_dict(TREE))
+def test_the_static_decoder_gives_members_and_mean_their_vectors():
+    found = []
+    for decoder in ("static", "library"):
+        served = serve(from_dict(TREE | {"engine": {"decoder": decoder, "device": "cpu"}}))
+        engine, asked = served.engine, [Request(0, tuple(range(5, 25)), Sampling(3), logprobs=True)]
+        assert engine.is_static == (decoder == "static")
+        plan = Plan(0, 0.3, population(4, antithetic=True))
+        first = list(engine.rollout(plan, asked))
+        engine.apply(Update(0, 0, plan.members, (1.0, -1.0, 0.5, 0.0), 0.3, 0.3))
+        found.append([r.logprobs for r in (*first, *engine.rollout(plan, asked), *engine.rollout(MEAN_PLAN, asked))])
+        engine.close()
+    assert len({tuple(logprobs) for logprobs in found[0]}) == 9
+    for static, library in zip(*found, strict=True):
+        assert static == pytest.approx(library, abs=1e-4)
+
+
+def test_the_static_decoder_says_where_it_adds_no_bias(monkeypatch):
+    monkeypatch.setattr(Lora, "has_bias", True)
+    served = serve(from_dict(TREE | {"space": "lora"}))
     served.engine.close()
-    assert "space steering have a bias" in served.facts.note, served.facts.note
+    assert "adds a bias to model.layers.0.self_attn.q_proj.weight" in served.facts.note, served.facts.note
 
 
 def test_layers_whose_vector_would_be_changed_are_refused():

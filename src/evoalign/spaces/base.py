@@ -64,12 +64,14 @@ class Slots:
     """Memory for the factors of one linear weight: those of member i go to `a[i]` [R, in] and `b[i]` [out, R].
 
     There may be more slots than members, with any strides. `slices` are the rows and columns of the weight they cover.
+    The adapter's bias, if the space has one, goes to `bias[i]` [out].
     """
 
     module: str
     slices: Slices
     a: torch.Tensor
     b: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,8 @@ class Space(ABC):
                 into = s.a[: len(members)], s.b[: len(members)]
                 adapter = self.adapter(layout, s.module, master, plan, members, s.slices, into)
                 found |= set() if adapter is None else {adapter.scaling}
+                if s.bias is not None and adapter is not None and adapter.bias is not None:
+                    torch.mul(adapter.bias, adapter.scaling, out=s.bias[: len(members)])
             if found - {self.scaling}:
                 raise ConfigError(f"space {self.name}: adapters have scaling {found}, but `scaling` is {self.scaling}")
             if slots:

@@ -33,6 +33,8 @@ _MODELS = {
 _ROTATIONS = ("default", "linear", "llama3")
 """Rotary embeddings whose angles depend only on the position."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SHIFTED = "mlp.down_proj.weight"
+"""The projection whose output a member's bias may shift."""
 
 
 def obstacle(model: Any) -> str:
@@ -141,15 +143,25 @@ class Factors:
     """The factors of `slots` members on every projection, at fixed addresses: [S, 1, R, K] and [S, 1, N, R].
 
     Projections that do not evolve have zeros, shared by those of the same shape. `below` is the number of layers below
-    the first that evolves. `vectors` are those of a dense space, whose members have no factors.
+    the first that evolves. `vectors` are those of a dense space, whose members have no factors. `shifts` are the biases
+    of down projections by layer, [S + 1, N] with zeros in row 0, if the adapters are `biased`.
     """
 
     def __init__(
-        self, model: Any, names: Sequence[str], slots: int, rank: int, scaling: float, vectors: Sequence[str] = ()
+        self,
+        model: Any,
+        names: Sequence[str],
+        slots: int,
+        rank: int,
+        scaling: float,
+        vectors: Sequence[str] = (),
+        *,
+        biased: bool = False,
     ) -> None:
         self.rank, self.scaling, self.vectors = rank, scaling, Vectors(model, vectors, slots)
         self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layers: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+        self.shifts: dict[int, torch.Tensor] = {}
         zeros: dict[tuple[int, ...], torch.Tensor] = {}
         wanted, self.below = set(names), 0
         for index, (weight, projection) in enumerate(_projections(model).items()):
@@ -161,15 +173,18 @@ class Factors:
                 self.below = self.below if self._own else layer
                 a, b = (projection.weight.new_zeros(shape) for shape in shapes)
                 self._own[weight] = a, b
+                if biased:
+                    self.shifts[layer] = a.new_zeros(slots + 1, projection.out_features)
             else:
                 a, b = (zeros.setdefault(shape, projection.weight.new_zeros(shape)) for shape in shapes)
             self.layers[-1][0][_PROJECTIONS[place]], self.layers[-1][1][_PROJECTIONS[place]] = a, b
 
     def slots(self) -> list[Slots]:
         """Return the memory to which a space writes the members' factors."""
+        biases = [shift[1:] for shift in self.shifts.values()] or [None] * len(self._own)
         return [
-            Slots(name, (slice(0, b.shape[2]), slice(0, a.shape[3])), a[:, 0], b[:, 0])
-            for name, (a, b) in self._own.items()
+            Slots(name, (slice(0, b.shape[2]), slice(0, a.shape[3])), a[:, 0], b[:, 0], bias)
+            for (name, (a, b)), bias in zip(self._own.items(), biases, strict=True)
         ]
 
 
@@ -379,6 +394,8 @@ class Blocks:
             gate_up = linear(normed, *layer.gate_up)
             gated, parts = population.gate(gate_up, dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], own)
             hidden = linear(gated, layer.down.weight, layer.down.bias)
+            if i in factors.shifts:
+                hidden += factors.shifts[i][(own.members + 1).long()]
             source = population.Partial(parts, b["down_proj"])
         return _Activations(hidden, residual, source)
 

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from evoalign import kernels, noise
-from evoalign.engines.transformers.blocks import Blocks, Factors
+from evoalign.engines.transformers.blocks import SHIFTED, Blocks, Factors
 from evoalign.engines.transformers.decode import Completion, Decoder, draw
 from evoalign.engines.transformers.settings import WRITTEN, columns
 from evoalign.engines.transformers.static_memory import Begun, Draws, Held, Kept, Memory, Reader, Shape, State, size_for
@@ -93,13 +93,14 @@ class StaticDecoder:
             self._source, self._member_bytes = _Source(space, layout, master), size
             return ""
         names = list(layout.modules)
-        if space.has_bias:
-            return f"adapters of space {space.name} have a bias"
         if layout.rank > population.MAX_RANK:
             return f"the adapters' rank {layout.rank} is above {population.MAX_RANK}"
         unsupported = self._blocks.unsupported(names)
         if unsupported:
             return f"{unsupported[0]} is no projection of a layer"
+        biased = [name for name in names if space.has_bias and not name.endswith(SHIFTED)]
+        if biased:
+            return f"space {space.name} adds a bias to {biased[0]}"
         self._source = _Source(space, layout, master)
         self._member_bytes = self._blocks.factor_bytes(names, layout.rank)
         return ""
@@ -216,7 +217,7 @@ class StaticDecoder:
             factors = Factors(model, (), shape.slots, 1, 1.0, [t.name for t in layout.tensors])
             write = partial(factors.vectors.write, space, layout, source.master)
             return Memory(shape, self._blocks, factors, write, before)
-        factors = Factors(model, list(layout.modules), shape.slots, layout.rank, space.scaling)
+        factors = Factors(model, list(layout.modules), shape.slots, layout.rank, space.scaling, biased=space.has_bias)
         write = space.writer(layout, source.master, factors.slots())
         return Memory(shape, self._blocks, factors, write, before)
 
