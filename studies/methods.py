@@ -113,6 +113,8 @@ METHODS = {
     "subspace": Method({"space": {"name": "subspace", "dimension": 1000}, **LORA_ONLY}, tuple(w / 4 for w in LINEAR)),
     "lowrank_x2": Method({"space": "lowrank"}, (), of="lowrank", times=2),
     "lowrank_x4": Method({"space": "lowrank"}, (), of="lowrank", times=4),
+    "norms_x2": Method({"space": "norms"}, (), "noise_multiplier", of="norms", times=2),
+    "norms_x4": Method({"space": "norms"}, (), "noise_multiplier", of="norms", times=4),
     "truncation": Method({"space": "lowrank"}, (), es={"shaping": "truncation"}, of="lowrank"),
     "adam": Method(LORA, (), es={"optimizer": "adam"}, of="lora"),
     "sep_cma": Method(
