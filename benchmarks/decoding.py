@@ -4,6 +4,7 @@
     python benchmarks/decoding.py --shape 0.5b --cases 128x12 30x32 --json runs/decoding.jsonl
     python benchmarks/decoding.py --shape 1.5b --cases 30x32 --forms static vllm
     python benchmarks/decoding.py --shape smollm2 --cases 8x4 --forms library static --dtype float32 --real-prompts
+    python benchmarks/decoding.py --model qwen-1.5b --cases 256x16 --forms static vllm static --real-prompts --sweep
 
 A case `128x12` is 128 members of `lowrank`, rank 1, with 12 prompts each. Prompts have 100 random tokens, completions
 128, greedy; the few rows that draw the stop token end earlier, and their tokens are counted as they are. Weights are
@@ -15,10 +16,16 @@ factors, prompts, decoding and texts. `base` is the mean alone on as many rows o
     static, library   what `engine.decoder` says of the engine `transformers`
     vllm              with graphs of the cases' sizes, and slots for the most members
 
-The floor is what the device's memory and matrix units allow (`--bandwidth` in TB/s, `--flops` in TFLOP/s): a step
-reads all weights, the members' factors once and each row's keys and values, and does two operations a weight and row;
-reading the prompts does two operations a weight and token. The longer of both counts, step by step. The other floor has
-one after the other, as kernels of a step come, and products at what the device sustains (`--sustained`).
+A form that is named twice runs in two processes; figures over another form join their rounds.
+
+Each round also runs the case with one token, that is the members' factors, the prompts and one draw, so a step takes
+(seconds - seconds with one token) / steps. `floors.py` says what a rollout must read and compute at least; its MBU is
+that of the steps, its share that of the whole rollout. The clock of the card (datasheet, copy, product of matrices)
+runs in the same process. The base gets as many distinct prompts as it has rows, since a text is read once per member:
+with fewer (`--distinct`) the population reads more tokens than the base.
+
+`--sweep` runs each case with 1, 2, 4, ... prompts per member up to its own. `--model` takes a folder with a real model
+in place of a shape. The last line is JSON with all figures.
 
 With `--space full` members are written over the weights one by one; base is the mean alone, as often, on one member's
 rows.
@@ -27,11 +34,16 @@ rows.
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import floors
 import vllm_shapes as v
 from baseline import check
 from evoalign.models import tiny
@@ -64,45 +76,40 @@ def saved(shape: str, parent: Path, dtype: str) -> str:
     return folder
 
 
-def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds that prompts and steps take at the least, and both where memory and products take turns."""
-    c = v.shape_of(shape)
-    hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
-    head = hidden // c["num_attention_heads"]
-    shared = head * c["num_key_value_heads"]
-    matrices = layers * (2 * hidden * hidden + 2 * hidden * shared + 3 * hidden * inner)
-    output = hidden * c["vocab_size"]
-    factors = members * layers * (4 * hidden + 2 * (hidden + shared) + 3 * (hidden + inner))
-    flops, bandwidth = options.flops * 1e12, options.bandwidth * 1e12
-    if options.space == "full":  # one by one, without factors, and each is written over the weights
-        one = floor(shape, 0, rows // members, argparse.Namespace(**{**vars(options), "space": "lowrank"}))
-        return tuple(members * seconds for seconds in one)  # type: ignore[return-value]
-    prompts = 2 * matrices * rows * options.prompt / flops
-    steps = 0.0
-    turns = 2 * matrices * rows * options.prompt / (options.sustained * 1e12)
-    for step in range(options.tokens):
-        past = rows * layers * 2 * shared * (options.prompt + step)
-        read = 2 * (matrices + output + factors + past) / bandwidth
-        steps += max(read, 2 * (matrices + output) * rows / flops)
-        turns += read + 2 * (matrices + output) * rows / (options.sustained * 1e12)
-    return prompts, steps, turns
-
-
-def countdown(shape: str, loaded: Any, count: int) -> list[tuple[int, ...]]:
-    """Return the first training problems, repeated if more are requested."""
+def countdown(shape: str, loaded: Any, rows: int, distinct: int) -> list[tuple[int, ...]]:
+    """Return the first training problems, repeated if fewer `distinct` ones are requested than rows."""
     from evoalign import tasks
     from evoalign.config import from_dict
     from evoalign.rollouts import Encoded
+    from evoalign.tasks.countdown import write_countdown
 
-    most = min(count, 2000)
-    settings = {"name": "countdown", "split": "first_last", "train_size": most, "test_size": 1}
-    settings |= {
-        "prompt": "short" if shape == "tiny" else "chat",
-        "train_data": str(ROOT / "data/tasks/countdown/countdown.json"),
-    }
-    task = tasks.create(from_dict({"model": {"name": "tiny"}, "es": {"sigma": 1.0}, "task": settings}).task)
-    prompts = Encoded(task, loaded, task.load_data(0).train)
-    return [prompts[row % most] for row in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "countdown.json"
+        write_countdown(data, distinct + 1)
+        settings = {"name": "countdown", "split": "first_last", "train_size": distinct, "test_size": 1}
+        settings |= {"prompt": "short" if shape == "tiny" else "chat", "train_data": str(data)}
+        task = tasks.create(from_dict({"model": {"name": "tiny"}, "es": {"sigma": 1.0}, "task": settings}).task)
+        prompts = Encoded(task, loaded, task.load_data(0).train)
+        return [prompts[row % distinct] for row in range(rows)]
+
+
+@dataclass(frozen=True)
+class Took:
+    """A rollout: seconds, CPU seconds of this process, and its rows in groups that were served one after another."""
+
+    seconds: float
+    cpu: float
+    groups: list[list[floors.Row]]
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(count for rows in self.groups for *_, count in rows)
+
+    @property
+    def speed(self) -> float:
+        """Generated tokens per second."""
+        return self.tokens / self.seconds
 
 
 class Bench:
@@ -115,82 +122,111 @@ class Bench:
         self.form, self.options = form, options
         most = max(m for m, _ in options.cases)
         rows = max(m * p for m, p in options.cases)
+        began = time.perf_counter()
+        model = {"name": folder, "dtype": options.dtype}
+        loaded = tokens.load(from_dict({"model": model, "es": {"sigma": 1e-3}}).model)
+        if options.endless:
+            loaded.stop_ids = ()
+        draw = random.Random(0)
+        if options.real_prompts:
+            self.prompts = countdown(options.shape, loaded, rows, min(rows, options.distinct or rows))
+        else:
+            self.prompts = [tuple(draw.randrange(*v.VOCABULARY) for _ in range(options.prompt)) for _ in range(rows)]
         if form == "vllm":
             config = v.config_of(
-                folder, options.shape, rows=rows, length=options.prompt + options.tokens, members=most,
+                folder, options.shape, rows=rows, length=max(map(len, self.prompts)) + options.tokens, members=most,
                 engine={"load_format": "safetensors"}, dtype=options.dtype,
             )  # fmt: skip
             v.only_graphs({m * p for m, p in options.cases})
         else:
             config = from_dict({
-                "space": options.space, "model": {"name": folder, "dtype": options.dtype},
+                "space": options.space, "model": model, "deterministic": False,
                 **({"lowrank": {"rank": 1}} if options.space == "lowrank" else {}),
-                "es": {"sigma": 1e-3, "population_size": most}, "deterministic": False,
+                "es": {"sigma": 1e-3, "population_size": most},
                 "engine": {"name": "transformers", "decoder": form, "memory_gib": options.memory},
             })  # fmt: skip
-        began = time.perf_counter()
-        loaded = tokens.load(config.model)
-        if options.endless:
-            loaded.stop_ids = ()
         self.engine: Any = engines.create(config, loaded)
         space = spaces.create(config)
         self.facts = self.engine.start(space, space.layout(self.engine.specs(), self.engine.dtype), None, False)
-        v.say(f"{form}: started in {time.perf_counter() - began:.1f} s; {self.facts.note}")
-        draw = random.Random(0)
-        if options.real_prompts:
-            self.prompts = countdown(options.shape, loaded, rows)
-        else:
-            self.prompts = [tuple(draw.randrange(*v.VOCABULARY) for _ in range(options.prompt)) for _ in range(rows)]
+        self.model = floors.Model.of(v.shape_of(options.shape), 4 if options.dtype == "float32" else 2)
+        self.card = floors.measured_card()
+        v.say(f"{form}: started in {time.perf_counter() - began:.1f} s; {self.facts.note}; {self.card}")
 
-    def rollout(self, members: int, prompts: int, *, base: bool) -> tuple[float, int, float]:
-        """Seconds, tokens that came, and seconds of this process on all its cores."""
+    def rollout(self, members: int, prompts: int, tokens: int, *, base: bool) -> Took:
+        """Run one rollout; that of the base in `full` is the mean alone, once per member."""
         if base and self.options.space == "full":
-            rounds = [self._rollout(1, prompts, base=True) for _ in range(members)]
-            return tuple(map(sum, zip(*rounds, strict=True)))  # type: ignore[return-value]
-        return self._rollout(members, prompts, base=base)
+            rounds = [self._rollout(1, prompts, tokens, base=True) for _ in range(members)]
+            groups = [group for took in rounds for group in took.groups]
+            return Took(sum(took.seconds for took in rounds), sum(took.cpu for took in rounds), groups)
+        return self._rollout(members, prompts, tokens, base=base)
 
-    def _rollout(self, members: int, prompts: int, *, base: bool) -> tuple[float, int, float]:
+    def _rollout(self, members: int, prompts: int, tokens: int, *, base: bool) -> Took:
         from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, population
 
         count = members * prompts if base else prompts
-        requests = [Request(i, self.prompts[i], Sampling(self.options.tokens), i) for i in range(count)]
+        requests = [Request(i, self.prompts[i], Sampling(tokens), i) for i in range(count)]
         plan = MEAN_PLAN if base else Plan(1, 1e-3, population(members))
+        if base and self.form == "vllm":
+            self.engine.llm.reset_prefix_cache()  # as members find it
         began, used = time.perf_counter(), time.process_time()
         found = list(self.engine.rollout(plan, requests))
+        seconds, used = time.perf_counter() - began, time.process_time() - used
         assert len(found) == members * prompts
-        return time.perf_counter() - began, sum(len(r.token_ids) for r in found), time.process_time() - used
+        rows = [(r.member.index, self.prompts[r.request], len(r.token_ids)) for r in found]
+        if self.options.space == "full":  # one after another, without factors
+            return Took(seconds, used, [[(-1, *row[1:]) for row in rows if row[0] == m.index] for m in plan.members])
+        return Took(seconds, used, [rows])
 
     def case(self, members: int, prompts: int) -> None:
-        """Rounds of population and base, after two to warm up; written down."""
-        rounds: dict[str, list[float]] = {"population": [], "base": []}
-        tokens: dict[str, list[float]] = {"population": [], "base": []}
-        cpu: dict[str, list[float]] = {"population": [], "base": []}
+        """Run rounds of population and base, each with all tokens and with one, and write down a row."""
+        sides, lengths = ("population", "base"), sorted({1, self.options.tokens})
+        took: dict[tuple[str, int], list[Took]] = {(side, tokens): [] for side in sides for tokens in lengths}
         for round_ in range(self.options.warm + self.options.repeats):
-            for side in rounds:
-                seconds, count, used = self.rollout(members, prompts, base=side == "base")
-                if round_ >= self.options.warm:
-                    rounds[side].append(seconds)
-                    tokens[side].append(count / seconds)
-                    cpu[side].append(used)
-        length = round(sum(map(len, self.prompts)) / len(self.prompts))
-        asked = argparse.Namespace(**{**vars(self.options), "prompt": length})
-        reading, steps, turns = floor(self.options.shape, members, members * prompts, asked)
-        shares = [seconds / v.median(rounds["population"]) for seconds in (reading + steps, turns)]
-        ratio = v.median([b / p for p, b in zip(rounds["population"], rounds["base"], strict=True)])
+            for side, tokens in took:
+                one = self.rollout(members, prompts, tokens, base=side == "base")
+                took[side, tokens] += [one] if round_ >= self.options.warm else []
+        whole = {side: took[side, self.options.tokens] for side in sides}
+        figures = {side: self.figures(whole[side], took[side, 1]) for side in sides}
+        ratio = v.median([p.speed / b.speed for p, b in zip(*whole.values(), strict=True)])
         v.emit(
             self.options.file, benchmark="decoding", form=self.form, shape=self.options.shape, members=members,
             prompts=prompts, prompt="countdown" if self.options.real_prompts else self.options.prompt,
-            tokens=self.options.tokens, endless=self.options.endless, seconds=rounds, speeds=tokens,
-            floor={"prompts": reading, "steps": steps, "turns": turns}, space=self.options.space,
-            cpu_seconds=cpu, gpu=v.machine(), note=self.facts.note,
+            distinct=len(set(self.prompts[: members * prompts])), tokens=self.options.tokens,
+            endless=self.options.endless, space=self.options.space, ratio=ratio, figures=figures,
+            seconds={side: [t.seconds for t in whole[side]] for side in sides},
+            one_token={side: [t.seconds for t in took[side, 1]] for side in sides},
+            speeds={side: [t.speed for t in whole[side]] for side in sides},
+            cpu_seconds={side: [t.cpu for t in whole[side]] for side in sides},
+            card=asdict(self.card), gpu=v.machine(), note=self.facts.note,
         )  # fmt: skip
-        used = " and ".join(f"{v.median(cpu[side]):.2f}" for side in cpu)
-        v.say(
-            f"{self.form}, {self.options.shape} {members}x{prompts}: {v.spread(tokens['population'])} tokens/s, "
-            f"base {v.spread(tokens['base'])}, population / base {ratio:.3f}, {shares[0]:.2f} of the floor, "
-            f"{shares[1]:.2f} where memory and products take turns; "
-            f"CPU seconds {used}"
-        )
+        v.say(f"{self.form}, {self.options.shape} {members}x{prompts}: population / base {ratio:.3f}")
+        for side, found in figures.items():
+            parts = [f"{v.spread([t.speed for t in whole[side]])} tokens/s"]
+            if found["step_ms"]:
+                parts.append(f"{found['step_ms']:.2f} ms a step, MBU {found['mbu']:.3f}")
+            parts.append(f"{found['share']:.2f} of the floor, {found['serial_share']:.2f} of the serial one")
+            for name in ("prefill", "decode"):
+                need = found[name]
+                parts.append(f"{name} {need['bytes']:.3g} B, {need['flops']:.3g} FLOP, bound by {need['bound']}")
+            parts.append(f"CPU {v.median([t.cpu for t in whole[side]]):.2f} s")
+            v.say(f"  {side}: {'; '.join(parts)}")
+
+    def figures(self, whole: list[Took], once: list[Took]) -> dict[str, Any]:
+        """Return the figures of one side of a case, from its rounds with all tokens and with one."""
+        speeds, groups = [t.speed for t in whole], whole[-1].groups
+        read = floors.Floor.of([floors.prefill(self.model, rows) for rows in groups], self.card)
+        passes = [one for rows in groups for one in floors.steps(self.model, rows)]
+        decoded = floors.Floor.of(passes, self.card)
+        seconds = v.median([t.seconds for t in whole])
+        steps = seconds - v.median([t.seconds for t in once])
+        return {
+            "tokens_per_second": {"median": v.median(speeds), "min": min(speeds), "max": max(speeds)},
+            "step_ms": 1e3 * steps / len(passes) if passes else None,
+            "mbu": floors.mbu(decoded, steps, self.card) if passes else None,
+            "share": (read.seconds + decoded.seconds) / seconds,
+            "serial_share": (read.serial + decoded.serial) / seconds,
+            "prefill": asdict(read), "decode": asdict(decoded), "steps": len(passes),
+        }  # fmt: skip
 
     def profile(self, members: int, prompts: int) -> None:
         """Where a step's time goes, by kernel."""
@@ -198,7 +234,7 @@ class Bench:
 
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=kinds[: 1 + torch.cuda.is_available()]) as taken:
-            self.rollout(members, prompts, base=False)
+            self.rollout(members, prompts, self.options.tokens, base=False)
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         print(taken.key_averages().table(sort_by=by, row_limit=24, max_name_column_width=60), flush=True)
 
@@ -221,37 +257,62 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--real-prompts", action="store_true", help="Countdown's, in place of random tokens")
+    parser.add_argument("--distinct", type=int, help="different real prompts; unset: as many as the base has rows")
+    parser.add_argument("--model", type=Path, help="folder of a real Llama or Qwen model, in place of --shape")
+    parser.add_argument("--sweep", action="store_true", help="each case also with 1, 2, 4, ... prompts per member")
     parser.add_argument("--endless", action="store_true", help="no token ends an answer: as many steps for all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2, help="rounds before those that count")
     parser.add_argument("--space", choices=("lowrank", "full"), default="lowrank")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, help="GiB for rows of the engine `transformers`")
-    parser.add_argument("--bandwidth", type=float, default=3.35, help="TB/s of the device's memory: an H100's")
-    parser.add_argument("--flops", type=float, default=989.0, help="TFLOP/s of dense bfloat16: an H100's")
-    parser.add_argument("--sustained", type=float, default=790.0, help="TFLOP/s that products reach: an H100's, H200's")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    options.cases = [tuple(map(int, case.split("x"))) for case in options.cases]
+    cases = [tuple(map(int, case.split("x"))) for case in options.cases]
+    below = [(m, 1 << i) for m, p in cases for i in range((p - 1).bit_length()) if options.sweep]
+    options.cases = sorted({*cases, *below})
+    if options.model:
+        options.shape = options.model.name
+        v.SHAPES[options.shape] = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+        REAL[options.shape] = lambda: options.model
     with v.running(options) as folder:
+        earlier = len(v.rows_of(options.file))
         for form in options.forms:
             one = argparse.Namespace(**{**vars(options), "forms": [form]})
             if not v.apart(run, one, folder, limit=options.limit):
                 v.say(f"{form} did not end well: see above")
-        check(ratios(options))
+        rows = v.rows_of(options.file)[earlier:]
+    try:
+        check(ratios(rows))
+    finally:
+        kept = (
+            "form",
+            "shape",
+            "space",
+            "members",
+            "prompts",
+            "prompt",
+            "distinct",
+            "tokens",
+            "ratio",
+            "figures",
+            "card",
+        )
+        print(json.dumps([{name: row[name] for name in kept} for row in rows]))
 
 
-def ratios(options: argparse.Namespace) -> dict[str, float]:
-    """Return the static decoder's median speed over that of each other form, from the rows of the file."""
-    figures: dict[str, float] = {}
-    for members, prompts in options.cases:
-        wanted = {"benchmark": "decoding", "shape": options.shape, "members": members, "prompts": prompts}
-        rows = v.rows_of(options.file, **wanted, space=options.space)
-        speeds = {row["form"]: v.median(row["speeds"]["population"]) for row in rows}
-        for form in speeds.keys() - {"static"} if "static" in speeds else ():
-            name = f"decoding {options.shape} {members}x{prompts}, static over {form}"
-            figures[name] = speeds["static"] / speeds[form]
-    return figures
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the static decoder's median speed over that of each other form, by case."""
+    speeds: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    for row in rows:
+        case = speeds.setdefault((row["shape"], row["members"], row["prompts"]), {})
+        case.setdefault(row["form"], []).extend(row["speeds"]["population"])
+    return {
+        f"decoding {shape} {members}x{prompts}, static over {form}": v.median(case["static"]) / v.median(of_form)
+        for (shape, members, prompts), case in speeds.items()
+        for form, of_form in case.items()
+        if "static" in case and form != "static"
+    }
 
 
 if __name__ == "__main__":

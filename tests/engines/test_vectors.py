@@ -10,6 +10,7 @@ from families import PROMPTS, VOCABULARY, Bench, make_config
 
 from evoalign.engines.transformers import blocks
 from evoalign.engines.transformers.static import StaticDecoder
+from evoalign.kernels import population
 from evoalign.spaces.norms import Norms
 from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling
 
@@ -183,6 +184,23 @@ def test_a_user_defined_space_of_some_vectors_generates_in_one_batch(family, fol
         found = generations(bench)
     assert slots.count(6) == 2
     check_equal(found, wanted)
+
+
+@pytest.mark.parametrize("space", ["norms", "full", "lowrank"])
+def test_members_without_factors_take_no_room_for_them_and_no_products(space, folder, monkeypatch):
+    """So do the plain weights of a member that is served alone; only adapters have dots."""
+    ranks, own = set(), population.norm
+
+    def counted(hidden, residual, weight, eps, terms, *arguments):
+        ranks.add(terms.rank)
+        return own(hidden, residual, weight, eps, terms, *arguments)
+
+    monkeypatch.setattr(population, "norm", counted)
+    with bench_of(folder, space) as bench:
+        bench.ask(bench.plan(), asked(sampling=Sampling(2)))
+        factors = bench.engine._static._memory.factors
+    sizes = {t.numel() for layer in factors.layers for pair in layer for t in pair.values()}
+    assert (ranks == {0} and sizes == {0}) if space != "lowrank" else (ranks >= {1} and 0 not in sizes)
 
 
 @pytest.mark.parametrize("space", [WithEmbedding, "full"])

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from number_checks import BITS, CUDA, LAST, ordered, random, same, update
+from number_checks import BITS, LAST, cases, count_launches, ordered, random, same, update
 
 from evoalign import noise, spaces
 from evoalign.config import from_dict
@@ -57,25 +57,6 @@ def slots_of(layout, cut, pad, rank, count=6, device="cpu"):
 
 def means_of(layout):
     return {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
-
-
-def count_launches(monkeypatch, module, kernel):
-    """Return a list to which each launch of a kernel is added."""
-    launches, inner = [], getattr(module, kernel)
-
-    class Counted:
-        def __getitem__(self, grid):
-            launches.append(grid)
-            return inner[grid]
-
-    monkeypatch.setattr(module, kernel, Counted())
-    return launches
-
-
-def cases(cpu, cuda):
-    """Parametrise over cases of the CPU and, if there is one, of a GPU; the device is the first argument."""
-    marked = [pytest.param("cuda", *case, marks=CUDA) for case in cuda]
-    return [pytest.param("cpu", *case) for case in cpu] + marked
 
 
 @pytest.mark.first("cpu-lora-whole-1-0", "cuda", others="long")

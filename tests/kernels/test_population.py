@@ -91,7 +91,7 @@ class Draw:
         return drawn
 
     def b(self, outer):
-        drawn = self.normal(self.slots, 1, outer, self.padded, scale=self.rank**-0.5)
+        drawn = self.normal(self.slots, 1, outer, self.padded, scale=max(1, self.rank) ** -0.5)
         drawn[..., self.rank :] = drawn[-1] = torch.nan
         return drawn
 
@@ -428,6 +428,38 @@ def test_own_gains_have_the_bits_of_shared_gains(monkeypatch, form, rank, padded
     for slot in set(members.tolist()):
         alone, own = results(*(v[slot + 1].clone() for v in (gains, q_norms, k_norms))), members == slot
         assert all(same(one[own], all_[own]) for one, all_ in zip(alone, together, strict=True))
+
+
+@forms((0, 0), (0, 1), cuda=[(0, 0), (0, 1)])
+def test_rank_0_gives_the_numbers_of_zero_factors(monkeypatch, form, rank, padded):
+    """They equal those of rank 1 with factors that are zero, with own gains and biases, and no factor is read."""
+    draw = chosen_draw(monkeypatch, form, rank, padded)
+    shape = QWEN_HALF_B if form == "cuda" else SMALL
+    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    x, members, positions = draw.normal(9, shape.hidden), draw.members(9), torch.arange(9, device=draw.device)
+    attended, qkv, gate_up = draw.normal(9, q), draw.normal(9, q + 2 * kv), draw.normal(9, 2 * shape.inner)
+    table, gains, bias = draw.normal(9, shape.head), draw.own(shape.hidden), draw.own(q + 2 * kv)
+    norms, counts = (draw.own(shape.head), draw.own(shape.head)), (shape.heads, shape.kv_heads, shape.head)
+
+    def results(rank, a, b):
+        terms, rows, residual = Terms(members, rank, S), [qkv.clone(), qkv.clone(), gate_up.clone()], x.clone()
+        first, dots = population.norm(x.clone(), None, gains, 1e-5, terms, (a(shape.hidden),) * 3)
+        factors = (b(q), b(kv), b(kv))
+        population.rotate(rows[0], positions, table, dots, factors, terms, Heads(*counts, *norms, 1e-5, bias))
+        population.rotate(rows[1], positions, table, dots, factors, terms, Heads(*counts, eps=1e-5))
+        source = Dot(attended, a(q), b(shape.hidden))
+        second, dots = population.norm(x.clone(), residual, gains, 1e-5, terms, (a(shape.hidden),) * 2, source)
+        gated, parts = population.gate(rows[2], dots, (b(shape.inner),) * 2, a(shape.inner), terms)
+        assert parts.shape[2] == dots.shape[2] == rank
+        hidden = x.clone()
+        third, _ = population.norm(hidden, None, gains, 1e-5, terms, (), Partial(parts, b(shape.hidden)))
+        return first, *rows[:2], second, residual, gated, hidden, third
+
+    nothing = results(0, draw.a, draw.b)
+    slots = (draw.slots, 1)
+    zeros = results(1, lambda k: x.new_zeros(*slots, 1, k), lambda n: x.new_zeros(*slots, n, 1))
+    for left, right in zip(nothing, zeros, strict=True):
+        assert left.isfinite().all() and torch.equal(left, right)
 
 
 class Block:

@@ -81,3 +81,22 @@ def ordered(made: Any, layout: Any, name: str, up: Update, master: torch.Tensor,
             total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
     mean = master - (master - start) * up.decay if up.decay else master.clone()
     return mean + total * torch.tensor(1 / len(up.members)) * torch.tensor(up.step * layout[name].scale)
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch, module: Any, kernel: str) -> list[Any]:
+    """Return a list to which each launch of a kernel is added."""
+    launches, inner = [], getattr(module, kernel)
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return inner[grid]
+
+    monkeypatch.setattr(module, kernel, Counted())
+    return launches
+
+
+def cases(cpu: list[tuple[Any, ...]], cuda: list[tuple[Any, ...]]) -> list[Any]:
+    """Parametrise over cases of the CPU and, if there is one, of a GPU; the device is the first argument."""
+    marked = [pytest.param("cuda", *case, marks=CUDA) for case in cuda]
+    return [pytest.param("cpu", *case) for case in cpu] + marked

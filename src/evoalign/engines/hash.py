@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -26,8 +26,7 @@ def weights_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     The sums do not depend on order or sharding, so they can be computed where the weights are, with about ten integer
     operations per number. A changed bit, two swapped numbers or a renamed tensor change the hash.
     """
-    sums = [(name, tuple(t.shape), part_sum(t, tuple(t.shape), None)) for name, t in tensors]
-    return weights_hash_of_sums((name, shape, int(total)) for name, shape, total in sums)
+    return weights_hash_of_sums((name, tuple(t.shape), tensor_sum(t)) for name, t in tensors)
 
 
 def weights_hash_of_sums(rows: Iterable[tuple[str, Sequence[int], int]]) -> str:
@@ -42,15 +41,9 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int] | None = None, slices:
     `tensor` is the part `slices` of a tensor of `shape`. Indices count in the whole tensor, so the sums of parts that
     cover a tensor once add up to the sum of the whole.
     """
-    return int(part_sum(tensor, tuple(tensor.shape if shape is None else shape), slices))
-
-
-def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None) -> torch.Tensor | int:
-    """Return `tensor_sum`; on a GPU as a tensor, without synchronising."""
+    shape = tuple(tensor.shape if shape is None else shape)
     if kernels.available(tensor.device):
-        from evoalign.kernels.update import tensor_sum as sum_on_gpu
-
-        return sum_on_gpu(tensor.detach(), shape, bounds_of(shape, slices))
+        return summer([(tensor, shape, slices)])()[0]
     if compiled.available(tensor.device):
         return compiled.tensor_sum(tensor.detach().to(torch.float32), shape, bounds_of(shape, slices))
     flat = tensor.detach().to(torch.float32).contiguous().view(-1).view(torch.int32)
@@ -64,6 +57,18 @@ def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None
         index = index.add_(starts[0]) if len(starts) == 1 else first[index // width].add_(index % width)
         total += int(_mix64(bits.bitwise_and_(0xFFFFFFFF).add_(index.add_(1).mul_(_GOLDEN))).sum())
     return total
+
+
+def summer(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], Slices | None]]) -> Callable[[], list[int]]:
+    """Return a function that returns `tensor_sum` of each (tensor, shape, slices); on a GPU all with one launch.
+
+    It may keep addresses, so the tensors must not move.
+    """
+    if parts and all(kernels.available(tensor.device) for tensor, _, _ in parts):
+        from evoalign.kernels.update import Sums
+
+        return Sums([(tensor.detach(), shape, bounds_of(shape, slices)) for tensor, shape, slices in parts])
+    return lambda: [tensor_sum(*part) for part in parts]
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,11 @@ import torch
 
 from evoalign import noise
 from evoalign.engines.base import EngineDefaults, check_started, sampled_places
-from evoalign.engines.hash import part_sum, weights_hash_of_sums
+from evoalign.engines.hash import summer, tensor_sum, weights_hash_of_sums
 from evoalign.errors import ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import MeanPart, Space
+from evoalign.spaces.dense import DenseSlots, dense_writer
 from evoalign.types import Layout, Member, Plan, Slices, Update
 
 Sums: TypeAlias = Sequence[tuple[str, tuple[int, ...], int]]
@@ -99,6 +100,11 @@ class Master:
         away = any(p.master.device.type != device.type for p in self.parts)
         mean = [MeanPart(p.name, p.slices, p.master, p.start, p.served) for p in self.moving]
         self._move = None if self.optimizer is not None or away else space.mover(layout, mean)
+        dense = () if away or space.carrier == "adapter" else self.moving
+        slots = [DenseSlots(p.name, p.slices, p.master, p.served[None]) for p in dense if p.served is not None]
+        self._write = dense_writer(space, layout, slots)
+        counted = [(p.master, p.shape, p.slices) for p in self.parts if p.counts]
+        self._summed = None if away else summer(counted)
 
     def _parts(self, shards: Iterable[Shard], first: bool) -> Iterator[Part]:
         """Yield the model's weights that evolve, or the space's own tensors, which are small and kept whole."""
@@ -165,6 +171,9 @@ class Master:
 
     def write(self, plan: Plan, member: Member | None) -> None:
         """Write a dense member over the served weights, computed from the mean; None restores the mean."""
+        if member is not None and self._write is not None:
+            self._write(plan, (member,))
+            return
         for part in self.moving:
             if part.served is None:
                 continue
@@ -178,15 +187,13 @@ class Master:
 
     def sums(self) -> Sums:
         """Return the share of the hash of each part that counts; see `hash_of`."""
-        found = [(p.name, p.shape, self._sum(p)) for p in self.parts if p.counts]
-        return [(name, shape, int(total)) for name, shape, total in found]
+        counted = [p for p in self.parts if p.counts]
+        totals = map(self._sum, counted) if self._summed is None else self._summed()
+        return [(p.name, p.shape, total) for p, total in zip(counted, totals, strict=True)]
 
-    def _sum(self, part: Part) -> torch.Tensor | int:
-        if part.master.device.type == self.device.type:
-            return part_sum(part.master, part.shape, part.slices)
-        # A mean in host memory is summed on the device, block by block.
-        blocks = self._blocks(part)
-        return sum(int(part_sum(part.master[here].to(self.device), part.shape, at)) for here, at in blocks)
+    def _sum(self, part: Part) -> int:
+        """Return the sum of a mean in host memory, block by block on the device."""
+        return sum(tensor_sum(part.master[here].to(self.device), part.shape, at) for here, at in self._blocks(part))
 
     def parts_of(self, name: str) -> list[tuple[Slices, torch.Tensor]]:
         """Return the parts of one tensor that count in this process, copied to the CPU; see `joined`."""

@@ -11,9 +11,9 @@ SwiGLU add the pending term of the projection before them (dots times B). The ne
 
 `add` is for any linear layer, with one launch each. Shapes: T rows, S slots (one per member), RS the padded rank of the
 slots, R <= RS the rank in use, 1 to 16. `a` is [S, 1, RS, K] and `b` [S, 1, N, RS], contiguous, as vLLM stacks them.
-Rows without a member get the plain function. Terms are summed in float32 and rounded together with their sum. The
-functions do not synchronise and allocate only their results, so a CUDA graph can hold them; factors and members may
-change between its replays.
+With rank 0 members have no factors, and no term is computed (`add` is not for it). Rows without a member get the plain
+function. Terms are summed in float32 and rounded together with their sum. The functions do not synchronise and allocate
+only their results, so a CUDA graph can hold them; factors and members may change between its replays.
 
 Members may also have their own gains of the norms and biases of q, k and v: tensors [S + 1, N], whose row 0 is for rows
 without a member and row i + 1 for slot i.

@@ -37,8 +37,8 @@ def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:
 
 def gate_tiles(width: int, rank: int) -> Tiles:
     """Return tiles; the best choice does not depend on the number of rows."""
-    columns = min(power(width), 1024 if rank == 1 or rank > 8 else 2048)
-    return Tiles(columns, 4 if rank == 1 else _warps(columns * power(rank)))
+    columns = min(power(width), 1024 if rank <= 1 or rank > 8 else 2048)
+    return Tiles(columns, 4 if rank <= 1 else _warps(columns * power(rank)))
 
 
 def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tiles:
@@ -57,7 +57,7 @@ def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tile
 
 def power(value: int) -> int:
     """Return the smallest power of two that is not below `value`."""
-    return 1 << (value - 1).bit_length()
+    return 1 << max(0, value - 1).bit_length()
 
 
 def _warps(elements: int) -> int:

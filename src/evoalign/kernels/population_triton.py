@@ -78,14 +78,15 @@ def _load_b(b, slot, mask, n, N: tl.constexpr, R: tl.constexpr, RS: tl.constexpr
 
 @triton.jit
 def _expand(dots, b, R: tl.constexpr):
-    """Return dots B^T, float32, in the shape of the rows of b."""
-    if R == 1:
+    """Return dots B^T, float32, in the shape of the rows of b. With rank 0 nothing is loaded for it."""
+    if R == 0:
+        return 0.0
+    elif R == 1:
         return dots * b.to(tl.float32)
+    elif len(b.shape) == 2:
+        return tl.sum(dots[None, :] * b.to(tl.float32), axis=1)
     else:
-        if len(b.shape) == 2:
-            return tl.sum(dots[None, :] * b.to(tl.float32), axis=1)
-        else:
-            return tl.sum(dots[None, None, :] * b.to(tl.float32), axis=2)
+        return tl.sum(dots[None, None, :] * b.to(tl.float32), axis=2)
 
 
 @triton.jit
@@ -313,7 +314,7 @@ def _rotate(
     sine = _load_weight(cos_sin + position * (2 * HALF), HALF, HALF, CB)
     _turn(q, one_q, two_q, rest_q, to_q, cosine, sine, q_norm, own, eps, Q_STRIDE, D, HALF, CB, RB, R)
     _turn(k, one_k, two_k, rest_k, to_k, cosine, sine, k_norm, own, eps, K_STRIDE, D, HALF, CB, RB, R)
-    changed = inside & has if bias is None else inside
+    changed = inside & has & (R > 0) if bias is None else inside
     tl.store(v + n, (value + _expand(to_v, up, R)).to(qkv.dtype.element_ty), mask=changed)
 
 
@@ -354,7 +355,7 @@ def _options(tiles: Tiles, rank: int, padded: int) -> dict[str, Any]:
     that threads with the same number would differ in its last bit.
     """
     ranks = {"R": rank, "RS": padded, "RP": power(rank)}
-    return {**ranks, "num_warps": tiles.warps, "enable_fp_fusion": rank == 1}
+    return {**ranks, "num_warps": tiles.warps, "enable_fp_fusion": rank <= 1}
 
 
 def add(
@@ -386,6 +387,7 @@ def norm(
     (rows, width), rank = hidden.shape, terms.rank
     out = torch.empty((rows, width), dtype=hidden.dtype, device=hidden.device)
     dots = torch.empty((rows, len(into_a), rank), dtype=torch.float32, device=hidden.device)
+    source, into_a = (source, into_a) if rank else (None, ())
     dot = source if isinstance(source, Dot) else None
     partial = source if isinstance(source, Partial) else None
     _check((hidden, residual, dot and dot.x), (*into_a, source and source.b, dot and dot.a, partial and partial.dots))
@@ -428,7 +430,7 @@ def gate(
     """See `population.gate`."""
     _check((gate_up,), (dots, *b, down_a))
     rows, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, terms.rank
-    tiles = tiles or gate_tiles(width, rank)
+    tiles, down_a = tiles or gate_tiles(width, rank), down_a if rank else None
     count = -(-width // tiles.columns)
     parts = count if down_a is not None else 0
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)

@@ -23,8 +23,8 @@ MAX_RANK = 16
 class Terms:
     """The members of a batch: the slot of each row, and how their low-rank terms are computed.
 
-    `members` is int32 [T], the slot of each row, -1 for the base model. `rank` is the rank in use. `fixed` selects the
-    same tiles for every T, so that a row's bits do not depend on the number of rows.
+    `members` is int32 [T], the slot of each row, -1 for the base model. `rank` is the rank in use, 0 if members have no
+    factors. `fixed` selects the same tiles for every T, so that a row's bits do not depend on the number of rows.
     """
 
     members: Tensor
@@ -157,11 +157,15 @@ def _dots(x: Tensor, a: Tensor, terms: Terms) -> Tensor:
     slots, rows = terms.members.clamp(min=0).long(), x.float()
     # One product and sum per rank. With a GEMM, a row's bits would depend on the other rows.
     dots = [(rows * a[slots, 0, j].float()).sum(-1) for j in range(terms.rank)]
+    if not dots:
+        return rows.new_empty(len(rows), 0)
     return torch.stack(dots, dim=-1).masked_fill((terms.members < 0)[:, None], 0.0)
 
 
 def _expand(dots: Tensor, b: Tensor, terms: Terms) -> Tensor:
     """Return scaling * dots B^T of each row's member, float32 [T, N]; 0 for rows without a member."""
+    if not terms.rank:
+        return dots.new_zeros(len(dots), b.shape[2])
     slots = terms.members.clamp(min=0).long()
     scaled = dots * terms.scaling
     total = scaled[:, :1] * b[slots, 0, :, 0].float()

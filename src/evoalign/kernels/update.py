@@ -38,8 +38,10 @@ TUNING = Tuning(block=256, warps=4)
 """Two Philox calls per thread: the loop over members hides the latency of the table."""
 _ROWS, _WIDE, _LANES, _UNROLL = 8, 4, 128, 2
 """A program of `_product` moves `_ROWS` rows of `_LANES * _WIDE` columns; a thread moves `_WIDE` of its columns."""
-_LINE, _HASH_BLOCK = 32, 4096
-"""Float32 numbers per cache line, where factors start, and numbers per program of the hash."""
+_LINE = 32
+"""Float32 numbers per cache line, where factors start."""
+_HASH_BLOCK, _HASH_PROGRAMS = 4096, 512
+"""Numbers that a program of the hash reads at once, and most programs per part."""
 
 
 def dense(
@@ -238,34 +240,55 @@ def _move(
         tl.store(served, rounded(mean, served.dtype.element_ty, SOFT), mask=inside)
 
 
-def tensor_sum(tensor: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Return int64 [] on the device: the sum over a part of a tensor of `shape`, modulo 2^64, in any order."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in lines(shape, bounds, [tensor]):
-        view = part.views[0]
-        runs, length = (1, part.rows * part.columns) if part.flat else (part.rows, part.columns)
-        chunks = triton.cdiv(length, _HASH_BLOCK)
-        sums = torch.empty(runs * chunks, dtype=torch.int64, device=tensor.device)
-        with on(tensor.device):
-            _partial_sums[(runs * chunks,)](
-                view, sums, part.base, part.pitch, chunks, length, view.stride(0), view.stride(1), BLOCK=_HASH_BLOCK
+class Sums:
+    """Hashes parts of many tensors, each a (tensor, whole shape, bounds), with one launch per dtype and one copy.
+
+    The tensors' addresses are copied to the device once, so the tensors must not move.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Sequence[int], Sequence[tuple[int, int]]]]) -> None:
+        self._parts, self._device = tuple(parts), parts[0][0].device
+        groups: dict[torch.dtype, list[list[int]]] = {}
+        for row, (tensor, shape, bounds) in enumerate(self._parts):
+            for part in lines(shape, bounds, [tensor]):
+                view = part.views[0]
+                runs, length = (1, part.rows * part.columns) if part.flat else (part.rows, part.columns)
+                where = [view.data_ptr(), part.base, part.pitch, runs, length, *view.stride(), row]
+                groups.setdefault(tensor.dtype, []).append(where)
+        self._groups = [(dtype, rows, addresses(rows, self._device)) for dtype, rows in groups.items()]
+
+    def __call__(self) -> list[int]:
+        """Return each part's sum over its elements modulo 2^64, as a signed number; the order of addition is free."""
+        sums = torch.zeros(len(self._parts), dtype=torch.int64, device=self._device)
+        for dtype, rows, where in self._groups:
+            programs = min(
+                _HASH_PROGRAMS, max(runs * triton.cdiv(length, _HASH_BLOCK) for _, _, _, runs, length, *_ in rows)
             )
-        total += sums.sum()
-    return total
+            like = torch.empty(0, dtype=dtype, device=self._device)
+            with on(self._device):
+                _sums[(len(rows) * programs,)](like, where, sums, programs, BLOCK=_HASH_BLOCK)
+        return sums.tolist()
 
 
-@triton.jit(do_not_specialize=["base", "pitch", "chunks"])
-def _partial_sums(tensor, sums, base, pitch, chunks, length, row_stride, column_stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["programs"])
+def _sums(like, parts, sums, programs, BLOCK: tl.constexpr):
+    """Add the hashes of every `programs`-th block of a part."""
     program = tl.program_id(0)
-    chunk, run = program % chunks, program // chunks
-    lane = tl.arange(0, BLOCK)
-    first = chunk.to(tl.int64) * BLOCK
-    inside = lane < length - first
-    at = run.to(tl.int64) * row_stride + first * column_stride + lane * column_stride
-    bits = tl.load(tensor + at, mask=inside, other=0.0).to(tl.float32).to(tl.uint32, bitcast=True)
-    index = run.to(tl.int64) * pitch + base + first + 1 + lane
-    x = bits.to(tl.uint64) + index.to(tl.uint64) * 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
-    tl.store(sums + program, tl.sum(tl.where(inside, x, 0).to(tl.int64, bitcast=True), axis=0))
+    parts += program // programs * 8
+    tensor = pointer(parts, like, False)
+    base, pitch, runs, length = tl.load(parts + 1), tl.load(parts + 2), tl.load(parts + 3), tl.load(parts + 4)
+    row_stride, column_stride = tl.load(parts + 5), tl.load(parts + 6)
+    chunks = (length + BLOCK - 1) // BLOCK
+    block, total = (program % programs).to(tl.int64), tl.zeros((), tl.int64)
+    while block < runs * chunks:
+        run, element = block // chunks, block % chunks * BLOCK + tl.arange(0, BLOCK)
+        inside = element < length
+        number = tl.load(tensor + run * row_stride + element * column_stride, mask=inside, other=0.0)
+        bits, index = number.to(tl.float32).to(tl.uint32, bitcast=True), run * pitch + base + 1 + element
+        x = bits.to(tl.uint64) + index.to(tl.uint64) * 0x9E3779B97F4A7C15
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        x = x ^ (x >> 31)
+        total += tl.sum(tl.where(inside, x, 0).to(tl.int64, bitcast=True), axis=0)
+        block += programs
+    tl.atomic_add(sums + tl.load(parts + 7), total)

@@ -35,7 +35,7 @@ Carrier = Literal["adapter", "dense"]
 Master = Callable[[str], torch.Tensor]
 """Returns a tensor of the mean by name."""
 Write = Callable[[Plan, Sequence[Member]], None]
-"""Writes the adapters of a plan's members to memory that it was made for."""
+"""Writes the adapters, or the dense tensors, of a plan's members to memory that it was made for."""
 
 
 @dataclass(frozen=True, slots=True)

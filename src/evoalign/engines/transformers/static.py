@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -211,11 +210,11 @@ class StaticDecoder:
     def _allocate(self, shape: Shape, before: Held | None) -> Memory:
         source, model = self._source, self._blocks.model
         if source is None:
-            return Memory(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None, before)
+            return Memory(shape, self._blocks, Factors(model, (), 1, 0, 1.0), None, before)
         space, layout = source.space, source.layout
         if space.carrier == "dense":
-            factors = Factors(model, (), shape.slots, 1, 1.0, [t.name for t in layout.tensors])
-            write = partial(factors.vectors.write, space, layout, source.master)
+            factors = Factors(model, (), shape.slots, 0, 1.0, [t.name for t in layout.tensors])
+            write = factors.vectors.writer(space, layout, source.master)
             return Memory(shape, self._blocks, factors, write, before)
         factors = Factors(model, list(layout.modules), shape.slots, layout.rank, space.scaling, biased=space.has_bias)
         write = space.writer(layout, source.master, factors.slots())

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoalign.spaces.base import Master, Space
+from evoalign.spaces.base import Master, Space, Write
+from evoalign.spaces.dense import DenseSlots, dense_writer
 from evoalign.types import Layout, Member, Plan
 
 _VECTOR = re.compile(
@@ -59,8 +60,14 @@ class Vectors:
         for name, rows in self._rows.items():
             rows.copy_(self._own[name].data)
 
-    def write(self, space: Space, layout: Layout, master: Master, plan: Plan, members: Sequence[Member]) -> None:
-        """Write every member's vectors to slots 0, 1, ..."""
-        for name in self._names:
-            for row, member in zip(self._rows[name][1:], members, strict=False):
-                space.perturbed(layout, name, master(name), plan, member, out=row)
+    def writer(self, space: Space, layout: Layout, master: Master) -> Write:
+        """Return a function that writes every member's vectors to slots 0, 1, ...; the mean must not move."""
+        slots = [DenseSlots(n, (slice(None),), master(n), self._rows[n][1:]) for n in self._names]
+        launch = dense_writer(space, layout, slots)
+
+        def write(plan: Plan, members: Sequence[Member]) -> None:
+            for s in slots:
+                for row, member in zip(s.out, members, strict=False):
+                    space.perturbed(layout, s.name, s.mean, plan, member, out=row)
+
+        return launch or write
