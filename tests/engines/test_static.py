@@ -9,7 +9,7 @@ import torch
 from families import PROMPTS, VOCABULARY, Bench, ids, make_config, requests
 
 from evoalign import engines, spaces
-from evoalign.engines.transformers import blocks
+from evoalign.engines.transformers import blocks, static
 from evoalign.engines.transformers.settings import STATIC_TYPES, WRITTEN, Footprint, columns
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.engines.transformers.static_memory import LEAST, Memory, Reader, size_for
@@ -95,6 +95,13 @@ def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(space
     assert below and above == 6 * below, "once per prompt, and once per prompt and member"
 
 
+@pytest.fixture(params=[0, 1], ids=["late", "early"])
+def looks(request, monkeypatch):
+    """Look for rows that have ended after the last step, as on a CPU, or before it, as on a GPU."""
+    monkeypatch.setitem(static.LOOKS, "cpu", (8, request.param))
+
+
+@pytest.mark.usefixtures("looks")
 def test_waiting_rows_enter_as_others_leave(folder, monkeypatch):
     live, own = [], StaticDecoder._step
 
@@ -116,6 +123,35 @@ def test_waiting_rows_enter_as_others_leave(folder, monkeypatch):
     assert len(found) == 9 * max(live) == 9 * 12
     while_some_wait = live[: len(live) - 30]
     assert len(while_some_wait) > 30 and sum(while_some_wait) > 0.8 * 12 * len(while_some_wait)
+
+
+@pytest.mark.usefixtures("looks")
+def test_looks_do_not_change_completions_nor_the_number_of_steps(folder, monkeypatch):
+    """Rows of one length need as many steps as they have tokens after the first."""
+    sizes, own = [], StaticDecoder._step
+    monkeypatch.setattr(StaticDecoder, "_step", lambda self, m, size, d: sizes.append(size) or own(self, m, size, d))
+    with two(folder, stop_ids=range(0, VOCABULARY, 20)) as benches:
+        check_equal(*ask_all(benches, asked(sampling=Sampling(30, temperature=1.3)))[::-1])
+    sizes.clear()
+    with bench_of(folder) as bench:
+        sizes.clear()
+        for tokens in (2, 9, 10, 13):
+            bench.ask(MEAN_PLAN, asked(sampling=Sampling(tokens)))
+    assert len(sizes) == 1 + 8 + 9 + 12
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fewer_rows_use_the_batch_sizes_of_more(folder, deterministic, monkeypatch):
+    """An evaluation runs the graphs of training; if `deterministic`, its sizes do not depend on earlier rollouts."""
+    sizes, own = set(), StaticDecoder._step
+    monkeypatch.setattr(StaticDecoder, "_step", lambda self, m, size, d: sizes.add(size) or own(self, m, size, d))
+    with bench_of(folder, deterministic=deterministic) as bench:
+        sizes.clear()
+        found = []
+        for rows in (20, 17, 20):
+            found.append(bench.ask(MEAN_PLAN, requests([ids(5, i) for i in range(rows)], Sampling(4))))
+    assert sizes == ({20, 17} if deterministic else {20})
+    assert tokens_of(found[0]) == tokens_of(found[2]) and tokens_of(found[1]).items() <= tokens_of(found[0]).items()
 
 
 def test_members_are_served_in_turns_when_factors_do_not_fit(folder):
@@ -143,6 +179,7 @@ def test_mean_and_members_generate_in_one_rollout(pair):
     assert said[0] == said[1]
 
 
+@pytest.mark.usefixtures("looks")
 def test_stop_texts_end_completions_like_the_library_decoder(folder):
     with two(folder) as benches:
         text = next(r.text for r in ask_all(benches[:1], asked())[0].values() if len(r.text) > 6)
@@ -291,7 +328,7 @@ def test_later_turn_reads_only_what_follows_the_earlier(folder, reads, space):
             assert not reads["read"] and 0 < sum(reads["read_on"]) <= 10 * len(later)
 
 
-@pytest.mark.usefixtures("unset")
+@pytest.mark.usefixtures("unset", "looks")
 @pytest.mark.parametrize("limit", [{"max_rows": 20}, {"memory_gib": 0.0022}], ids=str)
 def test_turns_that_wait_for_places_keep_their_own_text(folder, reads, limit):
     """More conversations than rows, the fewer the longer they are: those that are gone are read whole."""
@@ -424,7 +461,8 @@ def test_batch_bytes_are_those_of_the_draws_that_need_more(folder, section):
 def test_static_size_for_returns_few_sizes():
     sizes = [size_for(rows, 1 << 20) for rows in range(1, 4097)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
-    assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536, 1 << 20) == 1536 and size_for(950, 960) == 960
+    assert all(size - rows < max(LEAST, rows / 8) for rows, size in enumerate(sizes, 1))
+    assert sizes[0] == LEAST and len(set(sizes)) == 56 and size_for(1536, 1 << 20) == 1536 and size_for(950, 955) == 955
 
 
 @pytest.mark.parametrize(

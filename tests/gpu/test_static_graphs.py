@@ -28,11 +28,12 @@ from families import PROMPTS, VOCABULARY, Bench, build, make_config
 
 import evoalign
 from evoalign.config import from_dict
+from evoalign.engines.transformers import static
 from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-GREEDY, WARM = Sampling(40), Sampling(40, temperature=0.8, top_p=0.95)
+GREEDY, WARM, NUCLEUS = Sampling(40), Sampling(40, temperature=0.8), Sampling(40, temperature=0.8, top_p=0.95)
 DATA = Path(__file__).parents[2] / "data" / "tasks" / "countdown" / "countdown.json"
 STOPS = range(0, VOCABULARY, 40)
 Cells = dict[tuple[int, int], Rollout]
@@ -66,7 +67,7 @@ def cells(bench: Bench, requests: Sequence[Request]) -> Cells:
     return bench.ask(bench.plan(), requests) | bench.ask(MEAN_PLAN, requests)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, NUCLEUS], ids=["greedy", "sampled", "nucleus"])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize(
     ("family", "space"),
@@ -142,6 +143,30 @@ def test_batch_limits_do_not_change_completions(sampling: Sampling, folders: dic
             found.append(last)
     odd = [key for key in found[0] if found[0][key].token_ids != found[1][key].token_ids]
     assert len(odd) <= len(found[0]) * (0.01 if sampling.temperature == 0 else 0.05)
+
+
+def test_an_early_look_does_not_change_completions(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host finds rows that have ended while the GPU computes the next step, or afterwards."""
+    found: list[Cells] = []
+    for later in (0, 1):
+        monkeypatch.setitem(static.LOOKS, "cuda", (4, later))
+        with bench_of(folders["qwen2"], "lowrank", "static", engine={"max_rows": 100}) as bench:
+            bench.move()
+            found.append(bench.ask(bench.plan(), asked("apart", WARM, samples=9)))
+    assert len({len(r.token_ids) for r in found[0].values()}) > 3, "rows have to leave at different steps"
+    odd = [key for key in found[0] if found[0][key].token_ids != found[1][key].token_ids]
+    assert len(odd) <= len(found[0]) * 0.05
+
+
+def test_an_evaluation_runs_the_graphs_of_training(folders: dict[str, Path]) -> None:
+    with bench_of(folders["qwen2"], "lowrank", "static") as bench:
+        plan, memories, graphs = bench.plan(), [], []
+        for samples, members in ((4, plan), (118, MEAN_PLAN), (4, plan)):  # 360, 354 and 360 rows
+            bench.ask(members, asked("apart", Sampling(3), samples=samples))
+            memory = cast(Any, bench.engine)._static._memory
+            memories.append(memory)
+            graphs.append([key for key in memory.graphs if key[1].temperature == 0])
+    assert memories[0] is memories[1] is memories[2] and graphs[0] == graphs[1] == graphs[2] and graphs[0]
 
 
 def test_memory_is_constant_over_many_generations(folders: dict[str, Path]) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-MODULES = ("noise", "update", "population_triton")
+MODULES = ("noise", "update", "population_triton", "sampling")
 
 
 def _interpret() -> str | None:

@@ -2,8 +2,9 @@
 """The static decoder: steps over fixed memory, on a GPU one CUDA graph for each batch size.
 
 Prompts are read into places of a store of keys and values. Tokens, positions, members and completions stay on the
-device, and the host looks every `EVERY` steps for rows that have ended. Rows leave by reordering these few numbers per
-row, without a copy of keys and values, and waiting rows take their places. On a CPU the same steps run without graphs.
+device, and the host looks every few steps for rows that have ended (`LOOKS`). Rows leave by reordering these few
+numbers per row, without a copy of keys and values, and waiting rows take their places. On a CPU the same steps run
+without graphs.
 
 A prompt that begins with what a place still holds, such as the next turn of a conversation, is read from there on. If
 `deterministic` it is read whole, so that the bits of a completion do not depend on what was computed before.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,15 +24,27 @@ from evoalign import kernels, noise
 from evoalign.engines.transformers.blocks import SHIFTED, Blocks, Factors
 from evoalign.engines.transformers.decode import Completion, Decoder, draw
 from evoalign.engines.transformers.settings import WRITTEN, columns
-from evoalign.engines.transformers.static_memory import Begun, Draws, Held, Kept, Memory, Reader, Shape, State, size_for
+from evoalign.engines.transformers.static_memory import (
+    Begun,
+    Draws,
+    Held,
+    Kept,
+    Memory,
+    Reader,
+    Shape,
+    State,
+    size_for,
+    upload,
+)
 from evoalign.errors import EvoalignError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.spaces.base import Master, Space
 from evoalign.tokens import stopped, tail_of
 from evoalign.types import Layout, Member, Plan, Request, Sampling
 
-EVERY = 8
-"""Steps between two looks of the host at the state."""
+LOOKS = {"cpu": (8, 0), "cuda": (4, 1)}
+"""Steps between two looks of the host at the state, and how many of them are launched after the look: a GPU computes
+these while the host finds the rows that have ended."""
 MOVE_IN = 8
 """Waiting rows enter when at least 1 / MOVE_IN of the places is free: prompts are best read in large batches."""
 FACTORS = 0.25
@@ -56,7 +70,32 @@ class _Row:
     stopped: bool = False
     """Whether a stop text ended it."""
     reported: bool = False
-    """Whether its completion has been returned."""
+    """Whether it has ended and its completion has been returned, or is returned next."""
+
+
+class _Copy:
+    """A copy of tensors for the host, which a GPU makes after the work that was launched before."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._made = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self._made is not None:
+            self._made.record(torch.cuda.current_stream(tensors[0].device))
+
+    def lists(self) -> list[list[Any]]:
+        """Return the copied numbers when they are there."""
+        if self._made is not None:
+            self._made.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedRows:
+    """Rows that have ended, their lengths, and a copy of their tokens and of log-probabilities if requested."""
+
+    rows: list[_Row]
+    lengths: list[int]
+    copy: _Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,47 +185,54 @@ class StaticDecoder:
 
         The slot of a pair is a member of `serve`, or -1 for the plain weights; `owners` are the indices of the members.
         """
-        sampling, full = pairs[0][1].sampling, min(rows, len(pairs))
+        sampling, full, fixed = pairs[0][1].sampling, min(rows, len(pairs)), self._plain.deterministic
         draws = Draws(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in pairs))
-        room -= full * self._footprint.logits(sampling)
+        logits = self._footprint.logits(sampling)
+        most = full if fixed or self._memory is None else max(full, self._memory.shape.rows)
         turn = self._turn = object()
-        memory = self._prepare(pairs, serve, full, room)
-        fixed, spare = self._plain.deterministic, room - self._bytes_of(memory.shape)
+        memory = self._prepare(pairs, serve, full, room - size_for(full, most) * logits)
+        state, most = memory.state, full if fixed else memory.shape.rows
+        spare = room - size_for(full, most) * logits - self._bytes_of(memory.shape)
         if fixed:  # independent of the memory that earlier batches left
             spare = self._footprint.least(max(len(r.prompt_ids) for _, r in pairs))
         reader = Reader(self._blocks, self._footprint, memory, spare, pad=self._plain.pad_id, fixed=fixed)
-        memory.state.begin(sampling.max_tokens)
+        state.begin(sampling.max_tokens)
         prompts = [None if fixed else _kept(r, owner) for (_, r), owner in zip(pairs, owners, strict=True)]
         begun = memory.begun(prompts)
         order = sorted(range(len(pairs)), key=lambda i: i not in begun)  # others must not take their places
         waiting = deque(_Row(i, prompts[i], begun.get(i)) for i in order)
-        batch, size, ended = list[_Row](), 0, list[tuple[int, Completion]]()
+        batch, size, ended = list[_Row](), 0, None
         while True:
             active = [i for i, row in enumerate(batch) if not row.reported]
             free, left = full - len(active), len(waiting)
             new = min(free, left) if free >= min(left, full // MOVE_IN) or not active else 0
-            if new or size_for(len(active), full) < size:
-                memory.state.keep(active)
+            if new or size_for(len(active), most) < size:
+                state.keep(active)
                 batch = [batch[i] for i in active]
                 if new:
                     batch += self._enter(pairs, [waiting.popleft() for _ in range(new)], batch, reader, memory, draws)
-                size = size_for(len(batch), full)
-                memory.state.pad(len(batch), size)
+                size = size_for(len(batch), most)
+                state.pad(len(batch), size)
             if all(row.reported for row in batch):
                 break
-            steps = min(EVERY, sampling.max_tokens - min(row.tokens for row in batch if not row.reported))
-            for _ in range(steps):
+            left = sampling.max_tokens - min(row.tokens for row in batch if not row.reported)
+            every, later = LOOKS[self._device.type]
+            steps = min(every, left)
+            later = 0 if steps == left or sampling.stop else later
+            for _ in range(steps - later):
                 self._step(memory, size, draws)
-            if ended:  # handled while the device computes the next steps
-                yield ended
+            look = _Copy(state.length[state.place[: len(batch)]])
+            for _ in range(later):
+                self._step(memory, size, draws)
+            if ended is not None:  # handled while the device computes these steps
+                yield self._completions(memory, ended, batch, sampling)
                 if self._turn is not turn:
                     raise EvoalignError("a rollout was resumed after another had begun; consume one rollout at a time")
             for row in batch:
                 row.tokens = min(sampling.max_tokens, row.tokens + steps)
-            lengths = self._find_ended(memory.state, batch, sampling)
-            ended = self._completions(memory, lengths, batch, sampling, draws.logprobs)
-        if ended:
-            yield ended
+            ended = self._find_ended(state, look, batch, sampling, draws.logprobs)
+        if ended is not None:
+            yield self._completions(memory, ended, batch, sampling)
 
     def _prepare(
         self, pairs: Sequence[tuple[int, Request]], serve: tuple[Plan, Sequence[Member]] | None, rows: int, room: float
@@ -259,11 +305,16 @@ class StaticDecoder:
         state, rows, fixed = memory.state, slice(0, size), self._plain.deterministic
         where = (state.token[rows], state.position[rows], state.place[rows], state.member[rows])
         logits = self._blocks.step(*where, memory.store, memory.rotations, memory.factors, fixed=fixed)
-        state.position[rows].add_(~state.done[rows])
         self._draw(logits, state, rows, draws)
 
     def _draw(self, logits: torch.Tensor, state: State, rows: slice, draws: Draws) -> None:
-        """Draw a token for each row and store it. Tokens of rows that are done are stored but never read."""
+        """Draw a token for each row and record it; for rows that are done it is never read."""
+        if draws.top_p == 1 and kernels.available(logits.device):
+            from evoalign.kernels.sampling import draw as form
+
+            plain = self._plain
+            form(logits, state, rows.start, plain.stop, plain.key, draws.temperature, draws.logprobs)
+            return
         place, step, done = state.place[rows], state.step[rows], state.done[rows]
         if draws.temperature == 0:
             token = logits.argmax(-1)
@@ -273,22 +324,23 @@ class StaticDecoder:
         own = logits.gather(1, token[:, None])[:, 0].float()
         # If any logit is NaN, so is the maximum.
         odd = ~(own if draws.temperature == 0 else logits.amax(-1)).isfinite()
-        state.finite.logical_and_(~(odd & ~done).any())
         state.ids[place, step] = token
         if draws.logprobs:
             state.logprobs[place, step] = own - logits.float().logsumexp(-1)
         state.token[rows] = token
+        state.position[rows].add_(~done)
         step.add_(~done)
         last = (token[:, None] == self._plain.stop).any(-1) | (step >= state.most)  # torch.isin would synchronise
-        ends = last & ~done
-        state.length[place] = torch.where(ends, step, state.length[place])
+        ends = (last | odd) & ~done
+        state.length[place] = torch.where(ends, step.masked_fill(odd, -1), state.length[place])
         done.logical_or_(ends)
 
-    def _find_ended(self, state: State, batch: Sequence[_Row], sampling: Sampling) -> dict[int, int]:
-        """Return the length of each row that has ended since the last look. Raises NotFiniteError."""
-        place = state.place[: len(batch)]
-        length = state.length[place].tolist()
-        if not bool(state.finite):
+    def _find_ended(
+        self, state: State, look: _Copy, batch: Sequence[_Row], sampling: Sampling, logprobs: bool
+    ) -> _EndedRows | None:
+        """Return the rows that have ended since the last look, or None. Raises NotFiniteError."""
+        (length,) = look.lists()
+        if min(length) < 0:
             raise NotFiniteError(
                 "the model's logits are not finite; lower es.sigma (GRPO: grpo.learning_rate), or set model.dtype to "
                 "bfloat16 or float32"
@@ -297,10 +349,17 @@ class StaticDecoder:
             found = self._search_stop_texts(state, batch, length, sampling.stop)
             if found:
                 rows = torch.tensor(list(found), device=self._device)
-                state.length[place[rows]] = torch.tensor(list(found.values()), device=self._device)
+                state.length[state.place[rows]] = torch.tensor(list(found.values()), device=self._device)
                 state.done[rows] = True
                 length = [found.get(i, n) for i, n in enumerate(length)]
-        return {i: n for i, (n, row) in enumerate(zip(length, batch, strict=True)) if n and not row.reported}
+        lengths = [(row, n) for row, n in zip(batch, length, strict=True) if n and not row.reported]
+        if not lengths:
+            return None
+        for row, _ in lengths:
+            row.reported = True
+        places, most = upload([row.place for row, _ in lengths], self._device), max(n for _, n in lengths)
+        copy = _Copy(*(t[places, :most] for t in ((state.ids, state.logprobs) if logprobs else (state.ids,))))
+        return _EndedRows([row for row, _ in lengths], [n for _, n in lengths], copy)
 
     def _search_stop_texts(
         self, state: State, batch: Sequence[_Row], length: Sequence[int], stop: Sequence[str]
@@ -327,19 +386,15 @@ class StaticDecoder:
         return found
 
     def _completions(
-        self, memory: Memory, lengths: Mapping[int, int], batch: Sequence[_Row], sampling: Sampling, logprobs: bool
+        self, memory: Memory, ended: _EndedRows, batch: Sequence[_Row], sampling: Sampling
     ) -> list[tuple[int, Completion]]:
-        """Return the completions of the rows in `lengths`, with the index of their pair; note what places hold."""
-        if not lengths:
-            return []
-        rows, most, state = [batch[i] for i in lengths], max(lengths.values()), memory.state
-        places = torch.tensor([row.place for row in rows], device=self._device)
-        ids = state.ids[places, :most].tolist()
-        scores = state.logprobs[places, :most].tolist() if logprobs else [[]] * len(ids)
+        """Return completions with the index of their pair; note what places hold unless a row of `batch` has them."""
+        ids, *scores = ended.copy.lists()
+        taken = {row.place for row in batch if not row.reported}
         found = list[tuple[int, Completion]]()
-        for row, count, tokens, own in zip(rows, lengths.values(), ids, scores, strict=True):
-            row.reported = True
-            if row.prompt is not None:  # a step reads the token that the one before has drawn: the last is not read
+        for row, count, tokens, own in zip(ended.rows, ended.lengths, ids, *(scores or [[[]] * len(ids)]), strict=True):
+            if row.prompt is not None and row.place not in taken:
+                # A step reads the token that the one before has drawn: the last is not read.
                 memory.kept[row.place] = Kept(row.prompt.owner, (*row.prompt.ids, *tokens[: count - 1]))
             whole = count == sampling.max_tokens and tokens[count - 1] not in self._stop and not row.stopped
             found.append((row.pair, Completion(tokens[:count], own[:count], "length" if whole else "stop")))

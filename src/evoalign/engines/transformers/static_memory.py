@@ -14,13 +14,14 @@ from typing import TypeAlias
 import torch
 
 from evoalign import kernels
+from evoalign.engines.transformers import decode
 from evoalign.engines.transformers.blocks import Blocks, Factors, Hidden, Store
 from evoalign.engines.transformers.prefill import shared_prefix
 from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import Member, Plan, Request
 
 LEAST = 8
-"""Smallest batch size."""
+"""Smallest batch size. The others are multiples of it, or all rows."""
 PREFILL_AT_ONCE = (1024, 32768)
 """Most prompt tokens per forward, on a CPU and on a GPU. They bound the activations."""
 Write = Callable[[Plan, Sequence[Member]], None]
@@ -29,10 +30,14 @@ Rows = Sequence[tuple[int, int, int]]
 """Slot in the store, slot of the member or -1, and number of the text, per row."""
 
 
-def size_for(rows: int, full: int) -> int:
-    """Return the batch size for a number of rows: the smallest of 2^k and 3 * 2^(k-1), at most `full`."""
-    power = max(LEAST, 1 << (rows - 1).bit_length())
-    return min(full, power * 3 // 4 if power > LEAST and rows <= power * 3 // 4 else power)
+def size_for(rows: int, most: int) -> int:
+    """Return the batch size for a number of rows: that of `decode`, in multiples of LEAST, at most `most`."""
+    return min(most, -(-decode.size_for(rows) // LEAST) * LEAST)
+
+
+def upload(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return integers as an int64 tensor on a device. The host does not wait for what a GPU computes meanwhile."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,8 @@ class State:
 
     Per row: the last `token` and its `position`, the `place` in the store, the slot of the `member` or -1, the seed
     `stream`, the number of tokens (`step`), and whether the row is `done`. Padding rows use the last place. Per place:
-    `ids` and `logprobs` [C, tokens + 1], and `length` [C], which is 0 until the completion has ended. `most` is the
-    maximum length. `finite` becomes False when the logits of an active row are not finite.
+    `ids` and `logprobs` [C, tokens + 1], and `length` [C], which is 0 until the completion has ended, or -1 if its
+    logits were not finite. `most` is the maximum length.
     """
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
@@ -76,17 +81,16 @@ class State:
         self.step, self.done = zeros(rows), zeros(rows, dtype=torch.bool)
         self.ids = zeros(rows + 1, tokens + 1)
         self.logprobs = zeros(rows + 1, tokens + 1, dtype=torch.float32)
-        self.length, self.most, self.finite = zeros(rows + 1), zeros(), zeros(dtype=torch.bool)
+        self.length, self.most = zeros(rows + 1), zeros()
 
     def begin(self, tokens: int) -> None:
         """Start an empty batch whose completions have at most `tokens` tokens."""
         self.most.fill_(tokens)
-        self.finite.fill_(True)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Move these rows to the front, in this order."""
         if list(rows) != list(range(len(rows))):
-            index = torch.tensor(rows, device=self.place.device)
+            index = upload(rows, self.place.device)
             for tensor in (self.token, self.position, self.place, self.member, self.stream, self.step, self.done):
                 tensor[: len(rows)] = tensor[index]
 
@@ -94,9 +98,9 @@ class State:
         self, first: int, places: Sequence[int], lengths: Sequence[int], slots: Sequence[int], streams: Sequence[int]
     ) -> None:
         """Add rows from `first` on, whose prompts of these `lengths` have been read."""
-        rows, device = slice(first, first + len(places)), self.place.device
-        numbers = torch.tensor([list(places), list(lengths), list(streams), list(slots)]).to(device)
+        rows, numbers = slice(first, first + len(places)), upload([places, lengths, streams, slots], self.place.device)
         self.place[rows], self.position[rows], self.stream[rows], self.member[rows] = numbers
+        self.position[rows] -= 1  # drawing the first token advances it
         self.step[rows], self.done[rows] = 0, False
         self.length[numbers[0]] = 0
 
