@@ -258,6 +258,43 @@ def test_a_task_that_settings_do_not_suit_is_refused(
         task_and_data(from_dict(tree), None, None)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "settings", "unread"),
+    [
+        ("completions, style, **kwargs", {"style": ["a"], "temprature": [0.1, 0.7]}, ""),
+        ("text, example", {"temprature": [0.1, 0.7]}, ""),
+        (
+            "completions, style=None",
+            {"style": ["a", "b"], "temperature": [0.1, 0.7], "form": {"text": ["{prompt}"]}},
+            "",
+        ),
+        ("completions, style", {"style": ["a"], "temprature": [0.1, 0.7]}, "temprature"),
+        (None, {"temprature": [0.1, 0.7]}, "temprature"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(
+    parameters: str | None, settings: dict[str, Any], unread: str, tmp_path: Path
+) -> None:
+    tree = config(tmp_path, task={"settings": settings})
+    (tmp_path / "reward.py").write_text(f"def marked({parameters}):\n    return 0.0\n")
+    if parameters is None:
+        tree["task"] = {"name": "conciseness", "settings": settings}
+    if unread:
+        with pytest.raises(ConfigError, match=rf"task\.settings\.{unread} has no effect.*did you mean temperature\?"):
+            task_and_data(from_dict(tree), None, None)
+    else:
+        task_and_data(from_dict(tree), None, None)
+
+
+def test_a_script_and_a_task_of_the_users_may_read_any_setting(tmp_path: Path) -> None:
+    script = tmp_path / "reward.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o700)
+    tree = config(tmp_path, task={"settings": {"styel": ["a", "b"]}, "rewards": [str(script)]})
+    task_and_data(from_dict(tree), None, None)
+    task_and_data(from_dict(tree), Shown(TaskConfig(name="custom")), None)
+
+
 def test_the_longest_options_have_to_fit_the_model(tmp_path: Path) -> None:
     tree = config(tmp_path)
     tree["task"]["settings"] = {

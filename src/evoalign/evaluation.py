@@ -207,11 +207,11 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     for s in scored:
         own = task.measures(task.clean(s.text), task.handed(examples[s.example]))
         own = {"turns": float(len(transcripts.turns(s.text))), **own} if task.player not in ("", "given") else own
-        shares = {
+        generated = {
             "empty_share": float(not transcripts.spoken(s.text).strip()),
             "truncated_share": float(s.finish_reason == "length"),
-            "tokens": float(s.tokens),
         }
+        shares = {**(generated if task.player != "given" else {}), "tokens": float(s.tokens)}
         columns = {f"{PREFIX}{name}": value for name, value in s.rewards.items()}
         right = None if s.right is None else float(s.right)
         rows.append({"reward": s.reward, **columns, RIGHT: right, **task.judged(s.rewards), **own, **shares})

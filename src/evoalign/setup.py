@@ -191,6 +191,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
             f"task.fitness {config.task.fitness} does not apply to the given task {made.name}; make that task with "
             "TaskConfig(fitness=...)"
         )
+    tasks.refuse_unread(made, config.task.settings)
     _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
     made.take_scorer(config.scorer)
@@ -236,9 +237,9 @@ def _refuse_sampling(config: Config, task: Task) -> None:
     drawn = config.evaluation
     repeats = {"task.samples": config.task.samples or 1, "evaluation.samples": drawn.samples,
                "evaluation.seeds": len(drawn.seeds)}  # fmt: skip
-    unused = [f"remove task.settings.{name}" for name in DECODING if name in config.task.settings]
-    if unused := [*unused, *(f"set one of {name}, not {count}" for name, count in repeats.items() if count > 1)]:
-        raise ConfigError(f"task {task.name} samples nothing: {', '.join(unused)}")
+    unused = [f"task.settings.{name}" for name in DECODING if name in config.task.settings]
+    if unused := [*unused, *(name for name, count in repeats.items() if count > 1)]:
+        raise ConfigError(f"task {task.name} samples nothing: remove {', '.join(unused)}")
 
 
 def _refuse_odd_commands(task: Task) -> None:

@@ -38,7 +38,8 @@ class Tokens:
     """A tokenizer, its chat template with `template_kwargs`, and its stop tokens. `guarded`: the template is untrusted.
 
     `rows` is the number of the model's embedding rows, which no token may exceed; None: not known. `name` is the
-    model's, for messages. Raises ConfigError for `template_kwargs` that the template does not read.
+    model's, for messages. Use it in one thread at a time: tokenizers keep settings of the last call. Raises ConfigError
+    for `template_kwargs` that the template does not read.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from copied_runs import Copy, copy_run, edit
 import evoalign
 from evoalign import analysis
 from evoalign.analysis.base import LABELS, as_json, labels_of, row, settings_of, short_names
+from evoalign.analysis.targets import expanded
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.statistics import Estimate
@@ -145,6 +146,17 @@ def test_a_new_analysis_is_one_file_inside_or_outside_of_the_package(
     done = run("analyze", "own.py:Count", "a", "\x1b[31mb", "--set", "times=3", "--to", "out")
     assert (done.code, done.err) == (0, "") and "a: 2 in all" in done.out and Path("out/count.svg").is_file()
     assert json.loads(Path("out/count.json").read_text())["numbers"] == {"count": 6}
+
+
+def test_a_folder_of_runs_stands_for_its_runs(trained: Path, run: Run) -> None:
+    shutil.copytree(trained, "sweep/cell", ignore=shutil.ignore_patterns("full"))
+    lora, lora2 = (f"sweep/cell/{name}" for name in ("lora", "lora2"))
+    model = str(trained / "full")
+    assert expanded(["sweep", model, lora, f"{lora}/loras/generation_0002", "base"]) == [
+        lora, lora2, model, lora, f"{lora}/loras/generation_0002", "base",
+    ]  # fmt: skip
+    done = run("analyze", "distance", "sweep")
+    assert done == run("analyze", "distance", lora, lora2) and done.code == 0
 
 
 ROBUST, CROSSED = ("robustness", "base"), ("coverage", "base")

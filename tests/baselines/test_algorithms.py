@@ -196,6 +196,8 @@ def test_a_step_without_pairs_moves_no_weight(tmp_path: Path, monkeypatch: pytes
         ({"algorithm": "rloo"}, "grpo.algorithm"),
         ({"algorithm": "ppo", "rollouts": "es"}, "rollouts es is for grpo.algorithm grpo, not ppo"),
         ({"algorithm": "dpo", "beta": 0.1}, "set grpo.rollouts engine"),
+        ({"algorithm": "dpo", "trl": {"loss_type": "grpo"}}, "engine, not trl; grpo.beta 0 .*; .* loss is sigmoid"),
+        ({"algorithm": "dpo", "rollouts": "es", "beta": 0.1}, "set grpo.rollouts engine, not es"),
         ({"algorithm": "dpo", "rollouts": "engine"}, "grpo.beta 0 leaves DPO without a loss"),
         ({"algorithm": "dpo", "rollouts": "engine", "beta": 0.1, "num_iterations": 2}, "once on each pair"),
         ({"algorithm": "dpo", "rollouts": "engine", "beta": 0.1, "steps_per_generation": 2}, "once on each pair"),

@@ -104,6 +104,14 @@ def test_a_file_that_is_no_config_is_one_line(text, message, tmp_path):
     assert (str(path) in str(caught.value) or "exactly" in message) and "\n" not in str(caught.value)
 
 
+def test_null_removes_the_learning_rate_of_an_earlier_file(tmp_path):
+    file = write(tmp_path, "a.yaml", "es: {sigma: 0.1, learning_rate: 0.02}\n")
+    assert load([file], ["es.learning_rate=null"]).es == load([file], ["es.learning_rate=0.0005"]).es
+    with pytest.raises(ConfigError, match=r"remove es\.learning_rate \(--set es\.learning_rate=null does\)"):
+        load([file], ["es.optimizer=cma"])
+    assert load([file], ["es.optimizer=cma", "es.learning_rate=null"]).es.eta == 1
+
+
 @pytest.mark.parametrize("override", ["es.sigma", "=1", ".=1", "es.sigma=[1", "es..sigma=1"])
 def test_a_malformed_override_is_one_line(override):
     told = error(load, [FIELD], [override])

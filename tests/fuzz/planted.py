@@ -217,8 +217,8 @@ FAULTS: dict[str, Fault] = {
     "a library's own error": patched(
         "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"),
     "files that a model names": patched(
-        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None),
-        (origin, "refuse_hooks", lambda *_: None)),
+        "model folders > settings",
+        *((where, "refuse_hooks", lambda *_, **__: None) for where in (tokens, origin, files))),
     "checksums": patched("run directories > edit", (runs, "verify", _recorded)),
     "rows passed over": patched("run directories > row", (runs, "_rows", _rows_that_parse), shows="silent traceback"),
     "JSON of any depth": patched(
@@ -230,6 +230,6 @@ FAULTS: dict[str, Fault] = {
     "hashes of the journal": patched("corruptions > journal", (journal, "_parse", _parsed), shows="silent traceback"),
     "digests of saved means": patched("corruptions > mean", (checkpoint, "verify", _believed)),
     "lines passed over": patched(
-        "corruptions > journal", (journal, "_up_to", lambda g: ""), (journal, "Damage", lambda *_: None)),
+        "corruptions > journal", (journal, "_up_to", lambda *_: ""), (journal, "Damage", lambda *_: None)),
     "results that were changed": patched("corruptions > results", (runs, "verify", _recorded)),
 }  # fmt: skip

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 import evoalign
 from evoalign import spaces
 from evoalign.config import from_dict
+from evoalign.cost import estimate
+from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
@@ -80,6 +82,16 @@ def test_engines_whose_adapters_have_no_bias_refuse(engine):
     with pytest.raises(ConfigError, match=r"adds a bias per member.*set engine.name transformers"):
         spaces.create(from_dict(TREE | {"engine": engine}))
     spaces.create(from_dict(TREE | {"engine": {"name": "ray"}}))
+
+
+def test_opening_says_what_is_added():
+    """Not the share of the matrix whose bias the vector is."""
+    for layers, words in ((None, "each of 4 layers"), ([3], "one layer")):
+        config = from_dict(TREE | {"lora": {"target_layers": layers}})
+        specs = specs_of_config(config)
+        layout = spaces.create(config).layout(specs, torch.float32)
+        line = f"one vector of 96 in {words}, added to the output of the MLP"
+        assert estimate.share_lines(config, specs, layout) == [line]
 
 
 def test_the_static_decoder_gives_members_and_mean_their_vectors():

@@ -71,11 +71,14 @@ def test_checksums_are_those_of_sha256sum(run):
     assert all(digest == hashlib.sha256((run / name).read_bytes()).hexdigest() for digest, name in lines)
 
 
-@pytest.mark.parametrize("change", ["", "\n", "[]", "0" * 64, "\xff", "lower", "renamed", "other digest"])
+@pytest.mark.parametrize(
+    "change", ["", "\n", "[]", "0" * 64, "\xff", "lower", "renamed", "other digest", "cut", "zeros"]
+)
 def test_verify_refuses_damaged_checksums(change, run):
     file = run / "SHA256SUMS"
     text = file.read_text()
-    changes = {"lower": text.upper(), "renamed": text.replace("metrics.jsonl", "metrics.json"),
+    changes = {"lower": text.upper(), "cut": text[:75], "zeros": text[:66] + "\0" * len(text[67:]) + "\n",
+               "renamed": text.replace("metrics.jsonl", "metrics.json"),
                "other digest": ("1" if text[0] == "0" else "0") + text[1:]}  # fmt: skip
     file.write_text(changes.get(change, change), encoding="latin-1")
     with pytest.raises(DataError, match="SHA256SUMS"):

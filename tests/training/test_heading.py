@@ -10,7 +10,7 @@ from own_task import Vowels
 from rich.console import Console
 
 import evoalign
-from evoalign.config import GraderConfig, from_dict
+from evoalign.config import GraderConfig, from_dict, load
 from evoalign.errors import ConfigError
 from evoalign.report import figures
 from evoalign.rundir.directory import RunDir
@@ -18,6 +18,7 @@ from evoalign.setup import task_and_data
 from evoalign.tasks import Data, create
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.training import heading
+from evoalign.training.train import dry_run
 
 ES = {"sigma": 0.02, "num_generations": 1, "population_size": 4}
 
@@ -118,5 +119,15 @@ def test_measuring_line_counts_evaluations_and_checkpoints(sections, validation,
         {"es": {"sigma": 0.1, "learning_rate": 0.05, "num_generations": 20}, "space": "lora", **sections}
     )
     rows = [{"prompt": str(i)} for i in range(10)]
-    line = heading.measuring_line(config, Data(rows, rows, validation=rows[:validation]))
+    line = heading.measuring_line(config, create(config.task), Data(rows, rows, validation=rows[:validation]))
     assert line.startswith(start) and line.endswith(end)
+
+
+@pytest.mark.parametrize(("limits", "most"), [({}, 40), ({"turns": 3}, 15), ({"tokens": 7}, 11)])
+def test_episodes_are_counted_with_all_their_turns(limits, most, tmp_path):
+    """A turn begins below `task.episode.tokens`, and then has up to `sampling.max_tokens`."""
+    sets = [f"output_dir={tmp_path / 'run'}", *(f"task.episode.{name}={value}" for name, value in limits.items())]
+    told = "\n".join(dry_run(load("configs/quickstart_guess.yaml", sets)))
+    turns = limits.get("turns", 8)
+    assert f"768 episodes (32 members x 24 prompts) of at most {turns} turns and {most} tokens;" in told
+    assert f"tokens at most {768 * most:,} a generation" in told and " of 120 episodes, " in told

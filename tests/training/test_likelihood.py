@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task `likelihood`: given completions are scored as a plain forward scores them, and MeZO's step is exact."""
 
+import io
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from small_runs import UNCHECKED
 from transformers import AutoModelForCausalLM
 
 import evoalign
 from evoalign import tasks, tokens
+from evoalign.analysis.evaluations import evaluate_one
+from evoalign.checks import diagnosis
 from evoalign.config import TaskConfig, from_dict
 from evoalign.episodes import Given
 from evoalign.errors import ConfigError, EvoalignError, RewardError
 from evoalign.models.origin import model_path
+from evoalign.preflight import doctor
 from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import RunDir
 from evoalign.setup import serve, task_and_data
 from evoalign.tokens import Tokens
+from evoalign.training.train import dry_run
 from evoalign.types import MEAN_PLAN, Episode, Example, Plan, Request, Rollout, Sampling, population
 
 SIGMA, RATE = 0.01, 0.02
@@ -70,6 +78,29 @@ def test_a_generation_is_the_step_of_mezo(tmp_path):
         assert torch.allclose(saved[name] - before, want, atol=2e-7, rtol=2e-3), name
 
 
+def test_no_line_is_about_sampling(tmp_path):
+    """Of a dry run, a run, its page's summary and its evaluation: nothing is generated."""
+    tree = TREE | {"output_dir": str(tmp_path / "run"), "es": TREE["es"] | {"num_generations": 4}}
+    out = io.StringIO()
+    evoalign.train(tree, console=Console(file=out, width=300))
+    card = (evoalign.export(tmp_path / "run", tmp_path / "export") / "README.md").read_text()
+    summary = diagnosis.summary(diagnosis.history_of(RunDir(tmp_path / "run").rows, from_dict(tree)))
+    lines = [*dry_run(tree | {"output_dir": str(tmp_path / "other")}), *out.getvalue().splitlines(), *summary]
+    lines += [line for line in card.splitlines() if line.startswith("Means over")]
+    lines += [evaluate_one(tmp_path / "run", None).decoding]
+    lines = [line for line in lines if not line.startswith(("completions  ", "memory "))]  # a folder; a bound
+    odd = re.compile("completion|at most|greedy|temperature|truncated|empty")
+    assert [line for line in lines if odd.search(line)] == []
+    assert "4 generations of 8 targets (2 members x 4 prompts); the first one" in "\n".join(lines)
+    assert "sample targets" in out.getvalue() and lines[-1] == "4 examples, whose given targets are scored"
+
+
+def test_doctor_gives_one_time_for_targets(tmp_path):
+    *_, found = doctor.doctor(from_dict(TREE | {"output_dir": str(tmp_path / "run")}))
+    assert found.name == "generation" and "8 targets scored -" in found.detail, found
+    assert "completions" not in found.detail and "at most" not in found.detail, found
+
+
 def test_the_loss_of_the_targets_falls(tmp_path):
     es = TREE["es"] | {"num_generations": 40, "sigma": 0.002, "learning_rate": 0.02}
     found = evoalign.train(TREE | {"es": es, "output_dir": str(tmp_path / "run"), "checkpoint": {"every": 0}})
@@ -110,7 +141,7 @@ def test_engines_that_would_generate_are_refused_before_a_model_is_loaded(engine
     ],
 )
 def test_samples_that_would_be_the_same_are_refused(name, sections):
-    with pytest.raises(ConfigError, match=f"task likelihood samples nothing: set one of {name}, not 2$"):
+    with pytest.raises(ConfigError, match=f"task likelihood samples nothing: remove {name}$"):
         task_and_data(from_dict(TREE | sections), None, None)
 
 

@@ -61,6 +61,8 @@ class TargetEvaluation:
     def decoding(self) -> str:
         """The numbers of examples and completions, and the decoding settings, as text."""
         examples, drawn = len(next(iter(self.evaluation.measures_E.values()))), self.drawn
+        if "empty_share" not in self.evaluation.measures:
+            return f"{examples:,} examples, whose given targets are scored"
         if drawn.temperature == 0:
             return f"{examples:,} examples, greedy, at most {drawn.max_tokens:,} tokens"
         seeds = f" x {len(drawn.seeds)} seeds of sampling" if len(drawn.seeds) > 1 else ""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evoalign.analysis.compare.groups import labels_of, settings_of
+from evoalign.analysis.compare.runs import find_in_order
 from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import generation_of, saved_folders
-from evoalign.rundir.method import Method, method_of
+from evoalign.rundir.method import Method, is_run, method_of
 from evoalign.rundir.own import read_own
 from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
@@ -103,6 +104,17 @@ def locate(
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=weights.parent.name == "loras", own_engine=config is None)
     return Target(name, weights, own, run)
+
+
+def expanded(names: Sequence[str]) -> list[str]:
+    """Return the targets, with a folder of runs, such as that of a sweep, replaced by its runs."""
+    found: list[str] = []
+    for name in names:
+        try:
+            found += [name] if is_run(Path(name)) else map(str, find_in_order([name]))
+        except ConfigError:
+            found.append(name)
+    return found
 
 
 def alike(items: Sequence[T], settings: Callable[[T], Mapping[str, Any] | None]) -> list[tuple[str, list[T]]]:

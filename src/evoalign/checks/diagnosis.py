@@ -56,11 +56,12 @@ class Diagnosis:
         gold: Callable[[int], str | None] = lambda row: None,
         known: frozenset[str] = frozenset(),
         columns: Callable[[Generation], Measurement | None] = lambda generation: None,
+        generates: bool = True,
         deterministic: bool = False,
         given: str | None = None,
     ) -> None:
         self.config, self.max_score, self._columns = config, max_score, columns
-        self._gold, self._known = cache(gold), known
+        self._gold, self._known, self._generates = cache(gold), known, generates
         self._start = start.double().numpy()
         self._last: NDArray[np.float64] | None = self._start
         self._step: NDArray[np.float64] | None = None
@@ -157,7 +158,7 @@ class Diagnosis:
 
     def _text_shares(self, generation: Generation) -> Row:
         rollouts = _searched(generation)
-        if not rollouts:
+        if not (rollouts and self._generates):  # a given completion shows no signs of training
             return {f"{name}_share": None for name in hacking.SHARES}
         rows = [generation.rows[r.request] for r in rollouts]
         texts, reasons = [r.text for r in rollouts], [r.finish_reason for r in rollouts]

@@ -24,7 +24,8 @@ def analyze(
         str | None, typer.Argument(help="An analysis, or a custom one as package.module:Class or file.py:Class.")
     ] = None,
     targets: Annotated[
-        list[str] | None, typer.Argument(help="Run directories, saved means of runs, model folders, PEFT adapters.")
+        list[str] | None,
+        typer.Argument(help="Run directories, folders of runs, saved means of runs, model folders, PEFT adapters."),
     ] = None,
     config: More = None,
     sets: Annotated[
@@ -49,10 +50,12 @@ def analyze(
         _show_settings(chosen)
         return
     from evoalign.analysis.base import LABELS, labels_of, settings_of
+    from evoalign.analysis.targets import expanded
     from evoalign.config import load
     from evoalign.errors import ConfigError
 
     check_folder(to)
+    targets = expanded(targets)
     LABELS.set(labels_of(labels or [], targets))
     settings = settings_of(chosen, sets or [])
     quiet()

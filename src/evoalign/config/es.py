@@ -90,6 +90,15 @@ START = (
 """Advice where no width is set. There is no default, since none fits all models and spaces."""
 
 
+RATE = 0.0005
+"""Default of `es.learning_rate`."""
+
+
+def _rate(value: object) -> object:
+    """Accept null for the default, as for settings that may be unset: `cma` needs the rate of another file removed."""
+    return RATE if value is None else value
+
+
 class EsConfig(Section):
     """The evolution strategy. Set exactly one of `sigma` and `noise_multiplier`, the width of the noise."""
 
@@ -97,9 +106,10 @@ class EsConfig(Section):
     """Updates of the mean."""
     population_size: Annotated[int, Field(ge=2, le=10**7)] = 30
     """Members per generation. More members give a less noisy gradient at a proportional cost."""
-    learning_rate: Positive = 0.0005
+    learning_rate: Annotated[Positive, BeforeValidator(_rate, json_schema_input_type=Positive | None)] = RATE
     """With `es.sigma`, the alpha of arXiv 2509.24372, which includes 1/sigma: the step in units of the noise is
-    `learning_rate / sigma`. With `es.noise_multiplier`, that step itself. Optimizers `cma` and `sep_cma` have none."""
+    `learning_rate / sigma`. With `es.noise_multiplier`, that step itself. Optimizers `cma` and `sep_cma` have none;
+    null removes one that is set."""
     sigma: Positive | None = None
     """Standard deviation of the noise, the same for all tensors."""
     noise_multiplier: Positive | None = None
@@ -145,7 +155,7 @@ class EsConfig(Section):
         ]:
             raise ValueError(
                 f"es.optimizer {self.optimizer.name} adapts width and step itself and draws members one by one; remove "
-                f"{', '.join(odd)}"
+                f"{', '.join(odd)}" + (" (--set es.learning_rate=null does)" if "es.learning_rate" in odd else "")
             )
         if self.shaping == "truncation":
             raise ValueError(

@@ -232,27 +232,26 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _of_algorithm(self) -> GrpoConfig:
-        if self.algorithm == "grpo":
+        if self.algorithm == "ppo" and self.samples_members:
+            raise ValueError("grpo.rollouts es is for grpo.algorithm grpo, not ppo: set rollouts engine")
+        if self.algorithm != "dpo":
             return self
-        if self.samples_members:
-            raise ValueError(f"grpo.rollouts es is for grpo.algorithm grpo, not {self.algorithm}: set rollouts engine")
-        if self.algorithm == "ppo":
-            return self
-        if self.rollouts != "engine":
-            raise ValueError(
-                "grpo.algorithm dpo takes its completions from evoalign's engine: set grpo.rollouts engine"
-            )
-        if self.beta == 0:
-            raise ValueError("grpo.beta 0 leaves DPO without a loss; set it above 0, such as 0.1")
-        if self.per_device_train_batch_size % self.num_generations:
-            raise ValueError(
-                f"grpo.per_device_train_batch_size {self.per_device_train_batch_size} is not a multiple of "
-                f"grpo.num_generations {self.num_generations}: each pass of DPO makes its pairs from whole groups"
-            )
-        if self.num_iterations > 1 or self.steps_per_generation not in (None, self.gradient_accumulation_steps):
-            raise ValueError("DPO trains once on each pair: remove grpo.num_iterations and grpo.steps_per_generation")
-        if "loss_type" in self.trl:
-            raise ValueError("grpo.trl.loss_type is not for grpo.algorithm dpo, whose loss is sigmoid: remove it")
+        trains_once = self.num_iterations == 1 and self.steps_per_generation in (None, self.gradient_accumulation_steps)
+        rules = (
+            (self.rollouts == "engine",
+             "grpo.algorithm dpo takes its completions from evoalign's engine: set grpo.rollouts engine, not "
+             f"{self.rollouts}"),
+            (self.beta > 0, "grpo.beta 0 leaves DPO without a loss; set it above 0, such as 0.1"),
+            (self.per_device_train_batch_size % self.num_generations == 0,
+             f"grpo.per_device_train_batch_size {self.per_device_train_batch_size} is not a multiple of "
+             f"grpo.num_generations {self.num_generations}: each pass of DPO makes its pairs from whole groups"),
+            (trains_once,
+             "DPO trains once on each pair: remove grpo.num_iterations and grpo.steps_per_generation"),
+            ("loss_type" not in self.trl,
+             "grpo.trl.loss_type is not for grpo.algorithm dpo, whose loss is sigmoid: remove it"),
+        )  # fmt: skip
+        if broken := "; ".join(message for holds, message in rules if not holds):
+            raise ValueError(broken)
         return self
 
     @model_validator(mode="after")

@@ -185,8 +185,11 @@ def _own_memory(own: MemoryUse, size: float, batch: tuple[int, int] | None) -> s
     return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 
-def work_lines(config: Config, examples: int | None, *, asks_mean: bool = False) -> list[str]:
-    """Describe the number of rollouts and tokens. `asks_mean`: the objective needs rollouts of the mean as well."""
+def work_lines(config: Config, examples: int | None, tokens: int, *, asks_mean: bool = False) -> list[str]:
+    """Describe the number of rollouts, each of at most this many generated tokens.
+
+    `asks_mean`: the objective needs rollouts of the mean as well.
+    """
     es = config.es
     samples = config.task.samples or 1
     prompts = config.task.asked(examples) // samples if examples else config.task.batch_size
@@ -194,11 +197,11 @@ def work_lines(config: Config, examples: int | None, *, asks_mean: bool = False)
         return ["rollouts: population x training examples a generation (the data could not be counted)"]
     rollouts = (es.population_size + asks_mean) * prompts * samples
     each = f"{prompts} prompts x {samples} samples" if samples > 1 else f"{prompts} prompts"
-    tokens = rollouts * config.sampling.max_tokens
+    tokens *= rollouts
+    most = f"; tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all"
     return [
         f"rollouts {rollouts:,} a generation ({es.population_size} members{and_mean(asks_mean)} x {each}), "
-        f"{rollouts * es.num_generations:,} in all; tokens at most {tokens:,} a generation, "
-        f"{tokens * es.num_generations:,} in all",
+        f"{rollouts * es.num_generations:,} in all{most if tokens else ''}",
         TIME,
     ]
 
@@ -243,13 +246,17 @@ def placebos_in_a_tenth(
 
 
 def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
-    """Describe the share of the weights that evolves, or that adapters reach; warn if experts do not evolve."""
+    """Describe the share of the weights that evolves or that adapters reach, or what the space adds.
+
+    Warn if experts do not evolve.
+    """
     reached = set(layout.modules)
     some, rest = [s for s in specs if s.name in reached], [s for s in specs if s.name not in reached]
     space = spaces.create(config)
     verb = "evolves" if space.evolves_model else "adapters reach"
     others = _names((s for s in rest if len(s.shape) > 1), listed=some)
-    line = f"{verb} {percent(some, specs)} of the weights: {_names(some)}" + (f"; not: {others}" if others else "")
+    share = f"{verb} {percent(some, specs)} of the weights: {_names(some)}" + (f"; not: {others}" if others else "")
+    line = space.adds(layout) or share
     warnings = _left_out(config, space, specs, rest) if space.carrier == "adapter" else []
     every, few = ({s.layer for s in tensors} - {None} for tensors in (specs, some))
     chosen = getattr(getattr(config, config.space.name, None), "target_layers", None)

@@ -150,11 +150,14 @@ def check_generation(case: Case) -> Finding:
         found += rollout_duration(ask_mean, (MEAN,), asked, lengths, on_gpu=on_gpu(config))
     count = (len(members) + objective.asks_mean) * len(asked)
     rest = scoring * count / len(rollouts) + _moving(case, plan)
+    longest = (
+        f" if completions are as long as these (mean {sum(lengths) / len(lengths):.0f} tokens), and at most about "
+        f"{seconds_text(found.most + rest)} if all have {config.sampling.max_tokens:,}"
+    )
     detail = (
-        f"{len(rollouts)} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
-        f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} if completions are as long as these "
-        f"(mean {sum(lengths) / len(lengths):.0f} tokens), and at most about {seconds_text(found.most + rest)} if all "
-        f"have {config.sampling.max_tokens:,}; {config.es.num_generations:,} generations take about "
+        f"{len(rollouts)} {task.scored} scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
+        f"a generation of {count:,} takes about {seconds_text(found.usual + rest)}"
+        f"{'' if task.player == 'given' else longest}; {config.es.num_generations:,} generations take about "
         f"{seconds_text(config.es.num_generations * (found.usual + rest))} in total, plus evaluations"
     )
     most, setting = config.sampling.max_tokens, "sampling.max_tokens"

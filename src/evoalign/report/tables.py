@@ -55,10 +55,12 @@ def before_after(
     intervals: Mapping[str, Interval] | None = None,
     placebo: Mapping[str, float] | None = None,
     names: Mapping[str, str] | None = None,
+    scored: str = "completions",
 ) -> None:
     """Print the measures that both have, with the change and its interval, then the samples.
 
-    `placebo` has the means over placebos, shown in a column; `names` are labels of measures.
+    `placebo` has the means over placebos, shown in a column; `names` are labels of measures, and `scored` is the name
+    of the samples.
     """
     intervals, labels = intervals or {}, {**NAMES, **(names or {})}
     table = Table(title="test split", title_justify="left", title_style="bold")
@@ -80,7 +82,7 @@ def before_after(
         table.add_row(Text(shown), *cells)
     console.print(table)
     if samples:
-        console.print(_samples(samples, console))
+        console.print(_samples(samples, console, f"sample {scored}"))
 
 
 def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console: Console) -> None:
@@ -132,7 +134,7 @@ def _signed(name: str, change: float) -> str:
     return f"{100 * change:+.1f}" if is_share(name) else f"{change:+.4g}"
 
 
-def _samples(samples: Sequence[Sample], console: Console, title: str = "sample completions") -> Table:
+def _samples(samples: Sequence[Sample], console: Console, title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True, expand=True)
     columns, ascii_only = {"prompt": 3, "target": 2, "before": 4, "after": 4}, not console.encoding.startswith("utf")
     if all(sample.target is None for sample in samples):

@@ -98,6 +98,10 @@ class RewardFunction:
         """Return whether a column is one of the function's parameters."""
         return column in self._named
 
+    def reads(self, column: str) -> bool:
+        """Return whether the function gets a column: by its name, with all others, or in the example."""
+        return self.is_simple or self._takes_all or self.names(column)
+
     def missing(self, columns: Sequence[str]) -> list[str]:
         """Return required parameters that neither the data nor the caller can fill."""
         given = {"text", "example"} if self.is_simple else {"prompts", "completions", *_LOGGERS, *columns}

@@ -72,6 +72,10 @@ class Script(RewardFunction):
             raise ScriptError(f"{how}{_quoted(last)}")
         return done.stdout.decode("utf-8", "replace"), last
 
+    def reads(self, column: str) -> bool:
+        """Return True: a script gets every column."""
+        return True
+
     def missing(self, columns: Any) -> list[str]:
         """Return nothing: a script gets every column."""
         return []

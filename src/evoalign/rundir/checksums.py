@@ -33,7 +33,7 @@ RESULTS = (
 """The files recorded when a run ends, as far as it has them."""
 EARLIER = "results/sealed.json"
 """The record of earlier releases. It is not read."""
-LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
+LINE = re.compile(r"([0-9a-f]{64})  ([\w./-]+)")
 MOST_BYTES = 2**20
 FIX = f"put it back from a copy; if the change is intended, delete {CHECKSUMS}: the results then count as not verified"
 
@@ -77,18 +77,20 @@ def forget(run: Path, *names: str) -> None:
 def _read(run: Path) -> dict[str, str]:
     file = run / CHECKSUMS
     try:
-        lines = read_bytes(file, MOST_BYTES).decode().splitlines()
+        text = read_bytes(file, MOST_BYTES).decode()
     except MissingError:
         return {}
     except UnicodeDecodeError:
         raise DataError(f"{file} is not text; {FIX}") from None
+    if not text:
+        raise DataError(f"{file} is empty; {FIX}")
+    if not text.endswith("\n"):
+        raise DataError(f"{file} is cut off; {FIX}")
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if (match := LINE.fullmatch(line)) is None:
             raise DataError(f"{file}, line {number} is not a SHA-256, two spaces and a file; {FIX}")
         found[match[2]] = match[1]
-    if not found:
-        raise DataError(f"{file} is empty; {FIX}")
     return found
 
 

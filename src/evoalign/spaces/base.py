@@ -178,6 +178,10 @@ class Space(ABC):
             return f"{low * factor:.4g}"
         return f"{low * factor:.4g} to {high * factor:.4g}"
 
+    def adds(self, layout: Layout) -> str | None:
+        """Describe what a space adds besides weights; None: the share of the weights that evolves is reported."""
+        return None
+
     def left_out(self, specs: Sequence[TensorSpec], layout: Layout) -> str | None:
         """Describe tensors that do not evolve although the user may expect it, or return None."""
         return None

@@ -44,6 +44,11 @@ class Steering(Lora):
     def effective(self, layout: Layout) -> str:
         return f"sigma {self.widths(layout)} per number of a layer's vector"
 
+    def adds(self, layout: Layout) -> str:
+        count, size = len(layout.tensors), layout.tensors[0].shape[0]
+        layers = f"each of {count} layers" if count > 1 else "one layer"
+        return f"one vector of {size:,} in {layers}, added to the output of the MLP"
+
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """Return `<module>.lora_B.bias` [out] of each layer; the factors of rank 1 are frozen.
 

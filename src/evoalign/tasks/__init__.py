@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evoalign.config import GraderConfig, TaskConfig
+from evoalign.config.joint import DECODING, SettingConfig
 from evoalign.config.task import TASKS as SHIPPED
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
@@ -28,6 +29,7 @@ __all__ = [
     "is_same",
     "isolate",
     "prompts_alike",
+    "refuse_unread",
     "takes_any_form",
     "with_sources",
 ]
@@ -80,6 +82,26 @@ def _class_of(config: TaskConfig) -> type[Task]:
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError(f"task.name: {config.name} is not a subclass of evoalign.tasks.Task")
     return cls
+
+
+def refuse_unread(task: Task, settings: Mapping[str, SettingConfig]) -> None:
+    """Raise ConfigError for a setting that neither the sampling, the prompt nor the reward reads.
+
+    Checked for built-in tasks without user code, which read no further columns, and for the functions of `custom`.
+    Other user code gets whole rows, so that what it reads is not known.
+    """
+    functions = task.functions if isinstance(task, Custom) and type(task) is Custom else ()
+    if not functions and type(task) not in PLAIN.values():
+        return
+    for name, setting in settings.items():
+        if name in DECODING or setting.kind == "text" or any(function.reads(name) for function in functions):
+            continue
+        near = difflib.get_close_matches(name, DECODING, n=1)
+        raise ConfigError(
+            f"task.settings.{name} has no effect: neither the sampling nor task {task.name} reads it; "
+            + (f"did you mean {near[0]}? " if near else "")
+            + "Correct the name, remove it, or use a task or a reward function that reads it"
+        )
 
 
 def with_sources(config: TaskConfig) -> TaskConfig:

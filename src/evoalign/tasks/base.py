@@ -212,6 +212,11 @@ class Task(ABC):
         return "turns" if own.reply is not Task.reply or own.replies is not Task.replies else ""
 
     @property
+    def scored(self) -> str:
+        """Name, in a run's output, of what is scored: `completions`, `episodes`, or the `targets` that are given."""
+        return {"": "completions", "given": "targets"}.get(self.player, "episodes")
+
+    @property
     def inside(self) -> Task:
         """The task itself, without the process that it is isolated in."""
         return self

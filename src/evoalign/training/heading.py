@@ -64,16 +64,26 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
     members, each = es.population_size, f" x {samples} samples" if samples > 1 else ""
     asks_mean, wanted, rows = task.objective().asks_mean, config.task.batch_size or 0, len(data.train)
     small = f"note: task.batch_size {wanted:,} is more than there are training rows: each generation asks all {rows:,}"
+    turns = f"{config.task.limits.turns:,} turns and " if task.scored == "episodes" else ""
+    limit = f" of at most {turns}{most:,} tokens" if (most := most_tokens(config, task)) else ""
     return [
         subject(config, task, data, specs),
         f"space {config.space.name}: {layout.parameters:,} numbers; {share}",
-        f"{es.num_generations:,} generations of {(members + asks_mean) * asked:,} completions ({members} members"
-        f"{estimate.and_mean(asks_mean)} x {asked // samples} prompts{each}) of at most "
-        f"{config.sampling.max_tokens:,} tokens; the first one shows how long they take",
+        f"{es.num_generations:,} generations of {(members + asks_mean) * asked:,} {task.scored} ({members} members"
+        f"{estimate.and_mean(asks_mean)} x {asked // samples} prompts{each}){limit}; the first one shows how long they "
+        "take",
         *([small] if wanted > rows else []),
         *config.engine.lines(members, spaces.create(config).carrier == "dense"),
         *warnings,
     ]
+
+
+def most_tokens(config: Config, task: Task) -> int:
+    """Return the most tokens that are generated for one score; 0 for a task that gives its completions."""
+    each, limits = config.sampling.max_tokens, config.task.limits
+    if task.scored == "episodes":  # no turn begins after `limits.tokens`
+        return min(limits.turns * each, (limits.tokens or limits.turns * each) - 1 + each)
+    return each if task.scored == "completions" else 0
 
 
 def largest_batch(config: Config, task: Task, data: Data) -> tuple[int, int] | None:
@@ -125,7 +135,7 @@ def split_lines(config: Config, task: Task, data: Data, known: Tokens | None = N
     return [*lines, f"validation {count:,} examples, evaluated at the start and at the end{when}{kept}"]
 
 
-def measuring_line(config: Config, data: Data) -> str:
+def measuring_line(config: Config, task: Task, data: Data) -> str:
     """Return the numbers of evaluations, their completions, and checkpoints, for a dry run."""
     every, last, drawn = config.evaluation.every, config.es.num_generations - 1, config.evaluation
     times = 2 + (last // every if every else 0)
@@ -136,7 +146,7 @@ def measuring_line(config: Config, data: Data) -> str:
     if count:
         placebos = f"; {count} placebos at the end, {count * len(data.test) * draws:,} more"
     return (
-        f"evaluations {times:,} of {each:,} completions, {times * each:,} in all{placebos}; checkpoints "
+        f"evaluations {times:,} of {each:,} {task.scored}, {times * each:,} in all{placebos}; checkpoints "
         f"{1 + (last // saved if saved else 0):,}{', and the best ones' if every and keeps_best(config, data) else ''}"
     )
 
@@ -199,7 +209,7 @@ def shared_lines(task: Task, data: Data) -> list[str]:
 
 def cut_off_lines(before: Evaluation, config: Config) -> list[str]:
     """Return a warning if most completions of the start are cut off."""
-    share, most = before.measures["truncated_share"], config.evaluation.max_tokens
+    share, most = before.measures.get("truncated_share", 0.0), config.evaluation.max_tokens
     line = cut_off(share, most, "the start's test completions", "evaluation.max_tokens")
     return [] if line is None else [f"warning: {line}"]
 

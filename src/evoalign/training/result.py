@@ -143,10 +143,12 @@ def show(
     tell: Tell,
     placebos: Placebos | None = None,
     weights: Mapping[str, float] | None = None,
+    scored: str = "completions",
 ) -> None:
     """Show both evaluations, their change and its placebos; above them the signs of reward hacking with completions.
 
-    `weights` are those of several rewards. A change whose interval contains 0 or is unknown is reported.
+    `weights` are those of several rewards, `scored` is `Task.scored`. A change whose interval contains 0 or is unknown
+    is reported.
     """
     change = _change(before, after)
     mean = None if placebos is None else placebos.measures
@@ -155,7 +157,7 @@ def show(
     names = {
         f"{evaluation.PREFIX}{name}": f"reward/{weighed(name, weight)}" for name, weight in (weights or {}).items()
     }
-    before_after(before.measures, after.measures, console, _samples(before, after), change, mean, names)
+    before_after(before.measures, after.measures, console, _samples(before, after), change, mean, names, scored)
     for line in [*verdict.lines(), *(() if placebos is None else placebos.lines())]:
         tell(line)
     name = aim_of(after.measures)

@@ -336,7 +336,7 @@ class Session:
         placebos = measured.get(PLACEBOS)
         with checksums.recorded(self.run.path):
             write_results(self.run, self.config.evaluation, results, before, after, placebos)
-            show(before, after, verdict, self.recorder.console, self.tell, placebos, weights)
+            show(before, after, verdict, self.recorder.console, self.tell, placebos, weights, task.scored)
         for line in measured.get(SUMMARY) or ():
             self.tell(line)
         self.recorder.measured("test", before, after)

@@ -99,10 +99,10 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    asks_mean = task.objective().asks_mean
-    known = [*heading.split_lines(config, task, data), *stopping.lines(config)]
-    standing, work = [], [*known, *estimate.work_lines(config, len(data.train), asks_mean=asks_mean)]
-    work.insert(-1, heading.measuring_line(config, data))  # before the line on time
+    asks_mean, tokens = task.objective().asks_mean, heading.most_tokens(config, task)
+    standing, work = [], [*heading.split_lines(config, task, data), *stopping.lines(config)]
+    work += estimate.work_lines(config, len(data.train), tokens, asks_mean=asks_mean)
+    work.insert(-1, heading.measuring_line(config, task, data))  # before the line on time
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
@@ -184,6 +184,7 @@ class _EvolutionStrategies:
             gold=lambda row: self.task.gold(self.task.handed(self.data.train[row])),
             known=scripts(text_of(self.task.prompt(example)) for example in self.data.train),
             columns=axes.reader(self.task, self.data.train, parts.settings),
+            generates=self.task.player != "given",
             deterministic=parts.facts.deterministic,
             given=given,
         )

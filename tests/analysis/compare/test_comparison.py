@@ -456,6 +456,14 @@ def test_hacked_share_follows_its_definition(copy: Copy, tmp_path: Path) -> None
     assert (read(run).shares_after or {})["hacked"] == 0.0
 
 
+@pytest.mark.parametrize("name", ["before", "after"])
+def test_shares_are_unknown_without_the_completions_that_they_compare(name: str, copy: Copy) -> None:
+    run = copy("one")
+    assert None not in (read(run).shares_before, read(run).shares_after)
+    (run / f"results/completions/{name}.parquet").unlink()
+    assert (read(run).shares_before, read(run).shares_after) == (None, None)
+
+
 def test_end_grid_counts_runs_with_warnings(copy: Copy) -> None:
     run = copy("a")
     assert read(run).alarm is None

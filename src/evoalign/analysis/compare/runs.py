@@ -60,7 +60,8 @@ class Point:
 class Run:
     """One run. `points` are in the order of training; the first is the model before training, if that was measured.
 
-    `shares_before` and `shares_after` are `hacking.shares` of the completions on the test split; None without these.
+    `shares_before` and `shares_after` are `hacking.shares` of the completions on the test split, which compare the two;
+    None without either.
     """
 
     path: Path
@@ -183,8 +184,8 @@ def read(path: Path) -> Run:
         finished=result is not None and end == len(rows),
         cost=costs[-1],
         distance=result.distance if result else None,
-        shares_before=hacking.shares(before, before, after or ()) if before else None,
-        shares_after=hacking.shares(after, before or (), after) if after else None,
+        shares_before=hacking.shares(before, before, after) if before and after else None,
+        shares_after=hacking.shares(after, before, after) if before and after else None,
         hardware=hardware_of(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result else None,
