@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/es_loop.py` computes what the library computes: rewards, coefficients and weights of three generations.
+"""`examples/es_loop.py` computes what the library computes: rewards, coefficients and weights of two generations.
 
-All three are compared for equality, the weights by their hash. Rewards can be equal because both decode greedily in
+All of them are compared for equality, the weights by their hash. Rewards can be equal because both decode greedily in
 float32: in this run the two best logits of a token differ by at least 0.005, far above the decoders' rounding. A change
 of the example's seed or settings can bring that margin down to rounding (0.000001 for one of nine seeds).
 """
@@ -25,7 +25,7 @@ from evoalign.engines.hash import weights_hash
 from evoalign.types import Generation
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "es_loop.py"
-GENERATIONS = 3
+GENERATIONS = 2
 
 
 @pytest.fixture(scope="module")

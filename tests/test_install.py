@@ -378,21 +378,17 @@ def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machin
     with zipfile.ZipFile(tmp_path / "with" / name) as wheel:
         (said,) = [wheel.read(file).decode() for file in inside if file.endswith(".dist-info/WHEEL")]
     assert "Root-Is-Purelib: false" in said
-    # Installed elsewhere, it computes with that library.
+    # Installed elsewhere, it computes with that library, and trains from there: config, data and model come with it.
     zipfile.ZipFile(tmp_path / "with" / name).extractall(tmp_path / "site")
-    asked = "from evoalign.kernels import compiled; print(compiled.__file__, compiled.available('cpu'))"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], env=os.environ | {"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.stdout.startswith(f"{tmp_path / 'site'}/evoalign/kernels/compiled.py True"), done.stdout + done.stderr
-    # And trains from there: config, data and model come with it.
     words = ["train", "configs/quickstart.yaml", "-s", "es.num_generations=1", "-s", "es.population_size=2"]
     words += ["-s", "task.test_size=2", "-s", "evaluation.max_tokens=4", "-s", "checks.placebo=0"]
+    program = "from evoalign.kernels import compiled; from evoalign.cli import main; "
+    program += "print(compiled.__file__, compiled.available('cpu'), flush=True); main()"
     done = subprocess.run(
-        [sys.executable, "-m", "evoalign.cli", *words], env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        [sys.executable, "-c", program, *words], env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
         cwd=tmp_path, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
+    assert done.stdout.startswith(f"{tmp_path / 'site'}/evoalign/kernels/compiled.py True"), done.stdout + done.stderr
     assert done.returncode == 0 and (tmp_path / "runs/quickstart/journal.jsonl").is_file(), done.stdout + done.stderr
 
 

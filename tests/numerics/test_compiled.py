@@ -94,48 +94,55 @@ DIGEST = """
 import hashlib, pathlib, sys, numpy as np, torch
 from evoalign import noise
 from evoalign.kernels import attention, compiled, population, products
-compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, sys.argv[1:3])
-if not compiled.available("cpu"):
-    sys.exit("no library")
-sha = hashlib.sha256()
-for dtype in (torch.float32, torch.bfloat16):
-    mean = noise.normals((5, 6), (37, 300), 0, [0])[0]
-    out = noise.scaled((1, 2**32 - 1), (37, 300), 5, [3, 3, 9], [0.1, -0.1, 0.2], mean=mean, dtype=dtype)
-    served = torch.zeros(37, 300, dtype=dtype)
-    compiled.dense(mean, served, mean * 2, (1, 2), noise.table(), (37, 300), [(0, 37), (0, 300)], 5, {1: 0.3, 4: 2.0},
-                   3, 0.01, 0.1)
-    left, right = noise.normals((7, 8), (19, 37), 0, [0])[0], noise.normals((7, 8), (19, 300), 0, [1])[0]
-    products.move(mean, served, None, left, right, 19, 0.1, 0.0)
-    for tensor in (out, served, mean):
-        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-x, a, b, qkv, gates = (noise.normals((9, 9), shape, 0, [k])[0] for k, shape in enumerate(
-    ((7, 83), (2, 1, 3, 83), (2, 1, 83, 3), (7, 5 * 22), (7, 2 * 83))))
-owners, table = torch.tensor([0, 1, -1, 1, 0, 0, 1], dtype=torch.int32), noise.normals((9, 9), (9, 16), 0, [5])[0]
-dots = noise.normals((9, 9), (7, 3, 3), 0, [6])[0]
-heads = [part.contiguous() for part in noise.normals((9, 9), (2, 1, 110, 3), 0, [7])[0].split([66, 22, 22], dim=2)]
-owed = population.Dot(x, a, b)
-terms = population.Terms(owners, 3)
-said = [*population.norm(x.clone(), x.clone(), x[0], 1e-6, terms, [a, a], owed)]
-shape = population.Heads(3, 1, 22, x[0, :22].clone(), x[1, :22].clone())
-population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
-shape = population.Heads(3, 1, 22, x[:3, :22].clone(), x[4:, :22].clone(), bias=x.flatten()[: 3 * 110].view(3, 110))
-population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
-said += population.norm(x.clone(), None, x[:3].clone(), 1e-6, terms)
-said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, terms)
-population.add(gates, x, [a, a], [b, b], terms)
-cache = [noise.normals((9, 9), (7, 1, 300, 22), 0, [k])[0] for k in (8, 9)]
-said.append(attention.decode(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
-for tensor in (*said, qkv, gates):
-    assert tensor.isfinite().all()
-    sha.update(tensor.numpy().tobytes())
-sha.update(str(compiled.tensor_sum(mean, (37, 300), [(0, 37), (0, 300)])).encode())
-print(sha.hexdigest())
+
+def digest(*files):
+    compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, files)
+    compiled._library.cache_clear()
+    if not compiled.available("cpu"):
+        return "no library"
+    sha = hashlib.sha256()
+    for dtype in (torch.float32, torch.bfloat16):
+        mean = noise.normals((5, 6), (37, 300), 0, [0])[0]
+        out = noise.scaled((1, 2**32 - 1), (37, 300), 5, [3, 3, 9], [0.1, -0.1, 0.2], mean=mean, dtype=dtype)
+        served = torch.zeros(37, 300, dtype=dtype)
+        compiled.dense(mean, served, mean * 2, (1, 2), noise.table(), (37, 300), [(0, 37), (0, 300)], 5,
+                       {1: 0.3, 4: 2.0}, 3, 0.01, 0.1)
+        left, right = noise.normals((7, 8), (19, 37), 0, [0])[0], noise.normals((7, 8), (19, 300), 0, [1])[0]
+        products.move(mean, served, None, left, right, 19, 0.1, 0.0)
+        for tensor in (out, served, mean):
+            sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    x, a, b, qkv, gates = (noise.normals((9, 9), shape, 0, [k])[0] for k, shape in enumerate(
+        ((7, 83), (2, 1, 3, 83), (2, 1, 83, 3), (7, 5 * 22), (7, 2 * 83))))
+    owners, table = torch.tensor([0, 1, -1, 1, 0, 0, 1], dtype=torch.int32), noise.normals((9, 9), (9, 16), 0, [5])[0]
+    dots = noise.normals((9, 9), (7, 3, 3), 0, [6])[0]
+    heads = [part.contiguous() for part in noise.normals((9, 9), (2, 1, 110, 3), 0, [7])[0].split([66, 22, 22], dim=2)]
+    owed = population.Dot(x, a, b)
+    terms = population.Terms(owners, 3)
+    said = [*population.norm(x.clone(), x.clone(), x[0], 1e-6, terms, [a, a], owed)]
+    shape = population.Heads(3, 1, 22, x[0, :22].clone(), x[1, :22].clone())
+    population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
+    shape = population.Heads(3, 1, 22, x[:3, :22].clone(), x[4:, :22].clone(), bias=x.flatten()[: 3 * 110].view(3, 110))
+    population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
+    said += population.norm(x.clone(), None, x[:3].clone(), 1e-6, terms)
+    said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, terms)
+    population.add(gates, x, [a, a], [b, b], terms)
+    cache = [noise.normals((9, 9), (7, 1, 300, 22), 0, [k])[0] for k in (8, 9)]
+    said.append(attention.decode(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
+    for tensor in (*said, qkv, gates):
+        assert tensor.isfinite().all()
+        sha.update(tensor.numpy().tobytes())
+    sha.update(str(compiled.tensor_sum(mean, (37, 300), [(0, 37), (0, 300)])).encode())
+    return sha.hexdigest()
+
+for library, source in zip(sys.argv[1::2], sys.argv[2::2]):
+    print(digest(library, source))
 """
 
 
-def digest(library, source):
-    command = [sys.executable, "-c", DIGEST, str(library), str(source)]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+def digests(*files):
+    """Return the digest of each pair of a library and a source, in turn."""
+    command = [sys.executable, "-c", DIGEST, *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +161,12 @@ def test_a_library_for_the_least_of_machines_has_the_bits_of_the_one_for_this(bu
     """And one of another source, or none, is not used."""
     monkeypatch.setattr(building, "CLONES", ((),))
     assert building.build()
-    here = digest(compiled.LIBRARY, compiled.SOURCE)
-    assert len(here) == 64 and digest(building.LIBRARY, building.SOURCE) == here
-    assert digest(building.SOURCE, building.SOURCE) == ""
-    building.SOURCE.write_text(building.SOURCE.read_text() + "\n// another\n")
-    assert digest(building.LIBRARY, building.SOURCE) == ""
+    other = building.SOURCE.with_name("other.c")
+    other.write_text(building.SOURCE.read_text() + "\n// another\n")
+    library, source = building.LIBRARY, building.SOURCE
+    here, own, *unused = digests(compiled.LIBRARY, compiled.SOURCE, library, source, source, source, library, other)
+    assert len(here) == 64 and own == here
+    assert unused == ["no library", "no library"]
 
 
 @needs_library
