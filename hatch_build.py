@@ -69,7 +69,7 @@ def build(library: Path = LIBRARY) -> bool:
     compiler = [] if wanted == "0" else _compiler()
     try:
         for clones in CLONES if compiler else ():
-            error = _compile(compiler, clones, library)  # replaces the library, which others may be using, at once
+            error = _compile(compiler, clones, library)  # atomically replaces a library that other processes use
             if not error:
                 return True
         library.unlink(missing_ok=True)  # it may be of another source

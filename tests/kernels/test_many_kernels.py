@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many matrices in a few launches get the same bits as each alone, and nothing else is written."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from number_checks import BITS, LAST, cases, count_launches, ordered, random, same, update
@@ -10,6 +12,8 @@ from evoalign.config import from_dict
 from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces import Lora, LowRank, MeanPart, Slots
 from evoalign.spaces.base import Adapter
+from evoalign.spaces.steering import Steering
+from evoalign.testing.spaces import SPECS
 from evoalign.types import MEAN, Member, Plan, TensorSpec, Update
 
 SHAPES = {"cpu": [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)],
@@ -121,6 +125,27 @@ def test_writer_writes_the_mean(variant):
         for factor, own in zip((s.a, s.b), (None, None) if want is None else (want.a, want.b), strict=True):
             assert same(factor[:1], torch.zeros_like(factor[:1]) if own is None else own)
             assert bool((factor[1:] == 7).all())
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_writer_writes_biases_or_zeros(has_bias):
+    class Some(Steering):
+        def adapter(self, *given):
+            found = super().adapter(*given)
+            return found if has_bias else replace(found, bias=None)
+
+    space = (Steering if has_bias else Some)(from_dict({"space": "steering", "es": {"sigma": 0.3}}))
+    layout, plan = space.layout(SPECS, torch.float32), Plan(1, 0.3, MEMBERS["cpu"])
+    means = {t.name: torch.randn(t.shape) for t in layout.tensors} | {
+        t.name: torch.zeros(t.shape) for t in layout.frozen
+    }
+    cut = cut_of("whole", [spec for spec in SPECS if spec.name in layout.modules])
+    slots = [replace(s, bias=torch.full((5, s.b.shape[1]), 7.0)) for s in slots_of(layout, cut, 0, 1)]
+    space.writer(layout, means.__getitem__, slots)(plan, plan.members)
+    for s in slots:
+        want = space.adapter(layout, s.module, means.__getitem__, plan, plan.members)
+        assert torch.equal(s.bias[:4], want.bias if has_bias else torch.zeros_like(s.bias[:4]))
+        assert not s.b[:4].any() and bool((s.bias[4:] == 7).all())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -64,7 +64,7 @@ class Slots:
     """Memory for the factors of one linear weight: those of member i go to `a[i]` [R, in] and `b[i]` [out, R].
 
     There may be more slots than members, with any strides. `slices` are the rows and columns of the weight they cover.
-    The adapter's bias, if the space has one, goes to `bias[i]` [out].
+    If the space has biases, scaling times the adapter's goes to `bias[i]` [out].
     """
 
     module: str
@@ -247,7 +247,7 @@ class Space(ABC):
         `scaling`.
         """
 
-        fast = slots and kernels.available(slots[0].a.device) and self._keeps("adapter", "noise")
+        fast = slots and kernels.available(slots[0].a.device) and self._keeps("adapter", "noise") and not self.has_bias
         launch = self._launch(layout, master, slots) if fast else None
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
@@ -258,8 +258,9 @@ class Space(ABC):
                 into = s.a[: len(members)], s.b[: len(members)]
                 adapter = self.adapter(layout, s.module, master, plan, members, s.slices, into)
                 found |= set() if adapter is None else {adapter.scaling}
-                if s.bias is not None and adapter is not None and adapter.bias is not None:
-                    torch.mul(adapter.bias, adapter.scaling, out=s.bias[: len(members)])
+                if s.bias is not None:
+                    bias = None if adapter is None else adapter.bias
+                    s.bias[: len(members)] = 0 if bias is None else self.scaling * bias
             if found - {self.scaling}:
                 raise ConfigError(f"space {self.name}: adapters have scaling {found}, but `scaling` is {self.scaling}")
             if slots:

@@ -216,11 +216,11 @@ class Blocks:
         known = vectors_of(self.model)
         return None if set(names) - set(known) else sum(known[name].nbytes for name in names)
 
-    def factor_bytes(self, names: Sequence[str], rank: int) -> int:
-        """Return the bytes of one member's factors on these weights."""
+    def factor_bytes(self, names: Sequence[str], rank: int, *, biased: bool) -> int:
+        """Return the bytes of one member's factors, and biases if there are any, on these weights."""
         wanted, size = set(names), self.model.lm_head.weight.itemsize
         parts = [p for name, p in _projections(self.model).items() if name in wanted]
-        return sum(rank * size * (p.in_features + p.out_features) for p in parts)
+        return sum(size * (rank * (p.in_features + p.out_features) + biased * p.out_features) for p in parts)
 
     def store(self, rows: int, room: int, before: Store | None = None, places: Sequence[int] = ()) -> Store:
         """Allocate memory for `rows` rows of `room` columns. The first are copies of `places` of a store `before`.

@@ -83,7 +83,7 @@ class _Copy:
             self._made.record(torch.cuda.current_stream(tensors[0].device))
 
     def lists(self) -> list[list[Any]]:
-        """Return the copied numbers when they are there."""
+        """Wait for the copy and return its numbers."""
         if self._made is not None:
             self._made.synchronize()
         return [tensor.tolist() for tensor in self._tensors]
@@ -140,7 +140,7 @@ class StaticDecoder:
         if biased:
             return f"space {space.name} adds a bias to {biased[0]}"
         self._source = _Source(space, layout, master)
-        self._member_bytes = self._blocks.factor_bytes(names, layout.rank)
+        self._member_bytes = self._blocks.factor_bytes(names, layout.rank, biased=space.has_bias)
         return ""
 
     def release(self) -> None:
@@ -310,10 +310,10 @@ class StaticDecoder:
     def _draw(self, logits: torch.Tensor, state: State, rows: slice, draws: Draws) -> None:
         """Draw a token for each row and record it; for rows that are done it is never read."""
         if draws.top_p == 1 and kernels.available(logits.device):
-            from evoalign.kernels.sampling import draw as form
+            from evoalign.kernels.sampling import draw as draw_on_gpu
 
             plain = self._plain
-            form(logits, state, rows.start, plain.stop, plain.key, draws.temperature, draws.logprobs)
+            draw_on_gpu(logits, state, rows.start, plain.stop, plain.key, draws.temperature, draws.logprobs)
             return
         place, step, done = state.place[rows], state.step[rows], state.done[rows]
         if draws.temperature == 0:
