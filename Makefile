@@ -26,10 +26,9 @@ HARNESS := .venv/.harness
 VLLM_VENV := .venv-vllm/$(VLLM)
 SGLANG_VENV := .venv-sglang
 HARNESSES := verifiers mini_swe_agent inspect_ai
-# Which of the tests, and by how many workers; .ci/run runs all but the long ones at once, and at the older end of vLLM those
-# whose outcome a release may change.
+# Which of the tests; .ci/run runs all but the long ones at once, and at the older end of vLLM those whose outcome a release
+# may change.
 TESTS ?= not slow and not long
-WORKERS ?= 3
 VLLM_TESTS ?= not long
 VLLM_WORKERS ?= 2
 
@@ -41,7 +40,7 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with two threads each would take turns on two cores. A third one works while others wait
 # for processes. Modules are compiled once, and not by each process that a test starts.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses
 
 test: $(STAMP)
 	$(PYTEST) -m "$(TESTS)"
