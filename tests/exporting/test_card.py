@@ -23,6 +23,7 @@ EVALUATION = {
     "after": {"reward": -1.25, "accuracy": 0.375},
     "change_mean_low_high": {"reward": [2.0, 1.5, 2.5], "accuracy": [0.125, -0.0625, 0.25]},
 }
+GENERATED = {**EVALUATION, "before": {**EVALUATION["before"], "empty_share": 0.0}}
 MANIFEST = {
     "versions": {"evoalign": "9.8.7", "torch": "2.99"},
     "hardware": {"cores": 16, "gpus": ["NVIDIA H200"]},
@@ -97,7 +98,7 @@ DATA = [
 OBJECT = {**MANIFEST, "task": {"name": "custom", "given_as": "reward"}}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "a finished run": (
-        {},
+        {"evaluation": GENERATED},
         ("| reward | -3.25 | -1.25 | +2 | +1.5 to +2.5 |", "| accuracy | 0.25 | 0.375 | +0.125 | -0.0625 to +0.25 |",
          "500 examples of the test split, greedy, at most 40 tokens", "(95 %, BCa bootstrap)"),
         ("gone", "not the end", "evolution.png", "Python object", "hacked"),
@@ -108,9 +109,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
         ("| measure |",),
     ),
     "sampling": (
-        {"evaluation": {**EVALUATION, "settings": SETTINGS}},
+        {"evaluation": {**GENERATED, "settings": SETTINGS}},
         ("sampled at temperature 0.7, top_p 0.9, 4 completions for each of the seeds 1, 2, at most 64",), (),
     ),
+    "given targets": ({}, ("500 examples of the test split, whose given targets are scored.",), ("greedy",)),
     "t intervals": (
         {"evaluation": INTERVALS},
         ("(95 %, t, or Bonett and Price where a measure is 0 or 1): they say nothing of other seeds.",

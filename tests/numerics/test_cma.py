@@ -258,7 +258,7 @@ def test_no_kernel_of_a_gpu_draws_plain_noise(monkeypatch):
 
 REFUSED = {
     "pairs": ({"antithetic": True}, "remove es.antithetic"),
-    "rate": ({"learning_rate": 0.1}, "remove es.learning_rate$"),
+    "rate": ({"learning_rate": 0.1}, r"remove es.learning_rate \(--set es.learning_rate=null does\)$"),
     "schedules": ({"sigma_schedule": "cosine", "learning_rate_schedule": "linear"},
                   "remove es.learning_rate_schedule, es.sigma_schedule"),
     "decay": ({"decay": 0.1}, "remove es.decay"),
