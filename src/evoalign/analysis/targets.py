@@ -107,7 +107,7 @@ def locate(
 
 
 def expanded(names: Sequence[str]) -> list[str]:
-    """Return the targets, with a folder of runs, such as that of a sweep, replaced by its runs."""
+    """Return the targets, with each folder of runs, such as a sweep's, replaced by its runs."""
     found: list[str] = []
     for name in names:
         try:
