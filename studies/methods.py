@@ -53,6 +53,8 @@ class Setting:
     """Factor of the widths that are probed."""
     probe: tuple[int, int]
     """Members at each width, and prompts, of the probe."""
+    fits: int = 64
+    """Completions of a forward and backward pass of TRL, of 64 of a step; if fewer, with gradient checkpointing."""
 
     @property
     def completions(self) -> int:
@@ -99,12 +101,15 @@ SETTINGS = {
     "real": Setting(
         {"task": {"name": "word_problems", "validation_size": 200, "test_size": 500}, "sampling": {"max_tokens": 320}},
         40, 64, 8, "right", 1, (32, 32),
+        16,
     ),
 }  # fmt: skip
 LINEAR, RELATIVE = (0.0005, 0.001, 0.002, 0.004), (0.01, 0.02, 0.04, 0.08)
 LORA_ONLY = {"lora": {"rank": 4, "alpha": 4}}
 LORA = {"space": "lora", **LORA_ONLY}
 RATES = (3e-5, 1e-4, 3e-4)
+RATE_OF_REAL = 2e-6
+"""The best of four rates on validation rows for all weights of `real`: rows `r_grpo_*_100` of real.py."""
 METHODS = {
     "lowrank": Method({"space": "lowrank"}, LINEAR),
     "lora": Method(LORA, tuple(w / 4 for w in LINEAR)),
@@ -184,6 +189,8 @@ class Study:
     def width(self, job: str) -> float:
         """Return the width of a job's method, from its probe. Raises SystemExit if it has no rows."""
         where, name, _ = job.split("/")
+        if where == "real" and METHODS[name].algorithm:
+            return RATE_OF_REAL
         file = self.file(f"{where}/{METHODS[name].of or name}/{PROBE}")
         if not file.is_file():
             raise SystemExit(f"{file} is missing: run the job of seed {PROBE} first")
@@ -213,9 +220,11 @@ def _es(setting: Setting, method: Method, width: float) -> dict[str, Any]:
 
 
 def _trl(setting: Setting, method: Method, rate: float, share: int) -> dict[str, Any]:
+    fits = 64 if method.algorithm == "dpo" else setting.fits  # it trains on two completions of eight
     section = {
         "algorithm": method.algorithm, "max_steps": setting.completions // share // 64, "num_generations": 8,
-        "per_device_train_batch_size": 64, "learning_rate": rate, "rollouts": "engine",
+        "per_device_train_batch_size": fits, "gradient_accumulation_steps": 64 // fits, "learning_rate": rate,
+        "rollouts": "engine", "trl": {"gradient_checkpointing": setting.fits < 64},
     }  # fmt: skip
     return {"grpo": section | ({"beta": 0.1} if method.algorithm == "dpo" else {})}
 
