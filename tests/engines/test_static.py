@@ -95,6 +95,15 @@ def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(space
     assert below and above == 6 * below, "once per prompt, and once per prompt and member"
 
 
+def test_last_layer_makes_only_the_last_tokens_of_prompts(folder, monkeypatch):
+    rows, own = [], blocks.population.gate
+    monkeypatch.setattr(blocks.population, "gate", lambda made, *more: rows.append(len(made)) or own(made, *more))
+    with bench_of(folder) as bench:
+        bench.ask(bench.plan(), asked(sampling=Sampling(1)))
+    *_, first, last = rows
+    assert last == 6 * len(PROMPTS["apart"]) < first / 2
+
+
 @pytest.fixture(params=[0, 1], ids=["late", "early"])
 def looks(request, monkeypatch):
     """Look for rows that have ended after the last step, as on a CPU, or before it, as on a GPU."""

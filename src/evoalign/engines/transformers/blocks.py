@@ -314,12 +314,12 @@ class Blocks:
             begun = _Activations(embedding(tokens.flatten(), self.model.model.embed_tokens.weight), None, None)
         else:
             begun = _Activations(entered.hidden.flatten(0, 1), entered.residual.flatten(0, 1), None)
-        found = self._run_layers(begun, layers, positions, terms, rotations, factors, attend)
-        if last is None:
+        ends = None if last is None else torch.arange(count, device=tokens.device) * length + last
+        found = self._run_layers(begun, layers, positions, terms, rotations, factors, attend, ends)
+        if ends is None:
             assert found.residual is not None
             return Hidden(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
-        ends = torch.arange(count, device=tokens.device) * length + last
-        return self._logits_at(found, ends, population.Terms(members, factors.rank, factors.scaling, fixed), factors)
+        return self._logits(found, replace(terms, members=members), factors)
 
     def read_on(
         self,
@@ -358,9 +358,8 @@ class Blocks:
 
         terms = population.Terms(members[texts], factors.rank, factors.scaling, False)
         begun = _Activations(embedding(tokens, self.model.model.embed_tokens.weight), None, None)
-        found = self._run_layers(begun, slice(None), positions, terms, rotations, factors, attend)
-        terms = replace(terms, members=members)
-        return self._logits_at(found, ends - 1, terms, factors)
+        found = self._run_layers(begun, slice(None), positions, terms, rotations, factors, attend, ends - 1)
+        return self._logits(found, replace(terms, members=members), factors)
 
     def _run_layers(
         self,
@@ -371,7 +370,9 @@ class Blocks:
         rotations: torch.Tensor,
         factors: Factors,
         attend: Callable[[int, torch.Tensor], torch.Tensor],
+        ends: torch.Tensor | None = None,
     ) -> _Activations:
+        """Return what these layers make of tokens; with `ends`, int64 [B], the last layer of the model only of those."""
         hidden, residual, source = begun.hidden, begun.residual, begun.source
         plain, gain = terms, factors.vectors.gain
         if factors.below:
@@ -388,6 +389,8 @@ class Blocks:
             qkv = linear(normed, weight, shared if bias is None else None)
             population.rotate(qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), own, heads)
             attended = attend(i, qkv)
+            if ends is not None and layer is self._layers[-1]:
+                attended, residual, own = attended[ends], residual[ends], replace(own, members=own.members[ends])
             hidden = linear(attended, layer.o.weight, layer.o.bias)
             owed, into = population.Dot(attended, a["o_proj"], b["o_proj"]), (a["gate_proj"], a["up_proj"])
             normed, dots = population.norm(hidden, residual, gain(layer.after), self._eps, own, into, owed)
@@ -398,14 +401,6 @@ class Blocks:
                 hidden += factors.shifts[i][(own.members + 1).long()]
             source = population.Partial(parts, b["down_proj"])
         return _Activations(hidden, residual, source)
-
-    def _logits_at(
-        self, found: _Activations, at: torch.Tensor, terms: population.Terms, factors: Factors
-    ) -> torch.Tensor:
-        """Return logits [B, V] after the tokens `at`, int64 [B]."""
-        assert found.residual is not None and found.source is not None
-        source = population.Partial(found.source.dots[at], found.source.b)
-        return self._logits(_Activations(found.hidden[at], found.residual[at], source), terms, factors)
 
     def _logits(self, found: _Activations, terms: population.Terms, factors: Factors) -> torch.Tensor:
         gain = factors.vectors.gain(self.model.model.norm)
