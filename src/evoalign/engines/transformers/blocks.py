@@ -372,7 +372,7 @@ class Blocks:
         attend: Callable[[int, torch.Tensor], torch.Tensor],
         ends: torch.Tensor | None = None,
     ) -> _Activations:
-        """Return what these layers make of tokens; with `ends`, int64 [B], the last layer of the model only of those."""
+        """Return what these layers make of tokens; the last layer of the model only of `ends`, int64 [B], if given."""
         hidden, residual, source = begun.hidden, begun.residual, begun.source
         plain, gain = terms, factors.vectors.gain
         if factors.below:
