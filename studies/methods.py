@@ -202,7 +202,10 @@ class Study:
         file.parent.mkdir(parents=True, exist_ok=True)
         versions = {"evoalign": evoalign.__version__, "torch": torch.__version__}
         tree = {"job": job, "device": device(), "versions": versions, **rows}
-        file.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
+        text, where = json.dumps(tree, allow_nan=False), job.split("/")[0]
+        for path, name in ((f'"{self.to}/', '"'), (f'"{self.models.get(where)}"', f'"{where}"')):
+            text = text.replace(path, name)  # folders of the machine say nothing
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def device() -> str:

@@ -61,8 +61,11 @@ def gains(rows: Rows) -> Gains:
 
 
 def _methods(setting: str) -> Iterator[str]:
-    yield "| method | seeds | base | after, by seed | gain, points (95 %) | mean placebo | completions | seconds |"
-    yield "|---|---:|---:|---|---|---:|---:|---:|"
+    yield (
+        "| method | seeds | base | after, by seed | gain, points (95 %) | mean placebo | cut off, base and after | "
+        "completions | seconds |"
+    )
+    yield "|---|---:|---:|---|---|---:|---:|---:|---:|"
     for method in METHODS:
         rows = kept(setting, method)
         if not rows:
@@ -70,13 +73,14 @@ def _methods(setting: str) -> Iterator[str]:
         base = float(np.mean([np.mean(row["before"]["each"]) for row in rows]))
         after = ", ".join(f"{100 * np.mean(row['after']['each']):.1f}" for row in rows)
         placebos = [value - float(np.mean(row["before"]["each"])) for row in rows for value in row["placebos"]]
+        cut = (np.mean([row[when]["measures"]["truncated_share"] for row in rows]) for when in ("before", "after"))
         completions, seconds = (
             np.mean([row["cost"][name] for row in rows]) for name in ("completions", "wall_seconds")
         )
         yield (
             f"| {method} | {len(rows)} | {100 * base:.1f} | {after} | {points(statistics.crossed(gains(rows)))} | "
             f"{f'{100 * np.mean(placebos):+.1f} ({len(placebos)})' if placebos else '-'} | "
-            f"{completions:,.0f} | {seconds:.0f} |"
+            f"{', '.join(f'{100 * share:.0f} %' for share in cut)} | {completions:,.0f} | {seconds:.0f} |"
         )
 
 
@@ -112,15 +116,23 @@ def _share(top: Gains, bottom: Gains) -> str:
 
 
 def _widths() -> Iterator[str]:
-    yield "| setting | method | width: expected gain of a generation in points, or rate: gain of a short run | chosen |"
-    yield "|---|---|---|---:|"
+    yield (
+        "| setting | method | width: expected gain of a generation in points, or rate: gain of a short run | chosen | "
+        "why |"
+    )
+    yield "|---|---|---|---:|---|"
     for setting in SETTINGS:
         for method in METHODS:
             file = ROWS / setting / method / f"{PROBE}.json"
             if file.is_file():
                 found = json.loads(file.read_text(encoding="utf-8"))
                 tried = [_tried(t) for t in found["tried"]]
-                yield f"| {setting} | {method} | {', '.join(tried)} | {found['width']:g} |"
+                yield f"| {setting} | {method} | {', '.join(tried)} | {found['width']:g} | {_why(found['reason'])} |"
+
+
+def _why(reason: str) -> str:
+    known = {"recommended": "recommended", "undecided": "the trial it advises", "nothing": "best sound one"}
+    return known.get(reason.split(":")[0].split()[0], reason)
 
 
 def _tried(one: Mapping[str, Any]) -> str:
