@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import PROMPTS, VOCABULARY, Bench, ids, make_config, requests
+from families import PREFIX, PROMPTS, VOCABULARY, Bench, ids, make_config, requests
 
 from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks, static
@@ -102,6 +102,23 @@ def test_last_layer_makes_only_the_last_tokens_of_prompts(folder, monkeypatch):
         bench.ask(bench.plan(), asked(sampling=Sampling(1)))
     *_, first, last = rows
     assert last == 6 * len(PROMPTS["apart"]) < first / 2
+
+
+def test_rows_read_what_their_prompts_share_in_one_place(folder, monkeypatch):
+    seen, own = [], blocks.attention.decode
+
+    def noted(qkv, keys, values, slots, positions, begins, **more):
+        seen.append(torch.stack((slots, *begins)))
+        return own(qkv, keys, values, slots, positions, begins, **more)
+
+    monkeypatch.setattr(blocks.attention, "decode", noted)
+    with bench_of(folder) as bench:
+        bench.ask(bench.plan(), asked("shared"))
+    places, origins, begun = seen[-1][:, :36]  # two of each of three prompts, for six members
+    assert len(set(places.tolist())) == 36
+    whole, part = begun > len(PREFIX), begun == len(PREFIX)
+    assert (sum(whole), sum(part)) == (18, 18)
+    assert len(set(origins[part].tolist())) == 6 and len(set(origins[whole].tolist())) == 18
 
 
 @pytest.fixture(params=[0, 1], ids=["late", "early"])

@@ -64,6 +64,25 @@ def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, sh
     assert (found.double() - wanted).abs().max() < BOUNDS[dtype] * wanted.abs().max()
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (7, 1, 24)])
+def test_decode_reads_beginnings_where_another_row_has_them(form, heads, shared, width, dtype):
+    draw = torch.Generator().manual_seed(heads)
+    slots, positions, origins = (torch.tensor(n) for n in ([3, 0, 5, 1], [70, 130, 9, 64], [2, 2, 4, 1]))
+    begun = torch.tensor([70, 65, 7, 0])
+    keys, values = (torch.randn(6, shared, 131, width, generator=draw).to(dtype) for _ in range(2))
+    for kept in (keys, values):
+        for slot, origin, columns in zip(slots, origins, begun, strict=True):
+            kept[slot, :, :columns] = kept[origin, :, :columns]
+    qkv = torch.randn(4, (heads + 2 * shared) * width, generator=draw).to(dtype)
+    wanted = attention.decode(qkv, keys, values, slots, positions, heads=heads, scale=0.25)
+    if form == "triton" or (form == "c" and dtype == torch.float32 and compiled.here()):
+        for slot, columns in zip(slots, begun, strict=True):
+            keys[slot, :, :columns], values[slot, :, :columns] = torch.nan, torch.nan
+    found = attention.decode(qkv, keys, values, slots, positions, (origins, begun), heads=heads, scale=0.25)
+    assert torch.equal(found, wanted)
+
+
 def test_decode_gives_a_row_the_same_bits_in_any_batch(form):
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(4, 2, 70, 16, generator=draw) for _ in range(2))

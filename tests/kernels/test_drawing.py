@@ -11,7 +11,7 @@ import torch
 from evoalign import kernels, noise
 from evoalign.engines.transformers.decode import draw
 from evoalign.engines.transformers.static import StaticDecoder
-from evoalign.engines.transformers.static_memory import Draws, State
+from evoalign.engines.transformers.static_memory import Begun, Draws, State
 from evoalign.types import Sampling
 
 KEY, PLACES, TOKENS = noise.key(1, "sampling", ""), 9, 6
@@ -32,7 +32,9 @@ def state_of(device, rows=5, steps=STEPS, seeds=SEEDS):
     state.begin(TOKENS)
     state.token.fill_(-3)
     state.ids.fill_(-5)
-    state.enter(1, [7, 0, 3, 6, 1, *range(8, rows + 3)][:rows], range(11, 11 + rows), [0] * rows, seeds)
+    state.enter(
+        1, [7, 0, 3, 6, 1, *range(8, rows + 3)][:rows], range(11, 11 + rows), [0] * rows, seeds, [Begun(0, 0)] * rows
+    )
     state.step[1 : rows + 1] = torch.tensor(steps, device=device)
     state.done[0] = True
     return state

@@ -21,14 +21,15 @@ _COLUMNS = 64
 
 @triton.jit
 def _attend(
-    q, keys, values, start, position, top, total, result, scale,
+    q, keys, values, past, origin, begun, start, position, top, total, result, scale,
     D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax with COLUMNS more columns: the highest score, the sum and the result so far."""
     c, d = start + tl.arange(0, COLUMNS), tl.arange(0, DP)
     inside = c < position
-    key = tl.load(keys + c[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
-    value = tl.load(values + c[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    at = tl.where(c < begun, origin, past) + c * D
+    key = tl.load(keys + at[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+    value = tl.load(values + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
     if SOFT:  # Triton's interpreter reads the bits of a bfloat16 as an integer
         products = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision="ieee")
     else:
@@ -45,24 +46,24 @@ def _attend(
     return highest, total * shrunk + tl.sum(weights, axis=1), result
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "origins", "begun"])
 def _decode(
-    qkv, keys, values, slots, positions, out, scale,
+    qkv, keys, values, slots, positions, origins, begun, out, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
     ROOM: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
+    origin, columns = tl.load(origins + row).to(tl.int64), tl.load(begun + row).to(tl.int32)
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     own = qkv + row * ((HQ + 2 * HK) * D)
     inside = (g < GROUP)[:, None] & (d < D)[None, :]
     q = tl.load(own + (head * GROUP + g)[:, None] * D + d[None, :], mask=inside, other=0.0)
     key = tl.load(own + (HQ + head) * D + d, mask=d < D, other=0.0)
     value = tl.load(own + (HQ + HK + head) * D + d, mask=d < D, other=0.0)
-    keys += (slot * HK + head) * (ROOM * D)
-    values += (slot * HK + head) * (ROOM * D)
-    tl.store(keys + position * D + d, key, mask=d < D)
-    tl.store(values + position * D + d, value, mask=d < D)
+    past, origin = (slot * HK + head) * (ROOM * D), (origin * HK + head) * (ROOM * D)
+    tl.store(keys + past + position * D + d, key, mask=d < D)
+    tl.store(values + past + position * D + d, value, mask=d < D)
 
     top = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
     total = tl.full((GP,), 1.0, tl.float32)
@@ -71,20 +72,28 @@ def _decode(
         start = 0
         while start < position:
             top, total, result = _attend(
-                q, keys, values, start, position, top, total, result, scale, D, DP, COLUMNS, SOFT
+                q, keys, values, past, origin, columns, start, position, top, total, result, scale, D, DP, COLUMNS, SOFT
             )
             start += COLUMNS
     else:
         for start in tl.range(0, position, COLUMNS):
             top, total, result = _attend(
-                q, keys, values, start, position, top, total, result, scale, D, DP, COLUMNS, SOFT
+                q, keys, values, past, origin, columns, start, position, top, total, result, scale, D, DP, COLUMNS, SOFT
             )
     result = (result / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + (row * HQ + head * GROUP + g)[:, None] * D + d[None, :], result, mask=inside)
 
 
 def decode(
-    qkv: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, *, heads: int, scale: float
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    begins: tuple[Tensor, Tensor] | None,
+    *,
+    heads: int,
+    scale: float,
 ) -> Tensor:
     """See `attention.decode`."""
     rows, (_, shared, room, width) = len(qkv), keys.shape
@@ -92,6 +101,6 @@ def decode(
     out = torch.empty((rows, heads * width), dtype=qkv.dtype, device=qkv.device)
     shape = {"HQ": heads, "HK": shared, "D": width, "GROUP": group, "ROOM": room, "COLUMNS": _COLUMNS}
     shape |= {"DP": max(16, triton.next_power_of_2(width)), "GP": max(16, triton.next_power_of_2(group))}
-    tensors = (qkv, keys, values, slots, positions, out)
+    tensors = (qkv, keys, values, slots, positions, *(begins or (slots, torch.zeros_like(slots))), out)
     _decode[(rows, shared)](*tensors, float(scale), **shape, SOFT=interpreted(), num_warps=4, num_stages=2)
     return out

@@ -386,7 +386,8 @@ CLONES void evoalign_gate(const float *gate_up, const float *dots, const float *
 // Attention of one token per row over its past, after the token's keys and values are stored there: see attention.py.
 // The softmax is computed online over blocks of columns.
 CLONES void evoalign_decode(const float *qkv, float *keys, float *values, const i64 *slots, const i64 *positions,
-                            i64 heads, i64 shared, i64 room, i64 size, float scale, float *out, i64 first, i64 last) {
+                            const i64 *origins, const i64 *begun, i64 heads, i64 shared, i64 room, i64 size,
+                            float scale, float *out, i64 first, i64 last) {
   float query[HEAD], total[HEAD], scores[COLUMNS];
   for (i64 t = first; t < last; t++) {
     const float *q = qkv + t * (heads + 2 * shared) * size, *own = q + heads * size;
@@ -398,15 +399,15 @@ CLONES void evoalign_decode(const float *qkv, float *keys, float *values, const 
     }
     for (i64 h = 0; h < heads; h++) {
       i64 past = (slots[t] * shared + h / (heads / shared)) * room * size;
+      i64 origin = (origins[t] * shared + h / (heads / shared)) * room * size;
       float highest = -FLT_MAX, weight = 0;
       for (i64 d = 0; d < size; d++) query[d] = q[h * size + d] * scale;
       memset(total, 0, (size_t)size * 4);
       for (i64 c = 0; c < seen; c += COLUMNS) {
-        const float *k = keys + past + c * size, *v = values + past + c * size;
         i64 count = seen - c < COLUMNS ? seen - c : COLUMNS;
         float before = highest;
         for (i64 j = 0; j < count; j++) {
-          scores[j] = dot(query, k + j * size, size);
+          scores[j] = dot(query, keys + (c + j < begun[t] ? origin : past) + (c + j) * size, size);
           highest = scores[j] > highest ? scores[j] : highest;
         }
         float kept = power(before - highest);
@@ -414,8 +415,9 @@ CLONES void evoalign_decode(const float *qkv, float *keys, float *values, const 
         for (i64 d = 0; d < size; d++) total[d] *= kept;
         for (i64 j = 0; j < count; j++) scores[j] = power(scores[j] - highest);
         for (i64 j = 0; j < count; j++) {
+          const float *v = values + (c + j < begun[t] ? origin : past) + (c + j) * size;
           weight += scores[j];
-          for (i64 d = 0; d < size; d++) total[d] += scores[j] * v[j * size + d];
+          for (i64 d = 0; d < size; d++) total[d] += scores[j] * v[d];
         }
       }
       for (i64 d = 0; d < size; d++) out[(t * heads + h) * size + d] = total[d] / weight;

@@ -38,7 +38,7 @@ _LAYER = {
     "norm": "pppifpiifippipippppipp",
     "rotate": "pppipppppiifiiipipipf",
     "gate": "ppppppiifipp",
-    "decode": "pppppiiiifp",
+    "decode": "pppppppiiiifp",
 }
 """Argument types of each step of a layer (p: pointer, i: integer, f: float), without the first and last row."""
 

@@ -251,6 +251,7 @@ class Blocks:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
+        begins: tuple[torch.Tensor, torch.Tensor],
         members: torch.Tensor,
         store: Store,
         rotations: torch.Tensor,
@@ -260,11 +261,12 @@ class Blocks:
     ) -> torch.Tensor:
         """Return logits [B, V] after one more token per row, whose keys and values are added to the store.
 
-        `tokens`, `positions` and `slots` of the store are int64 [B]; `members` is int32 [B], -1 for the mean itself.
+        `tokens`, `positions` and `slots` of the store are int64 [B], `begins` as in `attention.decode`; `members` is
+        int32 [B], -1 for the mean itself.
         """
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            past = (store.keys[i], store.values[i], slots, positions)
+            past = (store.keys[i], store.values[i], slots, positions, begins)
             return attention.decode(qkv, *past, heads=self.heads, scale=self.width**-0.5)
 
         terms = population.Terms(members, factors.rank, factors.scaling, fixed)

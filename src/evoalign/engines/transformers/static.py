@@ -56,8 +56,8 @@ class _Row:
     """A row of a batch on the host.
 
     `pair` is the index of its (slot, request), `begun` a place that holds the beginning of its prompt, `place` its own
-    place in the store, `tokens` its length while it is active, and `searched` the number of tokens that were searched
-    for stop texts.
+    place in the store, `origin` the place in which its beginning is read, `tokens` its length while it is active, and
+    `searched` the number of tokens that were searched for stop texts.
     """
 
     pair: int
@@ -65,6 +65,7 @@ class _Row:
     """The prompt of a session, which is noted with the completion when it ends."""
     begun: Begun | None
     place: int = -1
+    origin: int = -1
     tokens: int = 1
     searched: int = 0
     stopped: bool = False
@@ -283,11 +284,17 @@ class StaticDecoder:
             row.place = next(free) if row.begun is None else row.begun.place
             memory.kept.pop(row.place, None)
         these, places, count = [pairs[row.pair] for row in new], [row.place for row in new], len(at)
-        read = [reader.read_on(these[:count], at)] if at else []
-        read += [reader.read(these[count:], places[count:])] if count < len(new) else []
-        logits = read[0] if len(read) == 1 else torch.cat(read)
+        written = frozenset(places)
+        memory.state.part([i for i, row in enumerate(batch) if row.origin in written])
+        logits, origins = reader.read_on(these[:count], at) if at else None, [Begun(one.place, 0) for one in at]
+        if count < len(new):
+            rest, others = reader.read(these[count:], places[count:])
+            logits, origins = rest if logits is None else torch.cat((logits, rest)), origins + others
+        assert logits is not None
+        for row, origin in zip(new, origins, strict=True):
+            row.origin = origin.place
         lengths, slots = [len(r.prompt_ids) for _, r in these], [slot for slot, _ in these]
-        memory.state.enter(len(batch), places, lengths, slots, [r.seed for _, r in these])
+        memory.state.enter(len(batch), places, lengths, slots, [r.seed for _, r in these], origins)
         self._draw(logits, memory.state, slice(len(batch), len(batch) + len(new)), draws)
         return new
 
@@ -303,7 +310,8 @@ class StaticDecoder:
 
     def _compute(self, memory: Memory, size: int, draws: Draws) -> None:
         state, rows, fixed = memory.state, slice(0, size), self._plain.deterministic
-        where = (state.token[rows], state.position[rows], state.place[rows], state.member[rows])
+        begins = (state.origin[rows], state.begun[rows])
+        where = (state.token[rows], state.position[rows], state.place[rows], begins, state.member[rows])
         logits = self._blocks.step(*where, memory.store, memory.rotations, memory.factors, fixed=fixed)
         self._draw(logits, state, rows, draws)
 

@@ -67,7 +67,8 @@ class State:
     """The state of each row of a batch at fixed addresses: B rows, and C places in the store.
 
     Per row: the last `token` and its `position`, the `place` in the store, the slot of the `member` or -1, the seed
-    `stream`, the number of tokens (`step`), and whether the row is `done`. Padding rows use the last place. Per place:
+    `stream`, the number of tokens (`step`), and whether the row is `done`. Its first `begun` columns are also in the
+    place `origin`, where they are read. Padding rows use the last place. Per place:
     `ids` and `logprobs` [C, tokens + 1], and `length` [C], which is 0 until the completion has ended, or -1 if its
     logits were not finite. `most` is the maximum length.
     """
@@ -79,6 +80,7 @@ class State:
         self.token, self.position, self.place = zeros(rows), zeros(rows), zeros(rows)
         self.member, self.stream = zeros(rows, dtype=torch.int32), zeros(rows)
         self.step, self.done = zeros(rows), zeros(rows, dtype=torch.bool)
+        self.origin, self.begun = zeros(rows), zeros(rows)
         self.ids = zeros(rows + 1, tokens + 1)
         self.logprobs = zeros(rows + 1, tokens + 1, dtype=torch.float32)
         self.length, self.most = zeros(rows + 1), zeros()
@@ -91,23 +93,38 @@ class State:
         """Move these rows to the front, in this order."""
         if list(rows) != list(range(len(rows))):
             index = upload(rows, self.place.device)
-            for tensor in (self.token, self.position, self.place, self.member, self.stream, self.step, self.done):
+            past = (self.position, self.place, self.origin, self.begun)
+            for tensor in (self.token, *past, self.member, self.stream, self.step, self.done):
                 tensor[: len(rows)] = tensor[index]
 
     def enter(
-        self, first: int, places: Sequence[int], lengths: Sequence[int], slots: Sequence[int], streams: Sequence[int]
+        self,
+        first: int,
+        places: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        streams: Sequence[int],
+        origins: Sequence[Begun],
     ) -> None:
         """Add rows from `first` on, whose prompts of these `lengths` have been read."""
-        rows, numbers = slice(first, first + len(places)), upload([places, lengths, streams, slots], self.place.device)
-        self.place[rows], self.position[rows], self.stream[rows], self.member[rows] = numbers
+        at, begun = [origin.place for origin in origins], [origin.columns for origin in origins]
+        rows, numbers = slice(first, first + len(places)), [places, lengths, streams, slots, at, begun]
+        numbers = upload(numbers, self.place.device)
+        self.place[rows], self.position[rows], self.stream[rows], self.member[rows] = numbers[:4]
+        self.origin[rows], self.begun[rows] = numbers[4:]
         self.position[rows] -= 1  # drawing the first token advances it
         self.step[rows], self.done[rows] = 0, False
         self.length[numbers[0]] = 0
 
+    def part(self, rows: Sequence[int]) -> None:
+        """Let these rows read their whole past in their own places."""
+        if rows:
+            self.begun[upload(rows, self.begun.device)] = 0
+
     def pad(self, first: int, end: int) -> None:
         """Make rows from `first` to `end` padding: copies of the row before them at the last place, and done."""
         rows = slice(first, end)
-        self.place[rows], self.done[rows] = len(self.length) - 1, True
+        self.place[rows], self.done[rows], self.begun[rows] = len(self.length) - 1, True, 0
         for tensor in (self.token, self.position, self.step, self.member):
             tensor[rows] = tensor[first - 1]
 
@@ -197,8 +214,11 @@ class Reader:
         self._blocks, self._footprint, self._memory, self._spare = blocks, footprint, memory, spare
         self._pad, self._fixed, self._device = pad, fixed, memory.rotations.device
 
-    def read(self, pairs: Sequence[tuple[int, Request]], places: Sequence[int]) -> torch.Tensor:
-        """Return logits [B, V] after the prompts of (slot, request) pairs, and store their keys and values."""
+    def read(self, pairs: Sequence[tuple[int, Request]], places: Sequence[int]) -> tuple[torch.Tensor, list[Begun]]:
+        """Return logits [B, V] after the prompts of (slot, request) pairs, whose keys and values are stored.
+
+        The second are places that hold the beginning of each, or all of it.
+        """
         numbers: dict[tuple[int, ...], int] = {}
         of_request = {id(r): numbers.setdefault(r.prompt_ids, len(numbers)) for _, r in pairs}
         heads: dict[tuple[int, int], int] = {}  # place of the first row of each (slot, text)
@@ -217,10 +237,14 @@ class Reader:
         logits = self._read_texts(rest, [prompt[shared:] for prompt in prompts], shared)
         assert logits is not None
         self._copy(list(zip(owners, places, strict=True)), 0, max(map(len, prompts)))
+        origins = [
+            Begun(owner, len(request.prompt_ids)) if owner != place else Begun(of_slot[slot], shared)
+            for place, owner, (slot, request) in zip(places, owners, pairs, strict=True)
+        ]
         if len(heads) == len(pairs):
-            return logits
+            return logits, origins
         order = {place: i for i, (place, _, _) in enumerate(rest)}
-        return logits[torch.tensor([order[place] for place in owners], device=self._device)]
+        return logits[torch.tensor([order[place] for place in owners], device=self._device)], origins
 
     def read_on(self, pairs: Sequence[tuple[int, Request]], begun: Sequence[Begun]) -> torch.Tensor:
         """Return logits [B, V] after prompts whose places hold a beginning, and store the keys and values of the rest.
