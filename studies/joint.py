@@ -12,7 +12,10 @@ earns 1; `first` and `last` word earn 0.3 and 0.4. Five methods have equal compl
     hybrid       the weights move by GRPO's gradient (on policy, one step a batch), the logits by the score function
     random       ES with a reader at random: two of eight seeds have each
 
-    python studies/joint.py --method joint --seeds 0 1 2 3 4 5 6 7     # appends to studies/results/joint/rows.jsonl
+ES trains a LoRA of one matrix, as in the demo, and the hybrid all weights. Learning rates are chosen with seeds of 100
+and more, whose rows go to tuning.jsonl.
+
+    python studies/joint.py --method joint --rate 1 --learning-rate 0.025  # appends to studies/results/joint/rows.jsonl
     python studies/joint.py --table
 """
 
@@ -24,10 +27,10 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,7 +55,7 @@ WORTH = {"sentence": 0.5, "bare": 1.0, "first": 0.3, "last": 0.4}
 GENERATIONS, MEMBERS, QUESTIONS, TOKENS = 24, 32, 8, 10
 GRID = 25
 """Training questions that each reader is tried on: five grids of an alternating run are two generations."""
-GRPO = {"group": 8, "learning_rate": 1e-3, "temperature": 1.0}
+GRPO = {"group": 8, "temperature": 1.0}
 
 
 def read(text: str, reader: str) -> str:
@@ -77,19 +80,26 @@ def tree(output: Path, seed: int, readers: Sequence[str], generations: int, **es
         "task": {"name": "custom", "train_data": DATA.format("train"), "test_data": DATA.format("test"),
                  "batch_size": QUESTIONS, "prompt": "chat", "settings": {"reader": list(readers)}},
         "lora": {"rank": 8, "alpha": 8, "target_layers": [3], "target_modules": ["down_proj"]},
-        "es": {"num_generations": generations, "population_size": MEMBERS, "sigma": 0.025, "learning_rate": 0.0125,
-               "antithetic": True, **es},
+        "es": {"num_generations": generations, "population_size": MEMBERS, "sigma": 0.025, "antithetic": True, **es},
         "engine": {"threads": 1}, "evaluation": {"max_tokens": TOKENS}, "grader": {"isolated": False},
         "checkpoint": {"every": 0},
         "checks": {"control_every": 0, "canary_every": 0, "perplexity": False, "placebo": 0},
     }  # fmt: skip
 
 
+class Rates(NamedTuple):
+    """Learning rates, of the logits and of the weights."""
+
+    settings: float
+    weights: float
+
+
 class Search:
     """One run of ES in phases: a mean, its journal, and the generations so far."""
 
-    def __init__(self, folder: Path, seed: int, rate: float = 0.5) -> None:
-        config = from_dict(tree(folder, seed, READERS, GENERATIONS, settings_learning_rate=rate))
+    def __init__(self, folder: Path, seed: int, rates: Rates) -> None:
+        own = {"settings_learning_rate": rates.settings, "learning_rate": rates.weights}
+        config = from_dict(tree(folder, seed, READERS, GENERATIONS, **own))
         self.parts, self.done = assemble(config, reward=worth), 0
         self.journal = Journal(folder / "journal.jsonl", saving.header(self.parts, "reward"))
         self.path: list[float] = []
@@ -126,24 +136,24 @@ class Search:
         return row
 
 
-def joint(folder: Path, seed: int, rate: float) -> dict[str, Any]:
+def joint(folder: Path, seed: int, rates: Rates) -> dict[str, Any]:
     """Search both together."""
-    search = Search(folder, seed, rate)
+    search = Search(folder, seed, rates)
     search.train(GENERATIONS)
     return {**search.ended(READERS[search.parts.settings.mode()]), "bare": search.path}
 
 
-def grid_then_es(folder: Path, seed: int) -> dict[str, Any]:
+def grid_then_es(folder: Path, seed: int, rates: Rates) -> dict[str, Any]:
     """Choose the reader by the base, for two generations' completions, then train."""
-    search = Search(folder, seed)
+    search = Search(folder, seed, rates)
     reader = search.grid(2 * MEMBERS * QUESTIONS // len(READERS))
     search.train(GENERATIONS - 2, reader)
     return search.ended(reader)
 
 
-def alternating(folder: Path, seed: int) -> dict[str, Any]:
+def alternating(folder: Path, seed: int, rates: Rates) -> dict[str, Any]:
     """Choose the reader and train in turn; choose once more at the end."""
-    search, readers = Search(folder, seed), list[str]()
+    search, readers = Search(folder, seed, rates), list[str]()
     for generations in (5, 5, 6, 6):
         readers.append(search.grid(GRID))
         search.train(generations, readers[-1])
@@ -151,25 +161,25 @@ def alternating(folder: Path, seed: int) -> dict[str, Any]:
     return {**search.ended(readers[-1]), "readers": readers}
 
 
-def at_random(folder: Path, seed: int) -> dict[str, Any]:
+def at_random(folder: Path, seed: int, rates: Rates) -> dict[str, Any]:
     """Train with a reader at random: two seeds in eight have each."""
-    search, reader = Search(folder, seed), READERS[seed % len(READERS)]
+    search, reader = Search(folder, seed, rates), READERS[seed % len(READERS)]
     search.train(GENERATIONS, reader)
     return search.ended(reader)
 
 
-def hybrid(folder: Path, seed: int, rate: float, learning_rate: float) -> dict[str, Any]:
+def hybrid(folder: Path, seed: int, rates: Rates) -> dict[str, Any]:
     """Move the weights by GRPO's gradient and the reader by the score function of its groups' rewards.
 
     Each prompt group draws a reader. GRPO's ratio is 1, as each batch is used once: the loss is -A log p per token.
     """
     from transformers import AutoModelForCausalLM
 
-    parts = assemble(from_dict(tree(folder, seed, READERS, 1)), reward=worth)
+    parts = assemble(from_dict(tree(folder, seed, READERS, 1, learning_rate=rates.weights)), reward=worth)
     tokens, rows, task = parts.tokens, parts.data.train, parts.task
     model = AutoModelForCausalLM.from_pretrained(model_path(parts.config.model), dtype=torch.float32)
-    settings = Settings({"reader": SettingConfig(categorical=list(READERS))}, seed, rate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    settings = Settings({"reader": SettingConfig(categorical=list(READERS))}, seed, rates.settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rates.weights, weight_decay=0.0)
     torch.manual_seed(seed)
     group, drawn, path = int(GRPO["group"]), random.Random(seed), list[float]()
     for step in range(GENERATIONS):
@@ -241,22 +251,18 @@ def _between(found: statistics.Estimate) -> str:
     return "no interval" if found.low is None else f"{found.low:.3f} to {found.high:.3f}"
 
 
-def of_method(method: str, folder: Path, seed: int, rate: float, learning_rate: float) -> dict[str, Any]:
-    """Run one method with one seed."""
-    if method == "joint":
-        return joint(folder, seed, rate)
-    if method == "hybrid":
-        return hybrid(folder, seed, rate, learning_rate)
-    return {"grid": grid_then_es, "alternating": alternating, "random": at_random}[method](folder, seed)
+METHODS: dict[str, Callable[[Path, int, Rates], dict[str, Any]]] = {
+    "joint": joint, "grid": grid_then_es, "alternating": alternating, "hybrid": hybrid, "random": at_random,
+}  # fmt: skip
 
 
 def main() -> None:
     """Run one method for some seeds, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=["joint", "grid", "alternating", "hybrid", "random"])
+    parser.add_argument("--method", choices=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)))
-    parser.add_argument("--rate", type=float, default=0.5, help="learning rate of the logits")
-    parser.add_argument("--learning-rate", type=float, default=GRPO["learning_rate"], help="of GRPO's AdamW")
+    parser.add_argument("--rate", type=float, required=True, help="learning rate of the logits")
+    parser.add_argument("--learning-rate", type=float, required=True, help="of ES, or of GRPO's AdamW")
     parser.add_argument("--label", help="name of the rows; default: the method")
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
@@ -268,7 +274,7 @@ def main() -> None:
     for seed in chosen.seeds:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            run = of_method(chosen.method, Path(folder), seed, chosen.rate, chosen.learning_rate)
+            run = METHODS[chosen.method](Path(folder), seed, Rates(chosen.rate, chosen.learning_rate))
         row = {"method": chosen.label or chosen.method, "seed": seed, **run}
         row |= {"seconds": round(time.monotonic() - began, 1)}
         with (ROWS if seed < 100 else TUNING).open("a", encoding="utf-8") as file:

@@ -316,6 +316,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
+    for job in options.jobs:
+        where, name, seed = [*job.split("/"), "", ""][:3]
+        if where not in SETTINGS or name not in METHODS or not seed.isdigit():
+            parser.error(f"{job}: give {'|'.join(SETTINGS)}, {'|'.join(METHODS)} and a seed, as in tiny/lowrank/0")
     study, began = Study(options), time.perf_counter()
     for job in options.jobs:
         if study.file(job).is_file():

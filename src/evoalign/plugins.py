@@ -90,7 +90,8 @@ def own_settings(
         near = difflib.get_close_matches(name, [*known, *common], n=1, cutoff=0.6 if declared else 0.8)
         if name in known or not (declared or near):
             continue
-        hint = f"did you mean {section}.{near[0]}?" if near else f"known here: {', '.join(sorted([*known, *common]))}"
+        names = ", ".join(sorted([*known, *common])) or "nothing"
+        hint = f"did you mean {section}.{near[0]}?" if near else f"known here: {names}"
         raise ConfigError(f"unknown setting {section}.{name}; {hint}")
     try:
         return dict(given) if model is None else model.model_validate(dict(given))

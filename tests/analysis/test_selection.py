@@ -400,6 +400,11 @@ def test_select_refuses_runs_without_usable_scores(planted, tmp_path, trained):
             command.select(tmp_path / f"{kept}.jsonl", top=[1], vote=True)
     with pytest.raises(ConfigError, match=r"have the same fitness, 0\.5: there are no best ones"):
         command.select(recorded(tmp_path / "equal.jsonl", from_dict(tree()), [0.5] * 6), top=[1], vote=True)
+    with pytest.raises(JournalError, match="nowhere does not exist; give a run directory"):
+        command.select(tmp_path / "nowhere", top=[1], vote=True)
+    adam = from_dict(tree(es={**tree()["es"], "optimizer": "adam"}))
+    with pytest.raises(ConfigError, match=r"es\.optimizer adam"):  # before what another generation could mend
+        command.select(recorded(tmp_path / "adam.jsonl", adam, [0.5] * 6), top=[1], merge="mean")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(RunExistsError, match="is not empty"):

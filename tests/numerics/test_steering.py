@@ -117,11 +117,18 @@ def test_the_static_decoder_says_where_it_adds_no_bias(monkeypatch):
     assert "adds a bias to model.layers.0.self_attn.q_proj.weight" in served.facts.note, served.facts.note
 
 
+def test_a_setting_of_another_space_is_unknown():
+    with pytest.raises(ConfigError, match=r"unknown setting space\.dimension; known here: nothing"):
+        spaces.create(from_dict(TREE | {"space": {"name": "steering", "dimension": 10}}))
+
+
 def test_layers_whose_vector_would_be_changed_are_refused():
     space = spaces.create(from_dict(TREE))
     norm = TensorSpec("model.layers.1.post_feedforward_layernorm.weight", (16,), "norm", 1, 1.0)
     with pytest.raises(ConfigError, match=r"post_feedforward_layernorm.weight would scale the vector"):
         space.layout([*SPECS, norm], torch.float32)
+    with pytest.raises(ConfigError, match=r"does not read lora\.target_modules"):
+        spaces.create(from_dict(TREE | {"lora": {"target_modules": ["q_proj"]}})).layout(SPECS, torch.float32)
     experts = [replace(s, kind="expert") if "layers.1.mlp" in s.name else s for s in SPECS]
     with pytest.raises(ConfigError, match=r"layer 1 has no linear mlp.down_proj"):
         space.layout(experts, torch.float32)

@@ -291,7 +291,7 @@ def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> s
     elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     if elsewhere:
         return f"; did you mean {place_of(elsewhere[0])}?"
-    return f"; known here: {', '.join(sorted(siblings))}"
+    return f"; known here: {', '.join(sorted(siblings)) or 'nothing'}"
 
 
 def _names(section: type[BaseModel], prefix: str, engine: type[EngineSettings]) -> list[str]:

@@ -153,5 +153,5 @@ def _too_large(space: str, es: EsConfig) -> str | None:
         return None
     return (
         f"es.optimizer {es.optimizer.name} keeps state of the size of the model with space {space}; "
-        f"use sgd, or space {'subspace' if es.optimizer.adapts_noise else 'lora'}"
+        f"use sgd, or space {'subspace' if es.optimizer.adapts_noise else 'lora or norms'}"
     )

@@ -129,7 +129,7 @@ def lines(config: ModelConfig) -> list[str]:
         return [f"start: {sources}"] if sources else []
     return [
         f"start: {sources}: merged into {found.base} in float32 and kept in "
-        f"{folder_of(found, config.dtype)}; the run trains the merged model, not the adapter itself"
+        f"{folder_of(found, config.dtype)}; the run starts from the merged model"
     ]
 
 

@@ -70,6 +70,9 @@ class Singular(Space):
         """Decompositions by weight, each made when it is first read."""
         return {}
 
+    def effective(self, layout: Layout) -> str:
+        return f"sigma {self.widths(layout)} relative to each singular value"
+
     @property
     def rank(self) -> int:
         return len(next(iter(self._adapter[1].values()))[0])

@@ -52,8 +52,11 @@ class Steering(Lora):
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """Return `<module>.lora_B.bias` [out] of each layer; the factors of rank 1 are frozen.
 
-        Raises ConfigError if the output of a layer's MLP is not added to the residual stream as it is.
+        Raises ConfigError for target modules, and if the output of a layer's MLP is not added to the residual stream as
+        it is.
         """
+        if self.config.lora.target_modules is not None:
+            raise ConfigError("space steering does not read lora.target_modules; remove it, or set lora.target_layers")
         chosen = self.section.target_layers
         layers = {s.layer for s in specs if s.kind in LINEAR and s.layer is not None}
         layers &= layers if chosen is None else set(chosen)

@@ -99,8 +99,8 @@ def refuse_unread(task: Task, settings: Mapping[str, SettingConfig]) -> None:
         near = difflib.get_close_matches(name, DECODING, n=1)
         raise ConfigError(
             f"task.settings.{name} has no effect: neither the sampling nor task {task.name} reads it; "
-            + (f"did you mean {near[0]}? " if near else "")
-            + "Correct the name, remove it, or use a task or a reward function that reads it"
+            + (f"did you mean {near[0]}? If not, " if near else "")
+            + "remove it, or use a task or a reward function that reads it"
         )
 
 

@@ -192,8 +192,8 @@ def _worded(prompt: Any, form: str) -> Any:
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
         raise DataError(
-            "a text setting of task.settings changes the column prompt, which a row does not have; use a categorical "
-            "setting that the task's own prompt reads"
+            "a text setting of task.settings changes the column prompt, which rows of task.name custom have and this "
+            "task's do not; remove the setting, or use custom"
         )
     worded = {**messages[last], "content": form.replace(PROMPT, messages[last]["content"])}
     return [*messages[:last], worded, *messages[last + 1 :]]

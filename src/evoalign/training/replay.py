@@ -35,6 +35,8 @@ _LAST_BITS = 1e-3
 def log_of(run: str | Path) -> Log:
     """Read the journal of a run directory, or a journal file. Raises JournalError."""
     path = Path(run)
+    if not path.exists():
+        raise JournalError(f"{path} does not exist; give a run directory, or a journal.jsonl")
     if method_of(path) == "grpo":
         raise JournalError(
             f"{path} is a run of GRPO and has no journal: its updates are gradients of the size of the model, not a "

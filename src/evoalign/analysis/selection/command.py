@@ -93,11 +93,6 @@ def _check(
         )
     if not 0 < temperature < 100:
         raise ConfigError(f"--temperature {temperature:g}: samples for a vote need a temperature above 0, such as 0.7")
-    if max(recorded.fitness_M) == min(recorded.fitness_M):
-        raise ConfigError(
-            f"all {count} members of generation {recorded.update.generation} have the same fitness, "
-            f"{recorded.fitness_M[0]:g}: there are no best ones; choose another generation"
-        )
 
 
 class _Selection:
@@ -134,6 +129,12 @@ class _Selection:
             )
         if merge is not None:
             self._check_merge(merge, saves=to is not None)
+        fitness = self.recorded.fitness_M
+        if max(fitness) == min(fitness):
+            raise ConfigError(
+                f"all {len(fitness)} members of generation {self.recorded.update.generation} have the same fitness, "
+                f"{fitness[0]:g}: there are no best ones; choose another generation"
+            )
         base = self._mean(self.parts.data.test, self.greedy)
         self.measure = RIGHT if RIGHT in base.measures_E and not np.isnan(base.measures_E[RIGHT]).any() else "reward"
         self._add_evaluated("base", base)
