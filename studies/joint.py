@@ -15,7 +15,8 @@ earns 1; `first` and `last` word earn 0.3 and 0.4. Five methods have equal compl
 ES trains a LoRA of one matrix, as in the demo, and the hybrid all weights. Learning rates are chosen with seeds of 100
 and more, whose rows go to tuning.jsonl.
 
-    python studies/joint.py --method joint --rate 1 --learning-rate 0.025  # appends to studies/results/joint/rows.jsonl
+    python studies/joint.py --method joint     # appends to studies/results/joint/rows.jsonl
+    python studies/joint.py --method hybrid --rate 0.5 --learning-rate 1e-4
     python studies/joint.py --table
 """
 
@@ -261,8 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)))
-    parser.add_argument("--rate", type=float, required=True, help="learning rate of the logits")
-    parser.add_argument("--learning-rate", type=float, required=True, help="of ES, or of GRPO's AdamW")
+    parser.add_argument("--rate", type=float, default=1.0, help="learning rate of the logits")
+    parser.add_argument("--learning-rate", type=float, default=0.025, help="of ES, or of GRPO's AdamW")
     parser.add_argument("--label", help="name of the rows; default: the method")
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
