@@ -131,7 +131,9 @@ class Bench:
         if options.real_prompts:
             self.prompts = countdown(options.shape, loaded, rows, min(rows, options.distinct or rows))
         else:
-            self.prompts = [tuple(draw.randrange(*v.VOCABULARY) for _ in range(options.prompt)) for _ in range(rows)]
+            begun = [draw.randrange(*v.VOCABULARY) for _ in range(options.shared)]
+            rest = range(options.prompt - options.shared)
+            self.prompts = [(*begun, *(draw.randrange(*v.VOCABULARY) for _ in rest)) for _ in range(rows)]
         if form == "vllm":
             config = v.config_of(
                 folder, options.shape, rows=rows, length=max(map(len, self.prompts)) + options.tokens, members=most,
@@ -191,8 +193,8 @@ class Bench:
         v.emit(
             self.options.file, benchmark="decoding", form=self.form, shape=self.options.shape, members=members,
             prompts=prompts, prompt="countdown" if self.options.real_prompts else self.options.prompt,
-            distinct=len(set(self.prompts[: members * prompts])), tokens=self.options.tokens,
-            endless=self.options.endless, space=self.options.space, ratio=ratio, figures=figures,
+            shared=self.options.shared, distinct=len(set(self.prompts[: members * prompts])),
+            tokens=self.options.tokens, endless=self.options.endless, space=self.options.space, ratio=ratio, figures=figures,
             seconds={side: [t.seconds for t in whole[side]] for side in sides},
             one_token={side: [t.seconds for t in took[side, 1]] for side in sides},
             speeds={side: [t.speed for t in whole[side]] for side in sides},
@@ -255,6 +257,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--cases", nargs="+", default=["128x12"])
     parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--shared", type=int, default=0, help="first tokens of --prompt that all prompts share")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--real-prompts", action="store_true", help="Countdown's, in place of random tokens")
     parser.add_argument("--distinct", type=int, help="different real prompts; unset: as many as the base has rows")

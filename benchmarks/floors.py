@@ -3,7 +3,8 @@
 
 Counted for what a rollout really did: a prompt's shared beginning once per member, the rest of a prompt once per member
 and text, and only the tokens that a row generated. Bytes: the weights once per step and per reading of the prompts,
-members' factors of rank 1 once per member with active rows, keys and values once each. FLOPs: two per weight and token,
+members' factors of rank 1 once per member with active rows, keys and values once each: those of a prompt once for all
+rows that have it, and those of a shared beginning once per member. FLOPs: two per weight and token,
 two per factor and token, four per head dimension and attended column; the output layer once per generated token. Left
 out: activations, normalisation, sampling, and the writing of members. All rows count as decoded together, so a rollout
 whose rows wait for room takes more.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -121,8 +122,7 @@ class Floor:
 def prefill(model: Model, rows: Sequence[Row]) -> Pass:
     """Return the reading of all prompts, and the output layer for each row's first token."""
     texts = {(slot, prompt) for slot, prompt, _ in rows}
-    prompts = list({prompt for _, prompt in texts})
-    begun = shared_prefix(prompts) if len(prompts) > 1 else 0
+    begun = _begun({prompt for _, prompt in texts})
     pieces = [(slot, 0, begun) for slot in {slot for slot, _ in texts}]
     pieces += [(slot, begun, len(prompt)) for slot, prompt in texts]
     tokens = sum(end - start for _, start, end in pieces)
@@ -140,6 +140,8 @@ def steps(model: Model, rows: Sequence[Row]) -> list[Pass]:
     A pass writes one column of keys and values per row, and reads those before it.
     """
     alive, columns = Counter(slot for slot, _, _ in rows), sum(len(prompt) for _, prompt, _ in rows)
+    asked = Counter((slot, prompt) for slot, prompt, _ in rows)
+    begun = _begun({prompt for _, prompt in asked})
     ended: dict[int, list[Row]] = {}
     for row in rows:
         ended.setdefault(row[2], []).append(row)
@@ -147,6 +149,7 @@ def steps(model: Model, rows: Sequence[Row]) -> list[Pass]:
     for step in range(1, max(ended)):
         for slot, prompt, length in ended.get(step, ()):
             alive[slot] -= 1
+            asked[slot, prompt] -= 1
             columns -= len(prompt) + length - 1
         count = alive.total()
         columns += count
@@ -154,8 +157,15 @@ def steps(model: Model, rows: Sequence[Row]) -> list[Pass]:
         members = sum(n > 0 for slot, n in alive.items() if slot >= 0)
         flops = 2 * ((model.matrices + model.output) * count + model.factors * served)
         weights = model.itemsize * (model.matrices + model.output + members * model.factors)
-        found.append(Pass(weights + model.column * columns, flops + 4 * model.layers * model.queries * columns))
+        kept = begun * sum(n > 0 for n in alive.values()) + step * count
+        kept += sum(len(prompt) - begun for (_, prompt), n in asked.items() if n > 0)
+        found.append(Pass(weights + model.column * kept, flops + 4 * model.layers * model.queries * columns))
     return found
+
+
+def _begun(prompts: Collection[tuple[int, ...]]) -> int:
+    """Return how many tokens several prompts begin with, if they are read apart."""
+    return shared_prefix([*prompts]) if len(prompts) > 1 else 0
 
 
 def mbu(decoding: Floor, seconds: float, card: Card) -> float:

@@ -43,7 +43,9 @@ def counted(rows, shared):
     for step in range(1, max(length for *_, length in rows)):
         active = [(slot, len(prompt) + step) for slot, prompt, length in rows if length > step]
         weights, flops = of(active, len(active), {slot for slot, _ in active})
-        found.append((weights + sum(seen for _, seen in active) * MODEL.column, flops))
+        going = [row[:2] for row in rows if row[2] > step]
+        kept = {(s, p[: i + 1] if i < shared else p, i) for s, p in going for i in range(len(p))}
+        found.append((weights + (len(kept) + step * len(going)) * MODEL.column, flops))
     return found
 
 
