@@ -49,7 +49,8 @@ class Hook(BuildHookInterface):
         if self.target_name != "wheel":
             return
         if version == "editable":
-            build(LIBRARY)
+            if os.environ.get("EVOALIGN_COMPILE") or _is_old(LIBRARY):
+                build(LIBRARY)
             return
         self.folder = tempfile.mkdtemp()
         made = Path(self.folder) / LIBRARY.name
@@ -108,6 +109,12 @@ def _compile(compiler: list[str], clones: tuple[str, ...], library: Path) -> str
 def source_number(source: Path) -> int:
     """32 bits of the SHA-256 of the source, by which the library says what it was made from."""
     return int(hashlib.sha256(source.read_bytes()).hexdigest()[:8], 16)
+
+
+def _is_old(library: Path) -> bool:
+    """Whether it is of other code than this and the source, so that each of several environments need not build it."""
+    newest = max(file.stat().st_mtime for file in (SOURCE, Path(__file__)))
+    return not library.is_file() or library.stat().st_mtime < newest or bool(_unusable(library))
 
 
 def _unusable(library: Path) -> str:

@@ -130,7 +130,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cases of a test that its mark `first` does not name are slow, or what it calls `others`; those that its mark
+    """The cases of a test that its mark `first` does not name are long, or what it calls `others`; those that its mark
     `last` names are long, and so is all that is `real`. A word of either that names no case is an error."""
     idle: dict[str, set[str]] = {}
     for item in items:
@@ -143,7 +143,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 name = f"{tier}() of {test}"
                 idle[name] = idle.get(name, set(marker.args)) - said
                 if bool(said) == (tier == "last"):
-                    item.add_marker("long" if said else marker.kwargs.get("others", "slow"))
+                    item.add_marker("long" if said else marker.kwargs.get("others", "long"))
     whole = not any("::" in arg for arg in config.args)  # else not all cases are here
     if whole and (wrong := {name: words for name, words in idle.items() if words}):
         raise pytest.UsageError(f"these words name no case: {wrong}")

@@ -482,7 +482,7 @@ def test_grpo_refuses_what_needs_a_population(questions, tmp_path):
     assert any("would be refused: objective ranks" in line for line in planning.dry_run(tree))
 
 
-@pytest.mark.first("engine")
+@pytest.mark.first("engine", others="slow")
 @pytest.mark.parametrize("rollouts", ["engine", "es"])
 def test_grpo_updates_the_state_with_all_completions(rollouts, questions, tmp_path):
     """By members too, where nobody asks for what the policy itself says; `cost` does not apply to each."""

@@ -47,7 +47,7 @@ def train(output: Path, space: str, dtype: str = "float32") -> tuple[Path, Any, 
     return result.saved, json.loads((output / "results/evaluation.json").read_text())["distance"], told.getvalue()
 
 
-@pytest.mark.first("lora-float32")
+@pytest.mark.first("lora-float32", "full-bfloat16")
 @pytest.mark.parametrize(("space", "dtype"), CASES)
 def test_a_run_reports_the_distance_of_what_it_saved(space: str, dtype: str, tmp_path: Path) -> None:
     """The dense change of each tensor of the float32 mean; nothing else of the package is used."""

@@ -235,6 +235,7 @@ def test_select_begins_at_the_mean_before_the_generation(planted, monkeypatch):
 # --- merges ---
 
 
+@pytest.mark.first("lora, ab", "lowrank", "full", "subspace")
 @pytest.mark.parametrize("name", SPACES)
 def test_average_equals_dense_arithmetic(name, tmp_path):
     more = dict(SPACES[name])

@@ -161,6 +161,7 @@ def draws(kind: str, generator: np.random.Generator, rows: int = 12) -> tuple[An
     return Product(torch.as_tensor(fixed), b[0], 2.0), Product(torch.as_tensor(other), b[1], 1.0)
 
 
+@pytest.mark.first("dense", "one A")
 @pytest.mark.parametrize("kind", ["dense", "one A", "two A", "few rows"])
 def test_the_spread_of_cosines_by_chance(kind: str, monkeypatch: Any) -> None:
     """Of one draw against the standard deviation over many, whatever the changes have in common but a direction."""

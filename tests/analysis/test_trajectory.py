@@ -75,7 +75,7 @@ def straight(parts: Parts, generation: int, update: Update) -> list[float]:
     return list(stats.zscore(along))
 
 
-@pytest.mark.first("lora")
+@pytest.mark.first("lora", "full")
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_a_straight_run_and_a_random_walk_are_distinguished(space: str, tmp_path: Path) -> None:
     planted(tmp_path / "straight", configured(space), straight)

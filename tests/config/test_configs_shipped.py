@@ -115,7 +115,8 @@ def test_quickstart_trains_for_two_generations(path, tmp_path, monkeypatch):
     less = ["es.num_generations=2", "es.population_size=4"]
     if is_grpo:
         less = ["grpo.max_steps=2", f"grpo.per_device_train_batch_size={2 * load(path).grpo.num_generations}"]
-    config = load(path, *less, "task.test_size=8", f"output_dir={run}")
+    less += ["task.test_size=8", "sampling.max_tokens=16", "evaluation.max_tokens=16"]
+    config = load(path, *less, f"output_dir={run}")
     evoalign.grpo(config) if is_grpo else evoalign.train(config)
     rows = [json.loads(line)["generation"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "results" / "evaluation.json").read_text())
@@ -133,7 +134,8 @@ def hub_row(split, number):
 
 
 @pytest.mark.parametrize("path", UNTRAINED, ids=lambda p: p.stem)
-@pytest.mark.first("countdown_lowrank_1.5b", "vllm_countdown", "gsm8k")
+@pytest.mark.first("countdown_lowrank_1.5b", "vllm_countdown", "gsm8k", "mezo", "smollm2_safety", "sums", "tool_calls",
+                   "conciseness_grpo_7b", "math_full_7b", "full_llama_3b")  # fmt: skip
 def test_dry_run_accepts_config_with_empty_model(path, tmp_path, monkeypatch, capsys):
     """Without a hub: the model has the shape that the config names and no weights; rows of a hub are made up, and of
     many rows that are generated or on disk the first ones are enough."""

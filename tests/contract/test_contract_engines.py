@@ -62,13 +62,14 @@ def each(cases):
     return lambda test: checks(engines(test))
 
 
-@pytest.mark.first("lora-float32", "full-float32", "lowrank-float32")
+@pytest.mark.first("lora-float32", "full-float32", "lowrank-float32", "singular-float32", "norms-float32",
+                   "sep_cma-float32", "lora-bfloat16")  # fmt: skip
 @each({f"{v}-{dtype}": (v, dtype, "library") for v in SPACES for dtype in ("float32", "bfloat16")})
 def test_engine_passes_the_check(bench, check):
     check(bench)
 
 
-@pytest.mark.first("lora-", "full-", others="long")
+@pytest.mark.first("lora-", "full-")
 @each({v: (v, "float32", "static") for v in SPACES})
 def test_static_decoder_passes_the_check(bench, check):
     check(bench)

@@ -94,7 +94,7 @@ def test_the_formula_against_what_the_engine_and_training_run() -> None:
         assert abs(row.error) < EXACT, row
 
 
-@pytest.mark.first("llama", others="long")
+@pytest.mark.first("llama")
 @pytest.mark.parametrize("family", sorted(flops.FAMILIES))
 def test_the_formula_against_every_family(family: str) -> None:
     for row in flop_counts.family_rows(family):

@@ -35,7 +35,7 @@ def served(bench: Bench, sigma: float) -> tuple[float, float]:
     return float((moved != 0).double().mean()), float(torch.corrcoef(torch.stack([moved, noise]))[0, 1])
 
 
-@pytest.mark.first("files")
+@pytest.mark.first("files", others="slow")
 @pytest.mark.parametrize("where", ["engine", "files"])
 def test_survival_agrees_with_served_members(where: str) -> None:
     with Bench(tree(SIGMAS[0])) as bench:

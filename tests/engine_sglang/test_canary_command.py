@@ -78,7 +78,7 @@ def adapter(folder, rank=4, **config):
 
 
 @pytest.mark.parametrize("api", ["completions", "chat", "generate"])
-@pytest.mark.last("chat")
+@pytest.mark.last("chat", "completions")  # test_the_command has completions
 def test_examine_blames_nothing_of_a_sound_server(url, api):
     report = examined(url, api=api)
     assert report.code == 0 and not report.faults, report
@@ -89,7 +89,7 @@ def test_examine_blames_nothing_of_a_sound_server(url, api):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.first("no scaling", others="long")
+@pytest.mark.first("no scaling")
 def test_examine_finds_a_planted_fault_and_no_other(url, fault):
     make, wanted = FAULTS[fault]
     with between(url, os.environ[KEY], make()) as address:
@@ -170,6 +170,7 @@ def test_the_command(url, tmp_path):
     assert len(lines) == ALL + 1 and lines[-1].startswith("SGLang 0.5.") and "applies these adapters" in lines[-1]
     report = json.loads(file.read_text())
     assert report["code"] == 0 and len(report["checks"]) == ALL and math.isfinite(report["floor"])
+    assert {c["name"] for c in report["checks"] if c["status"] != "ok"} == {"rslora", "name as model"}
     wrong = said("--as-model")
     assert wrong.exit_code == 1
     assert "FAULT       name as model: an adapter's name sent as `model` is answered by the base model" in wrong.stdout

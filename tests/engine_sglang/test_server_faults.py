@@ -195,7 +195,7 @@ def is_alive(group):
     return False
 
 
-@pytest.mark.first("kill-0.5", others="long")
+@pytest.mark.first("kill-0.5")
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("fault", ["kill", "hang", "refuse", "garbage"])
 def test_a_run_survives_a_fault_of_a_server_that_it_launched(fault, part, on_lora, tmp_path):

@@ -226,10 +226,13 @@ def test_every_form_generates_the_same_tokens_as_vllm(models, family, ranks, mon
 @pytest.mark.parametrize(
     ("targets", "more", "why"),
     [
-        (("q_proj", "v_proj"), {}, "layer 0: self_attn.o_proj has no members: the target modules leave it out"),
+        pytest.param(  # test_vllm_engine.py has such an engine
+            ("q_proj", "v_proj"), {}, "layer 0: self_attn.o_proj has no members: the target modules leave it out",
+            marks=pytest.mark.long,
+        ),
         (ALL, {"attention_bias": True}, "layer 0: self_attn.o_proj has a bias"),
     ],
-)
+)  # fmt: skip
 def test_other_model_shapes_get_the_generic_form(tmp_path, targets, more, why):
     model = random_model(tmp_path / "model", "llama", **more)
     found = []

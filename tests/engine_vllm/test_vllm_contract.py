@@ -27,6 +27,11 @@ from evoalign.types import MEAN, Request, Sampling, population
 CONTRACT = ["lora", "lora, ab", "lowrank", "full"]
 FORMS = [*CONTRACT, "lowrank, stock"]
 """One variant for each way in which vLLM serves members; the other spaces are served in one of these."""
+MARKS = {
+    **dict.fromkeys(SPACES, pytest.mark.long),
+    **dict.fromkeys(FORMS, pytest.mark.releases),
+    "subspace, sep_cma": (),
+}
 TIE = 1e-4
 
 
@@ -86,7 +91,7 @@ def test_load_restores_the_start_from_the_files(bench, shared):
     assert bench.engine.fingerprint() == shared.fingerprint and moved(served, start) == 0
 
 
-@of(*(pytest.param(variant, marks=pytest.mark.releases) if variant in FORMS else variant for variant in SPACES))
+@of(*(pytest.param(variant, marks=MARKS[variant]) for variant in SPACES))
 def test_thirty_members_generate_the_same_as_in_process(bench, request):
     variant = request.node.callspec.params["shared"]
     requests = [Request(i, bench.tokens.encode(p), Sampling(24)) for i, p in enumerate(contract.PROMPTS)]

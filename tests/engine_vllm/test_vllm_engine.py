@@ -28,7 +28,7 @@ def test_each_check_of_the_contract_on_a_new_engine(variant, check):
         check(bench)
 
 
-@pytest.mark.first("lowrank", others="long")  # members in slots, and a mean that is written into the weights
+@pytest.mark.first("lowrank")  # members in slots, and a mean that is written into the weights
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full", "singular", "subspace, cma", "subspace, sep_cma"])
 def test_five_generations_have_the_same_journal(space, tmp_path):
     found = []

@@ -44,7 +44,7 @@ def test_examine_blames_nothing_of_a_sound_server(client, api):
     assert len(report.checks) == 16
 
 
-@pytest.mark.first("drops up_proj", others="long")
+@pytest.mark.first("drops up_proj")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_examine_finds_a_planted_fault(client, fault):
     make, wanted = FAULTS[fault]

@@ -188,7 +188,7 @@ def test_members_of_smollm2_equal_plain_models(space, sigma, decoder, smollm2):
 
 @pytest.mark.first(
     "llama-apart-False", "opt-apart-False", "qwen2-shared-True", "gemma2-shared-False", "mistral-apart-True",
-    "gpt_neox-shared-False", "mpt-shared-True", others="long",
+    "gpt_neox-shared-False", "mpt-shared-True",
 )  # fmt: skip
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("prompts", PROMPTS)
@@ -198,7 +198,7 @@ def test_members_of_every_family_equal_plain_models(family, prompts, determinist
     run(make_config(folders[family], deterministic=deterministic), PROMPTS[prompts], stop_ids=STOPS)
 
 
-@pytest.mark.first("llama-lora b, rank 4, antithetic-apart", "qwen2-lowrank", "qwen3-lora ab-shared", others="long")
+@pytest.mark.first("llama-lora b, rank 4, antithetic-apart", "qwen2-lowrank", "qwen3-lora ab-shared")
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -206,7 +206,7 @@ def test_members_of_the_static_decoder_equal_plain_models(family, name, prompts,
     run_space(folders[family], name, prompts, engine={"decoder": "static"})
 
 
-@pytest.mark.first("llama-lora")
+@pytest.mark.first("llama-lora", "gpt_neox-full")
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_every_space_works_on_other_families(family, name, folders):

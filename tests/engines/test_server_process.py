@@ -107,7 +107,7 @@ def test_check_reports_a_dead_server_and_the_place_of_its_log(started, tmp_path)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.first("True")
+@pytest.mark.first("True", others="slow")
 def test_server_ends_when_its_parent_is_killed(stopped):
     """Also a suspended one; and not when the thread ends that started it."""
     read, write = os.pipe()

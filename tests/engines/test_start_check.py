@@ -28,6 +28,12 @@ RIGHT = (  # noqa: SIM905
     "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu "
     "hrm_text"
 ).split()
+DIFFERENT = (  # noqa: SIM905
+    "bitnet bloom codegen cohere2 ctrl dbrx deepseek_v3 diffllama exaone4 falcon gemma2 gemma3n_text gemma4_text glm4 "
+    "gpt_bigcode gpt_neox gpt_oss gptj granitemoe hunyuan_v1_moe jetmoe llama llama4_text longcat_flash minicpm3 "
+    "mistral mixtral mpt nemotron olmo2 opt phi3 qwen2 qwen2_moe qwen3 stablelm starcoder2 xglm"
+).split()
+"""Families of `RIGHT` that CI starts; the others are in `make test-long`."""
 REFUSED = (  # noqa: SIM905
     "bamba falcon_h1 zamba2 recurrent_gemma nemotron_h mamba2 lfm2_moe blt reformer bart bert cpmant marian mbart "
     "pegasus roberta xlm xlnet"
@@ -46,6 +52,7 @@ def start(folder: Path, space: str = "lora", damage: Callable[[Any], object] | N
 
 
 @pytest.mark.slow
+@pytest.mark.first(*(f"[{kind}-float32" for kind in DIFFERENT))
 @pytest.mark.parametrize(
     "dtype", ["float32", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float16"))]
 )

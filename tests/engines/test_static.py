@@ -67,6 +67,7 @@ def check_equal(found, wanted):
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
 
 
+@pytest.mark.first("lora-apart", "lowrank-shared", "full-apart-greedy", "full-shared-sampled")
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompts", PROMPTS)
 def test_static_decoder_equals_the_library_decoder(pair, prompts, sampling):

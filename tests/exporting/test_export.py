@@ -172,6 +172,7 @@ def test_greedy_tokens_equal_those_of_the_run(form: str, runs: Any, exported: Ex
     assert {len(row) for row in wanted} != {TOKENS}, "no text ends by a stop token"
 
 
+@pytest.mark.first("adapter", "lowrank")
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_greedy_tokens_equal_those_of_the_member(form: str, runs: Any, exported: Exported, base: Path) -> None:

@@ -159,7 +159,7 @@ FAULTS: dict[str, tuple[Setup, dict[str, str], int | None]] = {
 
 
 @pytest.mark.first("adapter", "lacks", "template", "stop", "no tokenizer", "long", "damaged", "lost", "error", "gold",
-                   "KeyError", "exits, isolated", "memory", "GPU")  # fmt: skip
+                   "KeyError", "exits, isolated", "memory", "GPU", others="slow")  # fmt: skip
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_a_finding_and_hides_no_other_check(name, tmp_path, folder, monkeypatch):
     if name == "no GPU" and torch.cuda.is_available():

@@ -258,7 +258,8 @@ def refused(task: Task, texts: list[str], example: dict[str, Any], *words: str, 
 HUNG, SEGFAULT, AWAY = "no answer within 1 s", "died: killed by SIGSEGV", "failed: ConnectionError: the judge is away"
 
 
-@pytest.mark.first("fork-sleeps", "fork-exits", "fork-leaves-", "fork-kills", "fork-segfaults", "fork-raises")
+@pytest.mark.first("fork-sleeps", "fork-exits", "fork-leaves-", "fork-kills", "fork-segfaults", "fork-raises",
+                   others="slow")  # fmt: skip
 @pytest.mark.last("fork-drips", "fork-awaits", "fork-holds", "fresh-leaves", "fresh-segfaults")
 @pytest.mark.parametrize(
     ("make", "name", "reason", "message"),
@@ -290,7 +291,7 @@ def test_what_gives_no_answer_stops_the_run(make, log, name, reason, message):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
-@pytest.mark.first("fork", others="long")
+@pytest.mark.first("fork")
 @pytest.mark.parametrize(
     ("make", "name"),
     [("fork", "hoards"), ("fork", "hoards_in_torch"), ("fresh", "hoards"), ("fresh", "hoards_in_torch")],

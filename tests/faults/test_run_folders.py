@@ -484,7 +484,7 @@ def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six, tmp_path):
     assert kill_points.traces(tmp_path / "run") == kill_points.traces(six)
 
 
-@pytest.mark.first("removed", "the journal alone", "a file")
+@pytest.mark.first("removed", "the journal alone", "a file", others="slow")
 @pytest.mark.parametrize("how", ["moved", "removed", "replaced", "the journal alone", "moved before a file is written"])
 def test_a_run_whose_folder_goes_away_stops_by_name(how, tmp_path, monkeypatch):
     """Else it is the system's word for a file that is not there, and the advice to resume where nothing is."""

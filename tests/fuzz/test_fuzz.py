@@ -38,7 +38,7 @@ def bench(kind: str, benches: dict[str, Bench], folder: Path) -> Bench:
     return benches[kind]
 
 
-@pytest.mark.first("configs", "data files")
+@pytest.mark.first("configs", "data files", others="slow")
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_mutations_of(kind, benches, tmp_path_factory):
     sweep(bench(kind, benches, tmp_path_factory.mktemp("few")), SHORT[kind])
@@ -54,7 +54,7 @@ def test_many_mutations_of(kind, benches, tmp_path_factory):
     assert tally.share >= ACCEPTED, f"{tally.share:.1%} of the {kind} were accepted"
 
 
-@pytest.mark.first("a key twice", "a bound", "line breaks", "rows shared", "checksums", others="long")
+@pytest.mark.first("a key twice", "a bound", "line breaks", "rows shared", "checksums")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_is_put_in_is_found(name, benches, tmp_path_factory, monkeypatch):
     fault = FAULTS[name]

@@ -41,7 +41,7 @@ SLOTS = {"in no order": [6, 0, 3, 8, 1, 2, 7], "the first": [0, 1, 2, 3, 4, 5, 6
 @pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (7, 1, 24), (3, 3, 64), (34, 2, 8)])
 @pytest.mark.parametrize("positions", [[0, 1, 63, 64, 65, 130, 5], [40] * 7], ids=["ragged", "even"])
 @pytest.mark.parametrize("order", SLOTS)
-@pytest.mark.first("[c-", "in no order-ragged-4-2-16", "the last-even-4-2-16", others="slow")
+@pytest.mark.first("[c-", "in no order-ragged-4-2-16", "the last-even-4-2-16")
 @pytest.mark.last("triton-the first", "triton-the last-ragged")
 def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, shared, width, dtype):
     draw = torch.Generator().manual_seed(heads)

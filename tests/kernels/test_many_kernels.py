@@ -63,7 +63,7 @@ def means_of(layout):
     return {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
 
 
-@pytest.mark.first("cpu-lora-whole-1-0", "cuda", others="long")
+@pytest.mark.first("cpu-lora-whole-1-0", "cuda")
 @pytest.mark.parametrize(
     ("device", "variant", "cut", "rank", "pad", "dtype"),
     cases(

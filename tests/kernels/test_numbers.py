@@ -91,7 +91,7 @@ def assert_same(got, *others):
 
 
 @pytest.mark.first("none-c-", "none-threads-", "plain-c-", "plain-threads-", "turned-c-", "turned-threads-",
-                   "turned-triton-5-", "cuda", others="long")  # fmt: skip
+                   "turned-triton-5-", "cuda")  # fmt: skip
 @by_form(("shape", "slices"), PARTS, LARGE)
 @pytest.mark.parametrize("around", ["none", "plain", "turned"])
 def test_noise_has_the_same_bits(in_torch, form, around, shape, slices):
@@ -118,7 +118,7 @@ def test_noise_has_the_same_bits(in_torch, form, around, shape, slices):
         assert_same(draw(device), in_torch(draw, device), *([draw("cpu")] if device == "cuda" else []))
 
 
-@pytest.mark.first("shape4-", others="long")
+@pytest.mark.first("shape4-")
 @pytest.mark.parametrize(("shape", "slices"), PARTS)
 def test_the_whole_table_gives_the_bits_of_half(monkeypatch, in_torch, shape, slices):
     from evoalign.kernels import noise as kernel
@@ -146,7 +146,7 @@ def test_nan_stays_nan(form):
     assert noise.scaled((1, 2), (1, 9), 0, [0], [0.0], mean=mean, dtype=torch.bfloat16).isnan().all()
 
 
-@pytest.mark.first("-0-", "-1-", "cuda", others="long")
+@pytest.mark.first("-0-", "-1-", "cuda")
 @by_form(("shape",), [((20, 1),), ((20, 3),), ((3, 20),), ((6, 300),)], [((3000, 1),), ((3000, 3),), ((3, 3000),)])
 def test_scaled_writes_padded_and_transposed_outputs(in_torch, form, shape):
     """Write to memory like an engine's slots; nothing else is changed."""
@@ -198,7 +198,7 @@ SPACES = [("full", 1, "B"), ("lora", 3, "A"), ("lora", 3, "B"), ("lowrank", 1, "
 
 
 @pytest.mark.first(
-    "8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-whole", others="long"
+    "8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-whole"
 )  # fmt: skip
 @pytest.mark.parametrize("part", ["whole", "half"])
 @pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.0), ("sgd", 0.125), ("adam", 0.0)])
@@ -242,7 +242,7 @@ def test_updates_on_a_gpu_serve_any_dtype(dtype, space):
     assert same(served, master.to(dtype))
 
 
-@pytest.mark.first("half-0.0", others="long")
+@pytest.mark.first("half-0.0")
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("part", ["whole", "half", "corner"])
 def test_lowrank_moves_are_the_ordered_sum(form, part, decay):

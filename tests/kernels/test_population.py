@@ -261,7 +261,7 @@ CHECKS = {
 }  # fmt: skip
 
 
-@pytest.mark.first("-3-8", "[c-", others="long")
+@pytest.mark.first("-3-8", "[c-")
 @pytest.mark.usefixtures("form", "poisoned")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("rank", "padded"), RANKS)
@@ -269,7 +269,7 @@ def test_each_kernel_equals_float64(rank, padded, check):
     CHECKS[check](Draw(rank, padded))
 
 
-@pytest.mark.first("1-", "5-", "[c-", others="long")
+@pytest.mark.first("1-", "5-", "[c-")
 @pytest.mark.usefixtures("form", "poisoned")
 @pytest.mark.parametrize("dtype", CPU_BOUNDS, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 67])
@@ -373,7 +373,7 @@ def forms(*ranks, cuda):
     table = pytest.mark.parametrize(
         ("form", "rank", "padded"), cases + [pytest.param("cuda", *r, marks=marks) for r in cuda]
     )
-    return lambda test: pytest.mark.first("torch", "c-", "cuda", others="long")(table(test))
+    return lambda test: pytest.mark.first("torch", "c-", "cuda")(table(test))
 
 
 @forms((1, 1), (3, 8), cuda=[(1, 1), (8, 8)])
@@ -537,7 +537,7 @@ class Block:
 
 
 @pytest.mark.parametrize("dtype", CPU_BOUNDS, ids=str)
-@pytest.mark.first("1-1-plain-torch.float32", others="long")
+@pytest.mark.first("1-1-plain-torch.float32")
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_three_layers_equal_a_model_with_each_members_weights(rank, padded, dtype, qk_norm):

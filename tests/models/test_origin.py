@@ -238,6 +238,7 @@ def test_the_weights_are_kept_in_the_dtype_that_is_asked_for_rounded_once(plain:
     assert any(not torch.equal(p, p.bfloat16().float()) for p in parts["float32"].values())
 
 
+@pytest.mark.first("form0", "form3")
 @pytest.mark.parametrize("form", [
     {"use_rslora": True, "lora_alpha": 60}, {"trainable_token_indices": [*range(200, 1000)]},
     {"modules_to_save": ["norm"]}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},

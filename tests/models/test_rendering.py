@@ -160,8 +160,8 @@ def test_many_chats_are_encoded_as_one_at_a_time(template, tmp_path):
     """Long ones, more than fit into the socket's buffer, and many short ones, some refused."""
     loaded = of(tmp_path, template)
     chats = [
-        [*([SYSTEM] if i % 30 == 0 else []), {"role": "user", "content": f"{i} " + "long text, " * (i % 7) ** 5}]
-        for i in [*range(60), *[7] * 300]
+        [*([SYSTEM] if i % 15 == 0 else []), {"role": "user", "content": f"{i} " + "long text, " * (i % 7) ** 5}]
+        for i in [*range(30), *[7] * 150]
     ]
     assert sum(len(chat[-1]["content"]) for chat in chats) > 2**19
     assert loaded.encode_all(chats) == [loaded.encode(chat) for chat in chats]

@@ -94,6 +94,7 @@ class Run:
         self.generation += 1
 
 
+@pytest.mark.first("sphere-", "rosenbrock-")
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("name", PACKAGE)
 @pytest.mark.parametrize("function", [sphere, ellipsoid, rosenbrock, rastrigin], ids=lambda f: f.__name__)
@@ -144,6 +145,7 @@ def test_the_optimum_of_a_published_function_is_found(name, function, size, gene
     assert value(run.weights()[0].astype(np.float64)) < below < start
 
 
+@pytest.mark.first("sep_cma")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGE)
 def test_an_optimum_planted_in_the_tiny_model_is_recovered(name, tmp_path):

@@ -477,7 +477,7 @@ def test_an_optimizers_state_goes_on_where_it_stopped(name):
     assert torch.equal(halves, whole_run)
 
 
-@pytest.mark.first("lora", "lowrank", others="long")
+@pytest.mark.first("lora", "lowrank")
 @pytest.mark.parametrize("antithetic", [False, True])
 @pytest.mark.parametrize("space_name", ["full", "lora", "lowrank", "lowrank-3"])
 def test_the_es_gradient_of_a_quadratic_is_the_analytic_one(space_name, antithetic):

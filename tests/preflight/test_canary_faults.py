@@ -106,7 +106,7 @@ def test_examine_blames_nothing_of_a_sound_server(server, tmp_path):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.first("ignores", "stale", others="slow")
+@pytest.mark.first("ignores", "stale", "mixed up", "no sign")
 def test_examine_finds_a_planted_fault_and_no_other(server, fault):
     make, wanted = FAULTS[fault]
     server.adapters.clear()

@@ -194,6 +194,7 @@ def run_of(prompts=4, paired=True, **es):
     return module.Training(config.es, prompts, paired)
 
 
+@pytest.mark.first("linear0-True-True", "zscore")
 @pytest.mark.parametrize("shaping", ["zscore", "ranks", "truncation", "centered", "identity"])
 @pytest.mark.parametrize(("antithetic", "linear"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize(

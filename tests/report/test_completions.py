@@ -115,14 +115,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     data = path.read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # parquet has no checksum for what follows
     caught = 0
-    for place in range(4, footer):
+    for place in range(4, footer, 5):
         path.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
         try:
             assert table_of(path) == rows, f"byte {place} of {footer}"
         except DataError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             caught += 1
-    assert caught > footer / 2
+    assert caught > footer / 5 / 2
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=r"a\.parquet is damaged"):
         table_of(path)

@@ -35,5 +35,7 @@ def serving(reply: Callable[..., tuple[int, Any]], *, client: bool = False) -> I
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
         listening.daemon_threads = True
         threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}"
-        listening.shutdown()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}"
+        finally:  # else its thread would spin on the closed socket
+            listening.shutdown()

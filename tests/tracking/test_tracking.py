@@ -281,7 +281,7 @@ def test_new_run_has_a_new_id(tmp_path: Path) -> None:
     assert first["id"] != second["id"]
 
 
-@pytest.mark.first("tensorboard")
+@pytest.mark.first("tensorboard", others="slow")
 @EACH
 def test_tracker_added_at_resume_starts(tmp_path: Path, backend: str) -> None:
     report(tmp_path / "run", backend, ROWS[2:], resumed_at=2)

@@ -164,7 +164,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.first("adam", "sampling")
+@pytest.mark.first("adam", "sampling", others="slow")
 @pytest.mark.last("momentum", "centered", "identity", "cosine", "eager", "raw prompts")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_run_and_replay(name, tmp_path):

@@ -69,7 +69,7 @@ def keep_lines(run, count):
 
 
 @pytest.mark.slow
-@pytest.mark.first("-mid-save (weights)", others="long")
+@pytest.mark.first("-mid-save (weights)")
 @pytest.mark.parametrize("point", kill_points.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(straight, point, tmp_path):
     space, _, expected = straight

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 from browser import Visit, chromium
@@ -256,18 +255,6 @@ def test_landmarks_labels_and_focus(visit: Open) -> None:
     assert len(set(ids)) == len(ids)
 
 
-TRAIN = """
-import pathlib, sys, time, evoalign
-
-def wait(generation):
-    while not pathlib.Path(sys.argv[2]).exists():  # until the page is open
-        time.sleep(0.1)
-    time.sleep(1)
-
-evoalign.train(sys.argv[1], on_generation=wait)
-"""
-
-
 def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
     """A real run in a process of its own; what was typed and opened stays while the page goes on."""
     config = {
@@ -278,17 +265,15 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         "checks": {**UNCHECKED, "placebo": 1},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", TRAIN, str(tmp_path / "config.yaml"), str(tmp_path / "open")]
-    training = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
-    serving = None
+    training = forked.Popen([sys.executable, "-m", "followed", str(tmp_path / "config.yaml"), str(tmp_path / "open")])
+    serving, out = None, tmp_path / "out"
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file())
         words = ["report", str(tmp_path / "run"), "--serve", "--port", "0"]
-        command = [sys.executable, "-u", "-m", "evoalign.cli", *words]
-        serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        assert serving.stdout is not None
-        url = serving.stdout.readline().split()[0]
+        with out.open("wb") as file:
+            serving = forked.Popen([sys.executable, "-m", "evoalign.cli", *words], stdout=file)
+        wait_for(lambda: "\n" in out.read_text())
+        url = out.read_text().split()[0]
         tab = visit()
         tab.page.goto(url)
         assert "not finished" in tab.page.locator("#summary").inner_text()
@@ -306,12 +291,12 @@ def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
         assert not tab.errors and all(address.startswith((url, "data:")) for address in tab.asked)
         assert len(tab.asked) > 2
         serving.send_signal(signal.SIGINT)
-        assert serving.wait(timeout=30) == 0 and "ended" in serving.stdout.read()
+        assert serving.wait(timeout=30) == 0 and "ended" in out.read_text()
         assert (tmp_path / "run/report.html").is_file()
     finally:
         for process in (training, serving):
             if process is not None and process.poll() is None:
-                process.kill()
+                process.send_signal(signal.SIGKILL)
                 process.wait()
 
 

@@ -134,13 +134,13 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.first("numbers", "units", "marks")
+@pytest.mark.first("numbers", "units", "marks", others="slow")
 @pytest.mark.parametrize("kind", RIGHT)
 def test_is_equal_accepts_what_a_reader_accepts(kind):
     assert [pair for pair in RIGHT[kind] if not is_equal(*pair)] == []
 
 
-@pytest.mark.first("tiny", "decimals", "units", "side by side")
+@pytest.mark.first("tiny", "decimals", "units", "side by side", others="slow")
 @pytest.mark.parametrize("kind", WRONG)
 def test_is_equal_rejects_other_answers(kind):
     assert [pair for pair in WRONG[kind] if is_equal(*pair)] == []
