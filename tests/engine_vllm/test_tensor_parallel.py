@@ -83,7 +83,7 @@ def seen(engine_class, settings):
 @pytest.mark.parametrize(
     "space",
     [
-        pytest.param("lora", marks=pytest.mark.releases),  # members in slots
+        "lora",  # members in slots
         pytest.param("lowrank", marks=pytest.mark.long),  # slots, and a mean in parts
         "full",  # a mean in parts
         pytest.param("subspace, cma", marks=pytest.mark.long),  # each worker draws from its own copy of the covariance
