@@ -31,6 +31,7 @@ HARNESSES := verifiers mini_swe_agent inspect_ai
 TESTS ?= not slow and not long
 VLLM_TESTS ?= not long
 VLLM_WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test test-all test-long test-real test-vllm test-vllm-long test-sglang test-sglang-long test-harnesses lint docs bench clean FORCE
 
@@ -39,8 +40,8 @@ demo: $(STAMP)
 	@echo 'evoalign is on the path after:  . $(BIN)/activate'
 
 # One thread a worker: two workers with two threads each would take turns on two cores. A third one works while others wait
-# for processes. Modules are compiled once, and not by each process that a test starts.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses
+# for processes; .ci/run has other work for then. Modules are compiled once, and not by each process that a test starts.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses
 
 test: $(STAMP)
 	$(PYTEST) -m "$(TESTS)"

