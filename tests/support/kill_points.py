@@ -26,6 +26,7 @@ from evoalign.engines.transformers import TransformersEngine
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir import directory as rundir
 from evoalign.rundir.journal import Journal
+from evoalign.training.saver import Saver
 
 SPACES = ("lora", "lowrank", "full")
 GENERATIONS = 4
@@ -122,7 +123,12 @@ def _mid_generation(g: int) -> None:
 
 
 def _mid_save(g: int) -> None:
-    """Die with weights half written, whichever form they have."""
+    """Die with weights half written, whichever form they have.
+
+    The run waits for its thread: one that had gone on would not save that mean again.
+    """
+    save = Saver.save
+    Saver.save = lambda self, *given: (save(self, *given), self.wait())[1]
     _at_call(checkpoint, "seal", g, lambda folder, mark: [_half_a_file({}, f) for f in folder.glob("*.safetensors")])
 
 
