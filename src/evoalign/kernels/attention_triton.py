@@ -15,8 +15,8 @@ from torch import Tensor
 
 from evoalign.kernels import interpreted
 
-_COLUMNS = 64
-"""Columns of the cache per iteration."""
+_COLUMNS = 16
+"""Columns of the cache per iteration. With one warp per program more programs run at once, which hides their starts."""
 
 
 @triton.jit
@@ -101,6 +101,7 @@ def decode(
     out = torch.empty((rows, heads * width), dtype=qkv.dtype, device=qkv.device)
     shape = {"HQ": heads, "HK": shared, "D": width, "GROUP": group, "ROOM": room, "COLUMNS": _COLUMNS}
     shape |= {"DP": max(16, triton.next_power_of_2(width)), "GP": max(16, triton.next_power_of_2(group))}
+    stages = 4 if width <= 64 else 3  # as much as fits without fewer programs at once
     tensors = (qkv, keys, values, slots, positions, *(begins or (slots, torch.zeros_like(slots))), out)
-    _decode[(rows, shared)](*tensors, float(scale), **shape, SOFT=interpreted(), num_warps=4, num_stages=2)
+    _decode[(rows, shared)](*tensors, float(scale), **shape, SOFT=interpreted(), num_warps=1, num_stages=stages)
     return out

@@ -26,7 +26,7 @@ def row_sizes() -> tuple[int, ...]:
 def norm_tiles(width: int, rank: int) -> Tiles:
     """Return tiles of whole rows; `width` is the larger of input and output."""
     columns = power(width)
-    return Tiles(columns, _warps(columns * power(rank)))
+    return Tiles(columns, min(16, max(1, columns // 1024)) if rank <= 1 else _warps(columns * power(rank)))
 
 
 def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:
@@ -37,8 +37,10 @@ def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:
 
 def gate_tiles(width: int, rank: int) -> Tiles:
     """Return tiles; the best choice does not depend on the number of rows."""
-    columns = min(power(width), 1024 if rank <= 1 or rank > 8 else 2048)
-    return Tiles(columns, 4 if rank <= 1 else _warps(columns * power(rank)))
+    if rank <= 1:
+        return Tiles(min(power(width), 512), 2)
+    columns = min(power(width), 1024 if rank > 8 else 2048)
+    return Tiles(columns, _warps(columns * power(rank)))
 
 
 def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tiles:

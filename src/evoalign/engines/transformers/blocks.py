@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -117,6 +117,10 @@ class _Activations:
     hidden: torch.Tensor
     residual: torch.Tensor | None
     source: population.Partial | None
+
+
+Places: TypeAlias = torch.Tensor | slice
+"""Places in the store: int64 [B], or a slice of B places."""
 
 
 @dataclass(slots=True)
@@ -278,7 +282,7 @@ class Blocks:
         self,
         tokens: torch.Tensor,
         start: int,
-        rows: torch.Tensor,
+        rows: Places,
         last: torch.Tensor | None,
         members: torch.Tensor,
         store: Store,
@@ -291,9 +295,9 @@ class Blocks:
     ) -> torch.Tensor | Hidden:
         """Return logits [B, V] after the columns `last` [B] of texts `tokens` [B, T], which start at column `start`.
 
-        Keys and values go to `rows` of the store, int64 [B]. Texts may be padded at the end; the padding is computed
-        but never attended to. With `layers`, only these layers run, on `entered`. Without `last` the result is their
-        activations, without the pending term of the last of them.
+        Keys and values go to `rows` of the store, without a copy of what is there if they are a slice. Texts may be
+        padded at the end; the padding is computed but never attended to. With `layers`, only these layers run, on
+        `entered`. Without `last` the result is their activations, without the pending term of the last of them.
         """
         count, length = tokens.shape
         positions = torch.arange(start, start + length, device=tokens.device).repeat(count)

@@ -7,7 +7,7 @@ first that evolves are the same for all members, so they read each prompt once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 
 from evoalign import kernels
 from evoalign.engines.transformers import decode
-from evoalign.engines.transformers.blocks import Blocks, Factors, Hidden, Store
+from evoalign.engines.transformers.blocks import Blocks, Factors, Hidden, Places, Store
 from evoalign.engines.transformers.prefill import shared_prefix
 from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import Member, Plan, Request
@@ -301,11 +301,17 @@ class Reader:
         self._copy([(first[text], place) for place, _, text in rows], start, start + filled.shape[1], below)
         return Hidden(*(torch.cat(parts) for parts in zip(*((e.hidden, e.residual) for e in found), strict=True)))
 
-    def _pieces(self, rows: Rows, width: int, start: int, texts: int) -> list[torch.Tensor]:
-        """Return rows that are read together: [3, B] of places, slots and texts each."""
+    def _pieces(
+        self, rows: Rows, width: int, start: int, texts: int
+    ) -> Iterator[tuple[Places, torch.Tensor, torch.Tensor]]:
+        """Yield rows that are read together: places, slots [B] and texts [B]."""
         # at least the output of the layers below
         size = self._rows(width, start, self._spare - texts * width * self._footprint.activations)
-        return [torch.tensor(rows[i : i + size]).T.to(self._device) for i in range(0, len(rows), size)]
+        for i in range(0, len(rows), size):
+            places, slots, chosen = upload(list(zip(*rows[i : i + size], strict=True)), self._device)
+            first, end = rows[i][0], rows[i][0] + len(places)
+            following = [place for place, *_ in rows[i : i + size]] == list(range(first, end))
+            yield slice(first, end) if following else places, slots, chosen
 
     def _rows(self, width: int, start: int, spare: float) -> int:
         """Return how many rows of `width` tokens after `start` columns are read together."""
@@ -317,7 +323,7 @@ class Reader:
         self,
         tokens: torch.Tensor,
         start: int,
-        places: torch.Tensor,
+        places: Places,
         slots: torch.Tensor,
         layers: slice,
         entered: Hidden | None,
