@@ -34,6 +34,7 @@ rows.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import tempfile
@@ -150,6 +151,8 @@ class Bench:
         self.engine: Any = engines.create(config, loaded)
         space = spaces.create(config)
         self.facts = self.engine.start(space, space.layout(self.engine.specs(), self.engine.dtype), None, False)
+        gc.collect()  # as a run does: a full collection, which visits all objects of the libraries, takes 0.2 s
+        gc.freeze()
         self.model = floors.Model.of(v.shape_of(options.shape), 4 if options.dtype == "float32" else 2)
         self.card = floors.measured_card()
         v.say(f"{form}: started in {time.perf_counter() - began:.1f} s; {self.facts.note}; {self.card}")

@@ -413,6 +413,29 @@ def test_earlier_rollouts_do_not_change_prefill_pieces(folder, monkeypatch):
     assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_prompts_in_places_that_follow_each_other_are_read_without_a_copy(folder, monkeypatch, prompts):
+    kinds, own = set(), Reader._pieces
+
+    def scattered(self, *arguments):
+        for places, *rest in own(self, *arguments):
+            kinds.add(type(places))
+            if isinstance(places, slice):
+                places = torch.arange(places.start, places.stop)
+            yield places, *rest
+
+    some = asked(prompts)[::2]  # with two of a prompt, which is read once, there are gaps
+    with bench_of(folder) as bench:
+        found = bench.ask(bench.plan(), some)
+    monkeypatch.setattr(Reader, "_pieces", scattered)
+    with bench_of(folder) as bench:
+        assert bench.ask(bench.plan(), some) == found
+        assert slice in kinds
+        kinds.clear()
+        bench.ask(bench.plan(), asked(prompts))
+        assert torch.Tensor in kinds
+
+
 @pytest.mark.parametrize("decoder", ["static", "library"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_raise_an_error(folder, decoder, value):
