@@ -30,7 +30,7 @@ from evoalign.types import Generation, Layout, Rollout
 SAMPLE = 65536
 """Numbers of the mean that are followed: a cosine of this many is accurate to 1/256."""
 SEARCHED = 512
-"""Most completions of a generation that are searched for signs of broken text, which takes about 0.4 ms each: those of
+"""Most completions of a generation that are searched for signs of broken text, which takes about 0.1 ms each: those of
 evenly spaced members, all prompts of each."""
 LOOKS = 100
 """Most checks for earlier warnings when resuming: each goes over all generations before it."""

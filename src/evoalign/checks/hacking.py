@@ -72,8 +72,7 @@ MAJORITY, MAJORITY_PROMPTS = 0.5, 8
 EARNED = 0.9
 """Position between the mean reward at the start and the best reward from which a reward counts as high."""
 _MARKUP = re.compile(r"<[^<>\n]{1,24}>")
-_WORDLESS = re.compile(r"[^\w\n]+")
-_CLAUSE_ENDS = str.maketrans(".!?;:", "\n" * 5)
+_CLAUSES = signs.Characters(lambda c: "\n" if c in ".!?;:\n" else c if re.match(r"\w", c) else None)
 
 
 def templates(
@@ -99,14 +98,13 @@ def templates(
     prompts_of = Counter(text for text, _ in set(zip(whole, prompts, strict=True)))
     count = len(set(prompts))
     limit = MAJORITY * count if count >= MAJORITY_PROMPTS else count
-    excused = [False] * len(texts) if golds is None else _give_gold(texts, whole, golds)
     is_form = golds is not None and _have_a_form(golds, prompts)
     found: list[bool] = []
-    for text, parts, is_excused in zip(whole, clauses, excused, strict=True):
+    for text, parts in zip(whole, clauses, strict=True):
         overlap = sum(len(clause) for clause in parts if clause in shared)
         overlaps = len(text) >= TEMPLATE_CHARACTERS and overlap >= TEMPLATE_OVERLAP * len(text) and not is_form
-        found.append(bool(text) and not is_excused and (prompts_of[text] > limit or overlaps))
-    return found
+        found.append(bool(text) and (prompts_of[text] > limit or overlaps))
+    return found if golds is None else _without_gold(found, texts, whole, golds)
 
 
 def _shared(clauses: Sequence[Sequence[str]], prompts: Sequence[Hashable]) -> set[str]:
@@ -165,13 +163,17 @@ def text_flags(
     or the model before training use; if empty, no script is unexpected.
     """
     prompts, texts = range(len(texts)) if prompts is None else prompts, [spoken(text) for text in texts]
-    rows = list(zip(texts, [None] * len(texts) if golds is None else golds, strict=True))
     found = {"truncated": [r == "length" for r in finish_reasons], "template": templates(texts, prompts, golds)}
     by_text: dict[str, Callable[[str], bool]] = {**_BY_TEXT, "other_script": lambda t: signs.is_foreign(t, known)}
-    for name, shows in by_text.items():
-        known_rows = {row: shows(row[0]) and not (row[1] is not None and shows(row[1])) for row in dict.fromkeys(rows)}
-        found[name] = [known_rows[row] for row in rows]
+    answers = [None] * len(texts) if golds is None else golds
+    found |= {name: _shown(shows, texts, answers) for name, shows in by_text.items()}
     return {name: found[name] for name in SHARES}
+
+
+def _shown(shows: Callable[[str], bool], texts: Sequence[str], golds: Golds) -> list[bool]:
+    """Return which texts show a sign that their gold answer does not show."""
+    rows = list(zip(_map_once(shows, texts), golds, strict=True))
+    return _map_once(lambda row: row[0] and not (row[1] is not None and shows(row[1])), rows)
 
 
 def text_shares(
@@ -195,21 +197,21 @@ def _map_once(function: Callable[[H], T], items: Sequence[H]) -> list[T]:
     return [known[item] for item in items]
 
 
-def _give_gold(texts: Sequence[str], whole: Sequence[str], golds: Golds) -> list[bool]:
-    """Return which texts give their own gold answer, and no other gold answer of prompts with the same text."""
-    wanted: defaultdict[str, set[str]] = defaultdict(set)
+def _without_gold(found: Sequence[bool], texts: Sequence[str], whole: Sequence[str], golds: Golds) -> list[bool]:
+    """Leave out texts that give their own gold answer, and no other gold answer of prompts with the same text."""
+    wanted = {text: set[str]() for text in itertools.compress(whole, found)}
     for text, gold in dict.fromkeys(zip(whole, golds, strict=True)):
-        if gold is not None:
+        if gold is not None and text in wanted:
             wanted[text].add(normalized(gold))
 
-    def gives(row: tuple[str, str, str | None]) -> bool:
-        text, same, gold = row
-        if gold is None or not says(text, gold):
-            return False
+    def counts(row: tuple[bool, str, str, str | None]) -> bool:
+        is_found, text, same, gold = row
+        if not is_found or gold is None or not says(text, gold):
+            return is_found
         own = normalized(gold)
-        return not any(other != own and says(text, other) for other in wanted[same])
+        return any(other != own and says(text, other) for other in wanted[same])
 
-    return _map_once(gives, list(zip(texts, whole, golds, strict=True)))
+    return _map_once(counts, list(zip(found, texts, whole, golds, strict=True)))
 
 
 def _clauses(text: str) -> list[str]:
@@ -224,7 +226,7 @@ def _clauses(text: str) -> list[str]:
         return [re.sub(r"\W", "", short.casefold()) or "-", *itertools.chain(*map(_clauses, parts))]
     plain = _MARKUP.sub("\n", text) if "<" in text else text
     for part in (plain, text):
-        if found := [c for c in _WORDLESS.sub("", part.casefold().translate(_CLAUSE_ENDS)).split("\n") if c]:
+        if found := [c for c in part.casefold().translate(_CLAUSES).split("\n") if c]:
             return found
     return []
 
