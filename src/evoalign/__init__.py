@@ -11,7 +11,8 @@ from evoalign.version import __version__
 if TYPE_CHECKING:
     from evoalign.analysis.compare.comparison import compare
     from evoalign.analysis.evaluations import Evaluations, evaluate_many
-    from evoalign.analysis.runs import grpo, train
+    from evoalign.analysis.grpo_runs import grpo
+    from evoalign.analysis.runs import train
     from evoalign.analysis.sweeping.sweep import sweep
     from evoalign.config import Config
     from evoalign.config import load as load_config
@@ -45,7 +46,7 @@ _HOMES = {
     "evaluate": "evoalign.training.resolve:evaluate",
     "evaluate_many": "evoalign.analysis.evaluations:evaluate_many",
     "export": "evoalign.exporting.export:export",
-    "grpo": "evoalign.analysis.runs:grpo",
+    "grpo": "evoalign.analysis.grpo_runs:grpo",
     "load_config": "evoalign.config:load",
     "placebo": "evoalign.placebos.run:placebo",
     "probe": "evoalign.preflight.probe:probe",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`train` and `grpo` as users call them: the run, and then its page `report.html`.
+"""`train` as users call it: the run, and then its page `report.html`.
 
 The page is made from a run's files; training does not import it.
 """
@@ -15,7 +15,6 @@ from typing import ParamSpec
 from rich.console import Console
 
 from evoalign.analysis.page.run import write_report
-from evoalign.baselines.train import grpo as core_grpo
 from evoalign.report.terminal import print_line
 from evoalign.rundir.directory import REPORT
 from evoalign.rundir.own import read_own
@@ -46,7 +45,9 @@ def write_page(result: Result, console: Console | None = None) -> Result:
     return result
 
 
-def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a training function that writes the page of its run."""
+
     @functools.wraps(run)
     def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         console = kwargs.get("console")
@@ -55,5 +56,4 @@ def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     return finished
 
 
-train = _with_page(core_train)
-grpo = _with_page(core_grpo)
+train = with_page(core_train)

@@ -60,6 +60,6 @@ def grpo(
         lines = planning.dry_run(found, overwrite=overwrite, resume=resume)
         show_plan(found, "grpo", lines, everything=all_)
         return
-    from evoalign.analysis.runs import grpo as run
+    from evoalign.analysis.grpo_runs import grpo as run
 
     run(found, resume=resume, overwrite=overwrite)

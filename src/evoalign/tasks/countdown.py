@@ -157,7 +157,7 @@ class Countdown(Task):
             return 0.0, 0.0
         opening = THINK if self._opened(example) else ""
         numbers, lenient = tuple(cast("list[int]", example["numbers"])), self.config.grading == "lenient"
-        return format_reward(opening + text), _cached_answer_reward(text, numbers, example["target"], lenient=lenient)
+        return format_reward(opening + text), answer_reward(text, numbers, example["target"], lenient=lenient)
 
     def _opened(self, example: Example) -> bool:
         """Return whether the prompt opens the think block."""
@@ -207,16 +207,16 @@ def answer_reward(response: str, numbers: Sequence[int], target: str | int | flo
 def answer_value(response: str, numbers: Sequence[int], *, lenient: bool = False) -> Fraction | None:
     """Return the value of the last answer block, or None unless it uses each number exactly once."""
     answer = last_answer(response)
-    if answer is None:
-        return None
+    return None if answer is None else _value(answer, tuple(sorted(numbers)), lenient)
+
+
+@lru_cache(2**14)  # members often give the same answer, and the axis report reads each again after grading
+def _value(answer: str, numbers: tuple[int, ...], lenient: bool) -> Fraction | None:
     try:
         expression = (evaluate_written if lenient else evaluate)(answer)
     except ExpressionError:
         return None
-    return expression.value if expression.numbers == tuple(sorted(numbers)) else None
-
-
-_cached_answer_reward = lru_cache(2048)(answer_reward)  # members often give the same completion
+    return expression.value if expression.numbers == numbers else None
 
 
 def last_answer(response: str) -> str | None:

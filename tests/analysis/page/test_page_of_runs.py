@@ -28,7 +28,7 @@ from evoalign.analysis.compare.runs import find_in_order
 from evoalign.analysis.page import page
 from evoalign.analysis.page.run import names_of, stamp, views_of, write_report
 from evoalign.analysis.page.view import View
-from evoalign.analysis.runs import _with_page
+from evoalign.analysis.runs import with_page
 from evoalign.checks import diagnosis
 from evoalign.config import load
 from evoalign.placebos import estimates
@@ -117,7 +117,7 @@ def test_a_report_is_the_first_process_s_of_the_latest_end_and_its_failure_loses
     with monkeypatch.context() as patch:
         patch.setattr(page, "render", Mock(side_effect=OSError("disk full")))
         result = train(run, printed)
-        ended = _with_page(lambda console: result)
+        ended = with_page(lambda console: result)
         for error in (ValueError("a mistake\nof ours"), RecursionError()):
             patch.setattr(page, "render", Mock(side_effect=error))
             ended(console=Console(file=printed, width=200))

@@ -12,7 +12,8 @@ from task_runs import jsonl
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError
-from evoalign.tasks import create
+from evoalign.rewards import arithmetic
+from evoalign.tasks import countdown, create
 from evoalign.tasks.countdown import MAX_RESPONSE, Countdown, answer_reward, format_reward, last_answer
 
 FIXTURE = Path(__file__).parent / "fixtures" / "countdown.json"
@@ -94,6 +95,16 @@ def test_the_last_answer_counts():
     assert answer_reward(right + wrong, [44, 19, 35], "98") == 0.0
     assert answer_reward(right + "<answer>1", [44, 19, 35], "98") == 1.0
     assert answer_reward("<answer>" + right, [44, 19, 35], "98") == 0.0  # the first opening tag begins the block
+
+
+def test_answer_reward_evaluates_an_answer_once_for_all_members_and_reports(monkeypatch):
+    """Grading and the axis report each go over all completions of a generation in turn."""
+    seen = []
+    monkeypatch.setattr(countdown, "evaluate", lambda answer: seen.append(answer) or arithmetic.evaluate(answer))
+    texts = [f"thought {i}: <answer>1000 + {i // 2}</answer>" for i in range(10_000)]
+    for _ in range(2):
+        assert [answer_reward(text, [i // 2, 1000], 1007) for i, text in enumerate(texts)].index(1.0) == 14
+    assert len(seen) == len(set(seen)) == 5000
 
 
 PIECES = st.sampled_from(
