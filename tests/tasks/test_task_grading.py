@@ -157,6 +157,23 @@ def test_pieces_are_scored_during_decoding_but_whole_generations_and_forks_wait(
     assert absent == [True, True] and began.exists()
 
 
+def test_a_task_of_this_process_scores_pieces_as_they_arrive():
+    class Seen(Vowels):
+        per_call, texts = 5, list[str]()
+
+        def columns(self, texts, examples):
+            self.texts += texts
+            return {"one": [1.0 for _ in texts]}
+
+    task, absent = Seen(), []
+    order = [*range(5, 12), *range(5)]
+    columns(task, Saying(order, {7: lambda: absent.append(sorted(task.texts) == sorted(TEXTS[5:]))}))
+    assert absent == [True] and len(task.texts) == 12
+    task.per_call, task.texts = None, []
+    columns(task, Saying(order, {11: lambda: absent.append(not task.texts)}))
+    assert absent == [True, True] and len(task.texts) == 12
+
+
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize(("name", "message"), [("breaks", "no judge for 1.0"), ("nan", "for the completion '1.0'")])
 def test_the_first_error_in_order_is_raised(make, name, message, isolated):

@@ -21,7 +21,19 @@ from evoalign.analysis.base import Finding as Finding
 from evoalign.errors import ConfigError
 
 OTHERS = frozenset(
-    {"base", "evaluations", "judge", "mixer", "page", "runs", "selection", "sweeping", "targets", "weights"}
+    {
+        "base",
+        "evaluations",
+        "grpo_runs",
+        "judge",
+        "mixer",
+        "page",
+        "runs",
+        "selection",
+        "sweeping",
+        "targets",
+        "weights",
+    }
 )
 """Modules here that are no analysis."""
 

@@ -2,8 +2,8 @@
 """Grading during decoding: completions are scored in fixed pieces, each as soon as it is complete.
 
 A piece is `Task.per_call` consecutive completions in the order of `rollouts.collect`. The columns and errors depend on
-that order alone, not on when completions arrive or on the number of graders. Threads wait for other processes that
-score. Scoring in this process happens after decoding, since Python runs one thread at a time.
+that order alone, not on when completions arrive or on the number of graders. A thread waits for another process that
+scores. A task of this process scores between the engine's steps, which a GPU works on meanwhile.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Grading:
         self.task, self.examples = task, examples
         waits = task.per_call is not None and isinstance(task, Isolated) and task.scores_in_thread
         self.threads = ThreadPoolExecutor(1, "evoalign-grading") if waits else None
+        self.scores_here = task.per_call is not None and not isinstance(task, Isolated)
 
     def __enter__(self) -> Self:
         if self.threads is not None and isinstance(self.task, Isolated):
@@ -119,8 +120,16 @@ class Answers:
         self._texts[place] = rollout.text
         piece = place // len(self._pieces[0])
         self._left[piece] -= 1
-        if not self._left[piece] and self._grading.threads is not None:
+        if self._left[piece]:
+            return
+        if self._grading.threads is not None:
             self._begun[piece] = self._grading.threads.submit(self._score, piece)
+        elif self._grading.scores_here:
+            self._begun[piece] = done = Future[Columns]()
+            try:
+                done.set_result(self._score(piece))
+            except Exception as error:  # raised by `columns`, unless an earlier piece fails too
+                done.set_exception(error)
 
     def columns(self) -> Columns:
         """Return the columns after the last `take`. Raises the EvoalignError of the first failing piece."""
