@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 
 import certifi
 import pytest
+import typer.main
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
@@ -30,6 +31,8 @@ if "PYTHONPATH" in os.environ:  # of processes that tests start in other folders
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background: Ctrl-C is tested
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves an actor next to other tests hardly any time
 
 # Figures of a run are painted in tests that are slow or long and in those of PAINTED; others get an empty picture.
 # Pixels, which take most of the time, are made of figures where tests look at them (PIXELS) and in every test that is
@@ -89,7 +92,7 @@ def count_at_once() -> None:
 
 def read_certificates_once() -> None:
     """Make httpx read the authorities' certificates once: each of hundreds of clients would, for 0.04 s."""
-    whole, authorities = ssl.create_default_context, (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+    whole, authorities = ssl.create_default_context, (None, certifi.where(), os.environ.get("SSL_CERT_FILE"))
     known = functools.cache(lambda file: whole(cafile=file))
 
     def create(*purpose: Any, **files: Any) -> ssl.SSLContext:
@@ -97,6 +100,11 @@ def read_certificates_once() -> None:
         return known(files["cafile"]) if is_known else whole(*purpose, **files)
 
     ssl.create_default_context = create
+
+
+def build_commands_once() -> None:
+    """Make Typer build the parser of an app once: it takes 0.05 s, in each call of a command."""
+    typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def pytest_collectstart() -> None:
@@ -111,6 +119,7 @@ def pytest_collectstart() -> None:
         write_through()
         count_at_once()
         read_certificates_once()
+        build_commands_once()
 
 
 def pytest_collection_finish() -> None:

@@ -153,7 +153,8 @@ def test_evaluation_by_the_copy_is_that_of_the_policy(
 
     monkeypatch.setattr(TransformersEngine, "rollout", seen)
     for decoder in ("library", "static"):
-        tree = config(tmp_path / decoder, engine={"name": "transformers", "decoder": decoder}, space="lowrank")
+        engine = {"name": "transformers", "decoder": decoder}
+        tree = config(tmp_path / decoder, engine=engine, space="lowrank", checks={"kl_tokens": 200})
         own = from_dict(
             tree | {"grpo": {**tree["grpo"], "rollouts": rollouts, "trl": {"bf16": mixed}}, "es": {"sigma": 0.05}}
         )

@@ -14,9 +14,10 @@ from small_runs import UNCHECKED
 
 import evoalign
 from evoalign import tokens
-from evoalign.config import ModelConfig
+from evoalign.config import ModelConfig, from_dict
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models import tiny
+from evoalign.preflight.doctor import findings
 
 
 def edited(folder: Path, file: str, **changes: Any) -> None:
@@ -77,8 +78,9 @@ def config(model: Path, folder: Path, prompts: list[str], **tree: Any) -> dict[s
     task = {"name": "custom", "prompt": "raw", "train_data": str(folder / "train.jsonl"), "batch_size": 1,
             "test_data": str(folder / "test.jsonl"), "rewards": [f"{folder / 'r.py'}:r"]}  # fmt: skip
     es = {"num_generations": 3, "population_size": 2, "sigma": 0.05, "learning_rate": 0.02}
-    base = {"task": task, "es": es, "model": {"name": str(model)}, "output_dir": str(folder / "run"), "space": "lora",
-            "sampling": {"max_tokens": 4}, "evaluation": {"max_tokens": 4}, "checks": UNCHECKED}  # fmt: skip
+    base = {"task": task, "es": es, "grader": {"isolated": False}, "model": {"name": str(model)},
+            "output_dir": str(folder / "run"), "space": "lora", "sampling": {"max_tokens": 4},
+            "evaluation": {"max_tokens": 4}, "checks": UNCHECKED}  # fmt: skip
     return {name: {**base.get(name, {}), **tree[name]} if name in tree else base[name] for name in {*base, *tree}}
 
 
@@ -98,7 +100,7 @@ def test_train_dry_run_and_doctor_refuse_prompts_at_the_start(prompts, more, kin
         evoalign.train(made)
     assert not (tmp_path / "run" / "journal.jsonl").exists()
     (refused,) = [line for line in evoalign.dry_run(made) if line.startswith("would be refused")]
-    (finding,) = [f for f in evoalign.doctor(made) if f.name == "prompt length"]
+    finding = next(f for f in findings(from_dict(made)) if f.name == "prompt length")
     for text in (refused, finding.detail):
         assert re.search(words, text)
     assert finding.status == "failed"
@@ -149,6 +151,6 @@ def test_dry_run_and_doctor_warn_of_an_end_of_turn_that_is_no_stop_token(case, m
         edited(model, "tokenizer_config.json", chat_template=template)
     made = config(model, tmp_path, ["Say one."], **{"task": {"prompt": "chat"}, **more})
     lines = [line for line in evoalign.dry_run(made) if "<|im_end|>" in line and "eos_token_id" in line]
-    (finding,) = [f for f in evoalign.doctor(made) if f.name == "chat template"]
+    finding = next(f for f in findings(from_dict(made)) if f.name == "chat template")
     assert (len(lines), finding.status) == ((1, "warning") if warned else (0, "ok"))
     assert ("eos_token_id" in finding.fix) == warned

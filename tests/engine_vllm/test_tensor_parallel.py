@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two workers with half of each matrix have the same mean, hashes, samples and tokens as one engine."""
 
+import multiprocessing
 import shutil
 
 import pytest
 import replicated
 import torch
+from vllm.v1.executor import multiproc_executor
 
 from evoalign.config import from_dict
 from evoalign.engines.transformers import TransformersEngine
@@ -20,6 +22,16 @@ SPACES = {
     "full": {"es": {"noise_multiplier": 0.3, "sigma": None}},
     "subspace, cma": {"space": {"name": "subspace", "dimension": 8}, "es": {"optimizer": "cma", "learning_rate": None}},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """Fork workers from a process that has only imported vLLM, which each would do for eight seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["evoalign.engines.vllm.worker", "vllm.model_executor.models.qwen2"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        yield
 
 
 @pytest.fixture(scope="module")

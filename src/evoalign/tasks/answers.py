@@ -381,10 +381,12 @@ class _Work:
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
         self.calls += 1
+        if self.calls <= MOST_CALLS:
+            return
         # Raise only when a function of these packages begins: logging would keep its lock, and an exception in a
         # discarded generator is lost together with this profile function.
         is_plain = event == "call" and not frame.f_code.co_flags & CO_GENERATOR
-        if self.calls > MOST_CALLS and is_plain and frame.f_globals.get("__name__", "").partition(".")[0] in _ALGEBRA:
+        if is_plain and frame.f_globals.get("__name__", "").partition(".")[0] in _ALGEBRA:
             raise _TooMuchWork
 
 

@@ -2,7 +2,8 @@
 """Lets the published SGLang start on any CPU, for tests alone.
 
 torchvision's wheel expects the operators of a torch for CUDA, and SGLang imports it with transformers. A CPU that has
-AMX would be served by kernels that are not published for it, so torch is made to say that there is none.
+AMX would be served by kernels that are not published for it, so torch is made to say that there is none. SGLang's
+processes are forked: each would import for ten seconds what the one that starts it has imported.
 """
 
 import sys
@@ -23,8 +24,11 @@ class _BeforeTorchvision(MetaPathFinder):
 
 
 def _prepare() -> None:
+    import multiprocessing
+
     import torch
 
+    multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment,misc]
     torch.cpu._is_amx_tile_supported = lambda: False
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
