@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations of ES on one and two GPUs by `engine: ray`, against `engine: vllm` without Ray.
+"""Generations of ES on one and two GPUs by `engine: ray`, against the engine of its replicas without Ray.
 
-    python benchmarks/ray_scaling.py --parts plain --json runs/ray.jsonl           one GPU, 7B shape
+    python benchmarks/ray_scaling.py --parts plain --json runs/ray.jsonl           one GPU, vLLM, 7B shape
     python benchmarks/ray_scaling.py --parts ray --replicas 1 2 --json runs/ray.jsonl
+    python benchmarks/ray_scaling.py --replica transformers --spaces lowrank --json runs/ray.jsonl
     python benchmarks/ray_scaling.py --parts ray --replicas 2 --spaces lowrank --joins 30 --json runs/ray.jsonl
 
 A generation is rollout, rewards, update and fingerprint. Conciseness' prompts, greedy, 128 tokens without regard to
@@ -27,6 +28,7 @@ from typing import Any
 
 import vllm_shapes as v
 from baseline import check
+from decoding import saved
 
 PROMPTS, MEMBERS, DENSE, TOKENS = 8, 128, 32, 128
 
@@ -36,25 +38,29 @@ class Bench:
 
     def __init__(self, space: str, replicas: int, options: argparse.Namespace, folder: Path) -> None:
         from evoalign import engines, spaces, tasks, tokens
-        from evoalign.config import Config, TaskConfig
+        from evoalign.config import Config, TaskConfig, from_dict
         from evoalign.types import Request, Sampling
 
         rows = PROMPTS * (MEMBERS if space != "full" else 1)
         self.space, self.replicas, self.options = space, replicas, options
+        own, graphs = options.replica == "vllm", sorted({PROMPTS, rows // 2, rows})
         config = v.config_of(
-            v.model_folder(options.shape, folder), options.shape, rows=rows, length=256, members=MEMBERS, space=space,
-            dtype="auto" if v.has_gpu() else "bfloat16", engine={"attention_backend": options.attention},
+            v.model_folder(options.shape, folder) if own else saved(options.shape, folder, "bfloat16"), options.shape,
+            rows=rows, length=256, members=MEMBERS, space=space, dtype="auto" if own and v.has_gpu() else "bfloat16",
+            engine={"attention_backend": options.attention},
         )  # fmt: skip
-        graphs = sorted({PROMPTS, rows // 2, rows})
+        if not own:
+            wanted = config.model_dump(mode="json", exclude_unset=True)
+            config = from_dict({**wanted, "engine": {"name": "transformers", "decoder": "static"}})
         if replicas:
             config = _on_ray(config, replicas, graphs, options.freeze)
-        else:
+        elif own:
             v.only_graphs(graphs)
         assert isinstance(config, Config)
         began = time.perf_counter()
         self.config, self.tokens = config, tokens.load(config.model)
         self.engine: Any = engines.create(config, self.tokens)
-        if not replicas and config.engine.load_format == "dummy":
+        if not replicas and own and config.engine.load_format == "dummy":
             self.engine.rpc(v.redraw, config.seed)
         made = spaces.create(config)
         self.layout = made.layout(self.engine.specs(), self.engine.dtype)
@@ -107,7 +113,7 @@ class Bench:
             inside = [_call(replica, lambda actor: list(actor.inside)) for replica in self.engine.pool.replicas]
         v.emit(
             self.options.file, benchmark="ray", case=name, inside=inside, frozen=self.options.freeze,
-            shape=self.options.shape, space=self.space,
+            replica=self.options.replica, shape=self.options.shape, space=self.space,
             replicas=self.replicas, members=members, prompts=PROMPTS, chunk=chunk, took=took,
             engine=self.facts.engine, gpu=v.machine(),
         )  # fmt: skip
@@ -154,7 +160,8 @@ def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
     from evoalign.engines.ray import replicas as module
 
     engines.read(config)
-    here, options = str(Path(__file__).parent), (config.engine.load_format, config.seed)
+    here, seed = str(Path(__file__).parent), config.seed
+    in_vllm, is_drawn = config.engine.name == "vllm", getattr(config.engine, "load_format", "") == "dummy"
 
     class Measured(module.ReplicaActor):
         """One with weights of a usual size, and graphs of the batches in use only."""
@@ -165,10 +172,11 @@ def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
             sys.path.insert(0, here)
             import vllm_shapes
 
-            vllm_shapes.only_graphs(graphs)
+            if in_vllm:
+                vllm_shapes.only_graphs(graphs)
             found = super().load_model()
-            if options[0] == "dummy":
-                self._engine.rpc(vllm_shapes.redraw, options[1])
+            if is_drawn:
+                self._engine.rpc(vllm_shapes.redraw, seed)
             return found
 
         def start(self, *asked: Any) -> Any:
@@ -206,7 +214,7 @@ def _call(replica: Any, what: Any) -> Any:
 
 
 def plain(options: argparse.Namespace, folder: Path) -> None:
-    """`engine: vllm` in this process."""
+    """The engine of the replicas in this process."""
     for space in options.spaces:
         bench = Bench(space, 0, options, folder)
         if space == "full":
@@ -237,6 +245,7 @@ def ray(options: argparse.Namespace, folder: Path) -> None:
 def report(options: argparse.Namespace) -> None:
     """Table of all rows of the file: tokens per second, and the share of what as many engines without Ray make."""
     rows = [r for r in v.rows_of(options.file, benchmark="ray", shape=options.shape) if r["case"] != "join"]
+    rows = [r for r in rows if r.get("replica", "vllm") == options.replica]
 
     def speed(row: dict[str, Any]) -> float:
         return v.median(t["tokens"] / t["seconds"] for t in row["took"])
@@ -249,7 +258,8 @@ def report(options: argparse.Namespace) -> None:
         base, count = alone.get(row["case"], 0.0), row["replicas"] or 1
         share = f"{100 * speed(row) / (base * count):.1f} %" if base else ""
         if base and row["replicas"]:
-            name = f"ray_scaling {options.shape} {row['case']} {row['replicas']}, share of engines without Ray"
+            which = f"{options.shape}{' in process' * (options.replica == 'transformers')}"
+            name = f"ray_scaling {which} {row['case']} {row['replicas']}, share of engines without Ray"
             figures[name] = speed(row) / (base * count)
         phases = (f"{v.median(t[p] for t in row['took']):.3f}" for p in ("rollout", "score", "update", "seconds"))
         spread = v.spread([t["tokens"] / t["seconds"] for t in row["took"]])
@@ -266,6 +276,7 @@ def main() -> None:
     parser = v.parser(__doc__, "7b")
     parser.add_argument("--parts", nargs="+", choices=("plain", "ray"), default=["plain", "ray"])
     parser.add_argument("--spaces", nargs="+", choices=("lowrank", "full"), default=["lowrank", "full"])
+    parser.add_argument("--replica", choices=("vllm", "transformers"), default="vllm", help="engine of each replica")
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--members", type=int, default=MEMBERS if v.has_gpu() else 4, help="adapters for each GPU")
     parser.add_argument("--dense", type=int, default=DENSE if v.has_gpu() else 2, help="dense members")

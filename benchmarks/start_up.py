@@ -57,7 +57,7 @@ PARTS = {
     "evaluation": "evoalign.training.session:Session.evaluate",
     "rollout": "evoalign.evolve:ask",
 }
-"""The function that each part is; where one calls another, the time is that of the outer one."""
+"""Function timed for each part. Nested calls count for the outermost."""
 NAMES = ("total", "python", "imports", *PARTS, "update", "other", "second")
 """Figures of a process, in the order of the table."""
 LOG = {
@@ -69,7 +69,7 @@ LOG = {
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "CUDA_CACHE_PATH")
 
 
-class Done(BaseException):
+class SecondGenerationEnded(BaseException):
     """The second generation has ended."""
 
 
@@ -124,7 +124,7 @@ def one(began: float, config: str, found: str) -> None:
         made = row(*arguments)
         if whole:
             whole["second"] = made["seconds"]["rollout"]
-            raise Done
+            raise SecondGenerationEnded
         clock.enter("after")
         whole.update(clock.seconds, total=sum(clock.seconds.values()))
         return made
@@ -133,7 +133,7 @@ def one(began: float, config: str, found: str) -> None:
     sys.argv = ["evoalign", "train", config, "--overwrite"]
     try:
         evoalign.cli.main()
-    except Done:
+    except SecondGenerationEnded:
         Path(found).write_text(json.dumps(whole), encoding="utf-8")
 
 

@@ -414,7 +414,7 @@ def test_earlier_rollouts_do_not_change_prefill_pieces(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
-def test_prompts_in_places_that_follow_each_other_are_read_without_a_copy(folder, monkeypatch, prompts):
+def test_prompts_have_the_same_bits_in_places_that_follow_each_other(folder, monkeypatch, prompts):
     kinds, own = set(), Reader._pieces
 
     def scattered(self, *arguments):

@@ -186,6 +186,41 @@ def test_the_first_error_in_order_is_raised(make, name, message, isolated):
             assert caught.value.failed["completion"] == "1.0" and caught.value.failed["example"] == ROWS[0]
 
 
+class Pieces(Vowels):
+    """Scores pieces of two in this process, and raises an error for some texts."""
+
+    per_call = 2
+
+    def __init__(self, error: BaseException, *texts: str) -> None:
+        super().__init__()
+        self.error, self.texts, self.seen = error, texts, list[str]()
+
+    def compute_reward(self, text, example):
+        self.seen.append(text)
+        if text in self.texts:
+            raise type(self.error)(f"{self.error} {text}")
+        return 1.0
+
+
+def test_the_first_error_in_order_is_raised_by_a_task_that_scores_while_others_are_decoded():
+    order = [*reversed(range(12))]
+    task = Pieces(ValueError("no vowels in"), "1.0", "2.0")
+    with pytest.raises(RewardError, match=r"no vowels in 1\.0"):
+        columns(task, Saying(order))
+    assert task.seen.count("1.0") == 1, "a piece is scored once"
+    early = Pieces(ValueError("no vowels in"), "0.1", "2.0")
+    with pytest.raises(RewardError, match=r"no vowels in 0\.1"):
+        columns(early, Saying())
+    assert early.seen == ["0.0", "0.1"], "later pieces are left out"
+
+
+def test_an_interrupt_while_a_piece_is_scored_ends_the_rollout():
+    task, taken = Pieces(KeyboardInterrupt(), "0.1"), []
+    with pytest.raises(KeyboardInterrupt):
+        columns(task, Saying(before={place: lambda: taken.append(1) for place in range(12)}))
+    assert len(taken) == 2
+
+
 def test_an_interrupt_does_not_wait_for_a_thread(make, tmp_path):
     task = make("sleeps", batch=3, timeout=1000)
     pids = []

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from evoalign.kernels import interpreted
 
-_COLUMNS = 16
-"""Columns of the cache per iteration. With one warp per program more programs run at once, which hides their starts."""
+_FEW = 2 * 16 * 128
+"""Most bytes of the queries of a program for one warp: above, its registers would not be enough."""
 
 
 @triton.jit
@@ -99,9 +99,11 @@ def decode(
     rows, (_, shared, room, width) = len(qkv), keys.shape
     group = heads // shared
     out = torch.empty((rows, heads * width), dtype=qkv.dtype, device=qkv.device)
-    shape = {"HQ": heads, "HK": shared, "D": width, "GROUP": group, "ROOM": room, "COLUMNS": _COLUMNS}
-    shape |= {"DP": max(16, triton.next_power_of_2(width)), "GP": max(16, triton.next_power_of_2(group))}
-    stages = 4 if width <= 64 else 3  # as much as fits without fewer programs at once
+    padded = {"DP": max(16, triton.next_power_of_2(width)), "GP": max(16, triton.next_power_of_2(group))}
+    # One warp per program and few columns per iteration let more programs run at once. Stages are as measured.
+    few = padded["DP"] * padded["GP"] * qkv.element_size() <= _FEW
+    columns, warps, stages = (16, 1, 4 if width <= 64 else 3) if few else (64, 4, 2)
+    shape = {"HQ": heads, "HK": shared, "D": width, "GROUP": group, "ROOM": room, "COLUMNS": columns, **padded}
     tensors = (qkv, keys, values, slots, positions, *(begins or (slots, torch.zeros_like(slots))), out)
-    _decode[(rows, shared)](*tensors, float(scale), **shape, SOFT=interpreted(), num_warps=1, num_stages=stages)
+    _decode[(rows, shared)](*tensors, float(scale), **shape, SOFT=interpreted(), num_warps=warps, num_stages=stages)
     return out

@@ -23,10 +23,14 @@ def row_sizes() -> tuple[int, ...]:
     return (1, _FEW_ROWS + 1, _MANY_ROWS + 1)
 
 
-def norm_tiles(width: int, rank: int) -> Tiles:
-    """Return tiles of whole rows; `width` is the larger of input and output."""
+def norm_tiles(width: int, rank: int, itemsize: int) -> Tiles:
+    """Return tiles of whole rows; `width` is the larger of input and output.
+
+    Few warps are faster at half precision; in float32 a thread would need more registers than there are.
+    """
     columns = power(width)
-    return Tiles(columns, min(16, max(1, columns // 1024)) if rank <= 1 else _warps(columns * power(rank)))
+    few = rank <= 1 and itemsize <= 2
+    return Tiles(columns, min(16, max(1, columns // 1024)) if few else _warps(columns * power(rank)))
 
 
 def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:

@@ -394,7 +394,7 @@ def norm(
     inner = dot.x.shape[1] if dot else 1
     parts = partial.dots.shape[1] if partial else 1
     padded = source.b.shape[3] if source else into_a[0].shape[2] if into_a else rank
-    tiles = tiles or norm_tiles(max(width, inner), rank)
+    tiles = tiles or norm_tiles(max(width, inner), rank, hidden.element_size())
     rows_of = (hidden, residual, weight, out, dots if into_a else None, terms.members)
     owed = (dot and dot.x, dot and dot.a, partial and partial.dots, source and source.b, tuple(into_a))
     strides = {"H_STRIDE": hidden.stride(0), "R_STRIDE": 0 if residual is None else residual.stride(0)}

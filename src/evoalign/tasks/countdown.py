@@ -27,7 +27,7 @@ import numpy as np
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
-from evoalign.rewards.arithmetic import ExpressionError, evaluate, evaluate_written
+from evoalign.rewards.arithmetic import MAX_WRITTEN, ExpressionError, evaluate, evaluate_written
 from evoalign.rewards.objective import Columns
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
@@ -207,7 +207,9 @@ def answer_reward(response: str, numbers: Sequence[int], target: str | int | flo
 def answer_value(response: str, numbers: Sequence[int], *, lenient: bool = False) -> Fraction | None:
     """Return the value of the last answer block, or None unless it uses each number exactly once."""
     answer = last_answer(response)
-    return None if answer is None else _value(answer, tuple(sorted(numbers)), lenient)
+    if answer is None or len(answer) > MAX_WRITTEN:  # longer ones are refused, and must not fill the cache
+        return None
+    return _value(answer, tuple(sorted(numbers)), lenient)
 
 
 @lru_cache(2**14)  # members often give the same answer, and the axis report reads each again after grading

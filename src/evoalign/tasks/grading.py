@@ -3,7 +3,8 @@
 
 A piece is `Task.per_call` consecutive completions in the order of `rollouts.collect`. The columns and errors depend on
 that order alone, not on when completions arrive or on the number of graders. A thread waits for another process that
-scores. A task of this process scores between the engine's steps, which a GPU works on meanwhile.
+scores. A task of this process scores between two steps of the engine; on a GPU the static decoder has launched the next
+step by then.
 """
 
 from __future__ import annotations
