@@ -122,18 +122,6 @@ def pytest_collectstart() -> None:
         build_commands_once()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect after other workers if COLLECT_IN_TURN names a file: what the first compiles, the others only read."""
-    turn = os.environ.get("COLLECT_IN_TURN", os.devnull)
-    with Path(turn).open("a") as file:
-        if turn != os.devnull and "PYTEST_XDIST_WORKER" in os.environ:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        return (yield)
-
-
 def pytest_collection_finish() -> None:
     gc.enable()
 
