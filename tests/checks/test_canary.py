@@ -222,6 +222,26 @@ def test_each_fault_is_caught(folder, monkeypatch, engine, message, variant, dty
         sing(bench)
 
 
+class AlikeByChance(TransformersEngine):
+    """Member 2 answers as the mean does, for the first noise, however wide: so do unsure models of random weights."""
+
+    mean_says: Rollout
+
+    def rollout(self, plan, requests):
+        for rollout in super().rollout(plan, requests):
+            if rollout.member == MEAN:
+                self.mean_says = rollout
+            tied = plan.sigma > 0 and plan.generation == canary.address(0) and rollout.member.index == 2
+            yield dataclasses.replace(self.mean_says, member=rollout.member) if tied else rollout
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_members_alike_by_chance_get_other_noise(folder, monkeypatch, variant):
+    with_engine(monkeypatch, AlikeByChance)
+    with Bench(made(folder, variant)) as bench:
+        sing(bench)
+
+
 class Overflows(TransformersEngine):
     """What wide noise comes to on a CPU whose sums turn an overflow into no number, rather than infinity."""
 

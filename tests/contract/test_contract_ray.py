@@ -21,6 +21,7 @@ from evoalign import tokens
 from evoalign.checks import canary
 from evoalign.config import from_dict
 from evoalign.engines.ray import replicas
+from evoalign.engines.ray.actor import packed
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replicas import ReplicaActor, ReplicaPool
 from evoalign.engines.ray.schedule import Dispatcher
@@ -311,7 +312,7 @@ class Sleeper(ReplicaActor):
     def rollout(self, plan, requests):
         time.sleep(len(plan.members) * self.seconds)
         self.members += len(plan.members)
-        return [Rollout(m, 0, (m.index,), f"member {m.index}", "stop") for m in plan.members]
+        return packed([Rollout(m, 0, (m.index,), f"member {m.index}", "stop") for m in plan.members])
 
 
 @pytest.fixture

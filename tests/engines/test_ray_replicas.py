@@ -9,6 +9,7 @@ import pytest
 
 from evoalign.config import from_dict, from_record
 from evoalign.engines.ray import engine, replicas
+from evoalign.engines.ray.actor import packed
 from evoalign.engines.ray.replicas import MARGIN, Replica, ReplicaError, checked_fingerprint, checked_rollouts
 from evoalign.errors import ConfigError, ModelError
 from evoalign.types import Facts, Member, Request, Rollout, Sampling, population
@@ -188,29 +189,52 @@ GOOD = [
 
 
 def test_checked_rollouts_are_in_the_order_of_the_requests():
-    assert checked_rollouts(GOOD[::-1], PAIRS) == GOOD
+    found = checked_rollouts(packed(GOOD[::-1]), PAIRS)
+    assert found == GOOD and all(type(r.token_ids) is tuple for r in found)
+
+
+def test_later_turns_come_back():
+    turns = dataclasses.replace(GOOD[0], later=((3, 2), (1, 1)))
+    assert checked_rollouts(packed([turns]), PAIRS[:1]) == [turns]
 
 
 def changed(place, **fields):
     return [dataclasses.replace(r, **fields) if i == place else r for i, r in enumerate(GOOD)]
 
 
+ROWS, IDS, LOGPROBS = packed(GOOD)
+
+
 @pytest.mark.parametrize(
     "returned",
     [
-        None, 5, b"", "text", {}, [], [None] * 3, [1, 2, 3], object(), GOOD[:2], [*GOOD, GOOD[0]],
-        [*GOOD[:2], GOOD[0]], changed(0, member=None), changed(0, member=Member(9, 1, 1)),
-        changed(0, member=dataclasses.replace(A, noise=5)), changed(0, member=Member([0], 0, 1)),
-        changed(1, member=dataclasses.replace(B, index=True)), changed(0, request=0.0), changed(0, request=False),
-        changed(0, request=2), changed(0, token_ids=[7, 1]), changed(0, token_ids=(7, 1.0)),
-        changed(0, token_ids=(7, True)), changed(0, token_ids=(-1,)), changed(0, token_ids=(2**31,)),
-        changed(0, token_ids=(10**400,)), changed(0, token_ids=(7,) * 9), changed(0, token_ids=float("nan")),
-        changed(0, text=5), changed(0, text=b"x"), changed(0, finish_reason="gone"), changed(0, finish_reason=None),
-        changed(0, logprobs=(0.0, 0.0)), changed(2, logprobs=None), changed(2, logprobs=(0.0,)),
-        changed(2, logprobs=(0.0, float("nan"))), changed(2, logprobs=(0.0, float("-inf"))),
-        changed(2, logprobs=(0.0, 1)), changed(2, logprobs=[0.0, 0.0]),
+        None, 5, b"", "text", {}, [], [None] * 3, [1, 2, 3], object(), GOOD, (ROWS,), (ROWS, IDS),
+        (None, IDS, LOGPROBS),
+        (ROWS, 5, LOGPROBS), (ROWS, IDS, None), (ROWS, IDS[:-1], LOGPROBS), (ROWS, IDS + IDS, LOGPROBS),
+        (ROWS, IDS, LOGPROBS[:-1]), (ROWS, IDS, LOGPROBS + LOGPROBS), ([None] * 3, IDS, LOGPROBS),
+        ([(A, 0, -1, *ROWS[0][3:]), *ROWS[1:]], IDS, LOGPROBS), ([(A, 0, 1.0, *ROWS[0][3:]), *ROWS[1:]], IDS, LOGPROBS),
+        ([(A, 0, 1, *ROWS[0][3:]), (B, 0, 2, *ROWS[1][3:]), ROWS[2][:-1]], IDS, LOGPROBS),
     ],
 )  # fmt: skip
 def test_checked_rollouts_rejects_anything_else(returned):
     with pytest.raises(ReplicaError):
         checked_rollouts(returned, PAIRS)
+
+
+@pytest.mark.parametrize(
+    "rollouts",
+    [
+        GOOD[:2], [*GOOD, GOOD[0]], [*GOOD[:2], GOOD[0]], changed(0, member=None), changed(0, member=Member(9, 1, 1)),
+        changed(0, member=dataclasses.replace(A, noise=5)), changed(0, member=Member([0], 0, 1)),
+        changed(0, request=2), changed(0, request=None), changed(0, token_ids=(7, 1.0)), changed(0, token_ids=(-1,)),
+        changed(0, token_ids=(2**31,)), changed(0, token_ids=(10**400,)), changed(0, token_ids=(7,) * 9),
+        changed(0, token_ids=float("nan")), changed(0, token_ids=("7",)), changed(0, text=5), changed(0, text=b"x"),
+        changed(0, finish_reason="gone"), changed(0, finish_reason=None), changed(0, logprobs=(0.0, 0.0)),
+        changed(2, logprobs=None), changed(2, logprobs=(0.0,)), changed(2, logprobs=(0.0, float("nan"))),
+        changed(2, logprobs=(0.0, float("-inf"))), changed(2, logprobs=(0.0, "1")),
+    ],
+)  # fmt: skip
+def test_invalid_rollouts_are_an_error(rollouts):
+    """Of the replica itself, which counts as failed, or of the process that checks what it returns."""
+    with pytest.raises((ReplicaError, TypeError, OverflowError)):
+        checked_rollouts(packed(rollouts), PAIRS)

@@ -86,6 +86,16 @@ def stop(do: Fault) -> Any:
     return do()
 
 
+def fewer(do: Fault) -> Any:
+    rows, *tokens = do()
+    return rows[:-1], *tokens
+
+
+def without_texts(do: Fault) -> Any:
+    rows, *tokens = do()
+    return [(*row[:3], 5, *row[4:]) for row in rows], *tokens
+
+
 def faulty(folder: Path, faults: dict[str, Fault]) -> type[ReplicaActor]:
     """Return an actor class with faults by method: the first is met once by any replica, the second as it rejoins."""
 
@@ -124,8 +134,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "kill during rollout": {"rollout": kill_meanwhile},
     **{f"kill at rollout, then at {name}": {"rollout": kill, name: kill} for name in ("start", "apply", "fingerprint")},
     "stop at rollout": {"rollout": stop}, "stop at apply": {"apply": stop}, "exception": {"rollout": fail},
-    "no result": {"rollout": lambda do: do() and None}, "too few rollouts": {"rollout": lambda do: do()[:-1]},
-    "invalid rollouts": {"rollout": lambda do: [dataclasses.replace(rollout, text=5) for rollout in do()]},
+    "no result": {"rollout": lambda do: do() and None}, "too few rollouts": {"rollout": fewer},
+    "invalid rollouts": {"rollout": without_texts},
     "no hash": {"fingerprint": lambda do: do() and None}, "cannot be unpickled": {"rollout": lambda do: Unreadable()},
     "cannot be pickled": {"rollout": lambda do: threading.Lock()},
 }  # fmt: skip

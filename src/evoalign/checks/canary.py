@@ -139,9 +139,10 @@ def _check_members(
             "weights of other members: fix the engine"
         )
     threshold, wide = max(4 * floor, FLOOR[layout.torch_dtype]), width
-    for wide in widths(layout, width):
+    for step, wide in enumerate(widths(layout, width)):
+        plan = Plan(address(generation + step), wide, MEMBERS)  # other noise: unsure models can be alike by chance
         try:
-            answers = _ask(engine, Plan(address(generation), wide, MEMBERS), request)
+            answers = _ask(engine, plan, request)
         except NotFiniteError:  # noise this wide gives no finite logits
             break
         differ = [distance(a, b) > threshold for a, b in _rollouts(pairs, mean, answers)]

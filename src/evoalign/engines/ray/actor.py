@@ -4,16 +4,37 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from evoalign import engines, optimizer, spaces, tokens
 from evoalign.config import Config
-from evoalign.types import Facts, Layout, Plan, Request, Rollout, TensorSpec, Update
+from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
+
+Row: TypeAlias = tuple[Member, int, int, str, str, bool, tuple[tuple[int, int], ...]]
+"""A rollout's member, request, number of tokens, text, finish reason, whether it has log-probabilities, and `later`."""
+Packed: TypeAlias = tuple[list[Row], "array[int]", "array[float]"]
+"""Rollouts on their way to the run's process: a row of each, the token ids of all, the log-probabilities of all."""
+
+
+def packed(rollouts: Sequence[Rollout]) -> Packed:
+    """Return rollouts for `checked_rollouts`: many small tuples of integers take longer to pickle and to check.
+
+    Raises TypeError or OverflowError for a token id that is not an integer from 0 to 2**32 - 1, or a log-probability
+    that is not a number.
+    """
+    rows: list[Row] = []
+    ids, logprobs = array("I"), array("d")
+    for r in rollouts:
+        ids.extend(r.token_ids)
+        logprobs.extend(r.logprobs or ())
+        rows.append((r.member, r.request, len(r.token_ids), r.text, r.finish_reason, r.logprobs is not None, r.later))
+    return rows, ids, logprobs
 
 
 class ReplicaActor:
@@ -47,9 +68,9 @@ class ReplicaActor:
         assert self._facts is not None
         return self._facts
 
-    def rollout(self, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Packed:
         """Return the rollouts of one chunk; see `Engine.rollout`."""
-        return list(self._engine.rollout(plan, requests))
+        return packed(list(self._engine.rollout(plan, requests)))
 
     def context(self) -> int | None:
         """See `Answering.context`."""

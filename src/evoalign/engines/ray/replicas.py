@@ -8,7 +8,6 @@ is replaced.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from evoalign.config import Config
-from evoalign.engines.ray.actor import ReplicaActor
+from evoalign.engines.ray.actor import Packed, ReplicaActor
 from evoalign.engines.ray.cluster import Cluster
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, NotFiniteError, plain
@@ -336,32 +337,28 @@ def checked_fingerprint(returned: object, fewest: int, most: int) -> tuple[int, 
 
 
 def checked_rollouts(returned: object, pairs: Sequence[tuple[Member, Request]]) -> list[Rollout]:
-    """Return one rollout of each member and request, in that order. Raises ReplicaError for anything else."""
+    """Unpack one rollout of each member and request, in that order. Raises ReplicaError for anything else."""
     wanted = {(member.index, request.index): (member, request) for member, request in pairs}
-    rollouts = cast(list[Rollout], returned)
+    found: dict[tuple[int, int], Rollout] = {}
     try:
-        found = {(rollout.member.index, rollout.request): rollout for rollout in rollouts}
-        if len(rollouts) != len(wanted) or found.keys() != wanted.keys():
-            raise ReplicaError(f"returned {len(rollouts)} rollouts that are not the {len(wanted)} requested ones")
-        for key, (member, request) in wanted.items():
-            if not _is_valid(found[key], member, request):
-                raise ReplicaError(f"returned an invalid rollout of member {member.index}, request {request.index}")
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ReplicaError(f"returned something other than a list of rollouts ({type(error).__name__})") from error
+        rows, packed_ids, packed_logprobs = cast(Packed, returned)
+        if len(rows) != len(wanted):
+            raise ReplicaError(f"returned {len(rows)} rollouts instead of {len(wanted)}")
+        ids, logprobs = packed_ids.tolist(), packed_logprobs.tolist()
+        if np.asarray(packed_ids).max(initial=0) >= 2**31 or not np.isfinite(np.asarray(packed_logprobs)).all():
+            raise ReplicaError("returned rollouts with invalid tokens or log-probabilities")
+        first = first_logprob = 0
+        for member, index, count, text, reason, has_logprobs, later in rows:
+            of, request = wanted[member.index, index]
+            end, end_logprob = first + count, first_logprob + count * has_logprobs
+            is_valid = member == of and 0 <= count <= request.sampling.max_tokens and has_logprobs == request.logprobs
+            if not is_valid or type(text) is not str or reason not in ("stop", "length"):
+                raise ReplicaError(f"returned an invalid rollout of member {of.index}, request {index}")
+            own = tuple(logprobs[first_logprob:end_logprob]) if has_logprobs else None
+            found[of.index, request.index] = Rollout(of, request.index, tuple(ids[first:end]), text, reason, own, later)
+            first, first_logprob = end, end_logprob
+        if (first, first_logprob) != (len(ids), len(logprobs)) or len(found) != len(wanted):
+            raise ReplicaError("returned rollouts that do not fit their number of tokens, or one twice")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ReplicaError(f"returned something other than the rollouts asked for ({type(error).__name__})") from error
     return [found[key] for key in wanted]
-
-
-def _is_valid(rollout: Rollout, member: Member, request: Request) -> bool:
-    ids, logprobs = rollout.token_ids, rollout.logprobs
-    if type(rollout) is not Rollout or rollout.member != member or type(rollout.member.index) is not int:
-        return False
-    if type(rollout.request) is not int or type(ids) is not tuple or not {*map(type, ids)} <= {int}:
-        return False
-    if len(ids) > request.sampling.max_tokens or min(ids, default=0) < 0 or max(ids, default=0) >= 2**31:
-        return False
-    if type(rollout.text) is not str or rollout.finish_reason not in ("stop", "length"):
-        return False
-    if logprobs is None:
-        return not request.logprobs
-    known = type(logprobs) is tuple and {*map(type, logprobs)} <= {float} and all(map(math.isfinite, logprobs))
-    return request.logprobs and known and len(logprobs) == len(ids)
