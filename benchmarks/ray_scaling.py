@@ -19,6 +19,7 @@ join     A replica is killed after some updates, and it comes back: seconds unti
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import random
@@ -53,7 +54,7 @@ class Bench:
             wanted = config.model_dump(mode="json", exclude_unset=True)
             config = from_dict({**wanted, "engine": {"name": "transformers", "decoder": "static"}})
         if replicas:
-            config = _on_ray(config, replicas, graphs, options.freeze)
+            config = _on_ray(config, replicas, graphs)
         elif own:
             v.only_graphs(graphs)
         assert isinstance(config, Config)
@@ -72,6 +73,8 @@ class Bench:
         prompts = [self.tokens.encode(self.task.prompt(example)) for example in self.examples]
         self.requests = [Request(i, p, Sampling(options.tokens), i) for i, p in enumerate(prompts)]
         self._draw, self._index = random.Random(0), itertools.count()
+        gc.collect()  # as a run does: a full collection, which visits all objects of the libraries, takes 0.2 s
+        gc.freeze()
         v.say(f"{space}, {replicas or 'no'} replicas: started in {self.start_seconds:.1f} s; {self.facts.engine}")
 
     def generation(self, members: int) -> dict[str, float]:
@@ -112,7 +115,7 @@ class Bench:
         if self.replicas:
             inside = [_call(replica, lambda actor: list(actor.inside)) for replica in self.engine.pool.replicas]
         v.emit(
-            self.options.file, benchmark="ray", case=name, inside=inside, frozen=self.options.freeze,
+            self.options.file, benchmark="ray", case=name, inside=inside,
             replica=self.options.replica, shape=self.options.shape, space=self.space,
             replicas=self.replicas, members=members, prompts=PROMPTS, chunk=chunk, took=took,
             engine=self.facts.engine, gpu=v.machine(),
@@ -154,7 +157,7 @@ class _Timed:
         return found
 
 
-def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
+def _on_ray(config: Any, replicas: int, graphs: list[int]) -> Any:
     from evoalign import engines
     from evoalign.config import from_dict
     from evoalign.engines.ray import replicas as module
@@ -177,15 +180,6 @@ def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
             found = super().load_model()
             if is_drawn:
                 self._engine.rpc(vllm_shapes.redraw, seed)
-            return found
-
-        def start(self, *asked: Any) -> Any:
-            import gc
-
-            found = super().start(*asked)
-            if freeze:
-                gc.collect()
-                gc.freeze()
             return found
 
         def rollout(self, plan: Any, requests: Any) -> Any:
@@ -282,9 +276,6 @@ def main() -> None:
     parser.add_argument("--dense", type=int, default=DENSE if v.has_gpu() else 2, help="dense members")
     parser.add_argument("--tokens", type=int, default=TOKENS if v.has_gpu() else 8)
     parser.add_argument("--joins", type=int, default=0, help="updates after which a replica joins; 0: none does")
-    parser.add_argument(
-        "--freeze", action="store_true", help="no look of Python's collector at what a replica starts with"
-    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -200,19 +200,27 @@ def answer_reward(response: str, numbers: Sequence[int], target: str | int | flo
 
     `lenient` also accepts the notations of `rewards.arithmetic.evaluate_written`.
     """
-    value = answer_value(response, numbers, lenient=lenient)
-    return float(value is not None and abs(value - Fraction(str(target))) < TOLERANCE)
+    answer = _short(last_answer(response))
+    return 0.0 if answer is None else _reaches(answer, tuple(sorted(numbers)), str(target), lenient)
 
 
 def answer_value(response: str, numbers: Sequence[int], *, lenient: bool = False) -> Fraction | None:
     """Return the value of the last answer block, or None unless it uses each number exactly once."""
-    answer = last_answer(response)
-    if answer is None or len(answer) > MAX_WRITTEN:  # longer ones are refused, and must not fill the cache
-        return None
-    return _value(answer, tuple(sorted(numbers)), lenient)
+    answer = _short(last_answer(response))
+    return None if answer is None else _value(answer, tuple(sorted(numbers)), lenient)
+
+
+def _short(answer: str | None) -> str | None:
+    """Return an answer, or None for one that `_value` would refuse: those must not fill the cache."""
+    return None if answer is None or len(answer) > MAX_WRITTEN else answer
 
 
 @lru_cache(2**14)  # members often give the same answer, and the axis report reads each again after grading
+def _reaches(answer: str, numbers: tuple[int, ...], target: str, lenient: bool) -> float:
+    value = _value(answer, numbers, lenient)
+    return float(value is not None and abs(value - Fraction(target)) < TOLERANCE)
+
+
 def _value(answer: str, numbers: tuple[int, ...], lenient: bool) -> Fraction | None:
     try:
         expression = (evaluate_written if lenient else evaluate)(answer)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,8 @@ class ReplicaActor:
             mover = optimizer.create(self._config.es, layout) if moves else None
             space = spaces.adapted(spaces.create(self._config), mover)
             self._facts = self._engine.start(space, layout, mover, keep_start)
+            gc.collect()
+            gc.freeze()  # the objects of the libraries stay: to look through them takes 0.2 s at a time
         assert self._facts is not None
         return self._facts
 
