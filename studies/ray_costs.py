@@ -9,6 +9,7 @@ tokens; Ray's own calls, and reading completions from its store, are timed with 
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from evoalign.engines.ray.actor import Packed, packed
 from evoalign.engines.ray.replicas import checked_rollouts
 from evoalign.engines.ray.schedule import Dispatcher
 from evoalign.types import Member, Plan, Request, Rollout, Sampling, population
@@ -39,9 +41,9 @@ def median(times: int, of: Callable[[], Any], clock: Callable[[], float] = time.
     return statistics.median(found)
 
 
-def _rollouts(members: Sequence[Member], prompts: int) -> list[Rollout]:
+def _rollouts(members: Sequence[Member], prompts: int) -> Packed:
     ids = tuple(range(1000, 1000 + TOKENS))
-    return [Rollout(m, i, ids, TEXT, "length") for m in members for i in range(prompts)]
+    return packed([Rollout(m, i, ids, TEXT, "length") for m in members for i in range(prompts)])
 
 
 def completion_seconds(load: Callable[[Any], Any], data: Any, members: int, prompts: int) -> float:
@@ -90,7 +92,7 @@ def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
         plan, requests = Plan(0, 1.0, population(chunks)), [Request(0, (1,), Sampling(TOKENS))]
         found.append(median(3, lambda d=dispatcher, p=plan, r=requests: list(d.run(p, r, 1))) / chunks)
     slope, intercept = np.polyfit(replicas, found, 1, w=1 / np.asarray(found))
-    return max(0.0, float(intercept) - completion_seconds(list, _rollouts(population(1), 1), 1, 1)), float(slope)
+    return max(0.0, float(intercept) - completion_seconds(tuple, _rollouts(population(1), 1), 1, 1)), float(slope)
 
 
 def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]:
@@ -151,9 +153,11 @@ def costs() -> dict[str, float]:
     ray: Any = module
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error",
              object_store_memory=2**28, _node_ip_address="127.0.0.1")  # fmt: skip
+    gc.collect()
+    gc.freeze()  # as a run does
     try:
-        of_ray = ray_seconds()
         completion = completion_seconds(ray.get, ray.put(_rollouts(population(128), 8)), 128, 8)
+        of_ray = ray_seconds()  # leaves calls to a dead actor, which keep the threads of Ray busy
     finally:
         ray.shutdown()
     deal, each = deal_seconds()

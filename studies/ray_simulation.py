@@ -33,6 +33,8 @@ from ray_events import Cluster, Costs, Undeclined, Worker, sizes_of
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = RESULTS.parents[1] / "benchmarks" / "results" / "ray_h100.jsonl"
+LATER = MEASURED.with_name("ray_h200.jsonl")
+"""Rows of other engines, shapes and cards: predicted, but not part of the curves."""
 PROMPTS, MEMBERS, DENSE, STRONG = 8, 128, 32, 4096
 REPLICAS = tuple(2**i for i in range(13))
 HOURS = 3600.0
@@ -146,10 +148,14 @@ def fitted(rows: Sequence[Row], case: str, replicas: int, members: int, chunk: i
 
 
 def predictions(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
-    """Points of GPUs, from other rows of the same session."""
-    for session in sorted({row["session"] for row in rows if "session" in row}):
-        for point in _predicted([row for row in rows if row.get("session") == session], costs):
-            yield {**point, "point": f"session {session}, {point['point']}"}
+    """Points of GPUs, from other rows of the same session, engine and shape."""
+    groups: dict[tuple[int, str, str], list[Row]] = {}
+    for row in rows:
+        if "session" in row:
+            groups.setdefault((row["session"], row.get("replica", "vllm"), row["shape"]), []).append(row)
+    for (session, replica, shape), group in sorted(groups.items()):
+        for point in _predicted(group, costs):
+            yield {**point, "session": session, "replica": replica, "shape": shape}
 
 
 def _predicted(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
@@ -332,7 +338,7 @@ def main() -> None:
     costs = Costs(*(driver[name] for name in ("dispatch", "answer", "completion", "look")))
     measured = joining(rows)
     comes_back = statistics.median(measured) if measured else options.comes_back
-    points = list(predictions(rows, costs))
+    points = list(predictions([*rows, *rows_of(LATER)], costs))
     for path in options.straggler:
         points += stragglers_measured(json.loads(path.read_text(encoding="utf-8")))
     model = of_all(rows, costs, driver["put_byte"])
@@ -355,7 +361,7 @@ def main() -> None:
     }  # fmt: skip
     options.to.write_text(json.dumps(_short(found), indent=1) + "\n", encoding="utf-8")
     for point in points:
-        print(f"{point['point']}, {point['source']}, {point['what']}: {point['simulated']:.3f} s simulated, "
+        print(f"{point.get('session', '')} {point['point']}, {point['source']}, {point['what']}: {point['simulated']:.3f} s simulated, "
               f"{point['measured']:.3f} s measured, {100 * point['error']:+.1f} %")  # fmt: skip
     for point in found["curves"]:
         print(f"{point['case']}, {point['replicas']} replicas: {100 * point['efficiency']:.1f} % simulated, "

@@ -13,7 +13,7 @@ import ray_straggler
 from evoalign.report.figures import canvas, frame, save, series
 
 RESULTS = Path(__file__).parent / "results"
-MEASURED = RESULTS.parents[1] / "benchmarks" / "results" / "ray_h100.jsonl"
+MEASURED = [RESULTS.parents[1] / "benchmarks" / "results" / f"ray_{card}.jsonl" for card in ("h100", "h200")]
 CASES = {
     "weak": "`lowrank`, 128 members per replica", "strong": "`lowrank`, 128 members in all",
     "dense": "`full`, 32 members in all",
@@ -30,27 +30,40 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Lines:
         yield f"| {' | '.join(map(str, row))} |"
 
 
-def of_gpus(rows: Sequence[Row]) -> Lines:
-    """Measured generations, and the share of what as many engines without Ray do."""
+def of_gpus(rows: Sequence[Row], simulated: Row) -> Lines:
+    """Measured generations, the share of what as many engines without Ray do, and what was predicted from these."""
     had = [r for r in rows if "took" in r]
     each: dict[tuple[object, str], list[float]] = {}
     for row in had:
         if not row["replicas"]:
-            each.setdefault((row.get("session"), row["case"]), []).append(_speed(row))
+            each.setdefault((_where(row), row["case"]), []).append(_speed(row))
     alone = {key: statistics.mean(speeds) for key, speeds in each.items()}
-    alone |= {(session, "strong"): speed for (session, case), speed in alone.items() if case == "weak"}
+    alone |= {(where, "strong"): speed for (where, case), speed in alone.items() if case == "weak"}
+    said = {
+        (_where(p), p["point"]): p["simulated"]
+        for p in simulated["points"]
+        if "session" in p and (p["source"], p["what"]) == ("from no Ray", "seconds")
+    }
     lines: list[tuple[object, ...]] = []
     for case, called in CASES.items():
         ran = (r for r in had if r["case"] == case and r["replicas"])
-        for row in sorted(ran, key=lambda r: (r["replicas"], r["session"])):
-            base = alone[row["session"], case] * row["replicas"]
+        for row in sorted(ran, key=lambda r: (r["replicas"], _where(r))):
+            base, (session, engine, shape) = alone[_where(row), case] * row["replicas"], _where(row)
             speeds = [t["tokens"] / t["seconds"] for t in row["took"]]
             spread = f"{_speed(row):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
             seconds = (f"{_middle(row, name):.2f}" for name in ("rollout", "seconds"))
-            lines.append((called, row["replicas"], row["session"], spread, f"{_speed(row) / base:.1%}", *seconds))
-    head = ("case", "replicas", "session", "tokens/s, median (all)", "of as many engines without Ray", "rollout, s",
-            "generation, s")  # fmt: skip
+            name = f"{case}, {row['replicas']} replica{'s' * (row['replicas'] > 1)}"
+            expected = f"{said[_where(row), name]:.2f}" if (_where(row), name) in said else "-"
+            lines.append((called, f"{engine}, {shape.upper()}", row["replicas"], session, spread,
+                          f"{_speed(row) / base:.1%}", *seconds, expected))  # fmt: skip
+    head = ("case", "engine, shape", "replicas", "session", "tokens/s, median (all)", "of as many engines without Ray",
+            "rollout, s", "generation, s", "simulated, s")  # fmt: skip
     yield from table(head, lines)
+
+
+def _where(row: Row) -> tuple[int, str, str]:
+    """Return the session, the engine of a replica, and the shape of the model."""
+    return row["session"], row.get("replica", "vllm"), row["shape"]
 
 
 def _speed(row: Row) -> float:
@@ -99,8 +112,8 @@ def of_points(found: Row) -> Lines:
     """Yield the range of the simulation's errors for each kind of measured point."""
     kinds: dict[tuple[str, str], list[float]] = {}
     for point in found["points"]:
-        kind = "four replicas, one slow" if point["point"].startswith("4 replicas") else point["point"].split(", ")[1]
-        kind = CASES.get(kind, kind)
+        case = point["point"].split(", ")[0]
+        kind = CASES[case] if "session" in point else "four replicas, one slow"
         kinds.setdefault((kind, point["what"]), []).append(100 * point["error"])
     lines = [
         (kind, "generation" if what == "seconds" else what, len(off), f"{min(off):+.1f} % to {max(off):+.1f} %")
@@ -147,12 +160,12 @@ def of_failing(found: Row) -> Lines:
 
 def tables() -> dict[str, Lines]:
     """Return the tables of the page by name."""
-    rows = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for path in MEASURED for line in path.read_text(encoding="utf-8").splitlines()]
     found = _read("ray_simulation")
     stragglers = [f for f in (_read("ray_straggler"), _read("ray_undeclined")) if f]
     sent = _read("ray_bytes")
     return {
-        "gpus": of_gpus(rows),
+        "gpus": of_gpus(rows, found),
         "stragglers": of_stragglers(found, stragglers),
         "bytes": of_bytes(sent),
         "points": of_points(found),
