@@ -361,7 +361,8 @@ def main() -> None:
     }  # fmt: skip
     options.to.write_text(json.dumps(_short(found), indent=1) + "\n", encoding="utf-8")
     for point in points:
-        print(f"{point.get('session', '')} {point['point']}, {point['source']}, {point['what']}: {point['simulated']:.3f} s simulated, "
+        where = ", ".join(str(point[key]) for key in ("session", "replica", "shape") if key in point)
+        print(f"{where} {point['point']}, {point['source']}, {point['what']}: {point['simulated']:.3f} s simulated, "
               f"{point['measured']:.3f} s measured, {100 * point['error']:+.1f} %")  # fmt: skip
     for point in found["curves"]:
         print(f"{point['case']}, {point['replicas']} replicas: {100 * point['efficiency']:.1f} % simulated, "
