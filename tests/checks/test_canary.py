@@ -191,6 +191,18 @@ class StaleWithoutNoise(TransformersEngine):
         return super().rollout(dataclasses.replace(plan, sigma=plan.sigma or 1.0), requests)
 
 
+class KeepsTheFirstWidth(TransformersEngine):
+    """Adapters are cached by generation and member, without the width of their noise."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.first = {}
+
+    def rollout(self, plan, requests):
+        sigma = self.first.setdefault(plan.generation, plan.sigma) if plan.members == canary.MEMBERS else plan.sigma
+        return super().rollout(dataclasses.replace(plan, sigma=sigma), requests)
+
+
 class LosesOne(TransformersEngine):
     def rollout(self, plan, requests):
         yield from list(super().rollout(plan, requests))[: 2 if len(plan.members) > 1 else None]
@@ -205,6 +217,7 @@ BROKEN = [
     (DropsOddNames, "loads evoalign.checks.canary.no_such_tensor without an error", list(VARIANTS)),
     (BaseForTheAbsent, "a member that does not exist", list(VARIANTS)),
     (StaleWithoutNoise, "members without noise", list(VARIANTS)),
+    (KeepsTheFirstWidth, "member 0 gives the completion of the unperturbed model", list(VARIANTS)),
     (LosesOne, "no completion of member 2", list(VARIANTS)),
 ]
 

@@ -2,13 +2,17 @@
 """Engine `ray` without Ray: settings, joining, and checks of what replicas return."""
 
 import dataclasses
+import functools
 import time
+from array import array
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from evoalign.config import from_dict, from_record
-from evoalign.engines.ray import engine, replicas
+from evoalign.engines.ray import actor, engine, replicas
 from evoalign.engines.ray.actor import packed
 from evoalign.engines.ray.replicas import MARGIN, Replica, ReplicaError, checked_fingerprint, checked_rollouts
 from evoalign.errors import ConfigError, ModelError
@@ -179,8 +183,8 @@ def test_checked_fingerprint_rejects_anything_else(returned):
 
 
 A, B = population(2)
-PLAIN, LOGPROBS = Request(0, (1, 2), Sampling(8), seed=5), Request(1, (3,), Sampling(4), logprobs=True)
-PAIRS = [(A, PLAIN), (B, PLAIN), (A, LOGPROBS)]
+PLAIN, LOGPROBABILITIES = Request(0, (1, 2), Sampling(8), seed=5), Request(1, (3,), Sampling(4), logprobs=True)
+PAIRS = [(A, PLAIN), (B, PLAIN), (A, LOGPROBABILITIES)]
 GOOD = [
     Rollout(A, 0, (7, 1), "é\ud800 \x00", "stop"),
     Rollout(B, 0, (7,), "", "length"),
@@ -193,9 +197,29 @@ def test_checked_rollouts_are_in_the_order_of_the_requests():
     assert found == GOOD and all(type(r.token_ids) is tuple for r in found)
 
 
-def test_later_turns_come_back():
+def test_later_turns_and_an_empty_completion_with_log_probabilities_come_back():
     turns = dataclasses.replace(GOOD[0], later=((3, 2), (1, 1)))
-    assert checked_rollouts(packed([turns]), PAIRS[:1]) == [turns]
+    empty = dataclasses.replace(GOOD[2], token_ids=(), text="", logprobs=())
+    assert checked_rollouts(packed([empty, turns]), [PAIRS[0], PAIRS[2]]) == [turns, empty]
+
+
+def test_numbers_of_another_type_become_the_plan_s_own():
+    given = [dataclasses.replace(GOOD[0], request=False), dataclasses.replace(GOOD[1], member=Member(True, 1, 1))]
+    assert given[1].member == B
+    found = checked_rollouts(packed(given), PAIRS[:2])
+    assert [(type(r.member.index), type(r.request)) for r in found] == [(int, int)] * 2
+
+
+def test_a_replica_freezes_what_it_starts_with(monkeypatch):
+    monkeypatch.setattr(actor.spaces, "create", MagicMock())
+    monkeypatch.setattr(actor.spaces, "adapted", MagicMock())
+    replica = actor.ReplicaActor(MagicMock(), "no folder")
+    replica._engine = MagicMock()
+    done: list[str] = []
+    watched = {name: functools.partial(done.append, name) for name in ("collect", "freeze")}
+    monkeypatch.setattr(actor, "gc", SimpleNamespace(**watched))
+    replica.start(MagicMock(), False, False)
+    assert done == ["collect", "freeze"]
 
 
 def changed(place, **fields):
@@ -214,6 +238,9 @@ ROWS, IDS, LOGPROBS = packed(GOOD)
         (ROWS, IDS, LOGPROBS[:-1]), (ROWS, IDS, LOGPROBS + LOGPROBS), ([None] * 3, IDS, LOGPROBS),
         ([(A, 0, -1, *ROWS[0][3:]), *ROWS[1:]], IDS, LOGPROBS), ([(A, 0, 1.0, *ROWS[0][3:]), *ROWS[1:]], IDS, LOGPROBS),
         ([(A, 0, 1, *ROWS[0][3:]), (B, 0, 2, *ROWS[1][3:]), ROWS[2][:-1]], IDS, LOGPROBS),
+        ([(A, 0, -1, *ROWS[0][3:]), (B, 0, 4, *ROWS[1][3:]), ROWS[2]], IDS, LOGPROBS),
+        (ROWS, array("d", IDS), LOGPROBS), (ROWS, array("i", [-7, 1, 7, 7, 2]), LOGPROBS),
+        (ROWS, IDS, array("f", LOGPROBS)), (ROWS, np.array(IDS), np.array(LOGPROBS)),
     ],
 )  # fmt: skip
 def test_checked_rollouts_rejects_anything_else(returned):
@@ -236,5 +263,12 @@ def test_checked_rollouts_rejects_anything_else(returned):
 )  # fmt: skip
 def test_invalid_rollouts_are_an_error(rollouts):
     """Of the replica itself, which counts as failed, or of the process that checks what it returns."""
-    with pytest.raises((ReplicaError, TypeError, OverflowError)):
+    with pytest.raises((ReplicaError, TypeError, OverflowError, ValueError)):
         checked_rollouts(packed(rollouts), PAIRS)
+
+
+def test_log_probabilities_of_another_rollout_are_refused():
+    asked = [(m, dataclasses.replace(LOGPROBABILITIES, sampling=Sampling(8))) for m in (A, B)]
+    rollouts = [Rollout(A, 1, (7, 1), "", "stop", (-0.1,)), Rollout(B, 1, (7,), "", "stop", (-0.2, -0.3))]
+    with pytest.raises(ValueError):
+        checked_rollouts(packed(rollouts), asked)

@@ -130,19 +130,20 @@ def _check_members(
     factors = len(layout.tensors) > len(layout.modules)
     # With two evolved factors, (-B)(-A) = B A: the members of a pair are the same model at the start.
     pairs: list[Pair] = [(MEAN.index, 0), (MEAN.index, 2), (0, 2), *([] if factors else [(0, 1)])]
-    control = _ask(engine, Plan(address(generation), 0.0, MEMBERS), request)
-    floor = max(distance(a, b) for a, b in _rollouts(pairs, mean, control))
-    if math.isinf(floor):
-        texts = ", ".join(repr(control[i].text) for i in sorted(control))
-        raise CanaryError(
-            f"canary: members without noise gave {texts}, and the unperturbed model {mean.text!r}; the engine adds "
-            "weights of other members: fix the engine"
-        )
-    threshold, wide = max(4 * floor, FLOOR[layout.torch_dtype]), width
+    compared, floor, wide = list(pairs), 0.0, width
     for step, wide in enumerate(widths(layout, width)):
-        plan = Plan(address(generation + step), wide, MEMBERS)  # other noise: unsure models can be alike by chance
+        noise = address(generation + step)  # new for each width: unsure models can be alike by chance
+        control = _ask(engine, Plan(noise, 0.0, MEMBERS), request)
+        floor = max(floor, *(distance(a, b) for a, b in _rollouts(compared, mean, control)))
+        if math.isinf(floor):
+            texts = ", ".join(repr(control[i].text) for i in sorted(control))
+            raise CanaryError(
+                f"canary: members without noise gave {texts}, and the unperturbed model {mean.text!r}; the engine adds "
+                "weights of other members: fix the engine"
+            )
+        threshold = max(4 * floor, FLOOR[layout.torch_dtype])
         try:
-            answers = _ask(engine, plan, request)
+            answers = _ask(engine, Plan(noise, wide, MEMBERS), request)
         except NotFiniteError:  # noise this wide gives no finite logits
             break
         differ = [distance(a, b) > threshold for a, b in _rollouts(pairs, mean, answers)]

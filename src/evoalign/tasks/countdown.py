@@ -221,6 +221,7 @@ def _reaches(answer: str, numbers: tuple[int, ...], target: str, lenient: bool) 
     return float(value is not None and abs(value - Fraction(target)) < TOLERANCE)
 
 
+@lru_cache(2**14)
 def _value(answer: str, numbers: tuple[int, ...], lenient: bool) -> Fraction | None:
     try:
         expression = (evaluate_written if lenient else evaluate)(answer)

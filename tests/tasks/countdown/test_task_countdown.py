@@ -204,3 +204,11 @@ def test_only_raw_needs_the_context(tmp_path):
     assert len(create(TaskConfig(name="countdown", train_data=path, prompt="short")).load_data(0).test) == 1
     with pytest.raises(DataError, match=r"task\.prompt: short, chat, chat_opened"):
         create(TaskConfig(name="countdown", train_data=path)).load_data(0)
+
+
+def test_answers_that_are_too_long_do_not_fill_the_cache():
+    countdown._reaches.cache_clear()
+    countdown._value.cache_clear()
+    for answer, kept in (("1+" * 2**16 + "1", 0), ("1+1", 1)):
+        assert answer_reward(f"<answer>{answer}</answer>", [1, 1], 2) == kept
+        assert countdown._reaches.cache_info().currsize == countdown._value.cache_info().currsize == kept

@@ -27,14 +27,17 @@ def packed(rollouts: Sequence[Rollout]) -> Packed:
     """Return rollouts for `checked_rollouts`: many small tuples of integers take longer to pickle and to check.
 
     Raises TypeError or OverflowError for a token id that is not an integer from 0 to 2**32 - 1, or a log-probability
-    that is not a number.
+    that is not a number; ValueError for a rollout with another number of log-probabilities than of tokens.
     """
     rows: list[Row] = []
     ids, logprobs = array("I"), array("d")
     for r in rollouts:
+        count, own = len(r.token_ids), r.logprobs
+        if own is not None and len(own) != count:
+            raise ValueError(f"member {r.member.index} has {len(own)} log-probabilities of {count} tokens")
         ids.extend(r.token_ids)
-        logprobs.extend(r.logprobs or ())
-        rows.append((r.member, r.request, len(r.token_ids), r.text, r.finish_reason, r.logprobs is not None, r.later))
+        logprobs.extend(own or ())
+        rows.append((r.member, r.request, count, r.text, r.finish_reason, own is not None, r.later))
     return rows, ids, logprobs
 
 

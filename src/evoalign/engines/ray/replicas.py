@@ -342,6 +342,8 @@ def checked_rollouts(returned: object, pairs: Sequence[tuple[Member, Request]]) 
     found: dict[tuple[int, int], Rollout] = {}
     try:
         rows, packed_ids, packed_logprobs = cast(Packed, returned)
+        if (packed_ids.typecode, packed_logprobs.typecode) != ("I", "d"):
+            raise TypeError
         if len(rows) != len(wanted):
             raise ReplicaError(f"returned {len(rows)} rollouts instead of {len(wanted)}")
         ids, logprobs = packed_ids.tolist(), packed_logprobs.tolist()
@@ -357,8 +359,10 @@ def checked_rollouts(returned: object, pairs: Sequence[tuple[Member, Request]]) 
             own = tuple(logprobs[first_logprob:end_logprob]) if has_logprobs else None
             found[of.index, request.index] = Rollout(of, request.index, tuple(ids[first:end]), text, reason, own, later)
             first, first_logprob = end, end_logprob
-        if (first, first_logprob) != (len(ids), len(logprobs)) or len(found) != len(wanted):
-            raise ReplicaError("returned rollouts that do not fit their number of tokens, or one twice")
+        if (first, first_logprob) != (len(ids), len(logprobs)):
+            raise ReplicaError(f"returned {len(ids)} tokens of rollouts with {first}")
+        if len(found) != len(wanted):
+            raise ReplicaError("returned a rollout twice")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ReplicaError(f"returned something other than the rollouts asked for ({type(error).__name__})") from error
+        raise ReplicaError(f"returned something other than the requested rollouts ({type(error).__name__})") from error
     return [found[key] for key in wanted]
