@@ -43,6 +43,7 @@ BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 painted, pixels, prepared, imported = True, True, False, 0
+freeze = gc.freeze
 
 
 def blank_figures() -> None:
@@ -77,13 +78,13 @@ def write_through() -> None:
     os.fsync = fsync
 
 
-def count_at_once() -> None:
-    """Make `gc.get_freeze_count` return 0 or 1: it counts millions of objects here, one by one, in each run."""
-    freeze, unfreeze, frozen = gc.freeze, gc.unfreeze, gc.get_freeze_count() > 0
+def freeze_in_name() -> None:
+    """Make `gc.freeze`, `gc.unfreeze` and `gc.get_freeze_count` (0 or 1) only note what was called: a run would count
+    millions of objects here, one by one, and unfreeze those of libraries, through which vLLM looks nine times."""
+    frozen = False
 
     def note(now: bool) -> None:
         nonlocal frozen
-        (freeze if now else unfreeze)()
         frozen = now
 
     gc.freeze, gc.unfreeze = lambda: note(True), lambda: note(False)
@@ -117,20 +118,21 @@ def pytest_collectstart() -> None:
 
         blank_figures()
         write_through()
-        count_at_once()
+        freeze_in_name()
         read_certificates_once()
         build_commands_once()
 
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    gc.set_threshold(20_000)  # new objects between collections, 700 else: thousands of collections would free little
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global painted, pixels, imported
     if len(sys.modules) != imported:  # TRL collects garbage often, and would look through all that was imported
-        gc.freeze()
+        freeze()
         imported = len(sys.modules)
     within = item.path.relative_to(Path(__file__).parent).as_posix()
     pixels = within.startswith(PIXELS) or item.get_closest_marker("long") is not None

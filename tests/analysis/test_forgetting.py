@@ -15,6 +15,7 @@ from test_mixer import base_weights, of_task, plain, write
 
 import evoalign
 from evoalign import statistics, tokens
+from evoalign.analysis import forgetting
 from evoalign.analysis.forgetting import Course, Forgetting, Settings, measure, with_scores
 from evoalign.analysis.mixer import effective
 from evoalign.analysis.targets import locate
@@ -43,7 +44,7 @@ def nats(model: Any, window: int, pieces: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path) -> None:
+def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = folder / "run"
     settings = replace(SMALL, tasks=(folder / "other.yaml",), text=folder / "text.txt")
     task, text = measure([locate(str(run), None)], settings)
@@ -61,6 +62,7 @@ def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path) -> No
     assert list(task.own_E[-1]) == list(wanted[:6])
     assert len(task.placebo_KE) == len(text.placebo_KE) == 3
     assert len({tuple(p) for p in text.placebo_KE}) == 3 and not np.array_equal(text.placebo_KE[0], text.own_E[-1])
+    monkeypatch.setattr(forgetting, "measure", lambda *_: [task, text])
     (_, line, *_) = Forgetting().run([str(run)], settings).sentences
     assert "by 3 placebos" in line and "perplexity" in line and "beyond placebos" in line
 

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from evoalign.cli import app
 from evoalign.engines.server import adapters
 from evoalign.engines.server.client import RefusedError
-from evoalign.preflight.canary import examine
+from evoalign.preflight import canary_session
+from evoalign.preflight.canary import PROMPTS, examine
 
 ALL = 17
 """Checks of an adapter on seven projections, including the name as model and the same folder."""
@@ -27,6 +28,8 @@ SIDES = {"self_attn.q_proj": (96, 96), "self_attn.v_proj": (96, 32), "mlp.down_p
 """Input and output sizes of some modules of the tiny model."""
 SHORT = ("The capital of France is", "Once upon a time")
 """Prompts for tests that do not need many."""
+LONG = (SHORT[0], PROMPTS[-1])
+"""The same with one that is longer than a block of the prefix cache."""
 
 
 def examined(url, **more):
@@ -43,6 +46,7 @@ def nothing_is_left(url, tmp_path, monkeypatch, request):
     place = tmp_path / "memory"
     place.mkdir()
     monkeypatch.setattr(adapters, "IN_MEMORY", place)
+    monkeypatch.setattr(canary_session, "TOKENS", 4)
     before = on_it(url)
     yield
     assert not list(place.iterdir())
@@ -80,7 +84,7 @@ def adapter(folder, rank=4, **config):
 @pytest.mark.parametrize("api", ["completions", "chat", "generate"])
 @pytest.mark.last("chat", "completions")  # test_the_command has completions
 def test_examine_blames_nothing_of_a_sound_server(url, api):
-    report = examined(url, api=api)
+    report = examined(url, api=api, prompts=LONG)
     assert report.code == 0 and not report.faults, report
     names = {"rslora", "name as model"} - ({"name as model"} if api == "generate" else set())
     assert found(report, "warning") == names and not found(report, "not checked")
@@ -171,6 +175,6 @@ def test_the_command(url, tmp_path):
     report = json.loads(file.read_text())
     assert report["code"] == 0 and len(report["checks"]) == ALL and math.isfinite(report["floor"])
     assert {c["name"] for c in report["checks"] if c["status"] != "ok"} == {"rslora", "name as model"}
-    wrong = said("--as-model")
+    wrong = said("--as-model", "--prompt", "One, two, three,")
     assert wrong.exit_code == 1
     assert "FAULT       name as model: an adapter's name sent as `model` is answered by the base model" in wrong.stdout

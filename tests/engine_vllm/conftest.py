@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM in this process, on the CPU; nothing here is collected where vLLM is not installed."""
 
-import gc
 import importlib.util
 import os
-
-import pytest
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -18,12 +15,6 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 spec = importlib.util.find_spec("vllm")
 if spec is None or spec.origin is None:  # without one, a folder named vllm would count as the package
     collect_ignore_glob = ["*"]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
-    """Freeze imported objects: an engine collects garbage nine times, which would otherwise take seconds."""
-    gc.freeze()
 
 
 def pytest_collection_finish():

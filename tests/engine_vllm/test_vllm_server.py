@@ -14,12 +14,14 @@ from evoalign.testing.engines import CHECKS, started
 
 STRONG = 0.25
 """Gain of an adapter that changes all completions."""
+LONG = (PROMPTS[0], PROMPTS[-1])
+"""Fewer prompts; the last is longer than a block of the prefix cache."""
 
 
 @pytest.fixture(scope="module")
 def bench():
-    """One server for all tests of this file, with room for adapters of rank 8 on every projection."""
-    with started(engines.create, config(name="vllm-server", lora={"rank": 8})) as found:
+    """One server for all tests of this file, with room for eight adapters of rank 8 on every projection."""
+    with started(engines.create, config(name="vllm-server", lora={"rank": 8}, engine={"members": 8})) as found:
         yield found
 
 
@@ -36,7 +38,7 @@ def test_the_contract(bench, check):
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_examine_blames_nothing_of_a_sound_server(client, api):
-    report = examine(client.url, key=client.key, api=api)
+    report = examine(client.url, key=client.key, api=api, prompts=() if api == "completions" else LONG)
     assert report.server.startswith("vLLM 0.") and report.seconds < 60
     assert not [check.name for check in report.checks if check.status != "ok"], report
     assert len(report.checks) == 16
@@ -47,7 +49,7 @@ def test_examine_blames_nothing_of_a_sound_server(client, api):
 def test_examine_finds_a_planted_fault(client, fault):
     make, wanted = FAULTS[fault]
     with between(client.url, client.key, make()) as address:
-        assert {check.name for check in examine(address).faults} == wanted
+        assert {check.name for check in examine(address, prompts=LONG).faults} == wanted
 
 
 def test_examine_advises_a_folder_that_the_server_sees(client, tmp_path):
@@ -55,7 +57,7 @@ def test_examine_advises_a_folder_that_the_server_sees(client, tmp_path):
         return (404, b'{"message": "No adapter found"}') if path.endswith("/load_lora_adapter") else forward(path, body)
 
     with between(client.url, client.key, blind) as address, pytest.raises(RefusedError, match="--folder"):
-        examine(address)
+        examine(address, prompts=LONG)
 
 
 def test_base_rows_next_to_adapters_use_no_slot(bench, client):
@@ -63,7 +65,7 @@ def test_base_rows_next_to_adapters_use_no_slot(bench, client):
     dialect = bench.engine.dialect
     server = client.call(dialect.about(client))
     prompter = Prompter(client, dialect, "completions", server.model)
-    session = Session(prompter, server, PROMPTS, None, takes_tensors=False)
+    session = Session(prompter, server, LONG, None, takes_tensors=False)
     source = random_adapter(str(models.tiny()), 4, None)
     adapter = source.plain(source.strength_of(STRONG))
     try:

@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -619,16 +620,21 @@ def test_a_push_that_fails_is_one_line_and_the_export_stays(
 @pytest.mark.slow
 @pytest.mark.last("full")
 @pytest.mark.parametrize("space", ["tiny", "full"])
-def test_the_code_on_the_card_runs(space: str, runs: Any, exported: Exported, tmp_path: Path) -> None:
+def test_the_code_on_the_card_runs(
+    space: str, runs: Any, exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     folder = Path(shutil.copytree(exported(space), tmp_path / "out"))
     (tmp_path / "load.py").write_text((folder / "README.md").read_text().split("```python\n")[1].split("```")[0])
-    done = subprocess.run([sys.executable, "load.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    runpy.run_path("load.py")
+    told = capsys.readouterr().out
     with Bench(load([runs(space) / "config.yaml"])) as bench:
         bench.engine.load(checkpoint.load(saved_folders(runs(space))[-1], bench.layout)[0])
         ids = bench.tokens.encode([{"role": "user", "content": "What is 3 + 5?"}])
         (wanted,) = bench.engine.rollout(MEAN_PLAN, [Request(0, ids, Sampling(12))])
-    assert done.stdout == wanted.text + "\n"
+    assert told == wanted.text + "\n"
 
 
 def test_the_card_says_what_the_run_was(lora: Path, exported: Exported) -> None:
