@@ -125,7 +125,6 @@ def pytest_collectstart() -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
-    gc.set_threshold(20_000)  # new objects between collections, 700 else: thousands of collections would free little
 
 
 @pytest.hookimpl(tryfirst=True)
