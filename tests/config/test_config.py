@@ -145,7 +145,7 @@ def test_an_unknown_key_gets_the_nearest_name(sections, unknown, meant):
         ("es", "init_scale", "here it is lora.init_scale, with lora.evolve ab"),
         ("evaluation", "beside_members", "it was removed"), ("model", "xyzzy", "known here: base, dtype, name"),
         ("full", "excluded", "did you mean"),
-        ("engine", "threads", "move it to engine.replica.threads"),
+        ("engine", "threads", "set engine.replica.threads"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_far_from_all_is_told_its_name_here_or_gets_the_list(section, name, here):

@@ -62,8 +62,8 @@ def check(
     """
     request = Request(0, tokens.encode(messages), Sampling(LONGEST))
     mean = collect(engine, MEAN_PLAN, [request])[0].text
-    for step, wide in enumerate(widths(layout, width)):
-        plan = Plan(address(generation + step), wide, MEMBERS)
+    for wide in widths(layout, width):
+        plan = Plan(address(generation), wide, MEMBERS)
         try:
             direct = {rollout.member.index: rollout.text for rollout in collect(engine, plan, [request])}
         except NotFiniteError:  # noise this wide gives no finite logits

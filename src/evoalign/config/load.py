@@ -284,7 +284,7 @@ def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> s
         return f"; did you mean {place_of(siblings[near[0]])}?"
     others = [other for other, section in ENGINES.items() if leaf in section.model_fields]
     if others and wanted == f"engine.{leaf}" and "replica" in engine.model_fields:
-        return f"; it belongs to the engine in each replica: move it to engine.replica.{leaf} in the file"
+        return f"; it belongs to the engine in each replica: take it out and set engine.replica.{leaf}"
     if location[0] == "engine" and others:
         own = next((name for name, section in ENGINES.items() if section is engine), "another")
         return f"; it belongs to engine {others[0]}, and engine.name is {own}"

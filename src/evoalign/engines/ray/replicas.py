@@ -343,7 +343,7 @@ def checked_rollouts(returned: object, pairs: Sequence[tuple[Member, Request]]) 
     try:
         rows, packed_ids, packed_logprobs = cast(Packed, returned)
         if (packed_ids.typecode, packed_logprobs.typecode) != ("I", "d"):
-            raise TypeError
+            raise ReplicaError("returned tokens or log-probabilities of another type")
         if len(rows) != len(wanted):
             raise ReplicaError(f"returned {len(rows)} rollouts instead of {len(wanted)}")
         ids, logprobs = packed_ids.tolist(), packed_logprobs.tolist()
