@@ -178,8 +178,9 @@ TensorKind: TypeAlias = Literal["linear", "expert", "embedding", "norm", "bias",
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the model under its Hugging Face name. `mean_abs` is the mean of |W| in float64.
+    """One tensor of the model under its Hugging Face name.
 
+    `mean_abs` is the mean of |W| in float64. None: not known, before the weights are loaded or where they are packed.
     `peft`: whether PEFT can load an adapter of it.
     """
 
@@ -187,7 +188,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     kind: TensorKind
     layer: int | None
-    mean_abs: float
+    mean_abs: float | None
     peft: bool = True
 
 

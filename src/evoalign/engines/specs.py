@@ -11,10 +11,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from evoalign.config import Config
-from evoalign.errors import ModelError
+from evoalign import spaces
+from evoalign.config import ENGINES, Config
+from evoalign.errors import ConfigError, ModelError
 from evoalign.models import tensors
 from evoalign.models.origin import empty_model
+from evoalign.models.quantised import FULL_PRECISION, Quantised, quantised_of
 from evoalign.types import TensorKind, TensorSpec
 
 DIRECT = frozenset({"LongcatFlashTopkRouter"})
@@ -29,15 +31,42 @@ def on_gpu(config: Config) -> bool:
 
 
 def specs_of_config(config: Config) -> list[TensorSpec]:
-    """Return the model's tensors without loading a weight (`mean_abs` is NaN). Raises ModelError."""
+    """Return the model's tensors without loading a weight (`mean_abs` is None). Raises ModelError, ConfigError."""
+    refuse_quantised(config)
     model = empty_model(config.model)
-    specs = specs_of(model, lambda _: math.nan)
+    specs = specs_of(model, lambda _: None)
     if not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs):
         raise ModelError(
             f"model {config.model.name} ({model.config.model_type}) is a mixture of experts, which engine "
             f"{config.engine.name} does not serve to a population; use engine transformers"
         )
     return specs if config.engine.carries_experts else without_experts(specs)
+
+
+def refuse_quantised(config: Config) -> Quantised | None:
+    """Return how the base is quantised, or None. Raises ModelError if the engine does not serve that form, and
+    ConfigError if the run would read or move the weights themselves."""
+    found = quantised_of(config.model)
+    if found is None:
+        return None
+    name, engine = config.model.name, config.engine
+    if found.form not in engine.quantised:
+        others = [other for other, section in ENGINES.items() if other != "ray" and found.form in section.quantised]
+        raise ModelError(
+            f"model {name} is quantised ({found.words}), which engine {engine.name} does not serve; use engine "
+            f"{' or '.join(others)}, or {FULL_PRECISION}"
+        )
+    if spaces.create(config).evolves_model:
+        raise ConfigError(
+            f"space {config.space.name}: model {name} is quantised ({found.words}), and steps of ES would be rounded "
+            f"away in its weights; use space lora, whose adapters stay in full precision, or {FULL_PRECISION}"
+        )
+    if config.es_ is not None and config.es.noise_multiplier is not None:
+        raise ConfigError(
+            f"es.noise_multiplier: model {name} is quantised ({found.words}), and the mean |W| of its packed weights "
+            "is not read; remove it and set es.sigma"
+        )
+    return found
 
 
 def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -53,14 +82,14 @@ def mean_abs(tensor: torch.Tensor) -> float:
 def refuse_not_finite(specs: Iterable[TensorSpec]) -> None:
     """Raise ModelError for a tensor that has NaN or infinity, by the mean of its |W|."""
     for spec in specs:
-        if not math.isfinite(spec.mean_abs):
+        if spec.mean_abs is not None and not math.isfinite(spec.mean_abs):
             raise ModelError(
                 f"the model's own weights are not finite: {spec.name} has NaN or infinity, before any noise; fetch the "
                 "model's files again, or use another model"
             )
 
 
-def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
+def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float | None]) -> list[TensorSpec]:
     """Describe each parameter, tied ones once, and each matrix of each expert where experts are fused."""
     kinds, in_peft = _kinds(model), tensors.model_type(model) in tensors.PEFT_TYPES
     found = list(tensors.named(model))

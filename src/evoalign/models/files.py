@@ -23,6 +23,7 @@ from evoalign.config.outside import is_hub_name, look_for_hub
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import tiny
+from evoalign.models.quantised import quantised
 from evoalign.models.tensors import foreign_prefix, tensors_of
 
 MODEL = "model.safetensors"
@@ -381,18 +382,11 @@ def refuse_folder(name: str, entries: Sequence[str]) -> None:
 
 
 def refuse_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a model that is quantised, multimodal, or not a causal language model, by its
-    config.json."""
+    """Raise ModelError for a model that is multimodal, no causal language model, or quantised in a form that no engine
+    serves, by its config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    quantised = config.get("quantization_config")
-    if quantised:
-        how = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-        raise ModelError(
-            f"model {name} is quantised ({plain(str(how))[:40] if how else 'quantization_config in its config.json'}): "
-            "small steps would be rounded away; set model.name to the model that it was made from, in "
-            "bfloat16 or float16"
-        )
+    quantised(name, config)
     parts = [part for part in ("vision_config", "audio_config") if isinstance(config.get(part), Mapping)]
     if parts:
         raise ModelError(

@@ -16,7 +16,7 @@ import torch
 from evoalign.config import FullConfig
 from evoalign.errors import ConfigError
 from evoalign.spaces.base import Space
-from evoalign.spaces.targets import LINEAR, by_layer, evolved, scales
+from evoalign.spaces.targets import LINEAR, by_layer, evolved, scales, size_of
 from evoalign.types import Layout, TensorSpec
 
 
@@ -43,7 +43,7 @@ class Full(Space):
         scale = scales(self.config, [s for s in specs if s.kind in LINEAR and s.layer is not None])
         own = by_layer(self.config)
         return Layout(
-            tensors=tuple(evolved(s, scale.get(s.layer, s.mean_abs if own else 1.0)) for s in kept),
+            tensors=tuple(evolved(s, scale.get(s.layer, size_of(s) if own else 1.0)) for s in kept),
             seed=self.config.seed,
             dtype=str(dtype).removeprefix("torch."),
         )

@@ -16,7 +16,7 @@ import torch
 from evoalign.config import Section
 from evoalign.errors import ConfigError
 from evoalign.spaces.base import Space
-from evoalign.spaces.targets import by_layer, evolved
+from evoalign.spaces.targets import by_layer, evolved, size_of
 from evoalign.types import Layout, TensorSpec
 
 _ATTENTION = re.compile(r"attn|attention")
@@ -41,7 +41,7 @@ class Norms(Space):
             raise ConfigError("the model has no normalisation layers whose weights could evolve; use another space")
         own = by_layer(self.config)
         return Layout(
-            tensors=tuple(evolved(s, s.mean_abs if own and s.mean_abs else 1.0) for s in kept),
+            tensors=tuple(evolved(s, size_of(s) if own and s.mean_abs != 0 else 1.0) for s in kept),
             seed=self.config.seed,
             dtype=str(dtype).removeprefix("torch."),
         )

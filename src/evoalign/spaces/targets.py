@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from evoalign.config import Config
@@ -52,12 +53,20 @@ def module_of(name: str) -> str:
 
 
 def scales(config: Config, matrices: Sequence[TensorSpec]) -> dict[int | None, float]:
-    """Return the scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|."""
+    """Return the scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|.
+
+    It is NaN before the weights are loaded.
+    """
     layers = {s.layer for s in matrices}
     if not by_layer(config):
         return dict.fromkeys(layers, 1.0)
-    of_layer = {layer: [s.mean_abs for s in matrices if s.layer == layer] for layer in layers}
+    of_layer = {layer: [size_of(s) for s in matrices if s.layer == layer] for layer in layers}
     return {layer: sum(values) / len(values) for layer, values in of_layer.items()}
+
+
+def size_of(spec: TensorSpec) -> float:
+    """Return the mean |W| of a tensor, NaN before its weights are loaded."""
+    return math.nan if spec.mean_abs is None else spec.mean_abs
 
 
 def by_layer(config: Config) -> bool:

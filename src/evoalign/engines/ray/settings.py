@@ -88,6 +88,10 @@ class RayConfig(EngineSettings):
         return self.replicas * self.replica.devices
 
     @property
+    def quantised(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.replica.quantised
+
+    @property
     def carries_experts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.replica.carries_experts
 

@@ -62,6 +62,8 @@ class VllmConfig(EngineSettings):
     resources |= {"max_num_batched_tokens", "max_model_len", "enforce_eager", "attention_backend", "population"}
     resources |= {"members", "master"}
     takes_mixtures = False
+    quantised = frozenset({"awq", "gptq", "fp8", "modelopt", "pack-quantized", "int-quantized", "float-quantized"})
+    quantised |= {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 
     @property
