@@ -70,7 +70,7 @@ class EngineSettings(Section):
     serves_here: ClassVar[bool] = False
     """Whether it runs a transformers model in this process, so that a second model can share its device."""
     takes_mixtures: ClassVar[bool] = True
-    """Whether it serves mixtures of experts."""
+    """Whether dense spaces can move the experts of mixtures."""
     carries_experts: ClassVar[bool] = False
     """Whether members can perturb single experts of a mixture whose experts are fused."""
     carries_bias: ClassVar[bool] = False

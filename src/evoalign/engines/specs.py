@@ -35,10 +35,11 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
     refuse_quantised(config)
     model = empty_model(config.model)
     specs = specs_of(model, lambda _: None)
-    if not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs):
+    mixed = not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs)
+    if mixed and spaces.create(config).carrier == "dense":
         raise ModelError(
-            f"model {config.model.name} ({model.config.model_type}) is a mixture of experts, which engine "
-            f"{config.engine.name} does not serve to a population; use engine transformers"
+            f"model {config.model.name} ({model.config.model_type}) is a mixture of experts, whose experts engine "
+            f"{config.engine.name} cannot move (space {config.space.name}); use space lora, or engine transformers"
         )
     return specs if config.engine.carries_experts else without_experts(specs)
 

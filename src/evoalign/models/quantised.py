@@ -7,8 +7,13 @@ between two numbers of 4 bits, so spaces that move the weights themselves are re
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from evoalign.errors import ModelError, plain, shown
@@ -16,6 +21,8 @@ from evoalign.errors import ModelError, plain, shown
 if TYPE_CHECKING:
     from evoalign.config import ModelConfig
 
+PIECE = 1 << 22
+"""Bytes read at once by `files_hash`."""
 FULL_PRECISION = "set model.name to the model that it was made from, in bfloat16 or float16"
 _ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
 _WORDS = {
@@ -113,3 +120,36 @@ def quantised_of(config: ModelConfig) -> Quantised | None:
     except (OSError, ValueError):  # not the name of a model: loading it reports that
         return None
     return None if file is None else quantised(config.name, read_settings(config.name, file))
+
+
+def files_hash(path: str, revision: str | None, name: str) -> str:
+    """Return the `model_hash` of a quantised base: SHA-256 over (tensor name, dtype, shape, SHA-256 of its bytes) of
+    its safetensors files, sorted by name. It is the same in every engine, and for every sharding.
+
+    Call `files.refuse_pickles` first. Raises ModelError.
+    """
+    from evoalign.models.files import weight_files
+    from evoalign.models.tensors import open_file
+
+    found: list[tuple[Path, int, str, Mapping[str, Any]]] = []
+    for file in weight_files(path, revision, name):
+        open_file(file)  # checks header and size
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header: Mapping[str, Any] = json.loads(opened.read(size))
+        found += [(file, 8 + size, key, entry) for key, entry in header.items() if key != "__metadata__"]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        rows = list(pool.map(_row, *zip(*found, strict=True)))
+    return hashlib.sha256(json.dumps(sorted(rows), separators=(",", ":")).encode()).hexdigest()
+
+
+def _row(file: Path, start: int, key: str, entry: Mapping[str, Any]) -> list[Any]:
+    """Return name, dtype, shape and SHA-256 of a tensor in a file whose data begin at `start`."""
+    first, end = entry["data_offsets"]
+    digest, left = hashlib.sha256(), end - first
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(start + first)
+        while left and (piece := opened.read(min(PIECE, left))):
+            digest.update(piece)
+            left -= len(piece)
+    return [key, entry["dtype"], entry["shape"], digest.hexdigest()]

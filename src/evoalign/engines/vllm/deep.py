@@ -29,10 +29,10 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
-    UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import llama, qwen2, qwen3
@@ -152,8 +152,8 @@ def _strange(name: str, linear: Any, wrapper: type, base: type) -> Iterator[str]
         yield f"{name} has no LoRA slots of the plain kind ({type(linear).__name__})"
         return
     inner = linear.base_layer
-    if type(inner) is not base or type(inner.quant_method) is not UnquantizedLinearMethod:
-        yield f"{name} is quantised or otherwise special"
+    if type(inner) is not base or not isinstance(inner.quant_method, LinearMethodBase):
+        yield f"{name} is special ({type(inner).__name__})"
     if inner.bias is not None and (base is not QKVParallelLinear or inner.skip_bias_add):
         yield f"{name} has a bias"
     if not getattr(inner, "reduce_results", True) or not getattr(inner, "input_is_parallel", True):

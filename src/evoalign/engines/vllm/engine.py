@@ -12,7 +12,7 @@ import copy
 import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,8 @@ from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models.files import why_not
+from evoalign.models.origin import model_path
+from evoalign.models.quantised import files_hash, quantised_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, stopped
@@ -56,6 +58,7 @@ class VllmEngine(MeanMethods):
         self.on_cpu = starting.on_cpu()
         self.deterministic = self.on_cpu if config.deterministic is None else config.deterministic
         self.llm: Any = starting.start(config, self.on_cpu, self.deterministic)
+        self._quantised = quantised_of(config.model)
         self._generator = Generation(self.llm, tokens.stop_ids, tokens.decode)
         self._space: Space | None = None
         self._serial = itertools.count()
@@ -74,20 +77,24 @@ class VllmEngine(MeanMethods):
         return list(self._specs)
 
     def _measured(self, specs: list[TensorSpec]) -> list[TensorSpec]:
-        """Add the mean |W| to the specs. Raises ModelError where vLLM's model lacks a part of a tensor."""
+        """Add the mean |W| to the specs, None where weights are packed.
+
+        Raises ModelError where vLLM's model lacks a part of a tensor that it should have as it is.
+        """
         parts: dict[tuple[str, tuple[int, ...]], list[tuple[int, float]]] = {}
         for name, shape, count, mean in [part for worker in self.rpc("es_means") for part in worker]:
             parts.setdefault((name, tuple(shape)), []).append((count, mean))
         measured: list[TensorSpec] = []
         for spec in specs:
             found, count = parts.get((spec.name, spec.shape), []), math.prod(spec.shape)
-            if sum(size for size, _ in found) != count:
+            is_whole = sum(size for size, _ in found) == count
+            if not is_whole and self._quantised is None and spec.kind != "other":
                 raise ModelError(
                     f"engine vllm keeps {spec.name} of model {self._config.model.name} in a form that ES cannot move "
-                    "(quantised, or fused in a way that is not known); use engine transformers"
+                    "(fused in a way that is not known); use engine transformers"
                 )
-            mean = found[0][1] if len(found) == 1 else sum(n * mean for n, mean in found) / count
-            measured.append(replace(spec, mean_abs=mean))
+            mean = sum(n * mean for n, mean in found) / count if is_whole else None
+            measured.append(replace(spec, mean_abs=found[0][1] if is_whole and len(found) == 1 else mean))
         return measured
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
@@ -114,11 +121,18 @@ class VllmEngine(MeanMethods):
             device=facts["device"],
             dtype=layout.dtype,
             deterministic=self.deterministic,
-            model_hash=hash_of(worker["sums"] for worker in workers),
+            model_hash=self._model_hash(worker["sums"] for worker in workers),
             library=f"vllm {version}",
             master_bytes=sum(worker["bytes"] for worker in workers),
             note=f"vLLM {version}; {note}",
         )
+
+    def _model_hash(self, sums: Iterable[Any]) -> str:
+        """Return the hash of the served weights, or of the files where vLLM packs some of them."""
+        if all(spec.mean_abs is not None for spec in self._specs) or settings_of(self._config).load_format == "dummy":
+            return hash_of(sums)
+        model = self._config.model
+        return files_hash(model_path(model), model.revision, model.name)
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 

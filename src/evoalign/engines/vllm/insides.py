@@ -161,7 +161,9 @@ INSIDES: tuple[Inside, ...] = (
         "tp_rank tp_size num_heads num_kv_heads head_size v_head_size "
         "total_num_heads total_num_kv_heads num_kv_head_replicas skip_bias_add bias quant_method",
     ),
-    *_names(f"{_LAYERS}.linear", "UnquantizedLinearMethod", apply="layer x bias"),
+    *_names(f"{_LAYERS}.linear", "LinearMethodBase", apply="layer x bias"),
+    *_names(f"{_LAYERS}.linear", "", "UnquantizedLinearMethod"),
+    *_names(f"{_LAYERS}.vocab_parallel_embedding", "", "UnquantizedEmbeddingMethod"),
     *_names(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding", "shard_indices org_vocab_size"),
     *_names(
         f"{_LAYERS}.vocab_parallel_embedding",

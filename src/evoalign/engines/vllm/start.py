@@ -21,6 +21,7 @@ from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.files import refuse_pickles, why_not
 from evoalign.models.layers import key_heads, layers_of
 from evoalign.models.origin import model_config, model_path
+from evoalign.models.quantised import quantised_of
 from evoalign.spaces.targets import module_of
 from evoalign.types import TensorSpec
 
@@ -48,6 +49,11 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     if not on_cpu:
         _check_invariance(deterministic)
     specs = specs_of_config(config)
+    if deterministic and not on_cpu and (packed := quantised_of(config.model)):
+        raise ConfigError(
+            f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
+            "depend on the rows of a batch on a GPU; remove it, or use engine transformers"
+        )
     try:
         from vllm import LLM
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,9 @@ from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from evoalign.engines.hash import tensor_sum
@@ -146,6 +148,10 @@ def _plain_weights() -> Generator[None, None, None]:
 # --- parts of the weights --------------------------------------------------------------------------------------------
 
 
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, NoneType)
+"""vLLM's `quant_method` of modules whose weights are as in the files; experts of a mixture have another."""
+
+
 class _Rows(NamedTuple):
     """Rows of a fused matrix: `size` of them, from row `start` of the tensor of `total` rows named `child`."""
 
@@ -157,11 +163,14 @@ class _Rows(NamedTuple):
 
 
 def shards(model: nn.Module) -> list[Shard]:
-    """Return all parts of a model's weights on this GPU, each tied tensor once."""
+    """Return all parts of a model's weights on this GPU, each tied tensor once, but for packed weights: vLLM arranges
+    those, and their biases, for its kernels."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
     seen: set[int] = set()
     found: list[Shard] = []
     for path, module in model.named_modules():
+        if not isinstance(getattr(module, "quant_method", None), _PLAIN):
+            continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
