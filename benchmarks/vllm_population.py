@@ -6,6 +6,7 @@
     python benchmarks/vllm_population.py --forms plain compiled --cases 30x2,30x8,30x32 --repeats 3 --long-repeats 2
     python benchmarks/vllm_population.py --forms deep stock --cases 30x8 --ragged
     python benchmarks/vllm_population.py --forms deep generic stock --ranks 8 --cases 30x8 --repeats 3
+    python benchmarks/vllm_population.py --shape 32b --quantised w4a16 --cases 30x2,30x8,30x32
 
 A case `30x8` is 30 members with 8 prompts each, 240 rows; prompts have 100 random tokens, completions 128, greedy and
 without a stop token. With `--ragged` each row gets 32 to 160 tokens, the same rows on all sides. Forms:
@@ -16,8 +17,8 @@ without a stop token. With `--ragged` each row gets 32 to 160 tokens, the same r
 
 Each form has a separate engine. In each round the bare model answers (no adapter, the same process; each row a
 different prompt, the prefix cache empty) and the population, and the ratio of the two is the median over rounds.
-Two clocks: around vLLM's steps, which is the ratio of the table, and around the whole rollout, factors written
-and texts made.
+With `--quantised` the base has packed weights, and the adapters are those of `lora`. Two clocks: around vLLM's steps,
+which is the ratio of the table, and around the whole rollout, factors written and texts made.
 
 Engines of `deep` and `generic` have a slot for each member of the largest population measured; `stock`, whose kernels
 cost more with more slots, has an engine for each number of members. CUDA graphs are captured for the batch sizes
@@ -84,12 +85,12 @@ def serve(form: str, rank: int, cases: list[Case], options: argparse.Namespace, 
     v.only_graphs(sizes, compiled=form == "compiled")
     bare = form in BARE
     config = v.config_of(
-        v.model_folder(options.shape, folder),
+        v.model_folder(options.shape, folder, options.quantised),
         options.shape,
         rows=rows,
         length=options.prompt + max(options.tokens, options.range[1] if options.ragged else 0),
         members=max(case.members for case in cases),
-        space="full" if bare else "lowrank",
+        space="lora" if options.quantised else "full" if bare else "lowrank",
         rank=max(1, rank),
         engine={
             "population": "auto" if bare else form,
@@ -114,8 +115,8 @@ def measure(form: str, rank: int, cases: list[Case], options: argparse.Namespace
         v.emit(
             options.file,
             benchmark="population", form=form, rank=rank, case=str(case), rows=case.rows, ragged=options.ragged,
-            shape=options.shape, base=[asdict(t) for t in base], population=[asdict(t) for t in population],
-            **served_by(about),
+            shape=options.shape, quantised=options.quantised, base=[asdict(t) for t in base],
+            population=[asdict(t) for t in population], **served_by(about),
         )  # fmt: skip
         v.say(f"{form} rank {rank} {case}: " + told(base, population))
         if options.profile:
@@ -212,7 +213,7 @@ def told(base: list[v.Took], population: list[v.Took]) -> str:
 
 def report(options: argparse.Namespace) -> None:
     """The table of all results in the file, with the bare model of the deep engine as common measure."""
-    rows = v.rows_of(options.file, benchmark="population", shape=options.shape)
+    rows = v.rows_of(options.file, benchmark="population", shape=options.shape, quantised=options.quantised)
     common = {(r["case"], r["ragged"]): v.median(speeds(r["base"])) for r in rows if r["form"] == "deep"}
     lines = []
     figures: dict[str, float] = {}
@@ -222,7 +223,8 @@ def report(options: argparse.Namespace) -> None:
         whole = speeds(r["population"] or r["base"], "seconds")
         ratio = v.median(p / b for p, b in zip(members, base, strict=True)) if members else None
         if ratio and not r["ragged"]:
-            figures[f"vllm_population {options.shape} {r['case']}, {r['form']} rank {r['rank']} over base"] = ratio
+            name = " ".join(filter(None, (options.shape, options.quantised)))
+            figures[f"vllm_population {name} {r['case']}, {r['form']} rank {r['rank']} over base"] = ratio
         deep = common.get((r["case"], r["ragged"]))
         lines.append(
             (
@@ -243,6 +245,7 @@ def main() -> None:
     parser = v.parser(__doc__, "7b")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["deep"])
     parser.add_argument("--cases", type=cases_of, default="30x2,30x8,30x32,128x8" if v.has_gpu() else "3x2,4x2")
+    parser.add_argument("--quantised", choices=sorted(v.QUANTISED), help="form of the base's weights")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=5 if v.has_gpu() else 2)
     parser.add_argument("--long-repeats", type=int, default=3, help=f"rounds of cases with more than {MANY} rows")

@@ -52,8 +52,19 @@ for _name, _value in {
 
 QWEN = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "max_position_embeddings": 32768}
 SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen2.5-7B, 1.5B and 0.5B, one as wide as SmolLM2-135M; the shipped tiny model; a small one with four key-value
-    # heads, to split over GPUs.
+    # Qwen2.5-32B, 7B, 1.5B and 0.5B, Qwen3-30B-A3B, a mixture; one as wide as SmolLM2-135M; the shipped tiny model; a
+    # small one with four key-value heads, to split over GPUs.
+    "32b": QWEN | {
+        "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
+        "intermediate_size": 27648, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "30b-a3b": QWEN | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
     "7b": QWEN | {
         "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
         "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
@@ -76,6 +87,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024, "vocab_size": 1024, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+GROUP = 128
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+QUANTISED: dict[str, dict[str, Any]] = {
+    "w4a16": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "nvfp4": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
+        }}}, "ignore": ["lm_head"],
+    },
+    "mxfp4": {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+        }}}, "ignore": ["lm_head"],
+    },
+}  # fmt: skip
+"""`quantization_config` of each form, as config.json has it."""
+PACKED = ("weight_packed", "qweight", "qzeros", "weight")
+"""Ends of the names of packed weights, whose bits are drawn."""
 STD = 0.02
 VOCABULARY = (16, 1000)
 """Prompts are random ids in here: the shipped tokenizer's, which all shapes have."""
@@ -109,24 +147,68 @@ def shape_of(name: str) -> dict[str, Any]:
     return config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
 
 
-def model_folder(name: str, parent: Path) -> str:
+def model_folder(name: str, parent: Path, quantised: str | None = None) -> str:
     """A folder with a shape's configuration and a tokenizer, without weights; `tiny` is the shipped model itself."""
     from evoalign.models import tiny
 
-    if name == "tiny":
+    if name == "tiny" and quantised is None:
         return str(tiny())
     folder = parent / name
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape_of(name)), encoding="utf-8")
+    config = shape_of(name) | ({"quantization_config": QUANTISED[quantised]} if quantised else {})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(tiny()) / file, folder / file)
+    return str(folder)
+
+
+def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
+    """A folder with weights of a usual size, in bfloat16; with `w4a16` those of the layers are packed."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = parent / "-".join(filter(None, ("random", shape, quantised)))
+    if (folder / "done").exists():
+        return str(folder)
+    parent.mkdir(exist_ok=True)
+    model_folder(shape, parent, quantised)
+    (parent / shape).rename(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    index: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        file = f"model-{len(set(index.values())):05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, file))
+        part.clear()
+
+    for name, p in model.named_parameters():
+        if quantised and name.endswith("_proj.weight"):
+            rows, columns = p.shape
+            packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device).random_(generator=generator)
+            part[f"{name}_packed"] = packed.view(torch.int32).cpu()
+            part[f"{name}_scale"] = torch.full((rows, columns // GROUP), STD / 4, dtype=torch.bfloat16)
+            part[f"{name}_shape"] = torch.tensor([rows, columns])
+        else:
+            drawn = torch.empty(p.shape, dtype=torch.bfloat16, device=device)
+            part[name] = (drawn.fill_(1) if "norm" in name else drawn.normal_(0, STD, generator=generator)).cpu()
+        if sum(t.nbytes for t in part.values()) > 2 * 10**9:
+            write()
+    write()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "done").touch()
     return str(folder)
 
 
 def cache_gib(name: str, rows: int, length: int, itemsize: int = 2) -> float:
     """Return the KV cache size for this number of rows and tokens, plus a tenth."""
     c = shape_of(name)
-    width = c["hidden_size"] // c["num_attention_heads"] * c["num_key_value_heads"]
+    width = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"]) * c["num_key_value_heads"]
     blocks = -(-(length + 32) // 32) * 32
     return max(0.25, round(1.1 * 2 * c["num_hidden_layers"] * width * itemsize * rows * blocks / 2**30, 2))
 
@@ -183,6 +265,12 @@ def redraw(worker: Any, seed: int) -> None:
         for name, parameter in worker.model_runner.get_model().named_parameters():
             if "norm" in name:
                 parameter.fill_(1)
+            elif not parameter.dtype.is_floating_point or parameter.element_size() == 1:
+                if name.endswith(PACKED):  # and not indices or scales of one byte
+                    bits = parameter.view(torch.uint8)
+                    bits.random_(0, 256 if parameter.dtype != torch.float8_e4m3fn else 0x50, generator=generator)
+            elif "scale" in name:
+                parameter.fill_(STD / 4)
             else:
                 parameter.normal_(0, STD, generator=generator)
 

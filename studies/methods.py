@@ -191,9 +191,10 @@ class Study:
         where, name, _ = job.split("/")
         if where == "real" and METHODS[name].algorithm:
             return RATE_OF_REAL
-        file = self.file(f"{where}/{METHODS[name].of or name}/{PROBE}")
-        if not file.is_file():
-            raise SystemExit(f"{file} is missing: run the job of seed {PROBE} first")
+        probe = f"{where}/{METHODS[name].of or name}/{PROBE}.json"
+        file = next((folder / probe for folder in (self.rows, ROWS) if (folder / probe).is_file()), None)
+        if file is None:
+            raise SystemExit(f"{self.rows / probe} is missing: run the job of seed {PROBE} first")
         return float(json.loads(file.read_text(encoding="utf-8"))["width"]) * METHODS[name].times
 
     def keep(self, job: str, rows: Mapping[str, Any]) -> None:
@@ -311,7 +312,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=[], metavar="SETTING=FOLDER")
     parser.add_argument("--to", type=Path, default=Path("runs/methods"))
-    parser.add_argument("--rows", type=Path, default=ROWS, help="where rows are, the probes' too")
+    parser.add_argument(
+        "--rows", type=Path, default=ROWS, help="where rows are; probes that it lacks are those of the study"
+    )
     parser.add_argument("--jobs", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--set", action="append", default=[])

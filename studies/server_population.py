@@ -35,41 +35,6 @@ from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, Update, populatio
 MEMBERS, PROMPT = 30, 100
 
 
-def random_model(shape: str, parent: Path) -> str:
-    """A folder with weights of a usual size, in bfloat16."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = parent / f"random-{shape}"
-    if (folder / "done").exists():
-        return str(folder)
-    parent.mkdir(exist_ok=True)
-    v.model_folder(shape, parent)
-    (parent / shape).rename(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    index: dict[str, str] = {}
-    part: dict[str, torch.Tensor] = {}
-
-    def write() -> None:
-        file = f"model-{len(set(index.values())):05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(part, file))
-        part.clear()
-
-    for name, p in model.named_parameters():
-        drawn = torch.empty(p.shape, dtype=torch.bfloat16, device=device)
-        part[name] = (drawn.fill_(1) if "norm" in name else drawn.normal_(0, v.STD, generator=generator)).cpu()
-        if sum(t.numel() for t in part.values()) > 10**9:
-            write()
-    write()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    (folder / "done").touch()
-    return str(folder)
-
-
 def config_of(options: argparse.Namespace, model: str, **engine: Any) -> Any:
     own = {"context_length": options.length, "max_running": max(options.rows), "timeout": 120.0, **engine}
     if options.cpu_tokens:
@@ -200,7 +165,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=Path("runs/server.jsonl"))
     options = parser.parse_args()
     start = time.perf_counter()
-    model = random_model(options.shape, options.folder) if options.shape else options.model
+    model = v.random_model(options.shape, options.folder) if options.shape else options.model
     print(f"model in {time.perf_counter() - start:.0f} s", flush=True)
     for transport in options.transports or ["files"]:
         served = Served(config_of(options, model, **({"transport": transport} if options.transports else {})))
