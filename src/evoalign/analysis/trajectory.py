@@ -109,9 +109,8 @@ def measure(targets: Sequence[str], settings: Settings, config: Config | None) -
     """
     import torch
 
-    from evoalign.engines import weights_hash
     from evoalign.engines.specs import mean_abs, specs_of
-    from evoalign.engines.transformers.engine import dtype_on, load_model
+    from evoalign.engines.transformers.engine import dtype_on, load_model, model_hash
     from evoalign.models.tensors import tensors_of
     from evoalign.rundir.method import method_of
     from evoalign.training.replay import config_of, log_of
@@ -133,7 +132,7 @@ def measure(targets: Sequence[str], settings: Settings, config: Config | None) -
             )
     model = load_model(model_config, dtype_on(model_config, torch.device("cpu")))
     base, specs = tensors_of(model), specs_of(model, mean_abs)
-    digest = weights_hash((n, p.data) for n, p in model.named_parameters())
+    digest = model_hash(model_config, model)
     watching.count(len(targets) * (1 + settings.placebos))
     walks: list[Walk] = []
     for name, log in logs.items():

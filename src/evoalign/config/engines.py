@@ -76,7 +76,7 @@ class EngineSettings(Section):
     carries_bias: ClassVar[bool] = False
     """Whether members' adapters can have a bias."""
     quantised: ClassVar[frozenset[str]] = frozenset()
-    """Forms of quantised base models that it serves with adapters; see `evoalign.models.quantised`."""
+    """Forms of quantised base models that it serves with adapters; see `evoalign.models.forms`."""
     scores_given: ClassVar[bool] = False
     """Whether it scores completions that a task gives (`Request.given`), as `likelihood` does."""
     can_be_replica: ClassVar[bool] = True

@@ -15,8 +15,9 @@ from evoalign import spaces
 from evoalign.config import ENGINES, Config
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models import tensors
+from evoalign.models.forms import FULL_PRECISION, Quantised
 from evoalign.models.origin import empty_model
-from evoalign.models.quantised import FULL_PRECISION, Quantised, quantised_of
+from evoalign.models.quantised import quantised_of
 from evoalign.types import TensorKind, TensorSpec
 
 DIRECT = frozenset({"LongcatFlashTopkRouter"})
@@ -91,18 +92,21 @@ def refuse_not_finite(specs: Iterable[TensorSpec]) -> None:
 
 
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float | None]) -> list[TensorSpec]:
-    """Describe each parameter, tied ones once, and each matrix of each expert where experts are fused."""
+    """Describe each parameter, tied ones once, and each matrix of each expert where experts are fused.
+
+    `mean_abs` of a packed weight is None.
+    """
     kinds, in_peft = _kinds(model), tensors.model_type(model) in tensors.PEFT_TYPES
-    found = list(tensors.named(model))
+    found, packed = list(tensors.named(model)), tensors.packed_shapes(model)
     # PEFT reserves the module names of experts for experts: it skips an nn.Linear of such a name elsewhere.
     fused = {_module_name(name) for name, expert, _ in found if expert is not None and in_peft}
     return [
         TensorSpec(
             name=name,
-            shape=tuple(p.shape),
+            shape=packed.get(name, tuple(p.shape)),
             kind=kinds.get(name, "other") if expert is None else "expert",
             layer=int(found[1]) if (found := _LAYER.search(name)) else None,
-            mean_abs=mean_abs(p),
+            mean_abs=None if name in packed else mean_abs(p),
             peft=_module_name(name) not in fused if expert is None else in_peft,
         )
         for name, expert, p in found

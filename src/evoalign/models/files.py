@@ -22,8 +22,8 @@ from torch import nn
 from evoalign.config.outside import is_hub_name, look_for_hub
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
-from evoalign.models import tiny
-from evoalign.models.quantised import quantised
+from evoalign.models import tiny, unpack
+from evoalign.models.forms import quantised
 from evoalign.models.tensors import foreign_prefix, tensors_of
 
 MODEL = "model.safetensors"
@@ -145,15 +145,17 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
     try:
         refuse_pickles(path, revision)
         with loading(path):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                revision=revision,
-                dtype=dtype,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported by `check_whole`
-            )
+            # Another shape is reported by `check_whole`.
+            how: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            file = find(path, "config.json", revision)
+            packed = None if file is None else quantised(name, read_settings(name, file))
+            if packed is None:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **how
+                )
+            else:
+                files = list(weight_files(path, revision, name))
+                loaded = unpack.load(name, path, revision, dtype, packed, files, **how)
     except EvoalignError:
         raise
     except Exception as error:  # transformers raises many types for damaged files

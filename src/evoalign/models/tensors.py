@@ -117,6 +117,12 @@ def named(model: nn.Module) -> Iterator[tuple[str, Expert | None, torch.Tensor]]
             yield name, None, parameter.data
 
 
+def packed_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the shape [out, in] of each packed weight by name, which the parameter itself may not have."""
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return {f"{p}.weight": (m.out_features, m.in_features) for p, m in linears if not m.weight.is_floating_point()}
+
+
 def model_type(model: nn.Module) -> str:
     """Return the model type of transformers; empty for a module of another library."""
     config: Any = getattr(model, "config", None)

@@ -26,7 +26,7 @@ from evoalign.config import Config, ModelConfig
 from evoalign.engines.base import Completion, check_lengths, check_members, pairs_of, rollouts_of
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
-from evoalign.engines.specs import mean_abs, specs_of
+from evoalign.engines.specs import mean_abs, refuse_quantised, specs_of
 from evoalign.engines.transformers.adapters import Adapters, modules_of
 from evoalign.engines.transformers.blocks import Blocks, obstacle
 from evoalign.engines.transformers.check import check
@@ -37,8 +37,9 @@ from evoalign.errors import ConfigError, ModelError
 from evoalign.kernels import compiled
 from evoalign.models.files import load_whole
 from evoalign.models.layers import positions
-from evoalign.models.origin import check_layers, model_path
-from evoalign.models.tensors import tensors_of
+from evoalign.models.origin import check_layers, described, model_path
+from evoalign.models.quantised import files_hash, quantised_of
+from evoalign.models.tensors import packed_shapes, tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space, check_adapted
 from evoalign.tokens import Tokens
@@ -74,6 +75,8 @@ class TransformersEngine(KeepsMean):
         if self.deterministic and not on_cpu:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by torch at the first matrix product
             torch.use_deterministic_algorithms(True, warn_only=True)
+        self._loads = config.model if model is None else None
+        self._quantised = refuse_quantised(config) if model is None else None
         self.model: Any = _load_model(config, self.device) if model is None else model
         self._decoder = Decoder(
             self.model,
@@ -148,7 +151,7 @@ class TransformersEngine(KeepsMean):
             device=str(self.device),
             dtype=layout.dtype,
             deterministic=self.deterministic,
-            model_hash=weights_hash((n, p.data) for n, p in self.model.named_parameters()),
+            model_hash=model_hash(self._loads, self.model),
             master_bytes=self.mean.bytes,
             note=self._note() + (f"; members one at a time: {why_not}" if self._alone and why_not else ""),
             library="" if self._static is None else "static decoder",
@@ -222,6 +225,13 @@ class TransformersEngine(KeepsMean):
                     self._adapters.set(module, None)
 
     def _note(self) -> str:
+        if self._quantised is None:
+            return self._decoding()
+        dtype = str(self.dtype).removeprefix("torch.")
+        weights = "stay packed" if packed_shapes(self.model) else f"dequantised: they take the memory of {dtype}"
+        return f"{self._decoding()}; base: {self._quantised.words}, its weights {weights}; activations unquantised"
+
+    def _decoding(self) -> str:
         if self._static is not None:
             return "decoder: static"
         if self._settings.decoder == "library":
@@ -366,6 +376,16 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
 def dtype_on(config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype in which a model is served on a device."""
     return getattr(torch, config.served_dtype(on_gpu=device.type != "cpu"))
+
+
+def model_hash(config: ModelConfig | None, model: nn.Module) -> str:
+    """Return the hash of a base: of the files of a quantised one, otherwise of its weights in memory.
+
+    `config` is None for a model that is not as it was loaded.
+    """
+    if config is not None and quantised_of(config) is not None:
+        return files_hash(*described(config), config.name)
+    return weights_hash((n, p.data) for n, p in model.named_parameters())
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -54,8 +54,10 @@ class Footprint:
     @classmethod
     def of(cls, model: Any) -> Footprint:
         """Return the footprint of a loaded causal language model."""
-        shapes = [(name, p.shape) for name, p in model.named_parameters()]
-        return cls.of_shapes(model.config, shapes, model.dtype.itemsize)
+        from evoalign.models.tensors import packed_shapes
+
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()} | packed_shapes(model)
+        return cls.of_shapes(model.config, shapes.items(), model.dtype.itemsize)
 
     @classmethod
     def of_shapes(cls, config: Any, shapes: Iterable[tuple[str, Sequence[int]]], size: int) -> Footprint:
@@ -123,6 +125,7 @@ class TransformersConfig(EngineSettings):
     serves_here = True
     carries_experts = True
     carries_bias = True
+    quantised = frozenset({"awq", "fp8", "gptq", "bitsandbytes", "float-quantized", "int-quantized", "pack-quantized"})
 
     @property
     def where(self) -> str:
