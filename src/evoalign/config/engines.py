@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
-from pydantic import BeforeValidator, ConfigDict, GetJsonSchemaHandler, SerializeAsAny
+from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, SerializeAsAny
 from pydantic_core import PydanticCustomError
 
 from evoalign.config.base import Section, named
@@ -50,6 +50,38 @@ class MemoryUse:
     note: str = ""
     adapters: int = 0
     host: int = 0
+
+
+CardGib = Annotated[float, Field(ge=2, le=1e6, allow_inf_nan=False)]
+"""GiB of a GPU; a CUDA context alone takes part of the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How an engine divides the memory of a GPU, for `evoalign.cost.cards`.
+
+    It takes at most `share` of the card. What weights, adapters and `graphs` leave, times `part`, or the bytes of
+    `cache`, is for keys and values. Logits of `reserved` rows and the `step` (most tokens of a step; None: by the card)
+    are allocated at the start, and so are `slots` for adapters, of which `members` are for members. Without, they share
+    the room for keys and values. At most `rows`
+    are generated at once. `context` is the text that the cache has to hold: None, no such limit; 0, all positions of
+    the model. `cap` is the size in GiB that a setting gives the card, and `advice` the settings that free memory on it.
+    """
+
+    share: float = 1.0
+    part: float = 1.0
+    cache: float | None = None
+    rows: int | None = None
+    reserved: int = 0
+    step: int | None = None
+    graphs: int = 0
+    slots: int = 0
+    members: int = 0
+    context: int | None = None
+    mean_on_host: bool = False
+    devices: int = 1
+    cap: float | None = None
+    advice: str = ""
 
 
 class EngineSettings(Section):
@@ -111,6 +143,14 @@ class EngineSettings(Section):
     ) -> float:
         """Return the bytes of a batch of `rows` prompts of at most `prompt` tokens; 0 where `held` includes them."""
         return 0.0
+
+    def serving(self, config: Any) -> Serving | None:
+        """Return how it divides a GPU's memory; None if it serves from a CPU, or if that is not known."""
+        return None
+
+    def unpacks(self, form: str) -> bool:
+        """Return whether it keeps a base model quantised in this form as dense numbers."""
+        return False
 
     def lines(self, members: int, dense: bool) -> list[str]:
         """Return the lines that a run prints at its start; `dense` members cannot share a batch."""

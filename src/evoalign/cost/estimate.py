@@ -15,6 +15,7 @@ from evoalign.config import Config
 from evoalign.config.engines import MemoryUse
 from evoalign.cost.budget import free_on_host, resident
 from evoalign.cost.flops import es_flops, noise_numbers
+from evoalign.cost.weights import weight_bytes
 from evoalign.engines.specs import on_gpu
 from evoalign.optimizer import reach
 from evoalign.spaces import Space
@@ -101,7 +102,7 @@ def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: t
     """Return the memory that a run takes on its device."""
     master, start = spaces.create(config).mean_bytes(layout, dtype), 4 * layout.parameters if config.decays else 0
     own = config.engine.held(config, specs, layout, dtype, master + start)
-    return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, own)
+    return Memory(weight_bytes(config, specs, dtype), master, start, own)
 
 
 def memory_words(need: Memory, free: int | None) -> str:

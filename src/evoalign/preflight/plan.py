@@ -17,7 +17,7 @@ from evoalign import optimizer, setup, shaping, spaces, tokens, tracking
 from evoalign.baselines import planning, settings
 from evoalign.checks import prompts
 from evoalign.config import Config
-from evoalign.cost import budget, estimate
+from evoalign.cost import budget, cards, estimate
 from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines import Engine
 from evoalign.engines.specs import specs_of_config
@@ -303,6 +303,10 @@ def check_memory(case: Case) -> Finding:
         wanted = estimate.memory(config, specs, layout, dtype)
         own = wanted.own
         detail, fix = estimate.memory_words(wanted, free), estimate.lighter(config, specs, layout, dtype)
+        task, data = need(case.task, "task"), need(case.data, "task")
+        work = heading.work_of(config, task, data, heading.largest_batch(config, task, data))
+        if fitting := cards.summary(config, specs, layout, work):
+            detail += f"; estimated for GPUs of {fitting}"
     if free is None:
         return Finding("memory", "ok", detail)
     spare = free - wanted.kept

@@ -17,7 +17,7 @@ from evoalign import spaces, tokens
 from evoalign.checks import prompts
 from evoalign.checks.rules import cut_off
 from evoalign.config import Config, outside
-from evoalign.cost import estimate, rounding
+from evoalign.cost import cards, estimate, rounding
 from evoalign.errors import EvoalignError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
@@ -98,6 +98,19 @@ def largest_batch(config: Config, task: Task, data: Data) -> tuple[int, int] | N
     except EvoalignError:  # the run itself reports it
         return None
     return max(config.es.population_size * config.task.asked(len(data.train)), tested), max(lengths)
+
+
+def work_of(config: Config, task: Task, data: Data, largest: tuple[int, int] | None) -> cards.Work:
+    """Return the completions of a generation and their length, from the `largest_batch`."""
+    length = None if largest is None else largest[1] + (most_tokens(config, task) or config.sampling.max_tokens)
+    return cards.Work(config.es.population_size * config.task.asked(len(data.train)), length)
+
+
+def memory_lines(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
+    """Return the memory of a run on this machine, and on GPUs of usual sizes if its engine serves from one."""
+    largest = largest_batch(config, task, data)
+    here = estimate.memory_lines(config, specs, layout, estimate.served_dtype(config), largest)
+    return [*here, *cards.lines(config, specs, layout, work_of(config, task, data, largest))]
 
 
 def opening(parts: Parts) -> list[str]:

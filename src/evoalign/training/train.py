@@ -130,8 +130,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
     step = [*estimate.step_lines(config, known), *rounding.rounding_lines(config, layout, dtype, weights)]
     head = heading.of_es(config, task, data, specs, layout)
-    largest = heading.largest_batch(config, task, data)
-    return [*standing, *head, *step, *work, *estimate.memory_lines(config, specs, layout, dtype, largest)]
+    return [*standing, *head, *step, *work, *heading.memory_lines(config, task, data, specs, layout)]
 
 
 def _place(config: Config, *, resume: bool) -> RunDir:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from evoalign.config.base import Count, Positive
-from evoalign.config.engines import DEFAULT, EngineSettings, MemoryUse, ReplicaConfig
+from evoalign.config.engines import DEFAULT, EngineSettings, MemoryUse, ReplicaConfig, Serving
 from evoalign.config.outside import ADDRESS
 
 if TYPE_CHECKING:
@@ -116,6 +116,12 @@ class RayConfig(EngineSettings):
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
         return self.replica.batch_bytes(_of_replica(config, self), specs, dtype, rows, prompt)
+
+    def serving(self, config: Config) -> Serving | None:
+        return self.replica.serving(_of_replica(config, self))
+
+    def unpacks(self, form: str) -> bool:
+        return self.replica.unpacks(form)
 
     def lines(self, members: int, dense: bool) -> list[str]:
         per_call = 1 if dense else self.chunk

@@ -24,6 +24,7 @@ from torch import nn
 from evoalign import kernels, noise
 from evoalign.config import Config, ModelConfig
 from evoalign.engines.base import Completion, check_lengths, check_members, pairs_of, rollouts_of
+from evoalign.engines.gpu import for_tensors, limit_memory
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, refuse_quantised, specs_of
@@ -31,7 +32,7 @@ from evoalign.engines.transformers.adapters import Adapters, modules_of
 from evoalign.engines.transformers.blocks import Blocks, obstacle
 from evoalign.engines.transformers.check import check
 from evoalign.engines.transformers.decode import Decoder
-from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
+from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, FREE_PART, TransformersConfig
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, ModelError
 from evoalign.kernels import compiled
@@ -71,6 +72,7 @@ class TransformersEngine(KeepsMean):
         self._tokens, self._settings, self._name = tokens, config.engine, config.model.name
         self.device = torch.device(_device(config.engine.device)) if model is None else model.device
         on_cpu = self.device.type == "cpu"
+        limit_memory(config.engine.gpu_memory_gib, self.device)
         self.deterministic = on_cpu if config.deterministic is None else config.deterministic
         if self.deterministic and not on_cpu:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by torch at the first matrix product
@@ -256,9 +258,17 @@ class TransformersEngine(KeepsMean):
         if self.device.type != "cuda" or self.deterministic:
             return DEFAULT_MEMORY_GIB * 2**30
         if self._static is None:
-            return 0.5 * _free(self.device)  # the rest is for transformers
-        self._planned = self._planned or 0.5 * _free(self.device)  # once: the static decoder keeps its memory
+            return FREE_PART * self._free()
+        self._planned = self._planned or FREE_PART * self._free()  # once: the static decoder keeps its memory
         return self._planned
+
+    def _free(self) -> float:
+        """Return the bytes available for tensors on the GPU, including memory that torch has reserved."""
+        reserved, cap = torch.cuda.memory_reserved(self.device), self._settings.gpu_memory_gib
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if cap is not None:
+            free = min(free, for_tensors(cap) - reserved)
+        return max(0.0, free + reserved - torch.cuda.memory_allocated(self.device))
 
     def release(self) -> None:
         """Free the static decoder's memory; the next rollout allocates it again."""
@@ -321,12 +331,6 @@ def _computing_with(threads: int) -> Generator[None]:
         torch.set_num_threads(next(reversed(_asked.values())))
         if len(_asked) == 1:
             _asked.clear()
-
-
-def _free(device: torch.device) -> float:
-    """Return the bytes available for tensors on a device, including memory that torch has reserved."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _chunks(

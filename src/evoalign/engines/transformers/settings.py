@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from evoalign.config.base import Count, Gib
-from evoalign.config.engines import EngineSettings, MemoryUse
+from evoalign.config.engines import CardGib, EngineSettings, MemoryUse, Serving
 from evoalign.config.outside import INSIDE
 from evoalign.models import layers
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from evoalign.types import Layout, Sampling, TensorSpec
 
 DEFAULT_MEMORY_GIB = 2.0
-
+FREE_PART = 0.5
+"""Part of a GPU's free memory for a batch if `engine.memory_gib` is not set; the rest is for transformers."""
 
 PREFILL_TOKENS = 1024
 """Tokens for which a prefill always has room, because small prefills leave a GPU idle."""
@@ -108,6 +109,8 @@ class TransformersConfig(EngineSettings):
     memory_gib: Gib | None = None
     """Memory for the cache, the logits and the activations of one batch. None: 2, or half the free memory on a GPU that
     is not `deterministic`."""
+    gpu_memory_gib: CardGib | None = None
+    """Size that the GPU is treated as, to rehearse a smaller one: the whole process stays below it. None: its own."""
     max_rows: Count | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     decoder: Literal["auto", "library", "static"] = "auto"
@@ -120,12 +123,20 @@ class TransformersConfig(EngineSettings):
     """CPU threads; None keeps the default of torch."""
 
     path = "evoalign.engines.transformers.engine:TransformersEngine"
-    resources = frozenset({"device", "memory_gib", "max_rows", "threads", "decoder"})
-    younger = frozenset({"decoder"})
+    resources = frozenset({"device", "memory_gib", "gpu_memory_gib", "max_rows", "threads", "decoder"})
+    younger = frozenset({"decoder", "gpu_memory_gib"})
     serves_here = True
     carries_experts = True
     carries_bias = True
     quantised = frozenset({"awq", "fp8", "gptq", "bitsandbytes", "float-quantized", "int-quantized", "pack-quantized"})
+
+    @model_validator(mode="after")
+    def _cap_is_of_a_gpu(self) -> TransformersConfig:
+        if self.gpu_memory_gib is not None and self.device == "cpu":
+            raise ValueError(
+                f"gpu_memory_gib {self.gpu_memory_gib:g} limits a GPU, and device is cpu; remove one of them"
+            )
+        return self
 
     @property
     def where(self) -> str:
@@ -173,5 +184,24 @@ class TransformersConfig(EngineSettings):
             return wanted
         return min(wanted, (self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30)
 
+    def serving(self, config: Config) -> Serving | None:
+        from evoalign.engines.specs import on_gpu
+
+        if not on_gpu(config) and self.gpu_memory_gib is None:
+            return None
+        room = self.memory_gib or (DEFAULT_MEMORY_GIB if config.deterministic else None)
+        return Serving(
+            part=FREE_PART,
+            cache=None if room is None else room * 2**30,
+            rows=self.max_rows,
+            step=PREFILL_TOKENS,
+            cap=self.gpu_memory_gib,
+            advice="set engine.memory_gib, or lower sampling.max_tokens or the rank",
+        )
+
+    def unpacks(self, form: str) -> bool:
+        return form != "bitsandbytes"
+
     def smaller(self, config: Config) -> str:
-        return "lower engine.memory_gib or engine.max_rows"
+        cap = "" if self.gpu_memory_gib is None else f"raise engine.gpu_memory_gib {self.gpu_memory_gib:g}, or "
+        return f"{cap}lower engine.memory_gib or engine.max_rows"

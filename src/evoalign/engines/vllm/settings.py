@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from evoalign.config.base import Count, Gib, Word
-from evoalign.config.engines import EngineSettings, MemoryUse
+from evoalign.config.engines import CardGib, EngineSettings, MemoryUse, Serving
 from evoalign.config.outside import INSIDE
 from evoalign.errors import ConfigError
 
@@ -33,6 +33,8 @@ class VllmConfig(EngineSettings):
     """GPUs over which each matrix is split."""
     gpu_memory_utilization: Annotated[float, Field(ge=1e-3, le=1)] = 0.9
     """Share of a GPU's memory for the weights, the float32 master, the adapters and the cache together."""
+    gpu_memory_gib: CardGib | None = None
+    """Size that the GPU is treated as, to rehearse a smaller one: the whole process stays below it. None: its own."""
     kv_cache_gib: Gib | None = None
     """Memory for keys and values. None: what `gpu_memory_utilization` leaves; 1 on the CPU."""
     max_num_seqs: Count = 1024
@@ -60,11 +62,21 @@ class VllmConfig(EngineSettings):
     path = "evoalign.engines.vllm.engine:VllmEngine"
     resources = frozenset({"tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "max_num_seqs"})
     resources |= {"max_num_batched_tokens", "max_model_len", "enforce_eager", "attention_backend", "population"}
-    resources |= {"members", "master"}
+    resources |= {"members", "master", "gpu_memory_gib"}
+    younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
     quantised = frozenset({"awq", "gptq", "fp8", "modelopt", "pack-quantized", "int-quantized", "float-quantized"})
     quantised |= {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
+
+    @model_validator(mode="after")
+    def _cap_is_of_one_process(self) -> VllmConfig:
+        if self.gpu_memory_gib is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"gpu_memory_gib {self.gpu_memory_gib:g} limits one process, and tensor_parallel_size "
+                f"{self.tensor_parallel_size} starts one per GPU; remove one of them"
+            )
+        return self
 
     @property
     def device(self) -> str:
@@ -122,13 +134,37 @@ class VllmConfig(EngineSettings):
             host=mean if self.master == "host" and on_gpu(config) else 0,
         )
 
+    def serving(self, config: Config) -> Serving:
+        from evoalign import spaces
+        from evoalign.engines.vllm.start import graph_sizes
+
+        is_adapter = spaces.create(config).carrier == "adapter"
+        sizes = [] if self.enforce_eager else graph_sizes(self.max_num_seqs)
+        return Serving(
+            share=self.gpu_memory_utilization,
+            cache=None if self.kv_cache_gib is None else self.kv_cache_gib * 2**30,
+            rows=self.max_num_seqs,
+            reserved=self.max_num_seqs,
+            step=self.max_num_batched_tokens,
+            graphs=len(sizes) * (2 if is_adapter else 1),  # with members and without
+            slots=self.allocated_slots(config) if is_adapter else 0,
+            members=self.members or (config.es.population_size if config.es_ is not None else 1),
+            context=self.max_model_len or 0,
+            mean_on_host=self.master == "host",
+            devices=self.tensor_parallel_size,
+            cap=self.gpu_memory_gib,
+            advice="lower engine.max_num_seqs, engine.max_num_batched_tokens, engine.members or the rank, or raise "
+            "engine.gpu_memory_utilization",
+        )
+
     def limit(self) -> tuple[str, int] | None:
         return None if self.max_model_len is None else ("engine.max_model_len", self.max_model_len)
 
     def smaller(self, config: Config) -> str:
         host = config.section.evolves_model and self.master == "device"
         mean = ", or set engine.master host" if host else ""
-        return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
+        cap = "" if self.gpu_memory_gib is None else f"raise engine.gpu_memory_gib {self.gpu_memory_gib:g}, or "
+        return f"{cap}lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
 
 
 def settings_of(config: Config) -> VllmConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from evoalign import spaces
 from evoalign.config import Config
+from evoalign.engines.gpu import OUTSIDE, for_tensors, limit_memory, step_tokens
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of, slot_rank
@@ -186,31 +188,47 @@ def _memory(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any
     }
     if cpu or settings.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int((settings.kv_cache_gib or CPU_CACHE / 2**30) * 2**30)
+    limit_memory(settings.gpu_memory_gib, torch.device("cpu" if cpu else "cuda"))
     if cpu:
         # On a CPU vLLM cannot continue a seeded completion whose prompt was computed in pieces.
         longest = settings.max_model_len or model_config(config.model).get_text_config().max_position_embeddings
         tokens = max(settings.max_num_batched_tokens or CPU_BATCH, longest)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     else:
-        total, mean = torch.cuda.mem_get_info()[1], _mean_bytes(config, specs)
-        share = settings.gpu_memory_utilization - mean / total
-        if share <= 0:
+        total, mean, cap = torch.cuda.mem_get_info()[1], _mean_bytes(config, specs), settings.gpu_memory_gib
+        size = total if cap is None else cap * 2**30
+        wanted = settings.gpu_memory_utilization * size - mean
+        if wanted <= 0:
             raise ModelError(
                 f"the float32 mean of space {config.space.name} takes {mean / 2**30:.1f} GiB and "
-                f"the GPU has {total / 2**30:.1f}; set engine.master host, or use space lora"
+                f"the GPU has {size / 2**30:.1f}; set engine.master host, or use space lora"
             )
-        arguments["gpu_memory_utilization"] = share
+        arguments["gpu_memory_utilization"] = wanted / total
+        if cap is not None:
+            _check_cap(cap, settings.gpu_memory_utilization)
+            # vLLM's default follows the memory of the real card.
+            arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens or step_tokens(cap)
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_cap(cap: float, utilization: float) -> None:
+    """Raise ConfigError where vLLM's share leaves no room for what it does not count: the context it starts in."""
+    if utilization * cap * 2**30 > for_tensors(cap):
+        raise ConfigError(
+            f"engine.gpu_memory_utilization {utilization:g} of engine.gpu_memory_gib {cap:g} leaves less than the "
+            f"{OUTSIDE / 2**30:g} GiB of the CUDA context and kernels; set gpu_memory_utilization to at most "
+            f"{math.floor(1e3 * for_tensors(cap) / (cap * 2**30)) / 1e3:g}"
+        )
 
 
 def _mean_bytes(config: Config, specs: list[TensorSpec]) -> int:
     """Return the bytes per GPU that vLLM does not account for: the float32 mean, and its starting copy for decay."""
     settings, space, dtype = settings_of(config), spaces.create(config), _dtype(config, cpu=False)
-    if not space.evolves_model or settings.master == "host":
+    if settings.master == "host":
         return 0
-    is_separate = not (space.carrier == "adapter" and dtype == torch.float32)  # else the served weights are the mean
-    copies = is_separate + config.decays
-    return 4 * copies * space.layout(specs, dtype).parameters // settings.tensor_parallel_size
+    layout = space.layout(specs, dtype)
+    size = space.mean_bytes(layout, dtype) + (4 * layout.parameters if config.decays else 0)
+    return size // settings.tensor_parallel_size if space.evolves_model else size
 
 
 def _dtype(config: Config, cpu: bool) -> torch.dtype:
@@ -241,9 +259,11 @@ def _explain(config: Config, error: Exception) -> str:
     if "max_model_len" in low or "max seq len" in low or "maximum model length" in low:
         return f"engine vllm: {reason}; set engine.max_model_len to the longest prompt and completion together"
     if isinstance(error, torch.OutOfMemoryError) or "memory" in low:
+        cap = "" if settings.gpu_memory_gib is None else f"raise engine.gpu_memory_gib {settings.gpu_memory_gib:g}, "
         return (
-            f"engine vllm does not fit the memory ({reason}); lower engine.gpu_memory_utilization if other processes "
-            "use the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise engine.tensor_parallel_size"
+            f"engine vllm does not fit the memory ({reason}); {cap}lower engine.gpu_memory_utilization if other "
+            "processes use the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise "
+            "engine.tensor_parallel_size"
         )
     if "max_num_batched_tokens" in low:
         return f"engine vllm: {reason}; raise engine.max_num_batched_tokens, or set it to null for vLLM's default"
