@@ -2,7 +2,7 @@
 """A run of ES on a packed model within the memory of a smaller card: seconds per generation, and the peak of memory.
 
     python benchmarks/small_card.py                                               32B shape, W4A16, within 23.5 GiB
-    python benchmarks/small_card.py --shape 7b --gib 11.5 --prompts 8
+    python benchmarks/small_card.py --shape heads --members 4 --prompts 2 --tokens 8      CPU: no limit
 
 Writes a model of random packed weights (as files: 19 GB for the 32B shape), and trains it with `evoalign train`, space
 `lora`, on Countdown with engine vllm and `engine.gpu_memory_gib`. Meanwhile the driver's memory of the whole process is
@@ -57,29 +57,34 @@ def main() -> None:
     model = v.random_model(options.shape, options.models, "w4a16")
     with tempfile.TemporaryDirectory(prefix="evoalign_") as folder:
         run, began, seen = Path(folder) / "run", time.perf_counter(), list[float]()
-        settings = {
-            "model.name": model, "model.dtype": "bfloat16", "space": "lora", "lora.rank": 8, "es.sigma": 0.001,
-            "es.population_size": options.members, "es.num_generations": options.generations,
-            "task.name": "countdown", "task.batch_size": options.prompts, "task.test_size": options.members,
-            "sampling.max_tokens": options.tokens, "evaluation.max_tokens": options.tokens,
-            "engine.name": "vllm", "engine.gpu_memory_gib": options.gib, "engine.max_model_len": options.context,
-            "checks.placebo": 0, "output_dir": run,
+        length = {"max_tokens": options.tokens}
+        card = {"gpu_memory_gib": options.gib} if v.has_gpu() else {"kv_cache_gib": 0.25}
+        tree = {
+            "model": {"name": model, "dtype": "bfloat16"}, "space": "lora", "lora": {"rank": 8}, "output_dir": str(run),
+            "es": {"sigma": 0.001, "population_size": options.members, "num_generations": options.generations},
+            "task": {"name": "countdown", "batch_size": options.prompts, "test_size": options.members},
+            "sampling": length, "evaluation": length, "checks": {"placebo": 0},
+            "engine": {"name": "vllm", "max_model_len": options.context, **card},
         }  # fmt: skip
-        given = [f"{name}={value}" for name, value in settings.items()] + options.set
-        command = [sys.executable, "-m", "evoalign.cli", "train", *(part for one in given for part in ("--set", one))]
+        config = Path(folder) / "config.yaml"
+        config.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
+        given = (part for one in options.set for part in ("--set", one))
+        command = [sys.executable, "-m", "evoalign.cli", "train", str(config), *given]
         with subprocess.Popen(command) as process:
             watching = threading.Thread(target=watch, args=(process, seen))
             watching.start()
             process.wait()
             watching.join()
         took = time.perf_counter() - began
+        if process.returncode:
+            raise SystemExit(f"the run ended with {process.returncode}; the peak was {max(seen, default=0):.2f} GiB")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         facts = json.loads((run / "manifest.json").read_text(encoding="utf-8"))["engine"]
     found = {
         "benchmark": "small_card", "shape": options.shape, "quantised": "w4a16", "gib": options.gib,
         "members": options.members, "prompts": options.prompts, "tokens": options.tokens, "context": options.context,
         "peak_gib": max(seen, default=None), "run_seconds": round(took, 1), "rows": rows, "engine": facts,
-        "machine": v.machine(), "returned": process.returncode,
+        "machine": v.machine(),
     }  # fmt: skip
     Path(options.file).parent.mkdir(parents=True, exist_ok=True)
     v.emit(options.file, **found)

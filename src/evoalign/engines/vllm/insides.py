@@ -91,6 +91,7 @@ INSIDES: tuple[Inside, ...] = (
     *_names("vllm.v1.outputs", "LogprobsLists", "logprobs"),
     *_names("vllm.config", "ModelConfig", "dtype max_model_len"),
     *_names("vllm.config", "SchedulerConfig", "max_num_batched_tokens"),
+    *_names("vllm.config", "CacheConfig", "num_gpu_blocks block_size"),
     *_names("vllm.lora.request", "LoRARequest", "lora_name lora_int_id lora_path"),
     *_names("vllm.distributed.parallel_state", "", "cleanup_dist_env_and_memory"),
     # --- a worker, and the two runners ---
@@ -98,7 +99,7 @@ INSIDES: tuple[Inside, ...] = (
     *_names("vllm.platforms", "", "current_platform"),
     *_names("vllm.v1.worker.gpu_worker", "Worker", "vllm_config model_runner device rank load_model"),
     *_names("vllm.v1.worker.cpu_worker", "CPUWorker", "vllm_config model_runner device rank load_model", on="cpu"),
-    *_names("vllm.config", "VllmConfig", "additional_config scheduler_config"),
+    *_names("vllm.config", "VllmConfig", "additional_config scheduler_config cache_config"),
     *_names("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model"),
     *_names("vllm.v1.worker.gpu_input_batch", "InputBatch", "num_reqs request_lora_mapping"),
     *_names("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "get_model lora_manager lora_state", on="gpu"),
