@@ -115,8 +115,8 @@ class VllmEngine(MeanMethods):
             high = f"rank {space.rank} is above {KERNEL_RANK}" if space.rank > KERNEL_RANK else ""
             why = facts["why"] or high
             note = f"members answer in the {facts['form']} form{where}" + (f" ({why})" if why else "")
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        note += f"; keys and values of {cache.num_gpu_blocks * cache.block_size:,} tokens"
+        room = self.llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+        note += f"; keys and values of {room:,} tokens"
         version = insides.check_version()
         return Facts(
             engine="vllm",

@@ -91,7 +91,7 @@ INSIDES: tuple[Inside, ...] = (
     *_names("vllm.v1.outputs", "LogprobsLists", "logprobs"),
     *_names("vllm.config", "ModelConfig", "dtype max_model_len"),
     *_names("vllm.config", "SchedulerConfig", "max_num_batched_tokens"),
-    *_names("vllm.config", "CacheConfig", "num_gpu_blocks block_size"),
+    *_names("vllm.config", "CacheConfig", "kv_cache_size_tokens"),
     *_names("vllm.lora.request", "LoRARequest", "lora_name lora_int_id lora_path"),
     *_names("vllm.distributed.parallel_state", "", "cleanup_dist_env_and_memory"),
     # --- a worker, and the two runners ---
