@@ -54,17 +54,22 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="settings of the run")
     parser.add_argument("--json", dest="file", default="runs/small_card.jsonl")
     options = parser.parse_args()
-    model = v.random_model(options.shape, options.models, "w4a16")
+    if not v.apart(v.random_model, options.shape, options.models, "w4a16", limit=600):  # its context takes memory
+        raise SystemExit("no model was made: see above")
+    model = str(options.models / f"random-{options.shape}-w4a16")
     with tempfile.TemporaryDirectory(prefix="evoalign_") as folder:
         run, began, seen = Path(folder) / "run", time.perf_counter(), list[float]()
         length = {"max_tokens": options.tokens}
         card = {"gpu_memory_gib": options.gib} if v.has_gpu() else {"kv_cache_gib": 0.25}
         tree = {
-            "model": {"name": model, "dtype": "bfloat16"}, "space": "lora", "lora": {"rank": 8}, "output_dir": str(run),
+            "model": {"name": model, "dtype": "bfloat16"}, "space": "lora", "lora": {"rank": 1}, "output_dir": str(run),
             "es": {"sigma": 0.001, "population_size": options.members, "num_generations": options.generations},
             "task": {"name": "countdown", "batch_size": options.prompts, "test_size": options.members},
             "sampling": length, "evaluation": length, "checks": {"placebo": 0},
-            "engine": {"name": "vllm", "max_model_len": options.context, **card},
+            "engine": {
+                "name": "vllm", "max_model_len": options.context, "max_num_seqs": 64, "max_num_batched_tokens": 2048,
+                "gpu_memory_utilization": 0.95, **card,
+            },
         }  # fmt: skip
         config = Path(folder) / "config.yaml"
         config.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
