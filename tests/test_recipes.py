@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes that convert a GGUF refuse what is wrong in one line, leave nothing incomplete, and keep the model."""
+"""The recipes that convert or quantise a model refuse what is wrong in one line, leave nothing incomplete, and keep the
+model."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import PROMPTS, make_config, requests
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaTokenizer, Qwen2Config
 
+from evoalign import engines, tokens
+from evoalign.models import tiny
+from evoalign.tokens import Tokens
+from evoalign.types import MEAN_PLAN, Sampling
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -313,3 +320,54 @@ def test_convert_refuses_what_it_would_convert_wrongly_in_one_line(
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("convert.py: ")]
     assert end.value.code == 2 and len(said) == 1 and told in said[0]
     assert list(tmp_path.iterdir()) == [file]
+
+
+# --- a model in 4 bits ---
+
+
+def run_quantiser(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "argv", ["quantise.py", *map(str, words)])
+    recipe(RECIPES / "quantise" / "quantise.py").main()
+
+
+def test_a_quantised_model_is_what_compressed_tensors_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    folder = tmp_path / "packed"
+    run_quantiser(monkeypatch, tiny(), "--to", folder, "--group", 32)
+    whole = AutoModelForCausalLM.from_pretrained(tiny(), dtype="bfloat16")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16")
+    config = make_config(folder, model={"dtype": "bfloat16"}, engine={"decoder": "library"})
+    asked = requests(PROMPTS["apart"], Sampling(8, temperature=0.0))
+    loaded = tokens.load(config.model)
+    with closing(engines.create(config, Tokens(loaded.tokenizer, []))) as engine:
+        own = dict(engine.model.named_parameters())
+        texts = [r.token_ids for r in sorted(engine.rollout(MEAN_PLAN, asked), key=lambda r: r.request)]
+    theirs.generation_config.eos_token_id = None
+    for request, text in zip(asked, texts, strict=True):
+        ids = torch.tensor([request.prompt_ids])
+        found = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        assert tuple(found[0, ids.shape[1] :].tolist()) == text
+    # Decompressed by its first forward.
+    wanted = {name: theirs.get_parameter(name) for name, _ in whole.named_parameters()}
+    assert [name for name in wanted if not torch.equal(wanted[name], own[name])] == []
+    changed = [name for name, weight in whole.named_parameters() if not torch.equal(weight, own[name])]
+    assert len(changed) == 28 and all(name.endswith("proj.weight") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--group", "64"], "has 96 inputs, which --group 64 does not divide"),
+        (["--group", "0"], "--group 0 is no number"),
+    ],
+)
+def test_a_model_that_is_not_quantised_is_a_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    with pytest.raises(SystemExit):
+        run_quantiser(monkeypatch, tiny(), "--to", tmp_path / "packed", *words)
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import yaml
 from command_line import caller
+from quantised_models import quantise
 
 from evoalign.analysis.sweeping.cells import make_cells
+from evoalign.baselines.planning import dry_run
 from evoalign.baselines.settings import SET, arguments, check, fields_of
+from evoalign.baselines.train import grpo
 from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml
 from evoalign.config.grpo import ALLOWED, ASKED, OF_TRL, GrpoConfig
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.errors import ConfigError
+from evoalign.models import tiny
 from evoalign.rundir.identity import config_hash, differences
 from evoalign.rundir.own import load_own
 
@@ -179,3 +183,13 @@ def test_check_release_raises_when_a_method_is_missing() -> None:
         trainer.check_release(type("OtherTrainer", (), methods))
     own = {name for name in vars(trainer.Trainer) if name.startswith("_") and not name.startswith("__")}
     assert own == set(trainer.OVERRIDDEN), "each private method that is overridden is looked for"
+
+
+@pytest.mark.parametrize("start", [grpo, dry_run])
+def test_a_quantised_base_is_refused_before_anything_is_written(start: Any, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    quantise("awq", tiny(), tmp_path / "packed")
+    tree = {"output_dir": str(tmp_path / "run"), "model": {"name": str(tmp_path / "packed")}, "grpo": {"max_steps": 1}}
+    with pytest.raises(ConfigError, match=r"is quantised .*4 bits.*TRL trains full-precision weights.*set model\.name"):
+        start(tree)
+    assert not (tmp_path / "run").exists()

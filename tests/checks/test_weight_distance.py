@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of weights, read by rows, against what the libraries themselves load, merge and save."""
 
+import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from families import build, make_config, unfused
+from quantised_models import quantise
 from safetensors.torch import load_file, save_file
 
 from evoalign.checks.distance import Base, Product, blocks, changes_of
@@ -176,3 +178,35 @@ def test_an_adapter_of_another_model_or_form_is_refused(factor, change, said, tm
         config.write_text(config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
     with pytest.raises(ModelError, match=said):
         changes_of(tmp_path, Base(make_config("tiny")))
+
+
+@pytest.mark.parametrize("case", ["pack-quantized, 4 bits", "awq", "gptq, act order", "fp8, blocks", "int-quantized"])
+def test_a_quantised_base_is_measured_by_its_unpacked_numbers(case, tmp_path):
+    """Blocks of rows of one tensor are unpacked once."""
+    numbers = quantise(case, tiny(), tmp_path / "packed")
+    for dtype in (None, torch.bfloat16):
+        opened = Base(make_config(tmp_path / "packed"), dtype)
+        assert opened.files[UP] is opened.files[UP]
+        for name in opened.specs:
+            wanted = numbers[name].to(opened.served(name).dtype)
+            assert torch.equal(opened.served(name), wanted), name
+            assert opened.square(name) == pytest.approx(float(wanted.double().square().sum()), rel=1e-9)
+
+
+def test_a_quantised_base_that_lacks_a_tensor_or_is_not_read_as_numbers_is_refused(tmp_path):
+    folder = tmp_path / "packed"
+    quantise("pack-quantized, 4 bits", tiny(), folder)
+    found = load_file(folder / "model.safetensors")
+    save_file({name: t for name, t in found.items() if name != NORM}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"have no {NORM} of shape"):
+        Base(make_config(folder))
+    parts = {f"{UP}_{part}": found[f"{UP}_{part}"].repeat(2, 1) for part in ("packed", "scale")}
+    parts[f"{UP}_shape"] = found[f"{UP}_shape"] * torch.tensor([2, 1])
+    save_file(found | parts, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"its {UP} is unpacked to shape"):
+        Base(make_config(folder)).square(UP)
+    tree = json.loads((folder / "config.json").read_text())
+    tree["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match=r"is quantised \(bitsandbytes, 4 bits\), and its weights are not read"):
+        Base(make_config(folder))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from quantised_models import quantise
 from rich.console import Console
 from served import KEY, QUESTIONS, answers, attached, config, opened
 from small_runs import UNCHECKED
@@ -15,6 +16,7 @@ from evoalign import engines, tokens
 from evoalign.config import load
 from evoalign.engines.server.client import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
+from evoalign.models import tiny
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +107,13 @@ def test_unsupported_settings_are_refused_by_name(url, more, words, monkeypatch)
     with pytest.raises((ConfigError, ModelError)) as said, opened(settings):
         pass
     assert all(word in str(said.value) for word in words), said.value
+
+
+def test_a_server_of_the_model_in_full_precision_is_not_one_of_the_quantised_base(url, tmp_path):
+    quantise("awq", tiny(), tmp_path / "awq")
+    settings = attached(url, model={"name": str(tmp_path / "awq"), "dtype": "float32"})
+    with pytest.raises(ModelError, match=r"serves other weights than model .*awq"), opened(settings):
+        pass
 
 
 def test_rollout_refuses_a_prompt_that_is_too_long(url):

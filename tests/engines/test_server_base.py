@@ -5,13 +5,17 @@ import math
 
 import pytest
 import torch
+from quantised_models import quantise
 
 from evoalign import tokens
 from evoalign.config import from_dict
 from evoalign.engines.base import Completion
 from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, load_base
 from evoalign.engines.transformers.engine import load_model
+from evoalign.errors import ConfigError, ModelError
 from evoalign.models import tiny
+from evoalign.models.files import load_whole
+from evoalign.models.quantised import files_hash
 
 CONFIG = from_dict({"model": {"name": "tiny"}})
 DTYPES = list(TOLERANCE)
@@ -62,3 +66,40 @@ def test_distance_is_infinite_for_completions_the_model_cannot_generate(base):
     assert base.distance(prompt, Completion((), "stop", ())) == math.inf
     assert base.distance(prompt, Completion((7, size), "length", (-0.5, -0.5))) == math.inf
     assert math.isfinite(base.distance(prompt, Completion((7, size - 1), "length", (-0.5, -0.5))))
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "packed"
+    quantise("pack-quantized, 4 bits", tiny(), folder)
+    return folder
+
+
+def config_of(folder, space="lora", name="sglang", **es):
+    return from_dict({"model": {"name": str(folder)}, "engine": {"name": name}, "space": space, "es": es})
+
+
+def test_a_quantised_base_is_read_as_numbers_only_to_compare_a_running_server(quantised):
+    config, dtype = config_of(quantised, sigma=0.1), torch.float32
+    alone, compared = (load_base(config, dtype, dummy=False, compared=compared) for compared in (False, True))
+    assert alone.hash == compared.hash == files_hash(str(quantised), None, "")
+    assert alone.parameters == compared.parameters == {} and alone.model is None
+    assert alone.specs == compared.specs == load_base(CONFIG, dtype, dummy=True).specs
+    dense = load_whole(str(quantised), None, dtype, "packed")
+    assert 2 * mean_distance(compared, dense) <= TOLERANCE[dtype]
+    assert mean_distance(compared, load_model(CONFIG.model, dtype)) > TOLERANCE[dtype]
+
+
+def test_servers_refuse_forms_and_settings_that_they_do_not_serve_on_a_quantised_base(quantised, tmp_path):
+    for config, message in (
+        (config_of(quantised, "lowrank", sigma=0.1), "space lowrank: .* is quantised"),
+        (config_of(quantised, noise_multiplier=0.1), "es.noise_multiplier: .* is quantised"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_base(config, torch.bfloat16, dummy=False)
+    other = tmp_path / "fp8"
+    quantise("fp8, tensor", tiny(), other)
+    for name in ("sglang", "vllm-server"):
+        assert load_base(config_of(quantised, name=name, sigma=0.1), torch.bfloat16, dummy=False, compared=False).hash
+        with pytest.raises(ModelError, match=rf"is quantised \(FP8, 8 bits\), which engine {name} does not serve"):
+            load_base(config_of(other, name=name, sigma=0.1), torch.bfloat16, dummy=False)

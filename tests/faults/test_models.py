@@ -20,6 +20,7 @@ import transformers
 from families import COMMON, VOCABULARY, Bench, build, make_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers.utils.quantization_config import QuantizationMethod
 
 import evoalign
 from evoalign import engines, tokens
@@ -148,6 +149,8 @@ STATELESS = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads",
 NO_LAYERS = {"n_layer": 0, "n_embd": 8, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 64}
 UP, EVIL = "mlp.up_proj.weight", "evil/kernel"
 ONE, BOTH = (load,), (load, specs)
+PACKED = {"awq", "gptq", "fp8", "bitsandbytes", "mxfp4", "modelopt"}
+"""Values of `quant_method` that an engine serves."""
 FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
     "a missing tensor": (tensor(f"model.layers.1.{UP}", None), rf"files lack model\.layers\.1\.{UP}", ONE),
     "another shape": (tensor(f"model.layers.0.{UP}", torch.zeros(3, 5)), rf"{UP} is \(3, 5\) .*, and \(48, 32\)", ONE),
@@ -170,7 +173,6 @@ FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
     # settings that cannot be
     "hidden size": (settings(hidden_size="x"), ".", ONE),
     "layers": (settings(num_hidden_layers=-1), ".", ONE),
-    "four bits": (quantised(quant_method="bitsandbytes", load_in_4bit=True), ".", ONE),
     # the library reads a damaged file as one that is not there, and the model would stop elsewhere
     **{f"generation config {content!r}": (text(GENERATION, content), r"generation_config\.json is damaged",
                                           (loaded_tokens,)) for content in ("", "{", "[]", '{"eos_token_id": 7', "\0")},
@@ -188,11 +190,19 @@ FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
                (loaded_tokens,)),
     "flax": (only("config.json", "flax_model.msgpack"), "weights of Flax", (loaded_tokens,)),
     # kinds that cannot be trained
-    "bitsandbytes": (quantised(quant_method="bitsandbytes"), r"is quantised \(bitsandbytes\)", BOTH),
-    "gptq": (quantised(quant_method="gptq", bits=4), r"is quantised \(gptq\)", BOTH),
-    "awq": (quantised(quant_method="awq"), r"is quantised \(awq\)", BOTH),
-    "compressed": (quantised(quant_method="compressed-tensors"), r"\(compressed-tensors\)", BOTH),
-    "unsaid": (quantised(bits=4), r"is quantised \(quantization_config in its config\.json\)", BOTH),
+    **{f"quantised by {method}": (quantised(quant_method=method), rf"quantised by '{method}'.*, which no engine", BOTH)
+       for method in sorted({method.value for method in QuantizationMethod} - PACKED - {"compressed-tensors"})},
+    **{f"quantised by {method}": (quantised(quant_method=method), "which engine transformers does not serve", BOTH)
+       for method in ("modelopt", "mxfp4")},
+    **{f"compressed to {form}": (quantised(quant_method="compressed-tensors", format=form), message, BOTH)
+       for form, message in (("nvfp4-pack-quantized", "which engine transformers does not serve; use engine vllm"),
+                             ("mxfp4-pack-quantized", "which engine transformers does not serve; use engine vllm"),
+                             ("marlin-24", "which no engine here serves"), ("naive-quantized", "no engine here"))},
+    "compressed to several formats": (quantised(quant_method="compressed-tensors"), "of several formats", BOTH),
+    **{f"not packed by {method}": (quantised(quant_method=method, bits=4), "its files have no packed weight", ONE)
+       for method in sorted(PACKED - {"mxfp4", "modelopt"})},
+    "not packed in 4 bits": (quantised(quant_method="bitsandbytes", load_in_4bit=True), "no packed w|install", ONE),
+    "a method without a name": (quantised(bits=4), "its quantization_config names no quant_method", BOTH),
     "pictures": (settings(vision_config={"depth": 1}), r"\(vision_config", BOTH),
     "encoder": (settings(architectures=["BertForMaskedLM"]), "BertForMaskedLM, an encoder", BOTH),
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]), "a classifier", BOTH),

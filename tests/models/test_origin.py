@@ -18,6 +18,7 @@ import torch
 from copied_runs import rebind
 from families import build
 from peft import LoraConfig, PeftModel, get_peft_model
+from quantised_models import quantise
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_runs import UNCHECKED
@@ -403,6 +404,22 @@ def test_the_base_may_be_elsewhere(plain: Path, tmp_path: Path) -> None:
              for m in (found, ModelConfig(name=str(plain)))]  # fmt: skip
     assert all(torch.equal(state[0][name], state[1][name]) for name in state[1])
     assert "base" not in ModelConfig(name="x").model_dump(), "configs of before stay as they are"
+
+
+def test_an_adapter_over_a_quantised_base_is_merged_into_full_precision_alone(plain: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    quantise("awq", tiny(), packed)
+    mine = Path(shutil.copytree(plain, tmp_path / "mine"))
+    settings = json.loads((mine / "adapter_config.json").read_text())
+    (mine / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(packed)}))
+    for base in (None, str(packed)):
+        with pytest.raises(ModelError, match=r"over .*packed, which is quantised \(.*\), and .* set model\.base to"):
+            origin.origin(ModelConfig(name=str(mine), base=base))
+    start, warning = origin.lines(ModelConfig(name=str(mine), base="tiny"))
+    assert start.startswith("start: adapter")
+    assert warning.startswith("warning: the adapter was trained on a quantised base (AWQ, 4 bits, groups of 16)")
+    assert origin.record(ModelConfig(name=str(mine), base="tiny")).keys() == {"start"}
+    assert len(origin.lines(ModelConfig(name=str(plain)))) == 1
 
 
 def changed(**settings: Any) -> Callable[[Path], None]:

@@ -277,15 +277,18 @@ def test_settings_of_vllm_that_a_machine_decides_may_change():
     """Every one but those that choose the weights."""
     tree = {"es": {"sigma": 0.01}, "engine": {"name": "vllm"}}
     other = {
-        "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_gib": 2, "max_num_seqs": 8,
+        "gpu_memory_gib": 24, "gpu_memory_utilization": 0.5, "kv_cache_gib": 2, "max_num_seqs": 8,
         "max_num_batched_tokens": 512, "max_model_len": 256, "enforce_eager": True, "attention_backend": "TRITON_ATTN",
         "population": "stock", "members": 3, "master": "host", "load_format": "dummy", "seed": 4,
     }  # fmt: skip
-    assert set(other) == set(VllmConfig.model_fields) - {"name"}
+    split = {"tensor_parallel_size": 2}  # not with gpu_memory_gib
+    assert set(other | split) == set(VllmConfig.model_fields) - {"name"}
     refused, warned = differences(from_dict({**tree, "engine": {"name": "vllm", **other}}), from_dict(tree))
     assert [line.split()[0] for line in refused] == ["engine.load_format", "engine.seed"]
     assert [line.split()[0] for line in warned] == sorted(f"engine.{n}" for n in set(other) - {"load_format", "seed"})
     assert "engine.max_num_seqs is 1024 in the run and 8 now" in warned
+    refused, warned = differences(from_dict({**tree, "engine": {"name": "vllm", **split}}), from_dict(tree))
+    assert (refused, warned) == ([], ["engine.tensor_parallel_size is 1 in the run and 2 now"])
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from evoalign.analysis.base import BASE, by_example, check_unique
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.weights import embeddings_of, head_of, parts_of
 from evoalign.checks import divergence, hacking
+from evoalign.checks.distance import read_as_numbers
 from evoalign.config import Config, EvaluationConfig, from_dict
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ModelError
@@ -121,6 +122,7 @@ class ModelMixer:
             self._tokens = tokens.load(own.model, own.task.template_kwargs)
             for target in targets.values():
                 target.check_prompts(own, self.task, data, self._tokens)
+            read_as_numbers(own.model)
             self._engine = _engine_of(own, self._tokens)
             self._dtype = self._engine.dtype
             self.model: Any = self._engine.model

@@ -17,6 +17,8 @@ from evoalign.config.grpo import ALLOWED, ASKED
 from evoalign.config.joint import DECODING
 from evoalign.config.reading import read_json
 from evoalign.errors import ConfigError, DataError, cut, shown
+from evoalign.models.forms import FULL_PRECISION
+from evoalign.models.quantised import quantised_of
 from evoalign.rewards.objective import Objective, refuse_whole_members
 from evoalign.tasks import Task
 
@@ -61,6 +63,16 @@ SPLIT = (
 )
 SAVE_EVERY = 50
 """Steps between checkpoints if `checkpoint.every` is unset; no journal can rebuild a policy."""
+
+
+def refuse_quantised(config: Config) -> None:
+    """Raise ConfigError for a quantised base: TRL trains in full precision here."""
+    found = quantised_of(config.model)
+    if found is not None:
+        raise ConfigError(
+            f"grpo: model {config.model.name} is quantised ({found.words}), and {config.grpo.title} with TRL trains "
+            f"full-precision weights here; {FULL_PRECISION}, or train an adapter by ES, whose space lora takes it"
+        )
 
 
 def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def grpo(
         raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
     tracking.check(config)
     settings.check_stopping(config)
+    settings.refuse_quantised(config)
     given = object_given(task, reward)
     run = place(config, "grpo", resume=resume)
     writes = int(os.environ.get("RANK", "0")) == 0  # of the processes that `accelerate launch` started

@@ -2,9 +2,10 @@
 """The change of a model's effective weights from its base, tensor by tensor, and its L2 norm.
 
 A tensor of a checkpoint, or of a model in memory, is compared with the same tensor in the base's safetensors. Both are
-read a block of rows at a time. The base is rounded to the served dtype, so that no change is exactly 0. The change of
-an adapter is scaling * B A, and is kept as these factors. Names are those of checkpoints, with the matrices of each
-expert on their own, whether or not the files fuse them. Sums are float64.
+read a block of rows at a time. The base is rounded to the served dtype, so that no change is exactly 0. A quantised
+base is unpacked a tensor at a time. The change of an adapter is scaling * B A, and is kept as these factors. Names are
+those of checkpoints, with the matrices of each expert on their own, whether or not the files fuse them. Sums are
+float64.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from evoalign.config import Config
+from evoalign.config import Config, ModelConfig
 from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, ModelError
+from evoalign.models import unpack
 from evoalign.models.adapters import ADAPTER_CONFIG, MERGE_FIRST, MOVES_BASE, weights_of
 from evoalign.models.files import refuse_pickles, weight_files
+from evoalign.models.forms import FULL_PRECISION, Quantised
 from evoalign.models.origin import model_path
+from evoalign.models.quantised import quantised_of
 from evoalign.models.tensors import Files, tensors_of
 from evoalign.rundir import checkpoint
 from evoalign.setup import Served
-from evoalign.types import MEAN, MEAN_PLAN
+from evoalign.types import MEAN, MEAN_PLAN, TensorSpec
 
 BLOCK = 1 << 16
 """Numbers that are read and summed in float64 at a time. They fit a processor's cache, which is ten times as fast as
@@ -126,7 +130,12 @@ class Base:
         self.specs = {spec.name: spec for spec in specs_of_config(config)}
         path = model_path(config.model)
         refuse_pickles(path, config.model.revision)
-        self.files = Files(weight_files(path, config.model.revision, self.name))
+        files = weight_files(path, config.model.revision, self.name)
+        packed = read_as_numbers(config.model)
+        if packed is None:
+            self.files = Files(files)
+        else:
+            self.files = _Unpacked(self.name, files, packed, dtype or torch.float32, self.specs)
         for name, spec in self.specs.items():
             if self.files.shape(name) != spec.shape:
                 raise ModelError(f"the files of model {self.name} have no {name} of shape {list(spec.shape)}")
@@ -163,6 +172,54 @@ class Base:
         if self.specs[name].shape != shape:
             own = list(self.specs[name].shape)
             raise ModelError(f"{name} of model {self.name} has shape {own}, not {list(shape)}")
+
+
+def read_as_numbers(config: ModelConfig) -> Quantised | None:
+    """Return how a model is quantised, or None. Raises ModelError for a form that is not read as numbers."""
+    packed = quantised_of(config)
+    stays = packed is not None and packed.form == "bitsandbytes" and packed.bits == 4
+    if packed is not None and (stays or packed.form not in unpack.FORMS):
+        raise ModelError(
+            f"model {config.name} is quantised ({packed.words}), and its weights are not read as numbers here; use a "
+            f"checkpoint of it in AWQ, GPTQ or FP8, or {FULL_PRECISION}"
+        )
+    return packed
+
+
+class _Unpacked(Mapping[str, torch.Tensor]):
+    """The tensors of a quantised model's files, each unpacked when it is read; the last one stays in memory.
+
+    Raises ModelError.
+    """
+
+    def __init__(
+        self, name: str, files: Iterable[Path], packed: Quantised, dtype: torch.dtype, specs: Mapping[str, TensorSpec]
+    ) -> None:
+        self._name, self._specs = name, specs
+        self._tensors = unpack.unpacked(name, files, packed, dtype)
+        self._last = "", torch.empty(0)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._last[0] != name:
+            found: torch.Tensor = self._tensors[name][:]
+            if found.shape != self._specs[name].shape:
+                raise ModelError(f"model {self._name}: its {name} is unpacked to shape {list(found.shape)}")
+            self._last = name, found
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape that a tensor has to have; None where it is missing."""
+        return self._specs[name].shape if name in self._tensors else None
+
+    def rows(self, name: str, at: slice) -> torch.Tensor:
+        """Return rows of a tensor."""
+        return self[name][at]
 
 
 def changes_of(policy: nn.Module | str | Path, base: Base) -> Mapping[str, Change]:

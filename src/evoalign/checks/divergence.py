@@ -195,7 +195,8 @@ class Reference:
         if self._model is None:
             try:
                 model = load_model(self.config.model, self.dtype)
-                self._model = model.float() if self.device.type == "cpu" else model.to(self.device)
+                is_packed = getattr(model, "is_quantized", False)  # by bitsandbytes, which has its own products
+                self._model = model.float() if self.device.type == "cpu" and not is_packed else model.to(self.device)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ModelError(
                     f"the second copy of model {self.config.model.name}, for checks.kl_every or checks.perplexity, "

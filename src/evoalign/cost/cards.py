@@ -17,6 +17,7 @@ from evoalign.config.engines import Serving
 from evoalign.cost.estimate import gib, memory
 from evoalign.engines.gpu import CARDS, GRAPH_LAYER, HIDDEN, LOGIT, OUTSIDE, WIDE, step_tokens
 from evoalign.engines.transformers.settings import Footprint
+from evoalign.engines.transformers.static import FACTORS
 from evoalign.models.layers import key_heads, layers_of, positions
 from evoalign.models.origin import model_config
 from evoalign.types import Layout, TensorSpec
@@ -48,7 +49,7 @@ class Card:
     lacks: str
 
 
-class Plan:
+class CardEstimate:
     """The memory of a run on GPUs, by part, in bytes per GPU. `parts` are allocated before keys and values."""
 
     def __init__(
@@ -99,12 +100,13 @@ class Plan:
         step = self.step(size)
         room = min(serving.share * whole, whole - OUTSIDE) - sum(self.parts.values())
         room -= step if serving.reserved else 0
-        left = room * serving.part if serving.cache is None else min(serving.cache, room)
-        left -= 0 if serving.reserved else step
+        if room > 0:
+            room = room * serving.part if serving.cache is None else min(serving.cache, room)
+        left = room - (0 if serving.reserved else step)
         row = self._length * self._token + self._row
         population = int((left + min(serving.members, serving.slots) * self._slot) / (row + self._slot))
-        if not serving.slots:  # factors share the room for keys and values, and take at most half of it
-            left -= min(self._config.es.population_size * self._slot, max(0, left) / 2)
+        if not serving.slots:  # factors share the room for keys and values
+            left -= min(self._config.es.population_size * self._slot, FACTORS * max(0, left))
         tokens, at_once = max(0, int(left / self._token)), max(0, min(rows, int(left / row)))
         context = int((left / min(rows, self._work.completions) - self._row) / self._token)
         lacks = f"lacks {gib(-left)}" if left < 0 else "" if at_once else f"no room for {self._length:,} tokens"
@@ -137,30 +139,30 @@ def _slot_bytes(specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype)
     return layout.rank * dtype.itemsize * sum(sum(s.shape[-2:]) for s in specs if s.name in modules)
 
 
-def plan_of(config: Config, specs: Sequence[TensorSpec], layout: Layout, work: Work) -> Plan | None:
-    """Return the plan of a run; None where its engine serves from a CPU or sizes its own memory."""
+def card_estimate(config: Config, specs: Sequence[TensorSpec], layout: Layout, work: Work) -> CardEstimate | None:
+    """Return the estimate of a run; None where its engine serves from a CPU or sizes its own memory."""
     serving = config.engine.serving(config)
-    return None if serving is None else Plan(config, serving, specs, layout, work)
+    return None if serving is None else CardEstimate(config, serving, specs, layout, work)
 
 
 def lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, work: Work) -> list[str]:
     """Return a table of what fits on GPUs of usual sizes, for a dry run."""
-    plan = plan_of(config, specs, layout, work)
-    if plan is None:
+    found = card_estimate(config, specs, layout, work)
+    if found is None:
         return []
-    cards = plan.cards()
-    steps = " or ".join(dict.fromkeys(gib(plan.step(card.size)) for card in cards))
-    parts = {**plan.parts, "CUDA context and kernels": OUTSIDE}
+    cards = found.cards()
+    steps = " or ".join(dict.fromkeys(gib(found.step(card.size)) for card in cards))
+    parts = {**found.parts, "CUDA context and kernels": OUTSIDE}
     listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     head = ("card", "holds it", "for keys and values", "tokens", "at once", "members", "context")
     table = [head, *(_cells(card) for card in cards)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
-        f"memory of a GPU, estimated without one: {listed}, a step {steps}",
+        f"memory on a GPU, estimated: {listed}, a step {steps}",
         *("  " + "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in table),
-        f"  at once: completions of {plan.length:,} tokens with their prompts; members: largest population with one "
+        f"  at once: completions of {found.length:,} tokens with their prompts; members: largest population with one "
         f"such completion each; context: tokens per completion with all {work.completions:,} of a generation at once",
-        *([f"  where a card is too small: {plan.serving.advice}"] if any(card.lacks for card in cards) else []),
+        *([f"  where a card is too small: {found.serving.advice}"] if any(card.lacks for card in cards) else []),
     ]
 
 
@@ -174,8 +176,9 @@ def _cells(card: Card) -> tuple[str, ...]:
 
 
 def summary(config: Config, specs: Sequence[TensorSpec], layout: Layout, work: Work) -> str:
-    """Return which cards hold a run, in a few words; empty where that is not estimated."""
-    plan = plan_of(config, specs, layout, work)
-    if plan is None:
+    """Return which GPUs hold a run, to follow a sentence; empty where that is not estimated."""
+    found = card_estimate(config, specs, layout, work)
+    if found is None:
         return ""
-    return ", ".join(f"{card.label}: {f'no ({card.lacks})' if card.lacks else 'yes'}" for card in plan.cards())
+    holding = (f"{card.label} {f'no ({card.lacks})' if card.lacks else 'yes'}" for card in found.cards())
+    return f"; GPUs that hold the run, estimated: {', '.join(holding)}"

@@ -52,5 +52,5 @@ def limit_memory(cap: float | None, device: torch.device) -> None:
         raise ConfigError(
             f"engine.gpu_memory_gib {cap:g}: the GPU has {total / 2**30:.1f} GiB; lower it, or set it to null"
         )
-    indexed = torch.empty(0, device=device).device  # torch refuses a device without an index here
+    indexed = device if ":" in str(device) else torch.cuda.current_device()  # torch requires an index here
     torch.cuda.set_per_process_memory_fraction(for_tensors(cap) / total, indexed)

@@ -54,9 +54,10 @@ def refuse_quantised(config: Config) -> Quantised | None:
     name, engine = config.model.name, config.engine
     if found.form not in engine.quantised:
         others = [other for other, section in ENGINES.items() if other != "ray" and found.form in section.quantised]
+        advice = f"use engine {' or '.join(others)}, or " if others else ""
         raise ModelError(
-            f"model {name} is quantised ({found.words}), which engine {engine.name} does not serve; use engine "
-            f"{' or '.join(others)}, or {FULL_PRECISION}"
+            f"model {name} is quantised ({found.words}), which engine {engine.name} does not serve; {advice}"
+            f"{FULL_PRECISION}"
         )
     if spaces.create(config).evolves_model:
         raise ConfigError(

@@ -108,6 +108,10 @@ class Facts:
     """Whether FIGURE is in the folder of the card."""
     member: Member | None = None
     """Member of a population; None for a mean."""
+    quantised: str = ""
+    """How the base is quantised; empty in full precision."""
+    warning: str = ""
+    """Says that this model was not measured, where the adapter of a quantised base is merged into another one."""
 
 
 def plain(text: object) -> str:
@@ -157,7 +161,7 @@ def card(facts: Facts) -> str:
     versions, hardware = manifest.get("versions", {}), manifest.get("hardware", {})
     named = zip(facts.sizes or (), ("training", "test", "validation"), strict=False)
     hub = facts.base_on_hub or any((file or "").startswith(HUB) for file in config.task.files)
-    base = facts.base if facts.base_on_hub else "FOLDER_OF_THE_BASE"
+    base = facts.base if facts.base_on_hub and not facts.warning else "FOLDER_OF_THE_BASE"
     cores = f"{hardware['cores']} CPU cores" if "cores" in hardware else "not recorded"
     text = to_yaml(config).rstrip()
     saved, alarms = facts.saved or facts.dtype, (found or {}).get("alarms") or {}
@@ -204,7 +208,7 @@ def card(facts: Facts) -> str:
         records=RECORDS,
         command="train" if is_es else "grpo",
         given=manifest.get("task", {}).get("given_as"),
-        moved="" if facts.base == "tiny" else f" --model {base}",
+        moved="" if facts.base == "tiny" and not facts.warning else f" --model {base}",
         # Settings that a run from elsewhere may not choose; the cache with base and data is not known here.
         own=f" --config {RECORDS}/config.yaml" if hub or any(outside.marked(config)) else "",
         lost=Markup("" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=facts.kind == "merged")),
@@ -236,10 +240,12 @@ def _metadata(facts: Facts) -> str:
 def _model_index(facts: Facts) -> dict[str, Any]:
     """Return the measures after training for the hub's listing, with the data set and split of the hub if any.
 
-    A listing shows numbers without text, so results that are not verified, or with an alarm, are left out.
+    A listing shows numbers without text, so results that are not verified, with an alarm, or of another base are left
+    out.
     """
     found = facts.evaluation
-    if found is None or not found.get("verified", True) or (found.get("alarms") or {}).get("verdict"):
+    alarmed = (found or {}).get("alarms") or {}
+    if found is None or facts.warning or not found.get("verified", True) or alarmed.get("verdict"):
         return {}
     task, split = facts.config.task, str(found["split"])
     tested = task.test_data or task.train_data or ""
@@ -286,7 +292,14 @@ def gather(
         evaluation["verified"] = checksums.verify(source.run, checksums.EVALUATION, JOURNAL)
     else:
         evaluation = None  # it is of another mean
-    shown = public(config).task.files
+    shown, trained_on = public(config).task.files, source.quantised
+    if kind == "merged" and trained_on:
+        warning = (
+            f"the merged model was not measured: its adapter was trained on a quantised base ({trained_on}), whose "
+            f"numbers differ from those of {shown_name(source.model)}; evaluate it"
+        )
+    else:
+        warning = ""
     named = zip(("training", "test", "validation"), config.task.files, shown, strict=True)
     return Facts(
         name=name,
@@ -316,6 +329,8 @@ def gather(
         samples=_samples(source.run, samples) if evaluation is not None else (),
         figure=bool(figure(source.run)),
         member=source.population_member,
+        quantised="" if warning else trained_on,
+        warning=warning,
     )
 
 

@@ -12,14 +12,17 @@
 Plain transformers or PEFT gives the greedy tokens of the run (benchmarks/export_parity.py). Weights keep the dtype that
 the run served, or GRPO trained; `dtype` chooses another. A merged weight is W + (alpha / r) B A in float32, rounded
 once, to the base's own dtype (or the served one, if that is narrower): in half precision this can change tokens, since
-base and adapter apart keep more bits.
+base and adapter apart keep more bits. An adapter that was trained on a quantised base is merged only into the model in
+full precision, `model`: another model than the one that was measured, as the card says.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, private_pa
 from evoalign.models.adapters import add
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path, origin, own_dtype
+from evoalign.models.quantised import quantised_of
 from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN
@@ -50,6 +54,7 @@ from evoalign.training.weights import MEMBER
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_SIZE = "5GB"
 SAMPLES = 3
+logger = logging.getLogger("evoalign.export")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,19 @@ def _refuse_form(source: Source, options: _Options) -> None:
     if options.merge and not source.is_adapter:
         how = f"space {source.config.space.name}" if source.log is not None else "grpo.tune full"
         raise ConfigError(f"{source.run} trained the model itself ({how}): leave out --merge")
+    packed = quantised_of(source.model)
+    if options.merge and packed is not None:
+        raise ConfigError(
+            f"model {source.model.name} is quantised ({packed.words}), and a merge would round the adapter of "
+            f"{source.run} away; set --model FOLDER to the full-precision model that it was made from, or leave out "
+            "--merge and serve base and adapter apart"
+        )
     if source.is_adapter and not options.merge:
+        if source.quantised and packed is None:
+            raise ConfigError(
+                f"--model {source.model.name} is not quantised, and {source.run} trained on a quantised base "
+                f"({source.quantised}); name that one, or add --merge"
+            )
         if options.dtype is not None:
             raise ConfigError(
                 f"--dtype {options.dtype} is for whole models, and {source.run} has an adapter; add --merge"
@@ -187,6 +204,8 @@ def _fill(folder: Path, source: Source, to: Path, options: _Options) -> None:
         _copy_records(source, folder / card.RECORDS)
     kind = "adapter" if adapter else "merged" if options.merge else "model"
     facts = card.gather(source, tokens_, kind, options.push or to.name, dtype, records, options.samples)
+    if facts.warning:
+        logger.warning("%s", facts.warning)
     if facts.figure:
         (folder / card.FIGURE).write_bytes(card.figure(source.run))
     (folder / "README.md").write_text(card.card(facts), encoding="utf-8")
@@ -217,15 +236,30 @@ def _whole(source: Source, dtype: str, *, merge: bool) -> Any:
                 parameters[name].copy_(tensor)
         return model
     model = load_whole(model_path(source.model), source.model.revision, served, source.model.name)
-    known = source.model_hash
-    if known is not None and weights_hash(model.named_parameters()) != known:
+    known, state = source.model_hash, checkpoint.load_adapter(source.folder)
+    if source.quantised:  # no other model has the hash of its packed weights
+        _check_shapes(model, state, source)
+    elif known is not None and weights_hash(model.named_parameters()) != known:
         raise ModelError(
             f"model.name {source.model.name} has other weights than the base of {source.run}; set --model FOLDER to "
             "the base that was trained"
         )
     settings = reading.read_object(source.folder / ADAPTER_CONFIG)
-    add(model.float(), checkpoint.load_adapter(source.folder), settings["lora_alpha"] / settings["r"])
+    add(model.float(), state, settings["lora_alpha"] / settings["r"])
     return model.to(wanted)
+
+
+def _check_shapes(model: Any, state: Mapping[str, torch.Tensor], source: Source) -> None:
+    """Raise ModelError where the adapter has factors of a matrix that the model does not have in that shape."""
+    weights = tensors_of(model)
+    for name, a in state.items():
+        module, found, _ = name.partition(".lora_A.")
+        shape = (state[f"{module}.lora_B.weight"].shape[0], a.shape[1]) if found else ()
+        if found and (f"{module}.weight" not in weights or weights[f"{module}.weight"].shape != shape):
+            raise ModelError(
+                f"model {source.model.name} has no {module}.weight of shape {list(shape)}; set --model FOLDER to the "
+                f"model that the quantised base of {source.run} was made from"
+            )
 
 
 def _generation_config(config: Config, tokens_: Tokens) -> Any:

@@ -16,6 +16,7 @@ from evoalign.config import Config, ModelConfig, load, outside, reading
 from evoalign.config.secrets import is_private, public_path
 from evoalign.errors import CheckpointError, ConfigError, ModelError
 from evoalign.models.origin import elsewhere
+from evoalign.models.quantised import quantised_of
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import generation_of, saved_folders
@@ -74,6 +75,12 @@ class Source:
         return (self.manifest.get("engine") or {}).get("model_hash")
 
     @property
+    def quantised(self) -> str:
+        """The quantisation of the base that was trained on, in words; empty for a base in full precision."""
+        found = self.manifest.get("quantised")
+        return str(found.get("words")) if isinstance(found, dict) else ""
+
+    @property
     def is_adapter(self) -> bool:
         return (self.folder / ADAPTER_CONFIG).is_file()
 
@@ -92,6 +99,8 @@ def opened(
             pass
     own, manifest = load([run / "config.yaml"]), read_json(run / "manifest.json") or {}
     base = own.model if model is None else elsewhere(own.model, model)
+    is_merge_elsewhere = "quantised" in manifest and quantised_of(base) is None
+    trained_on = None if is_merge_elsewhere else model  # a rebuild needs the base that was trained on
     if model is None:
         outside.refuse(own, run, "say where its model is with --model", skip=(*outside.REPLAY_SKIPS, "space"))
     refuse_edited(run, own)
@@ -103,7 +112,7 @@ def opened(
             raise ConfigError(f"--member {member} needs --generation")
         log = journal.read(run / "journal.jsonl").whole(generation)
         with files.scratch(temporary):
-            mark = save_member(log, temporary / "member", generation, member, model)
+            mark = save_member(log, temporary / "member", generation, member, trained_on)
             yield Source(run, own, base, log, temporary / "member", mark, manifest, member)
         return
     folder = next((f for f in reversed(saved) if generation is None or generation_of(f) == generation), None)
@@ -127,7 +136,7 @@ def opened(
         return
     with files.scratch(temporary):
         rebuilt = temporary / "mean"
-        replay(run, generation=generation, to=rebuilt, model=model)
+        replay(run, generation=generation, to=rebuilt, model=trained_on)
         yield Source(run, own, base, log, rebuilt, _verified(rebuilt, log), manifest)
 
 

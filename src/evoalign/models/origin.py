@@ -29,6 +29,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,7 @@ from evoalign.config.secrets import public_path
 from evoalign.errors import DataError, EvoalignError, ModelError, RunExistsError, plain, shown
 from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, put_into, weights_of
 from evoalign.models.files import LOADING, find, load_whole, place, read_settings, refuse_hooks, why_not
+from evoalign.models.forms import Quantised, quantised
 from evoalign.rundir import checkpoint, files
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
@@ -79,7 +81,8 @@ class Origin:
     """A model, as a folder or a hub name, and the adapters that are merged into it, in order.
 
     `tokenizer` is the place of the tokenizer's files and its revision: those of the last adapter that has any.
-    `sources` describe how the model was found; empty for a plain model.
+    `sources` describe how the model was found; empty for a plain model. `trained_on` describes the quantised base that
+    an adapter names where `model.base` takes its place.
     """
 
     base: str
@@ -87,11 +90,28 @@ class Origin:
     tokenizer: tuple[str, str | None]
     adapters: tuple[Path, ...] = ()
     sources: tuple[Source, ...] = ()
+    trained_on: str = ""
 
 
 def origin(config: ModelConfig) -> Origin:
     """Resolve a model from a few small files. Raises ModelError, CheckpointError, ConfigError."""
-    return _origin(config.name, config.revision, config.base, 0)
+    found = _origin(config.name, config.revision, config.base, 0)
+    packed = _packed(found.base, found.revision) if found.adapters else None
+    if packed is not None:
+        raise ModelError(
+            f"model {config.name} is an adapter over {found.base}, which is quantised ({packed.words}), and merging "
+            "would round the adapter away; set model.base to the model that was quantised, in bfloat16 or float16"
+        )
+    return found
+
+
+def _packed(path: str, revision: str | None) -> Quantised | None:
+    """Return how a model is quantised; None where it is not, or has no config.json. Raises ModelError."""
+    try:
+        file = find(path, "config.json", revision)
+    except (OSError, ValueError):  # not the name of a model: loading it reports that
+        return None
+    return None if file is None else quantised(path, read_settings(path, file))
 
 
 def model_path(config: ModelConfig) -> str:
@@ -126,21 +146,32 @@ def lines(config: ModelConfig) -> list[str]:
         return [f"warning: model.base {config.base} is not used: model.name {config.name} is not an adapter"]
     sources = "; ".join(part.words() for part in found.sources)
     if not found.adapters:
-        return [f"start: {sources}"] if sources else []
+        packed = _packed(found.base, found.revision)
+        kept = [] if packed is None else [f"base: quantised, {packed.words}; its weights stay as they are"]
+        return [*([f"start: {sources}"] if sources else []), *kept]
+    other = (
+        f"warning: the adapter was trained on a quantised base ({found.trained_on}), whose numbers differ from those "
+        f"of {found.base}: the start was not measured; compare its evaluation with the adapter's"
+    )
     return [
         f"start: {sources}: merged into {found.base} in float32 and kept in "
-        f"{folder_of(found, config.dtype)}; the run starts from the merged model"
+        f"{folder_of(found, config.dtype)}; the run starts from the merged model",
+        *([other] if found.trained_on else []),
     ]
 
 
 def record(config: ModelConfig) -> dict[str, Any]:
-    """Return the entry of a run's manifest about its start; empty for a plain model.
+    """Return the entries of a run's manifest about its start and its quantised base; empty for a plain model.
 
     Folders of this machine are given by their last part, as on a model card.
     """
     found = origin(config)
     merged = [part.words(public_path(part.name)) for part in found.sources]
-    return {"start": {"base": public_path(found.base), "merged": merged}} if merged else {}
+    packed = None if found.adapters else _packed(found.base, found.revision)
+    return {
+        **({"start": {"base": public_path(found.base), "merged": merged}} if merged else {}),
+        **({} if packed is None else {"quantised": {**packed.record(), "words": packed.words}}),
+    }
 
 
 def elsewhere(config: ModelConfig, name: str) -> ModelConfig:
@@ -212,7 +243,10 @@ def _over(name: str, adapter: Path, tokenizer: tuple[str, str | None] | None, ba
 def _below(name: str, who: str, base: str | None, model: ModelConfig, depth: int) -> Origin:
     """Resolve the model below an adapter: `base` if set, else the one that its files name."""
     if base is not None:
-        return _origin(base, None, None, depth + 1)
+        packed = None
+        with suppress(EvoalignError, OSError):  # the model that is replaced need not exist
+            packed = _packed(model.name, None) if Path(model.name).is_dir() else None
+        return replace(_origin(base, None, None, depth + 1), trained_on="" if packed is None else packed.words)
     try:
         return _origin(model.name, model.revision, model.base, depth + 1)
     except EvoalignError as error:

@@ -118,6 +118,7 @@ def _load_4bit(
     for module in loaded[0].modules():
         if hasattr(module, "compute_type_is_set"):  # Linear4bit
             module.compute_dtype, module.compute_type_is_set = dtype, True
+            module.weight.quant_state.dtype = dtype  # that of its weights when they are multiplied
             module.support_avx512bf16_for_cpu = False  # another layout, in bfloat16
     for parameter in loaded[0].parameters():
         if parameter.is_floating_point():

@@ -20,6 +20,7 @@ from evoalign.config import Config
 from evoalign.cost import budget, cards, estimate
 from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines import Engine
+from evoalign.engines.gpu import for_tensors
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
 from evoalign.rollouts import typical
@@ -303,10 +304,9 @@ def check_memory(case: Case) -> Finding:
         wanted = estimate.memory(config, specs, layout, dtype)
         own = wanted.own
         detail, fix = estimate.memory_words(wanted, free), estimate.lighter(config, specs, layout, dtype)
-        task, data = need(case.task, "task"), need(case.data, "task")
-        work = heading.work_of(config, task, data, heading.largest_batch(config, task, data))
-        if fitting := cards.summary(config, specs, layout, work):
-            detail += f"; estimated for GPUs of {fitting}"
+        if case.task is not None and case.data is not None:
+            work = heading.work_of(config, case.task, case.data, heading.largest_batch(config, case.task, case.data))
+            detail += cards.summary(config, specs, layout, work)
     if free is None:
         return Finding("memory", "ok", detail)
     spare = free - wanted.kept
@@ -329,7 +329,11 @@ def free_memory(config: Config) -> int | None:
     if engine.devices > 1:
         used = min(engine.devices, torch.cuda.device_count())
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(used))
-    return torch.cuda.mem_get_info("cuda" if engine.where == "auto" else engine.where)[0]
+    free, serving = (
+        torch.cuda.mem_get_info("cuda" if engine.where == "auto" else engine.where)[0],
+        engine.serving(config),
+    )
+    return free if serving is None or serving.cap is None else min(free, int(for_tensors(serving.cap)))
 
 
 def check_disk(case: Case) -> Finding:

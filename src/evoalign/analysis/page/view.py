@@ -149,6 +149,7 @@ class Manifest(runs.Manifest):
     versions: dict[str, str] = Field(default_factory=dict[str, str])
     git: dict[str, str | bool] | None = None
     engine: dict[str, Any] = Field(default_factory=dict[str, Any])
+    quantised: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
 class Budget(runs.Plain):
@@ -258,7 +259,10 @@ def about(config: Config, manifest: Manifest) -> dict[str, str]:
     """Return facts about the run."""
     given = manifest.task.get("given_as")
     found = {"task": f"{config.task.name}{f' ({given} given as a Python object)' if given else ''}"}
-    found |= {"model": config.model.name, "engine": config.engine.name, "seed": str(config.seed)}
+    found |= {"model": config.model.name}
+    if manifest.quantised:
+        found["base"] = shorten(f"quantised, {manifest.quantised.get('words')}", MOST_LETTERS)
+    found |= {"engine": config.engine.name, "seed": str(config.seed)}
     return found | ({"space": config.space.name} if config.es_ is not None else {})
 
 

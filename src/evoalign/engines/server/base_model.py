@@ -13,8 +13,11 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.base import Completion
 from evoalign.engines.hash import weights_hash
-from evoalign.engines.specs import mean_abs, specs_of, specs_of_config, without_experts
+from evoalign.engines.specs import mean_abs, refuse_quantised, specs_of, specs_of_config, without_experts
 from evoalign.engines.transformers.engine import load_model
+from evoalign.models.files import refuse_pickles
+from evoalign.models.origin import model_path
+from evoalign.models.quantised import files_hash
 from evoalign.types import TensorSpec
 
 PROBES = (
@@ -36,7 +39,10 @@ of float16. Noise of 3 % of the mean weight moves the tiny model's by 0.04 to 0.
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """`model` is the transformers model, None for dummy weights; `hash` the `weights_hash` of its `parameters`."""
+    """`model` is the transformers model; None for dummy weights, and for a quantised base that nothing compares.
+
+    `hash` is the `weights_hash` of its `parameters`, or that of a quantised base's files.
+    """
 
     model: Any
     parameters: dict[str, torch.Tensor]
@@ -58,11 +64,19 @@ class BaseModel:
         return sum(abs(a - b) for a, b in zip(ours, completion.logprobs or (), strict=True)) / len(ours)
 
 
-def load_base(config: Config, dtype: torch.dtype, *, dummy: bool) -> BaseModel:
-    """Load the base model on the CPU; for `dummy` weights only names and shapes. Raises ModelError."""
+def load_base(config: Config, dtype: torch.dtype, *, dummy: bool, compared: bool = True) -> BaseModel:
+    """Load the base model on the CPU; for `dummy` weights only names and shapes. Raises ModelError, ConfigError.
+
+    A quantised base is read as numbers only if it is `compared` with a running server.
+    """
     if dummy:
         specs = specs_of_config(config)
         return BaseModel(None, {}, specs, weights_hash((s.name, torch.zeros(0)) for s in specs))
+    if refuse_quantised(config) is not None:
+        path, revision = model_path(config.model), config.model.revision
+        refuse_pickles(path, revision)
+        digest = files_hash(path, revision, config.model.name)
+        return BaseModel(load_model(config.model, dtype) if compared else None, {}, specs_of_config(config), digest)
     model = load_model(config.model, dtype)
     parameters = {name: p.data for name, p in model.named_parameters()}
     return BaseModel(model, parameters, without_experts(specs_of(model, mean_abs)), weights_hash(parameters.items()))

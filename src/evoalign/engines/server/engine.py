@@ -85,7 +85,8 @@ class ServerEngine(KeepsMean):
         )
         if self.connection.is_ours:
             refuse_missing(self._settings.serves, self.name, self._settings.python, self.module)
-        base = load_base(config, self._dtype, dummy=getattr(config.engine, "load_format", None) == "dummy")
+        dummy = getattr(config.engine, "load_format", None) == "dummy"
+        base = load_base(config, self._dtype, dummy=dummy, compared=not self.connection.is_ours)
         self._parameters, self._specs, self._model_hash = base.parameters, base.specs, base.hash
         self._vocabulary = max((t.shape[0] for t in base.specs if t.kind == "embedding"), default=2**31)
         try:

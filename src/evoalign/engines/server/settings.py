@@ -68,6 +68,7 @@ class ServerSettings(EngineSettings):
     resources |= {"tensor_parallel_size", "memory_fraction", "context_length", "max_running", "members"}
     resources |= {"adapter_folder", "concurrency", "batch", "start_timeout", "timeout", "restarts"}
     lighter = "use space lora, or set engine.mean_device cpu"
+    quantised = frozenset({"awq", "gptq", "pack-quantized"})
     serves: ClassVar[str] = ""
     """The server's name in messages."""
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from pydantic import Field, model_validator
@@ -23,6 +23,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks for which vLLM can allocate slots."""
 KERNEL_RANK = 16
 """Highest rank that the population kernels support."""
+SMALL = (8, 32, 64, 128, 256)
+"""Sizes of small batches for which a CUDA graph is captured."""
 
 
 class VllmConfig(EngineSettings):
@@ -136,7 +138,6 @@ class VllmConfig(EngineSettings):
 
     def serving(self, config: Config) -> Serving:
         from evoalign import spaces
-        from evoalign.engines.vllm.start import graph_sizes
 
         is_adapter = spaces.create(config).carrier == "adapter"
         sizes = [] if self.enforce_eager else graph_sizes(self.max_num_seqs)
@@ -178,3 +179,13 @@ def slot_rank(rank: int) -> int:
     if found is None:
         raise ConfigError(f"rank {rank}: engine vllm supports adapters of rank {RANKS[-1]} at most; lower it")
     return found
+
+
+def graph_sizes(most: int, rows: Iterable[int] = ()) -> list[int]:
+    """Return the batch sizes to capture; each is captured twice at the start, with members and without.
+
+    A step is padded to the next size. Up to 256 rows the time is that of reading the weights, so that padding costs
+    little; above, at most half of the rows are padding. `rows` are sizes of whole batches, which then need none.
+    """
+    grid = (n for k in range(most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n in SMALL or n > max(SMALL))
+    return sorted({n for n in (*grid, *rows, most) if n <= most})

@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from evoalign.config import Config
 from evoalign.engines.gpu import OUTSIDE, for_tensors, limit_memory, step_tokens
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.insides import check, check_version
-from evoalign.engines.vllm.settings import KERNEL_RANK, settings_of, slot_rank
+from evoalign.engines.vllm.settings import KERNEL_RANK, graph_sizes, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.files import refuse_pickles, why_not
 from evoalign.models.layers import key_heads, layers_of
@@ -29,8 +28,6 @@ from evoalign.types import TensorSpec
 
 VOCABULARY = 64
 """vLLM pads the vocabulary to a multiple of this."""
-SMALL = (8, 32, 64, 128, 256)
-"""Sizes of small batches for which a CUDA graph is captured."""
 CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
@@ -166,16 +163,6 @@ def _graphs(config: Config) -> dict[str, Any]:
         rows = {members * config.task.asked(prompts)}
     sizes = graph_sizes(settings.max_num_seqs, rows)
     return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-
-
-def graph_sizes(most: int, rows: Iterable[int] = ()) -> list[int]:
-    """Return the batch sizes to capture; each is captured twice at the start, with members and without.
-
-    A step is padded to the next size. Up to 256 rows the time is that of reading the weights, so that padding costs
-    little; above, at most half of the rows are padding. `rows` are sizes of whole batches, which then need none.
-    """
-    grid = (n for k in range(most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n in SMALL or n > max(SMALL))
-    return sorted({n for n in (*grid, *rows, most) if n <= most})
 
 
 def _memory(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:

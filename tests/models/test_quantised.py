@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised bases in this process: their numbers, what is refused, and a run on one."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import PROMPTS, Bench, build, make_config, requests
+from quantised_models import CASES, quantise
+from safetensors.torch import load_file, save_file
+from small_runs import UNCHECKED, told_by
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import evoalign
+from evoalign import engines, tokens
+from evoalign.engines.specs import specs_of_config
+from evoalign.errors import ConfigError, ModelError
+from evoalign.models import unpack
+from evoalign.models.files import INDEX, MODEL, load_whole
+from evoalign.models.quantised import files_hash
+from evoalign.rundir import journal
+from evoalign.types import Sampling
+
+FORMS = {case.partition(",")[0] for case in CASES}
+Q = "model.layers.1.mlp.up_proj."
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return build("llama", tmp_path_factory.mktemp("whole") / "model")
+
+
+@pytest.fixture
+def made(source, tmp_path):
+    """Return a function that quantises the model: its folder and its weights."""
+
+    def make(case: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        return tmp_path / "packed", quantise(case, source, tmp_path / "packed")
+
+    return make
+
+
+def change(folder: Path, tensors=(), **settings) -> None:
+    """Replace tensors, None removes one, and settings of the quantization_config."""
+    found = load_file(folder / MODEL) | dict(tensors)
+    save_file({k: t for k, t in found.items() if t is not None}, folder / MODEL, metadata={"format": "pt"})
+    tree = json.loads((folder / "config.json").read_text())
+    tree["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(tree))
+
+
+def load(folder: Path, dtype=torch.float32):
+    return load_whole(str(folder), None, dtype, "mine")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_read_to_the_bit(case, made):
+    folder, wanted = made(case)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(folder, dtype)
+        found = dict(model.named_parameters())
+        assert found.keys() == wanted.keys() and model.dtype == dtype
+        assert [n for n in wanted if not torch.equal(found[n], wanted[n].to(dtype))] == []
+        assert all(p.is_contiguous() for p in found.values()) and not hasattr(model.config, "quantization_config")
+
+
+def test_every_form_of_the_engine_is_tested():
+    assert make_config().engine.quantised == FORMS == unpack.FORMS
+
+
+def test_experts_of_a_mixture_are_read(tmp_path):
+    source = build("qwen3_moe", tmp_path / "whole")
+    wanted = quantise("pack-quantized, 4 bits", source, tmp_path / "packed")
+    found = load(tmp_path / "packed").model.layers[1].mlp.experts
+    for part, rows in (("gate_proj", slice(0, 16)), ("up_proj", slice(16, 32))):
+        assert torch.equal(found.gate_up_proj[3, rows], wanted[f"model.layers.1.mlp.experts.3.{part}.weight"])
+
+
+WORD = torch.zeros(5, 5, dtype=torch.int32)
+DAMAGES = {
+    "no scale": ("pack-quantized, 4 bits", {"weight_scale": None}, rf"lack {Q}weight_scale"),
+    "no shape": ("pack-quantized, 4 bits", {"weight_shape": None}, rf"lack {Q}weight_shape"),
+    "another shape": ("pack-quantized, 4 bits", {"weight_shape": torch.tensor([48, 40])}, r"weight_packed' of shape"),
+    "words of floats": ("pack-quantized, 4 bits", {"weight_packed": torch.zeros(48, 4)}, r"weight_packed' in F32"),
+    "no zero points": ("pack-quantized, 4 bits, asymmetric", {"weight_zero_point": None}, "lack .*zero_point"),
+    "groups": ("pack-quantized, 4 bits", {"weight_scale": torch.ones(48, 3)}, "3 groups for 32 columns"),
+    "order": ("gptq, act order", {"g_idx": torch.full((32,), 2, dtype=torch.int32)}, "groups that are none of its 2"),
+    "no order": ("gptq, act order", {"g_idx": None}, "lack .*g_idx"),
+    "zero point of 16": ("gptq, 4 bits", {"qzeros": torch.full((2, 6), -1, dtype=torch.int32)}, "zero point of 16"),
+    "zeros of awq": ("awq", {"qzeros": WORD}, r"qzeros' of shape \(5, 5\) instead of \(2, 6\)"),
+    "words of awq": ("awq", {"qweight": WORD}, r"scales' of shape \(2, 48\) instead of \(2, 40\)"),
+    "blocks": ("fp8, blocks", {"weight_scale_inv": torch.ones(2, 2)}, r"of shape \(2, 2\) instead of \(3, 1\)"),
+    "fp8 without scale": ("fp8, tensor", {"weight_scale": None}, "weight' in F8_E4M3"),
+    "another weight": ("awq", dict.fromkeys(("qweight", "qzeros", "scales")), rf"files lack {Q}weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(name, made):
+    case, parts, message = DAMAGES[name]
+    folder, _ = made(case)
+    change(folder, {Q + part: tensor for part, tensor in parts.items()})
+    with pytest.raises(ModelError, match=message) as caught:
+        load(folder)
+    assert str(caught.value).isprintable()
+
+
+FIRST = "pack-quantized, 4 bits"
+SETTINGS = {
+    "bits 3": ("gptq, 4 bits", {"bits": 3}),
+    "checkpoint_format 'marlin'": ("gptq, 4 bits", {"checkpoint_format": "marlin"}),
+    "dynamic": ("gptq, 4 bits", {"dynamic": {"-:x": {}}}),
+    "version 'gemv'": ("awq", {"version": "GEMV"}),
+    "transform_config": (FIRST, {"transform_config": {"config_groups": {"R1": {}}}}),
+    "sparsity_config 'sparse-24-bitmask'": (FIRST, {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+    "num_bits 3": (FIRST, {"config_groups": {"a": {"format": "pack-quantized", "weights": {"num_bits": 3}}}}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_packing_that_is_not_read_is_refused(setting, made):
+    case, settings = SETTINGS[setting]
+    folder, _ = made(case)
+    change(folder, **settings)
+    with pytest.raises(
+        ModelError, match=rf"with {setting}.*, which is not read here; use engine vllm, or set"
+    ) as caught:
+        load(folder)
+    assert str(caught.value).isprintable()
+
+
+def test_spaces_that_move_weights_and_the_width_by_weights_are_refused(made):
+    folder, _ = made("awq")
+    configs = [make_config(folder, space) for space in ("full", "lowrank", "norms")]
+    configs.append(make_config(folder, es={"noise_multiplier": 0.1}))
+    for config in configs:
+        for read in (specs_of_config, lambda c: engines.create(c, tokens.load(c.model))):
+            with pytest.raises(ConfigError, match=r"is quantised \(AWQ, 4 bits, groups of 16\)"):
+                read(config)
+
+
+def test_noise_is_that_of_the_base_in_full_precision(source, made):
+    folder, _ = made("gptq, 4 bits")
+    with Bench(make_config(source)) as plain, Bench(make_config(folder)) as packed:
+        assert packed.layout == plain.layout
+        plan, shown = plain.plan(), []
+        for bench in (plain, packed):
+            bench.move()
+            mean = dict(bench.engine.state())
+            adapters = [
+                bench.space.adapter(bench.layout, m, mean.__getitem__, plan, plan.members[:3])
+                for m in bench.layout.modules
+            ]
+            shown.append([t for a in adapters if a is not None for t in (a.a, a.b)] + list(mean.values()))
+        assert all(map(torch.equal, *shown)) and len(shown[0]) > 20
+
+
+def test_a_run_is_replayed_and_resumed_to_the_bit(made, tmp_path):
+    folder, _ = made("pack-quantized, 4 bits, asymmetric")
+    tree = {
+        "output_dir": str(tmp_path / "whole"), "seed": 5, "space": "lora", "model": {"name": str(folder)},
+        "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 2, "population_size": 4},
+        "task": {"name": "conciseness", "batch_size": 2}, "checkpoint": {"every": 1}, "checks": UNCHECKED,
+        "evaluation": {"max_tokens": 4}, "sampling": {"max_tokens": 4},
+    }  # fmt: skip
+    assert "compressed-tensors, packed integers, 4 bits" in told_by(tree)
+    halted = {**tree, "output_dir": str(tmp_path / "halted")}
+    told_by({**halted, "es": {**tree["es"], "num_generations": 1}})
+    told_by(halted, resume=True)
+    whole, resumed = (journal.read(tmp_path / name / "journal.jsonl") for name in ("whole", "halted"))
+    assert whole.header.model_hash == files_hash(str(folder), None, "mine")
+    assert len({g.weights_hash for g in whole.generations} | {whole.header.weights_hash}) == 3
+    assert [g.weights_hash for g in resumed.generations] == [g.weights_hash for g in whole.generations]
+    assert evoalign.replay(tmp_path / "whole") == whole.generations[-1].weights_hash
+
+
+def test_files_hash_depends_on_tensors_alone(made, tmp_path):
+    folder, _ = made("awq")
+    whole = load_file(folder / MODEL)
+    first = files_hash(str(folder), None, "mine")
+    parts = [{k: t for i, (k, t) in enumerate(whole.items()) if i % 2 == n} for n in range(2)]
+    (folder / MODEL).unlink()
+    for n, part in enumerate(parts):
+        save_file(part, folder / f"{n}.safetensors")
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {k: f"{n}.safetensors" for n, p in enumerate(parts) for k in p}})
+    )
+    assert files_hash(str(folder), None, "mine") == first
+    whole[Q + "scales"].view(torch.int16)[0, 0] ^= 1
+    save_file(whole, folder / MODEL)
+    assert files_hash(str(folder), None, "mine") != first
+
+
+@pytest.fixture(scope="module")
+def four_bits(source, tmp_path_factory) -> Path:
+    """The model in NF4 with packed scales, made by bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path_factory.mktemp("four_bits") / "model"
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="bfloat16"
+    )
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=how, dtype="bfloat16", device_map="cpu")
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / file, folder)
+    return folder
+
+
+def test_weights_of_bitsandbytes_stay_packed(source, four_bits):
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    asked = requests(PROMPTS["apart"], Sampling(6, temperature=0.0))
+    with Bench(make_config(source)) as plain, Bench(make_config(four_bits)) as packed:
+        assert [replace(spec, mean_abs=None) for spec in plain.engine.specs()] == [
+            replace(spec, mean_abs=None) for spec in packed.engine.specs()
+        ]
+        assert {s.name for s in packed.engine.specs() if s.mean_abs is None} == set(packed.layout.modules)
+        linears = {f"{n}.weight": m for n, m in packed.model.named_modules() if isinstance(m, Linear4bit)}
+        assert linears.keys() == set(packed.layout.modules) and "stay packed" in packed.facts.note
+        for name, weight in plain.model.named_parameters():
+            own = packed.model.get_parameter(name)
+            weight.data.copy_(dequantize_4bit(own.data, own.quant_state) if name in linears else own)
+        plain.move(), packed.move()
+        texts = [{key: r.token_ids for key, r in b.ask(b.plan(), asked).items()} for b in (plain, packed)]
+        assert texts[0] == texts[1] and len(set(texts[0].values())) > 30
+
+
+def test_bitsandbytes_is_named_if_it_is_not_installed(made, monkeypatch):
+    folder, _ = made("bitsandbytes, 8 bits")
+    change(folder, load_in_8bit=False, load_in_4bit=True)
+    monkeypatch.setattr(unpack, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r'not installed: pip install "evoalign\[bitsandbytes\]"'):
+        load(folder)
