@@ -22,6 +22,8 @@ from evoalign.types import TensorKind, TensorSpec
 
 DIRECT = frozenset({"LongcatFlashTopkRouter"})
 """Classes that use the weight of their nn.Linear without calling it, so that an adapter on it has no effect."""
+PIECE = 1 << 26
+"""Numbers of a tensor that are looked at together."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -78,8 +80,12 @@ def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def mean_abs(tensor: torch.Tensor) -> float:
-    """Return the mean of |W| in float64, by a sum: the mean of vLLM's batch-invariant mode refuses float64."""
-    return float(tensor.abs().sum(dtype=torch.float64)) / tensor.numel()
+    """Return the mean of |W| in float64, by a sum: the mean of vLLM's batch-invariant mode refuses float64.
+
+    In pieces, since vLLM leaves no memory for a copy of a large matrix.
+    """
+    pieces = tensor.split(max(1, PIECE // max(1, tensor[:1].numel()))) if tensor.dim() else (tensor,)
+    return sum(float(piece.abs().sum(dtype=torch.float64)) for piece in pieces) / tensor.numel()
 
 
 def refuse_not_finite(specs: Iterable[TensorSpec]) -> None:
