@@ -4,6 +4,8 @@
     python benchmarks/small_card.py                                               32B shape, W4A16, within 23.5 GiB
     python benchmarks/small_card.py --shape heads --members 4 --prompts 2 --tokens 8      CPU: no limit
 
+    python benchmarks/small_card.py --shape 14b --rank 8 --plan                   its memory by the dry run: no GPU
+
 Writes a model of random packed weights (as files: 19 GB for the 32B shape), and trains it with `evoalign train`, space
 `lora`, on Countdown with engine vllm and `engine.gpu_memory_gib`. Meanwhile the driver's memory of the whole process is
 read every 50 ms. The rewards of a random model mean nothing.
@@ -50,31 +52,42 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--generations", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=64, help="completions at once, at most")
+    parser.add_argument("--plan", action="store_true", help="only say what fits, for a model that is not written")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "evoalign_models")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the run")
     parser.add_argument("--json", dest="file", default="runs/small_card.jsonl")
     options = parser.parse_args()
-    if not v.apart(v.random_model, options.shape, options.models, "w4a16", limit=600):  # its context takes memory
+    if options.plan:
+        options.models.mkdir(exist_ok=True)
+        model = v.model_folder(options.shape, options.models, "w4a16")
+    elif v.apart(v.random_model, options.shape, options.models, "w4a16", limit=600):  # its context takes memory
+        model = str(options.models / f"random-{options.shape}-w4a16")
+    else:
         raise SystemExit("no model was made: see above")
-    model = str(options.models / f"random-{options.shape}-w4a16")
     with tempfile.TemporaryDirectory(prefix="evoalign_") as folder:
         run, began, seen = Path(folder) / "run", time.perf_counter(), list[float]()
         length = {"max_tokens": options.tokens}
-        card = {"gpu_memory_gib": options.gib} if v.has_gpu() else {"kv_cache_gib": 0.25}
+        on_gpu = {"gpu_memory_gib": options.gib} | ({"load_format": "dummy"} if options.plan else {})
+        card = on_gpu if options.plan or v.has_gpu() else {"kv_cache_gib": 0.25}
         tree = {
-            "model": {"name": model, "dtype": "bfloat16"}, "space": "lora", "lora": {"rank": 1}, "output_dir": str(run),
+            "model": {"name": model, "dtype": "bfloat16"}, "output_dir": str(run),
+            "space": "lora", "lora": {"rank": options.rank},
             "es": {"sigma": 0.001, "population_size": options.members, "num_generations": options.generations},
             "task": {"name": "countdown", "batch_size": options.prompts, "test_size": options.members},
             "sampling": length, "evaluation": length, "checks": {"placebo": 0},
             "engine": {
-                "name": "vllm", "max_model_len": options.context, "max_num_seqs": 64, "max_num_batched_tokens": 2048,
-                "gpu_memory_utilization": 0.95, **card,
+                "name": "vllm", "max_model_len": options.context, "max_num_seqs": options.rows,
+                "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.95, **card,
             },
         }  # fmt: skip
         config = Path(folder) / "config.yaml"
         config.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
         given = (part for one in options.set for part in ("--set", one))
         command = [sys.executable, "-m", "evoalign.cli", "train", str(config), *given]
+        if options.plan:
+            raise SystemExit(subprocess.run([*command, "--dry-run"], check=False).returncode)
         with subprocess.Popen(command) as process:
             watching = threading.Thread(target=watch, args=(process, seen))
             watching.start()

@@ -52,11 +52,21 @@ for _name, _value in {
 
 QWEN = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "max_position_embeddings": 32768}
 SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen2.5-32B, 7B, 1.5B and 0.5B, Qwen3-30B-A3B, a mixture; one as wide as SmolLM2-135M; the shipped tiny model; a
-    # small one with four key-value heads, to split over GPUs.
+    # Qwen2.5-32B, 7B, 1.5B and 0.5B, Qwen3-14B and 8B; Qwen3-30B-A3B, a mixture; one as wide as SmolLM2-135M; the
+    # shipped tiny model; a small one with four key-value heads, to split over GPUs.
     "32b": QWEN | {
         "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
         "intermediate_size": 27648, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "14b": QWEN | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_size": 5120,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 17408,
+        "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "8b": QWEN | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_size": 4096,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288,
+        "vocab_size": 151936, "tie_word_embeddings": False,
     },
     "30b-a3b": QWEN | {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
