@@ -8,10 +8,12 @@ import pytest
 import replicated
 import torch
 import vllm
+from families import build
 from served import SPACES, answers, config
 
 import evoalign
 from evoalign import engines, tokens
+from evoalign.config import ModelConfig
 from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.errors import ModelError
 from evoalign.kernels import compiled
@@ -73,6 +75,12 @@ def test_preempted_and_queued_rows_keep_their_members():
             counts.append(len(count))
     assert counts[1] > 0
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_mixture_on_a_cpu_is_refused(tmp_path):
+    made = config("lora").model_copy(update={"model": ModelConfig(name=str(build("qwen3_moe", tmp_path / "mixture")))})
+    with pytest.raises(ModelError, match=r"mixture of experts, .* GPU"), contract.started(VllmEngine, made):
+        pass
 
 
 @pytest.mark.releases

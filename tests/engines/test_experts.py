@@ -95,12 +95,18 @@ def test_left_out_names_tensors_with_the_reason(family, space, engine, told, fol
     assert ("experts." in line.partition("; not:")[0]) == (told is None or "outside" in told) or family == "gpt_oss"
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_vllm_refuses_a_mixture_before_it_starts(space, folders):
+def test_vllm_refuses_dense_members_of_a_mixture_before_it_starts(folders):
     """It must not load the model first."""
-    config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
+    config = make_config(folders["mixtral"], "full", engine={"name": "vllm"})
     with pytest.raises(ModelError, match=r"\(mixtral\) is a mixture of experts, .* vllm .* engine transformers"):
         specs_of_config(config)
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+def test_vllm_leaves_the_experts_out(space, folders):
+    config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
+    modules = spaces.create(config).layout(specs_of_config(config), torch.bfloat16).modules
+    assert modules and all(".self_attn." in module for module in modules)
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -48,6 +48,11 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     if not on_cpu:
         _check_invariance(deterministic)
     specs = specs_of_config(config)
+    if on_cpu and any(".experts." in spec.name for spec in specs):
+        raise ModelError(
+            f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
+            "engine transformers"
+        )
     if deterministic and not on_cpu and (packed := quantised_of(config.model)):
         raise ConfigError(
             f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
