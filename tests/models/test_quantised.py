@@ -16,10 +16,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import evoalign
 from evoalign import engines, tokens
+from evoalign.config import ModelConfig
+from evoalign.engines import weights_hash
 from evoalign.engines.specs import specs_of_config
+from evoalign.engines.transformers.engine import is_base, load_model
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models import unpack
 from evoalign.models.files import INDEX, MODEL, load_whole
+from evoalign.models.origin import described
 from evoalign.models.quantised import files_hash
 from evoalign.rundir import journal
 from evoalign.types import Sampling
@@ -235,3 +239,13 @@ def test_bitsandbytes_is_named_if_it_is_not_installed(made, monkeypatch):
     monkeypatch.setattr(unpack, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r'not installed: pip install "evoalign\[bitsandbytes\]"'):
         load(folder)
+
+
+def test_a_base_is_known_by_its_weights_or_its_files():
+    config = ModelConfig(name="tiny")
+    model = load_model(config, torch.float32)
+    by_files = files_hash(*described(config), "tiny")
+    assert is_base(weights_hash(model.named_parameters()), config, model) and is_base(by_files, config, model)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    assert not is_base(weights_hash(load_model(config, torch.float32).named_parameters()), config, model)

@@ -110,7 +110,7 @@ def measure(targets: Sequence[str], settings: Settings, config: Config | None) -
     import torch
 
     from evoalign.engines.specs import mean_abs, specs_of
-    from evoalign.engines.transformers.engine import dtype_on, load_model, model_hash
+    from evoalign.engines.transformers.engine import dtype_on, is_base, load_model
     from evoalign.models.tensors import tensors_of
     from evoalign.rundir.method import method_of
     from evoalign.training.replay import config_of, log_of
@@ -132,14 +132,13 @@ def measure(targets: Sequence[str], settings: Settings, config: Config | None) -
             )
     model = load_model(model_config, dtype_on(model_config, torch.device("cpu")))
     base, specs = tensors_of(model), specs_of(model, mean_abs)
-    digest = model_hash(model_config, model)
     watching.count(len(targets) * (1 + settings.placebos))
     walks: list[Walk] = []
     for name, log in logs.items():
         whole = log.whole()
         if not whole.sealed:
             raise JournalError(f"{whole.path} has no complete generation yet")
-        if whole.header.model_hash != digest:
+        if not is_base(whole.header.model_hash, model_config, model):
             raise ResumeError(
                 f"{name} was made with other base weights, or in another dtype ({whole.header.dtype}), than the loaded "
                 "model; set the model and dtype of the run with --config"

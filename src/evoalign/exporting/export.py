@@ -33,7 +33,6 @@ from evoalign import tokens
 from evoalign.config import FORMAT_VERSION, Config, ModelConfig, reading, to_yaml
 from evoalign.config.joint import Chosen, likeliest
 from evoalign.config.run import TrackingConfig
-from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
 from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, private_paths, rounding, shown_name
@@ -226,6 +225,8 @@ def _dtype(source: Source, options: _Options) -> str:
 @torch.no_grad()
 def _whole(source: Source, dtype: str, *, merge: bool) -> Any:
     """Return the whole model in host memory; each weight is formed in float32 and rounded once. Raises ModelError."""
+    from evoalign.engines.transformers.engine import is_base
+
     served, wanted = getattr(torch, source.dtype), getattr(torch, dtype)
     if not merge:
         model = load_whole(str(source.folder), None, served, str(source.folder))
@@ -239,7 +240,7 @@ def _whole(source: Source, dtype: str, *, merge: bool) -> Any:
     known, state = source.model_hash, checkpoint.load_adapter(source.folder)
     if source.quantised:  # no other model has the hash of its packed weights
         _check_shapes(model, state, source)
-    elif known is not None and weights_hash(model.named_parameters()) != known:
+    elif known is not None and not is_base(known, source.model, model):
         raise ModelError(
             f"model.name {source.model.name} has other weights than the base of {source.run}; set --model FOLDER to "
             "the base that was trained"

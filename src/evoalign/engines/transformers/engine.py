@@ -392,6 +392,11 @@ def model_hash(config: ModelConfig | None, model: nn.Module) -> str:
     return weights_hash((n, p.data) for n, p in model.named_parameters())
 
 
+def is_base(known: str, config: ModelConfig, model: nn.Module) -> bool:
+    """Return whether a run that recorded this hash had a model's weights; vLLM hashes the files of a mixture."""
+    return known == model_hash(config, model) or known == files_hash(*described(config), config.name)
+
+
 def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
     """Load a model on the CPU for inference, from safetensors and without custom code. Raises ModelError."""
     model = load_whole(model_path(config), config.revision, dtype, config.name)
