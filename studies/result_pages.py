@@ -20,6 +20,7 @@ from typing import Any
 import episodes
 import landscape_claims
 import methods_tables
+import quantised_tables
 import ray_tables
 import real_tables
 import safety_tables
@@ -135,6 +136,7 @@ TABLES: Mapping[str, Callable[[], Tables]] = {
     "scale": ray_tables.tables,
     "episodes": episodes.tables,
     "methods": methods_tables.tables,
+    "quantised": quantised_tables.tables,
     **({"real": real_tables.tables} if real_tables.ROWS.is_dir() else {}),
 }
 DRAWINGS: Mapping[str, Callable[[Path], None]] = {
@@ -146,6 +148,7 @@ DRAWINGS: Mapping[str, Callable[[Path], None]] = {
     "scale": ray_tables.draw,
     "episodes": lambda to: None,
     "methods": lambda to: None,
+    "quantised": lambda to: None,
     "real": real_tables.draw,
 }
 

@@ -73,7 +73,6 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     config = with_form(config, Path(config.output_dir) if resume else None)
     config.trained_by("grpo")  # raises ConfigError if missing
     settings.check_stopping(config)
-    settings.refuse_quantised(config)
     run = RunDir(Path(config.output_dir))
     starting = _start_lines(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)
@@ -84,6 +83,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     lines = [*known, *step_lines(config), *work_lines(config), estimate.TIME]
     dtype = getattr(torch, config.model.trained_dtype)
     try:
+        settings.refuse_quantised(config)
         lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
