@@ -70,12 +70,11 @@ def _differences() -> Iterator[str]:
 
 
 def _courses() -> Iterator[str]:
-    """Mean reward of the population by quarters of the run."""
-    yield "| setting | base | mean reward of the members: first generation | a quarter | half | three quarters | last |"
+    yield "| setting | base | mean reward of the members, by fifths of the run | | | | |"
     yield "|---|---|---:|---:|---:|---:|---:|"
     for setting in SETTINGS:
         for base, name in BASES.items():
             if rows := kept(setting, base):
                 means = np.array([[point["mean"] for point in row["course"]] for row in rows]).mean(axis=0)
-                places = [round(share * (len(means) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
-                yield f"| {setting} | {name} | {' | '.join(f'{means[place]:.3f}' for place in places)} |"
+                fifths = [part.mean() for part in np.array_split(means, 5)]
+                yield f"| {setting} | {name} | {' | '.join(f'{part:.3f}' for part in fifths)} |"
