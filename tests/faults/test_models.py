@@ -149,7 +149,7 @@ STATELESS = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads",
 NO_LAYERS = {"n_layer": 0, "n_embd": 8, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 64}
 UP, EVIL = "mlp.up_proj.weight", "evil/kernel"
 ONE, BOTH = (load,), (load, specs)
-PACKED = {"awq", "gptq", "fp8", "bitsandbytes", "mxfp4", "modelopt"}
+PACKED = {"awq", "gptq", "fp8", "bitsandbytes", "modelopt"}
 """Values of `quant_method` that an engine serves."""
 FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
     "a missing tensor": (tensor(f"model.layers.1.{UP}", None), rf"files lack model\.layers\.1\.{UP}", ONE),
@@ -192,15 +192,16 @@ FAULTS: dict[str, tuple[Change, str, tuple[Read, ...]]] = {
     # kinds that cannot be trained
     **{f"quantised by {method}": (quantised(quant_method=method), rf"quantised by '{method}'.*, which no engine", BOTH)
        for method in sorted({method.value for method in QuantizationMethod} - PACKED - {"compressed-tensors"})},
-    **{f"quantised by {method}": (quantised(quant_method=method), "which engine transformers does not serve", BOTH)
-       for method in ("modelopt", "mxfp4")},
+    "quantised by modelopt": (quantised(quant_method="modelopt"), "which engine transformers does not serve", BOTH),
     **{f"compressed to {form}": (quantised(quant_method="compressed-tensors", format=form), message, BOTH)
        for form, message in (("nvfp4-pack-quantized", "which engine transformers does not serve; use engine vllm"),
                              ("mxfp4-pack-quantized", "which engine transformers does not serve; use engine vllm"),
                              ("marlin-24", "which no engine here serves"), ("naive-quantized", "no engine here"))},
-    "compressed to several formats": (quantised(quant_method="compressed-tensors"), "of several formats", BOTH),
+    "compressed to no format": (quantised(quant_method="compressed-tensors"), "format unknown", BOTH),
+    "compressed to several formats": (quantised(quant_method="compressed-tensors", format="pack-quantized",
+                                                config_groups={"a": {"format": "marlin-24"}}), "format mixed", BOTH),
     **{f"not packed by {method}": (quantised(quant_method=method, bits=4), "its files have no packed weight", ONE)
-       for method in sorted(PACKED - {"mxfp4", "modelopt"})},
+       for method in sorted(PACKED - {"modelopt"})},
     "not packed in 4 bits": (quantised(quant_method="bitsandbytes", load_in_4bit=True), "no packed w|install", ONE),
     "a method without a name": (quantised(bits=4), "its quantization_config names no quant_method", BOTH),
     "pictures": (settings(vision_config={"depth": 1}), r"\(vision_config", BOTH),

@@ -23,6 +23,7 @@ from evoalign.engines.transformers.engine import is_base, load_model
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models import unpack
 from evoalign.models.files import INDEX, MODEL, load_whole
+from evoalign.models.forms import quantised
 from evoalign.models.origin import described
 from evoalign.models.quantised import files_hash
 from evoalign.rundir import journal
@@ -249,3 +250,22 @@ def test_a_base_is_known_by_its_weights_or_its_files():
     with torch.no_grad():
         model.model.norm.weight[0] += 1
     assert not is_base(weights_hash(load_model(config, torch.float32).named_parameters()), config, model)
+
+
+@pytest.mark.parametrize("value", [None, 0, True, "x", [], {"a": 1}, [[]], 10**30])
+@pytest.mark.parametrize(
+    "place", ["", "quant_method", "format", "config_groups", "group", "weights", "num_bits", "group_size"]
+)
+def test_odd_settings_are_described_or_refused(place, value):
+    weights = {"num_bits": 4, "group_size": 32}
+    group = {"weights": weights, "format": None}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group": group}}
+    for owner in (settings, settings["config_groups"], group, weights):
+        if place in owner:
+            owner[place] = value
+    try:
+        found = quantised("m", {"quantization_config": settings if place else value})
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        assert found is None or (found.bits in (None, 4, 0, 10**30) and "True" not in found.words)

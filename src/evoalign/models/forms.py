@@ -21,7 +21,6 @@ _WORDS = {
     "bitsandbytes": "bitsandbytes",
     "fp8": "FP8",
     "modelopt": "ModelOpt",
-    "mxfp4": "MXFP4",
     "pack-quantized": "compressed-tensors, packed integers",
     "int-quantized": "compressed-tensors, integers",
     "float-quantized": "compressed-tensors, FP8",
@@ -69,8 +68,8 @@ def quantised(name: str, tree: Mapping[str, Any]) -> Quantised | None:
     found = cast(Mapping[str, Any], settings)
     form = _ALIASES.get(method, method)
     if method == "compressed-tensors":
-        formats = {found.get("format"), *(group.get("format") for group in _groups(found))} - {None}
-        form = str(next(iter(formats))) if len(formats) == 1 else "of several formats"
+        formats = {str(part["format"]) for part in (found, *_groups(found)) if part.get("format") is not None}
+        form = next(iter(formats)) if len(formats) == 1 else "mixed" if formats else "unknown"
     if form not in _WORDS:
         how = method if form == _ALIASES.get(method, method) else f"{method}, format {form}"
         raise ModelError(
@@ -84,8 +83,8 @@ def quantised(name: str, tree: Mapping[str, Any]) -> Quantised | None:
     group = weights.get("group_size", weights.get("q_group_size"))
     return Quantised(
         form,
-        bits if isinstance(bits, int) else 8 if "fp8" in form else None,
-        group if isinstance(group, int) and group > 0 else None,
+        bits if type(bits) is int else 8 if "fp8" in form else None,
+        group if type(group) is int and group > 0 else None,
         found,
     )
 
