@@ -108,8 +108,15 @@ def test_the_adapter_names_the_quantised_base_and_gives_the_text_of_the_engine(
 
 def test_a_merge_into_the_quantised_base_is_refused(run: Path, base: Path, tmp_path: Path) -> None:
     for model in (None, str(base)):
-        with pytest.raises(ConfigError, match=r"quantised .*4 bits.* set --model FOLDER to the full-precision model"):
+        with pytest.raises(ConfigError, match=r"quantised .*4 bits.* give --model FOLDER, the full-precision model"):
             export(run, tmp_path / "out", merge=True, model=model)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_not_exported_over_another_quantised_base(run: Path, tmp_path: Path) -> None:
+    quantise("gptq, 4 bits", tiny(), tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"is not the base that .* trained on"):
+        export(run, tmp_path / "out", model=str(tmp_path / "other"))
     assert not (tmp_path / "out").exists()
 
 

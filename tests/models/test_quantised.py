@@ -99,6 +99,10 @@ DAMAGES = {
     "words of awq": ("awq", {"qweight": WORD}, r"scales' of shape \(2, 48\) instead of \(2, 40\)"),
     "blocks": ("fp8, blocks", {"weight_scale_inv": torch.ones(2, 2)}, r"of shape \(2, 2\) instead of \(3, 1\)"),
     "fp8 without scale": ("fp8, tensor", {"weight_scale": None}, "weight' in F8_E4M3"),
+    "weight beside a packed one": ("awq", {"weight": torch.ones(48, 32)}, "up_proj.weight' beside"),
+    "a bias that no layer has": ("awq", {"bias": torch.ones(48)}, "up_proj.bias', which transformers leaves out"),
+    "scales of another part": ("awq", {"act.scales": torch.ones(48)}, "scales' of a weight that is not"),
+    "a packed tensor of no layout": ("awq", {"gate": torch.ones(4, 4).to(torch.float8_e4m3fn)}, "gate' in F8_E4M3"),
     "another weight": ("awq", dict.fromkeys(("qweight", "qzeros", "scales")), rf"files lack {Q}weight"),
 }  # fmt: skip
 
@@ -121,6 +125,8 @@ SETTINGS = {
     "version 'gemv'": ("awq", {"version": "GEMV"}),
     "transform_config": (FIRST, {"transform_config": {"config_groups": {"R1": {}}}}),
     "sparsity_config 'sparse-24-bitmask'": (FIRST, {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+    "version '4'": ("awq", {"version": 4}),
+    "sparsity_config 'x'": (FIRST, {"sparsity_config": "x"}),
     "num_bits 3": (FIRST, {"config_groups": {"a": {"format": "pack-quantized", "weights": {"num_bits": 3}}}}),
 }
 
@@ -135,6 +141,67 @@ def test_a_packing_that_is_not_read_is_refused(setting, made):
     ) as caught:
         load(folder)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("case", ["fp8, tensor", "bitsandbytes, 8 bits", "awq", "pack-quantized, 4 bits"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_packed_files_without_a_quantization_config_are_refused(case, inner, made):
+    folder, _ = made(case)
+    tree = json.loads((folder / "config.json").read_text())
+    own = tree.pop("quantization_config")
+    (folder / "config.json").write_text(
+        json.dumps(tree | ({"text_config": {"quantization_config": own}} if inner else {}))
+    )
+    with pytest.raises(
+        ModelError, match="in text_config, which is not read" if inner else "config.json no quantization"
+    ):
+        load(folder)
+
+
+def test_fused_fp8_experts_are_refused(tmp_path):
+    folder = build("qwen3_moe", tmp_path / "model")
+    tensors = load_file(folder / MODEL)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors.pop(name)
+    place = "model.layers.{}.mlp.experts.{}"
+    for layer in (0, 1):
+        for part, shape in (("gate_up_proj", (4, 32, 32)), ("down_proj", (4, 32, 16))):
+            tensors[place.format(layer, part)] = torch.ones(shape).to(torch.float8_e4m3fn)
+            tensors[place.format(layer, f"{part}_scale_inv")] = torch.ones(4, 1, 1)
+    tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(1)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    tree = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match=r"in F8_E4M3|not packed in a known way"):
+        load(folder)
+
+
+def test_a_packed_head_of_a_tied_model_is_refused(made):
+    folder, _ = made("awq")
+    whole = load_file(folder / MODEL)
+    parts = {f"lm_head.{part}": whole[Q + part].clone() for part in ("qweight", "qzeros", "scales")}
+    whole.pop("lm_head.weight", None)
+    save_file(whole | parts, folder / MODEL, metadata={"format": "pt"})
+    tree = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match=r"packed lm_head.weight, and tie_word_embeddings"):
+        load(folder)
+
+
+def test_biases_of_zeros_that_no_layer_has_are_left_out(made):
+    folder, wanted = made("gptq, 4 bits")
+    change(folder, {Q + "bias": torch.zeros(48)})
+    assert torch.equal(load(folder).get_parameter(Q + "weight"), wanted[Q + "weight"])
+
+
+@pytest.mark.parametrize("value", [None, 0, "ab", [128], [0, 4], ["x", "y"], {"a": 1}])
+def test_odd_blocks_are_refused_in_one_line(value, made):
+    folder, _ = made("fp8, blocks")
+    change(folder, weight_block_size=value)
+    with pytest.raises(ModelError, match="instead of"):
+        load(folder)
 
 
 def test_spaces_that_move_weights_and_the_width_by_weights_are_refused(made):
@@ -182,7 +249,7 @@ def test_a_run_is_replayed_and_resumed_to_the_bit(made, tmp_path):
     assert evoalign.replay(tmp_path / "whole") == whole.generations[-1].weights_hash
 
 
-def test_files_hash_depends_on_tensors_alone(made, tmp_path):
+def test_files_hash_depends_on_tensors_and_how_they_are_read(made, tmp_path):
     folder, _ = made("awq")
     whole = load_file(folder / MODEL)
     first = files_hash(str(folder), None, "mine")
@@ -196,6 +263,11 @@ def test_files_hash_depends_on_tensors_alone(made, tmp_path):
     assert files_hash(str(folder), None, "mine") == first
     whole[Q + "scales"].view(torch.int16)[0, 0] ^= 1
     save_file(whole, folder / MODEL)
+    assert files_hash(str(folder), None, "mine") != first
+    whole[Q + "scales"].view(torch.int16)[0, 0] ^= 1
+    save_file(whole, folder / MODEL)
+    assert files_hash(str(folder), None, "mine") == first
+    change(folder, group_size=8)  # the same files, read otherwise
     assert files_hash(str(folder), None, "mine") != first
 
 
@@ -234,22 +306,36 @@ def test_weights_of_bitsandbytes_stay_packed(source, four_bits):
         assert texts[0] == texts[1] and len(set(texts[0].values())) > 30
 
 
+@pytest.mark.parametrize("part", ["absmax", "nested_absmax", "quant_map"])
+def test_parts_of_bitsandbytes_of_another_size_are_refused(part, four_bits, tmp_path):
+    """Its library would read beyond the end of a short one."""
+    folder = tmp_path / "model"
+    shutil.copytree(four_bits, folder)
+    whole = load_file(folder / MODEL)
+    own = whole[f"{Q}weight.{part}"]
+    whole[f"{Q}weight.{part}"] = own[: len(own) // 2].clone() if len(own) > 1 else torch.cat([own, own])
+    save_file(whole, folder / MODEL, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="do not fit"):
+        load(folder)
+
+
 def test_bitsandbytes_is_named_if_it_is_not_installed(made, monkeypatch):
     folder, _ = made("bitsandbytes, 8 bits")
     change(folder, load_in_8bit=False, load_in_4bit=True)
-    monkeypatch.setattr(unpack, "find_spec", lambda name: None)
+    monkeypatch.setattr("evoalign.models.four_bits.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r'not installed: pip install "evoalign\[bitsandbytes\]"'):
         load(folder)
 
 
-def test_a_base_is_known_by_its_weights_or_its_files():
-    config = ModelConfig(name="tiny")
-    model = load_model(config, torch.float32)
-    by_files = files_hash(*described(config), "tiny")
-    assert is_base(weights_hash(model.named_parameters()), config, model) and is_base(by_files, config, model)
-    with torch.no_grad():
-        model.model.norm.weight[0] += 1
-    assert not is_base(weights_hash(load_model(config, torch.float32).named_parameters()), config, model)
+def test_a_mixture_is_known_by_its_weights_or_its_files(source, tmp_path):
+    for folder, by_files in ((build("qwen3_moe", tmp_path / "mixture"), True), (source, False)):
+        config = ModelConfig(name=str(folder))
+        model = load_model(config, torch.float32)
+        assert is_base(weights_hash(model.named_parameters()), config, model)
+        assert is_base(files_hash(*described(config), "mine"), config, model) == by_files
+        with torch.no_grad():
+            model.model.norm.weight[0] += 1
+        assert not is_base(weights_hash(load_model(config, torch.float32).named_parameters()), config, model)
 
 
 @pytest.mark.parametrize("value", [None, 0, True, "x", [], {"a": 1}, [[]], 10**30])

@@ -148,7 +148,7 @@ class EngineSettings(Section):
         """Return how it divides a GPU's memory; None if it serves from a CPU, or if that is not known."""
         return None
 
-    def unpacks(self, form: str) -> bool:
+    def unpacks(self, form: str, bits: int | None) -> bool:
         """Return whether it keeps a base model quantised in this form as dense numbers."""
         return False
 

@@ -37,9 +37,9 @@ from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsErr
 from evoalign.exporting import card
 from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, private_paths, rounding, shown_name
 from evoalign.models.adapters import add
-from evoalign.models.files import load_whole
-from evoalign.models.origin import model_path, origin, own_dtype
-from evoalign.models.quantised import quantised_of
+from evoalign.models.files import load_whole, refuse_pickles
+from evoalign.models.origin import described, model_path, origin, own_dtype
+from evoalign.models.quantised import files_hash, quantised_of
 from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN
@@ -136,10 +136,18 @@ def _refuse_form(source: Source, options: _Options) -> None:
     if options.merge and packed is not None:
         raise ConfigError(
             f"model {source.model.name} is quantised ({packed.words}), and a merge would round the adapter of "
-            f"{source.run} away; set --model FOLDER to the full-precision model that it was made from, or leave out "
+            f"{source.run} away; give --model FOLDER, the full-precision model that it was made from, or leave out "
             "--merge and serve base and adapter apart"
         )
     if source.is_adapter and not options.merge:
+        if packed is not None:
+            path, revision = described(source.model)
+            refuse_pickles(path, revision)
+            if source.model_hash not in (None, files_hash(path, revision, source.model.name)):
+                raise ConfigError(
+                    f"model {source.model.name} is quantised ({packed.words}), and is not the base that {source.run} "
+                    "trained on; set --model to that one"
+                )
         if source.quantised and packed is None:
             raise ConfigError(
                 f"--model {source.model.name} is not quantised, and {source.run} trained on a quantised base "

@@ -77,12 +77,18 @@ class Source:
     @property
     def quantised(self) -> str:
         """The quantisation of the base that was trained on, in words; empty for a base in full precision."""
-        found = self.manifest.get("quantised")
-        return str(found.get("words")) if isinstance(found, dict) else ""
+        return quantised_in(self.manifest)
 
     @property
     def is_adapter(self) -> bool:
         return (self.folder / ADAPTER_CONFIG).is_file()
+
+
+def quantised_in(manifest: Mapping[str, Any]) -> str:
+    """Return the quantisation of the base that a manifest records, in words; empty for a base in full precision."""
+    found: Any = manifest.get("quantised")
+    words = found.get("words") if isinstance(found, Mapping) else None
+    return words if isinstance(words, str) else ""
 
 
 @contextmanager
@@ -99,7 +105,7 @@ def opened(
             pass
     own, manifest = load([run / "config.yaml"]), read_json(run / "manifest.json") or {}
     base = own.model if model is None else elsewhere(own.model, model)
-    is_merge_elsewhere = "quantised" in manifest and quantised_of(base) is None
+    is_merge_elsewhere = bool(quantised_in(manifest)) and quantised_of(base) is None
     trained_on = None if is_merge_elsewhere else model  # a rebuild needs the base that was trained on
     if model is None:
         outside.refuse(own, run, "say where its model is with --model", skip=(*outside.REPLAY_SKIPS, "space"))

@@ -29,6 +29,7 @@ from evoalign.models.tensors import foreign_prefix, tensors_of
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
 SHARD_BYTES = 5 * 10**9
+PACKED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32"})
 FOLDER = "give model.name the folder of a model: config.json, its safetensors and its tokenizer files"
 GGUF = (
     "GGUF, the quantised format of llama.cpp; set model.name to the folder or hub name of the model that it was made "
@@ -150,6 +151,7 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
             file = find(path, "config.json", revision)
             packed = None if file is None else quantised(name, read_settings(name, file))
             if packed is None:
+                refuse_packed(path, revision, name)
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **how
                 )
@@ -162,7 +164,25 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
         raise ModelError(f"model {name} does not load: {why_not(error)}") from error
     model, info = loaded
     check_whole(name, info)
+    if packed is not None:
+        layers = model.config.get_text_config().num_hidden_layers
+        unpack.refuse_unexpected(name, packed, info["unexpected_keys"], weight_files(path, revision, name), layers)
     return model.eval().requires_grad_(False)
+
+
+def refuse_packed(path: str, revision: str | None, name: str) -> None:
+    """Raise ModelError for packed matrices in the files of a model whose config.json has no quantization_config: they
+    would be taken for numbers. ModelOpt, for one, may describe them in another file."""
+    for file in weight_files(path, revision, name):
+        with suppress(SafetensorError, OSError), safe_open(file, framework="pt") as opened:  # loading reports damage
+            for key in opened.keys():  # noqa: SIM118  # not a mapping
+                part = opened.get_slice(key)
+                if part.get_dtype() in PACKED_DTYPES and len(part.get_shape()) > 1 and not key.endswith("bias"):
+                    raise ModelError(
+                        f"model {name}: its files have {shown(key)} in {part.get_dtype()}, and its config.json no "
+                        "quantization_config, which says how to read it; use a checkpoint that has one, or the model "
+                        "in bfloat16 or float16"
+                    )
 
 
 class WholeModel:

@@ -61,6 +61,11 @@ def quantised(name: str, tree: Mapping[str, Any]) -> Quantised | None:
     that no engine serves."""
     settings = tree.get("quantization_config") or tree.get("compression_config")
     if not settings:
+        inner = tree.get("text_config")
+        if isinstance(inner, Mapping) and cast("Mapping[str, Any]", inner).get("quantization_config"):
+            raise ModelError(
+                f"model {name} has its quantization_config in text_config, which is not read; {FULL_PRECISION}"
+            )
         return None
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if not isinstance(method, str):
@@ -68,7 +73,7 @@ def quantised(name: str, tree: Mapping[str, Any]) -> Quantised | None:
     found = cast(Mapping[str, Any], settings)
     form = _ALIASES.get(method, method)
     if method == "compressed-tensors":
-        formats = {str(part["format"]) for part in (found, *_groups(found)) if part.get("format") is not None}
+        formats = {str(part["format"]) for part in (found, *groups_of(found)) if part.get("format") is not None}
         form = next(iter(formats)) if len(formats) == 1 else "mixed" if formats else "unknown"
     if form not in _WORDS:
         how = method if form == _ALIASES.get(method, method) else f"{method}, format {form}"
@@ -76,7 +81,7 @@ def quantised(name: str, tree: Mapping[str, Any]) -> Quantised | None:
             f"model {name} is quantised by {shown(plain(how)[:60])}, which no engine here serves; use a checkpoint of "
             f"the same model in AWQ, GPTQ or compressed-tensors, or {FULL_PRECISION}"
         )
-    weights = next((group["weights"] for group in _groups(found) if isinstance(group.get("weights"), Mapping)), found)
+    weights = next((group["weights"] for group in groups_of(found) if isinstance(group.get("weights"), Mapping)), found)
     bits = weights.get("num_bits", weights.get("bits", weights.get("w_bit")))
     if form == "bitsandbytes":
         bits = 4 if found.get("load_in_4bit") else 8
@@ -89,10 +94,18 @@ def quantised(name: str, tree: Mapping[str, Any]) -> Quantised | None:
     )
 
 
-def _groups(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def groups_of(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the groups of a config of compressed-tensors."""
     groups = settings.get("config_groups")
     if isinstance(groups, Mapping):
         for group in cast(Mapping[str, Any], groups).values():
             if isinstance(group, Mapping):
                 yield cast(Mapping[str, Any], group)
+
+
+def not_packed(name: str, found: Quantised) -> ModelError:
+    """Return the error for files without a packed weight."""
+    return ModelError(
+        f"model {name} is quantised ({found.words}) by its config.json, and its files have no packed weight; fetch it "
+        "again, or remove quantization_config from config.json if they are in full precision"
+    )

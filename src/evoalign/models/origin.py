@@ -245,7 +245,7 @@ def _below(name: str, who: str, base: str | None, model: ModelConfig, depth: int
     if base is not None:
         packed = None
         with suppress(EvoalignError, OSError):  # the model that is replaced need not exist
-            packed = _packed(model.name, None) if Path(model.name).is_dir() else None
+            packed = _packed(model.name, model.revision)
         return replace(_origin(base, None, None, depth + 1), trained_on="" if packed is None else packed.words)
     try:
         return _origin(model.name, model.revision, model.base, depth + 1)

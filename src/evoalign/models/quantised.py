@@ -33,7 +33,8 @@ def quantised_of(config: ModelConfig) -> Quantised | None:
 
 def files_hash(path: str, revision: str | None, name: str) -> str:
     """Return the `model_hash` of a quantised base: SHA-256 over (tensor name, dtype, shape, SHA-256 of its bytes) of
-    its safetensors files, sorted by name. It is the same in every engine, and for every sharding.
+    its safetensors files, sorted by name, and its quantization_config. It is the same in every engine, and for every
+    sharding.
 
     Call `files.refuse_pickles` first. Raises ModelError.
     """
@@ -46,7 +47,10 @@ def files_hash(path: str, revision: str | None, name: str) -> str:
         found += [(file, 8 + size, key, entry) for key, entry in header.items() if key != "__metadata__"]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         rows = list(pool.map(_row, *zip(*found, strict=True)))
-    return hashlib.sha256(json.dumps(sorted(rows), separators=(",", ":")).encode()).hexdigest()
+    file = find(path, "config.json", revision)
+    packed = None if file is None else quantised(name, read_settings(name, file))
+    whole = sorted(rows) if packed is None else [sorted(rows), packed.settings]
+    return hashlib.sha256(json.dumps(whole, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
 
 def _row(file: Path, start: int, key: str, entry: Mapping[str, Any]) -> list[Any]:

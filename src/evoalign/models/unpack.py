@@ -13,18 +13,19 @@ bitsandbytes' 4 bits stay packed, and its library multiplies them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from evoalign.errors import ModelError, shown
-from evoalign.models.forms import FULL_PRECISION, Quantised
+from evoalign.models import four_bits
+from evoalign.models.forms import FULL_PRECISION, Quantised, groups_of, not_packed
 from evoalign.models.tensors import open_file
 
 FORMS = frozenset({"awq", "fp8", "gptq", "bitsandbytes", "float-quantized", "int-quantized", "pack-quantized"})
@@ -34,6 +35,10 @@ _RUNTIME = frozenset({"input_scale", "input_zero_point", "output_scale", "q_scal
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the eight integers in a word of AWQ, lowest bits first."""
 _FLOATS, _FLOATS8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
+_PLAIN = (*_FLOATS, "F64", "I64", "BOOL")
+"""Dtypes of tensors that are taken as they are."""
+_ODD = re.compile(r"(.*proj|weight)_(scale|scale_inv|scales|blocks|packed|zero_point)|qweight|qzeros|scales|SCB")
+"""Names of parts of packed weights that no layout took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,13 @@ def load(
             f"{FULL_PRECISION}"
         )
     if found.form == "bitsandbytes" and found.bits == 4:
-        return _load_4bit(name, path, revision, served, found, files, how)
+        return four_bits.load(name, path, revision, served, found, files, how)
     tensors = unpacked(name, files, found, served)
+    if isinstance(tensors.get("lm_head.weight"), Packed) and config.get_text_config().tie_word_embeddings:
+        raise ModelError(
+            f"model {name} has a packed lm_head.weight, and tie_word_embeddings in its config.json takes the embedding "
+            "in its place; set it to false in the file if the head has its own weights"
+        )
     for key in ("quantization_config", "compression_config"):
         if hasattr(config, key):
             delattr(config, key)
@@ -93,44 +103,19 @@ def _load_dense(
     return loaded
 
 
-def _load_4bit(
-    name: str, path: str, revision: str | None, dtype: torch.dtype, found: Quantised, files: Sequence[Path], how: Any
-) -> Any:
-    """Load a model of bitsandbytes whose weights stay packed, and are products in `dtype`. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
-    if find_spec("bitsandbytes") is None:
-        raise ModelError(
-            f"model {name} is quantised ({found.words}), and that library is not installed: "
-            'pip install "evoalign[bitsandbytes]"'
-        )
-    if not any(".quant_state.bitsandbytes__" in key for file in files for key in open_file(file).keys()):  # noqa: SIM118
-        raise _not_packed(name, found)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        revision=revision,
-        dtype=dtype,
-        trust_remote_code=False,
-        use_safetensors=True,
-        device_map={"": "cpu"},
-        **how,
-    )
-    for module in loaded[0].modules():
-        if hasattr(module, "compute_type_is_set"):  # Linear4bit
-            module.compute_dtype, module.compute_type_is_set = dtype, True
-            module.weight.quant_state.dtype = dtype  # that of its weights when they are multiplied
-            module.support_avx512bf16_for_cpu = False  # another layout, in bfloat16
-    for parameter in loaded[0].parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    return loaded
-
-
-def _not_packed(name: str, found: Quantised) -> ModelError:
-    return ModelError(
-        f"model {name} is quantised ({found.words}) by its config.json, and its files have no packed weight; fetch it "
-        "again, or remove quantization_config from config.json if they are in full precision"
-    )
+def refuse_unexpected(name: str, found: Quantised, keys: Iterable[str], files: Iterable[Path], layers: int) -> None:
+    """Raise ModelError for a tensor of a quantised model that transformers leaves out, as AutoAWQ's scales of an
+    activation are. Biases of zeros, tables of rotations and layers above the last are left out rightly."""
+    at = {key: opened for opened in map(open_file, files) for key in opened.keys()}  # noqa: SIM118
+    for key in sorted(keys):
+        layer = re.search(r"\.layers\.(\d+)\.", key)
+        if key.endswith("rotary_emb.inv_freq") or (layer and int(layer[1]) >= layers):
+            continue
+        if not (key.endswith(".bias") and key in at and not bool(at[key].get_tensor(key).any())):
+            raise ModelError(
+                f"model {name} is quantised ({found.words}), and its files have {shown(key)}, which transformers "
+                f"leaves out; use engine vllm, or {FULL_PRECISION}"
+            )
 
 
 def unpacked(name: str, files: Iterable[Path], found: Quantised, dtype: torch.dtype) -> dict[str, Any]:
@@ -145,7 +130,7 @@ def unpacked(name: str, files: Iterable[Path], found: Quantised, dtype: torch.dt
         module, _, part = key.rpartition(".")
         modules.setdefault(module, set()).add(part)
     if not any(part in _LAYOUTS for parts in modules.values() for part in parts):
-        raise _not_packed(name, found)
+        raise not_packed(name, found)
     tensors: dict[str, Any] = {}
     for module, parts in modules.items():
         prefix = f"{module}." if module else ""
@@ -154,9 +139,12 @@ def unpacked(name: str, files: Iterable[Path], found: Quantised, dtype: torch.dt
             used, check = _LAYOUTS[marker]
             tensors[f"{prefix}weight"] = Packed(check(reader, prefix))
             parts = parts.difference(used)
+            if "weight" in parts:
+                raise reader.damaged(f"{prefix}weight", f"beside {prefix}{marker}")
         for part in parts - _RUNTIME:
-            if part == "weight":
-                reader.shape(f"{prefix}weight", (*_FLOATS, "F64"))
+            reader.shape(f"{prefix}{part}", _PLAIN)
+            if _ODD.fullmatch(part):
+                raise reader.damaged(f"{prefix}{part}", "of a weight that is not packed in a known way")
             tensors[f"{prefix}{part}"] = reader.at[f"{prefix}{part}"].get_slice(f"{prefix}{part}")
     return tensors
 
@@ -226,7 +214,7 @@ class _Reader:
         form, settings = self.found.form, self.settings
         wanted: list[tuple[str, object, Iterable[object]]] = []
         if form == "awq":
-            version = settings.get("version") or "gemm"
+            version = str(settings.get("version") or "gemm")
             wanted += [
                 ("bits", settings.get("bits", settings.get("w_bit")), (4,)),
                 ("version", version.lower(), ("gemm",)),
@@ -236,7 +224,9 @@ class _Reader:
             wanted += [("bits", settings.get("bits"), (2, 4, 8)), ("checkpoint_format", packing, ("gptq", "gptq_v2"))]
             wanted += [("dynamic", settings.get("dynamic") or None, (None,))]
         elif form not in ("fp8", "bitsandbytes"):
-            sparsity = (settings.get("sparsity_config") or {}).get("format") or "dense"
+            sparsity: object = settings.get("sparsity_config") or "dense"
+            if isinstance(sparsity, Mapping):
+                sparsity = cast("Mapping[str, Any]", sparsity).get("format") or "dense"
             wanted += [("sparsity_config", sparsity, ("dense",))]
             wanted += [("transform_config", settings.get("transform_config") or None, (None,))]
             for weights in self.schemes():
@@ -246,13 +236,12 @@ class _Reader:
                 strategy = weights.get("strategy") or "tensor"
                 wanted += [("strategy", strategy, ("tensor", "channel", "group", "block"))]
         for setting, value, known in wanted:
-            if value not in known:
+            if not any(value == one for one in known):
                 raise self.refused(setting, value)
 
     def schemes(self) -> list[Mapping[str, Any]]:
         """Return how the groups of compressed-tensors pack weights."""
-        groups: Mapping[str, Any] = self.settings.get("config_groups") or {}
-        return [group["weights"] for group in groups.values() if group.get("weights")]
+        return [group["weights"] for group in groups_of(self.settings) if isinstance(group.get("weights"), Mapping)]
 
     def weight(
         self, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | int, order: torch.Tensor | None = None
@@ -296,6 +285,8 @@ def _packed(reader: _Reader, module: str) -> Callable[[], torch.Tensor]:
     reader.fit(f"{module}weight_scale", _FLOATS, (rows, groups), (1,), (1, 1))
     order = reader.order(f"{module}weight_g_idx", columns, groups)
     if order is None:
+        if any(s.get("actorder") in (True, "group") for s in schemes) and groups > 1:
+            reader.shape(f"{module}weight_g_idx", ("I32",))
         reader.check_group(f"{module}weight_scale", columns, groups, [s.get("group_size") for s in schemes])
     has_zero = f"{module}weight_zero_point" in reader.at or not any(s.get("symmetric", True) for s in schemes)
     if has_zero:
@@ -328,9 +319,9 @@ def _by_columns(reader: _Reader, module: str) -> Callable[[], torch.Tensor]:
         size = settings.get("group_size", settings.get("q_group_size"))
         reader.check_group(f"{module}scales", columns, groups, (size,))
     minus = 0 if is_awq or settings.get("checkpoint_format") == "gptq_v2" else 1
-    if minus and int(_integers(reader.get(f"{module}qzeros"), bits).max()) == (1 << bits) - 1:
+    if minus and int(_integers(reader.get(f"{module}qzeros"), bits)[:, :rows].max()) == (1 << bits) - 1:
         # Stored zero points are one less, so that programs read 0 or 2^bits here.
-        raise reader.damaged(f"{module}qzeros", f"with a zero point of {1 << bits}")
+        raise reader.refused("a zero point of", 1 << bits)
 
     def unpack() -> torch.Tensor:
         words = reader.get(f"{module}qweight")
@@ -347,10 +338,11 @@ def _scaled(scale: str) -> Callable[[_Reader, str], Callable[[], torch.Tensor]]:
     def read(reader: _Reader, module: str) -> Callable[[], torch.Tensor]:
         kinds = ("I8",) if reader.found.form == "int-quantized" else _FLOATS8
         rows, columns = reader.matrix(f"{module}weight", kinds)
-        blocks = [reader.settings.get("weight_block_size")]
+        blocks: list[Any] = [reader.settings.get("weight_block_size")]
         for scheme in reader.schemes():
-            blocks += [scheme.get("block_structure"), scheme.get("group_size") and [1, scheme["group_size"]]]
-        sizes = [(int(b[0]), int(b[1])) for b in blocks if b and min(b) > 0]
+            blocks += [scheme.get("block_structure"), [1, scheme.get("group_size")]]
+        pairs = [tuple(b) for b in blocks if isinstance(b, list | tuple) and len(cast("list[Any]", b)) == 2]
+        sizes: list[tuple[int, int]] = [p for p in pairs if all(type(n) is int and n > 0 for n in p)]
         by_shape: dict[tuple[int, ...], tuple[int, int]] = {
             (ceil(rows / high), ceil(columns / wide)): (high, wide) for high, wide in sizes
         }

@@ -120,8 +120,8 @@ class RayConfig(EngineSettings):
     def serving(self, config: Config) -> Serving | None:
         return self.replica.serving(_of_replica(config, self))
 
-    def unpacks(self, form: str) -> bool:
-        return self.replica.unpacks(form)
+    def unpacks(self, form: str, bits: int | None) -> bool:
+        return self.replica.unpacks(form, bits)
 
     def lines(self, members: int, dense: bool) -> list[str]:
         per_call = 1 if dense else self.chunk

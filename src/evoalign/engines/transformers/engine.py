@@ -40,7 +40,7 @@ from evoalign.models.files import load_whole
 from evoalign.models.layers import positions
 from evoalign.models.origin import check_layers, described, model_path
 from evoalign.models.quantised import files_hash, quantised_of
-from evoalign.models.tensors import packed_shapes, tensors_of
+from evoalign.models.tensors import experts_of, packed_shapes, tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space, check_adapted
 from evoalign.tokens import Tokens
@@ -394,7 +394,9 @@ def model_hash(config: ModelConfig | None, model: nn.Module) -> str:
 
 def is_base(known: str, config: ModelConfig, model: nn.Module) -> bool:
     """Return whether a run that recorded this hash had a model's weights; vLLM hashes the files of a mixture."""
-    return known == model_hash(config, model) or known == files_hash(*described(config), config.name)
+    if known == model_hash(config, model):
+        return True
+    return bool(experts_of(model)) and known == files_hash(*described(config), config.name)
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -199,8 +199,8 @@ class TransformersConfig(EngineSettings):
             advice="set engine.memory_gib, or lower sampling.max_tokens or the rank",
         )
 
-    def unpacks(self, form: str) -> bool:
-        return form != "bitsandbytes"
+    def unpacks(self, form: str, bits: int | None) -> bool:
+        return form != "bitsandbytes" or bits != 4
 
     def smaller(self, config: Config) -> str:
         cap = "" if self.gpu_memory_gib is None else f"raise engine.gpu_memory_gib {self.gpu_memory_gib:g}, or "

@@ -85,10 +85,11 @@ class VllmEngine(MeanMethods):
         for name, shape, count, mean in [part for worker in self.rpc("es_means") for part in worker]:
             parts.setdefault((name, tuple(shape)), []).append((count, mean))
         measured: list[TensorSpec] = []
+        packs = self._quantised is not None or any(".experts." in spec.name for spec in specs)
         for spec in specs:
             found, count = parts.get((spec.name, spec.shape), []), math.prod(spec.shape)
             is_whole = sum(size for size, _ in found) == count
-            if not is_whole and self._quantised is None and spec.kind != "other":
+            if not is_whole and not packs:
                 raise ModelError(
                     f"engine vllm keeps {spec.name} of model {self._config.model.name} in a form that ES cannot move "
                     "(fused in a way that is not known); use engine transformers"

@@ -19,7 +19,7 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.engines.vllm.settings import KERNEL_RANK, graph_sizes, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
-from evoalign.models.files import refuse_pickles, why_not
+from evoalign.models.files import refuse_packed, refuse_pickles, why_not
 from evoalign.models.layers import key_heads, layers_of
 from evoalign.models.origin import model_config, model_path
 from evoalign.models.quantised import quantised_of
@@ -42,6 +42,14 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     check_version()
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
+    packed = quantised_of(config.model)
+    if packed is not None and deterministic and not on_cpu:
+        raise ConfigError(
+            f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
+            "depend on the rows of a batch on a GPU; remove it, or use engine transformers"
+        )
+    if packed is None and settings_of(config).load_format == "safetensors":
+        refuse_packed(path, config.model.revision, config.model.name)
     _set_environment(deterministic and not on_cpu)
     check("cpu" if on_cpu else "gpu")
     _check_split(config, on_cpu)
@@ -52,11 +60,6 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
         raise ModelError(
             f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
             "engine transformers"
-        )
-    if deterministic and not on_cpu and (packed := quantised_of(config.model)):
-        raise ConfigError(
-            f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
-            "depend on the rows of a batch on a GPU; remove it, or use engine transformers"
         )
     try:
         from vllm import LLM
