@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,9 +38,7 @@ def watch(process: subprocess.Popen[bytes], seen: list[float]) -> None:
 
 
 def visible() -> str:
-    """The GPU that is used, as nvidia-smi names it."""
-    import os
-
+    """Return the GPU that is used, as nvidia-smi names it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 

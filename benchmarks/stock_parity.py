@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def stock(options: argparse.Namespace, folder: Path) -> None:
 
 
 def apart(one: list[list[int]], other: Answers) -> list[float]:
-    """The gap of `other` at the first token in which two answers to a prompt differ, of each prompt that has one."""
+    """Return the gap of `other` at the first token in which two answers differ, of each prompt that has one."""
     found: list[float] = []
     for ids, (others, gaps) in zip(one, other, strict=True):
         if ids != others:
@@ -110,7 +111,7 @@ def main() -> None:
         asked, found = (json.loads((folder / f"{part}.json").read_text(encoding="utf-8")) for part in ("ours", "stock"))
     count, gaps = len(asked["prompts"]), apart(asked["ours"], found["batch"])
     shapes = apart([ids for ids, _ in found["pieces"]], found["batch"])
-    crossed = max(shapes, default=0.0)
+    crossed = max((gap for gap in shapes if math.isfinite(gap)), default=0.0)
     row = {
         "benchmark": "stock_parity", "machine": v.machine(), "note": asked["note"], "prompts": count,
         "tokens": options.tokens, "same": count - len(gaps), "gaps": gaps, "shapes_same": count - len(shapes),

@@ -173,7 +173,7 @@ def model_folder(name: str, parent: Path, quantised: str | None = None) -> str:
 
 
 def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
-    """A folder with weights of a usual size, in bfloat16; with `w4a16` those of the layers are packed."""
+    """Make a folder with weights of a usual size, in bfloat16; with `w4a16` those of a dense model's layers packed."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -181,7 +181,10 @@ def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
     folder = parent / "-".join(filter(None, ("random", shape, quantised)))
     if (folder / "done").exists():
         return str(folder)
+    if quantised and "num_experts" in SHAPES[shape]:
+        raise SystemExit(f"shape {shape}: experts are not packed here")
     parent.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted script left
     model_folder(shape, parent, quantised)
     (parent / shape).rename(folder)
     with torch.device("meta"):

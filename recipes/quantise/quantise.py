@@ -28,8 +28,6 @@ def check(model: Any, group: int) -> None:
     """Stop for a model that is quantised already or of which a weight would stay in full precision."""
     from torch import nn
 
-    if getattr(model.config, "quantization_config", None):
-        stop("the model is quantised already; name one in full precision")
     if fused := next((name for name, weight in model.named_parameters() if weight.ndim > 2), None):
         stop(f"{fused} has experts in one tensor, which are not quantised here; use llm-compressor, see README.md")
     for name, module in model.named_modules():
@@ -50,9 +48,14 @@ def quantise(source: str, to: Path, group: int) -> None:
         apply_quantization_config,
     )
     from compressed_tensors.quantization.utils import calculate_qparams
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, use_safetensors=True)
+    try:
+        if getattr(AutoConfig.from_pretrained(source), "quantization_config", None):
+            stop("the model is quantised already; name one in full precision")
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        stop(f"{source} does not load ({str(error).strip().splitlines()[0]}); give the folder or hub name of a model")
     check(model, group)
     how = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=how)

@@ -95,6 +95,25 @@ def test_weights_of_a_packed_base_are_the_tensors_of_its_files(tmp_path: Path) -
     assert weight_bytes(config, specs_of_config(config), torch.bfloat16) == 256 * 64 * 2 + 64 * 16 * 4 + 64 * 2 + 3
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": "../model.safetensors"}}])
+def test_a_damaged_index_leaves_the_size_by_bits(index: dict[str, Any], tmp_path: Path) -> None:
+    config = run(model(tmp_path / "model", "tiny", W4A16), {"name": "vllm"})
+    specs = specs_of_config(config)
+    by_bits = weight_bytes(config, specs, torch.bfloat16)
+    save_file({"a": torch.zeros(9)}, tmp_path / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(config, specs, torch.bfloat16) == by_bits
+
+
+def test_weights_in_8_bits_of_bitsandbytes_are_dense(tmp_path: Path) -> None:
+    for bits, dense in ((8, True), (4, False)):
+        how = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+        config = run(model(tmp_path, "tiny", how), {"name": "transformers"})
+        specs = specs_of_config(config)
+        whole = 2 * sum(torch.Size(s.shape).numel() for s in specs)
+        assert (weight_bytes(config, specs, torch.bfloat16) == whole) == dense
+
+
 def test_weights_are_dense_where_the_engine_unpacks_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run(model(tmp_path, "tiny", W4A16), {"name": "vllm"})
     specs = specs_of_config(config)
@@ -195,6 +214,7 @@ def test_dry_run_prints_the_table_without_a_gpu(tmp_path: Path, monkeypatch: pyt
     config = run(name, {"name": "vllm", **SMALL, "gpu_memory_gib": 20}, task=TASK, output_dir=str(tmp_path / "run"))
     text = "\n".join(dry_run(config))
     assert "memory on a GPU, estimated: weights 17.89 GiB, adapters of 33 slots 0.52 GiB" in text
+    assert text.count("weights 17.89 GiB") == 2, "both lines are of a GPU, which serves bfloat16"
     rows = {line.strip()[:9].strip(): line for line in text.splitlines() if line.startswith("  ")}
     assert " yes " in rows["48 GiB (4"] and "no, " in rows["capped at"]
     assert "with all 128 of a generation at once" in text and "where a card is too small: lower" in text

@@ -64,6 +64,10 @@ def stated(lines: list[str]) -> tuple[float, str]:
         ("Llama-3.2-1.5B", "2.79 GiB, if 1.5B "),
         ("Mixtral-8x7B-v0.1", None),
         ("some-4bit", None),
+        ("Qwen/Qwen2.5-32B-Instruct-AWQ", None),
+        ("some-7B-GPTQ-Int4", None),
+        ("some/8B-FP8", None),
+        ("some-7B-w4a16", None),
         ("of7b/phi-3.5-mini", None),
     ],
 )

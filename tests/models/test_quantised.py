@@ -141,6 +141,8 @@ def test_a_packing_that_is_not_read_is_refused(setting, made):
     ) as caught:
         load(folder)
     assert str(caught.value).isprintable()
+    with pytest.raises(ModelError, match=f"with {setting}"):  # a dry run, before a file is opened
+        specs_of_config(make_config(folder))
 
 
 @pytest.mark.parametrize("case", ["fp8, tensor", "bitsandbytes, 8 bits", "awq", "pack-quantized, 4 bits"])

@@ -63,9 +63,9 @@ class Serving:
     It takes at most `share` of the card. What weights, adapters and `graphs` leave, times `part`, or the bytes of
     `cache`, is for keys and values. Logits of `reserved` rows and the `step` (most tokens of a step; None: by the card)
     are allocated at the start, and so are `slots` for adapters, of which `members` are for members. Without, they share
-    the room for keys and values. At most `rows`
-    are generated at once. `context` is the text that the cache has to hold: None, no such limit; 0, all positions of
-    the model. `cap` is the size in GiB that a setting gives the card, and `advice` the settings that free memory on it.
+    the room for keys and values. At most `rows` are generated at once. `context` is the text that the cache has to
+    hold: None, no such limit; 0, all positions of the model. `cap` is the size in GiB that a setting gives the card,
+    and `advice` the settings that free memory on it.
     """
 
     share: float = 1.0

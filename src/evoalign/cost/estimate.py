@@ -35,12 +35,14 @@ TIME = "time: run `evoalign doctor CONFIG`, which loads the model and times part
 """Line of a dry run on the time that the run takes."""
 _COUNT = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", re.IGNORECASE)
 """A number of parameters in a model's name, such as 7B; not the 8x7B of a mixture, nor 4bit."""
+_PACKED = re.compile(r"awq|gptq|bnb|w\da\d|(int|fp)-?[48]|[48]-?bit", re.IGNORECASE)
+"""Says in a model's name that its weights are packed."""
 
 
 def memory_by_name(name: str, dtype: torch.dtype) -> str:
     """Return the line on the memory of a model whose files are not here, by the size in its name if there is one."""
     found = _COUNT.search(name.rpartition("/")[2])
-    if found is None:
+    if found is None or _PACKED.search(name):
         return "memory: not estimated"
     parameters = float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]
     return (

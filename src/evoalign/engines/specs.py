@@ -14,7 +14,7 @@ from torch import nn
 from evoalign import spaces
 from evoalign.config import ENGINES, Config
 from evoalign.errors import ConfigError, ModelError
-from evoalign.models import tensors
+from evoalign.models import tensors, unpack
 from evoalign.models.forms import FULL_PRECISION, Quantised
 from evoalign.models.origin import empty_model
 from evoalign.models.quantised import quantised_of
@@ -61,6 +61,8 @@ def refuse_quantised(config: Config) -> Quantised | None:
             f"model {name} is quantised ({found.words}), which engine {engine.name} does not serve; {advice}"
             f"{FULL_PRECISION}"
         )
+    if engine.unpacks(found.form, found.bits):
+        unpack.check(name, found)
     if spaces.create(config).evolves_model:
         raise ConfigError(
             f"space {config.space.name}: model {name} is quantised ({found.words}), and steps of ES would be rounded "

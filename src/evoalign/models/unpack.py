@@ -118,6 +118,11 @@ def refuse_unexpected(name: str, found: Quantised, keys: Iterable[str], files: I
             )
 
 
+def check(name: str, found: Quantised) -> None:
+    """Raise ModelError for settings of a quantised model that `load` does not read. No file is opened."""
+    _Reader(name, (), found, torch.float32).check_settings()
+
+
 def unpacked(name: str, files: Iterable[Path], found: Quantised, dtype: torch.dtype) -> dict[str, Any]:
     """Return the tensors of a quantised model, for `from_pretrained(state_dict=...)`, packed ones in `dtype`.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from evoalign import spaces, tokens
 from evoalign.checks import prompts
@@ -109,8 +110,9 @@ def work_of(config: Config, task: Task, data: Data, largest: tuple[int, int] | N
 def memory_lines(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
     """Return the memory of a run on this machine, and on GPUs of usual sizes if its engine serves from one."""
     largest = largest_batch(config, task, data)
-    here = estimate.memory_lines(config, specs, layout, estimate.served_dtype(config), largest)
-    return [*here, *cards.lines(config, specs, layout, work_of(config, task, data, largest))]
+    planned = cards.lines(config, specs, layout, work_of(config, task, data, largest))
+    dtype = getattr(torch, config.model.served_dtype(on_gpu=True)) if planned else estimate.served_dtype(config)
+    return [*estimate.memory_lines(config, specs, layout, dtype, largest), *planned]
 
 
 def opening(parts: Parts) -> list[str]:

@@ -184,6 +184,7 @@ def check_start(served: Served, recorded: Header) -> None:
         "weights_hash": "another starting mean: the settings of the space differ",
     }
     if any(s.kind == "expert" for s in served.engine.specs()):
+        causes["model_hash"] += ", or engine vllm or a server served it, whose runs of mixtures are not rebuilt"
         causes["weights_hash"] += ", or an earlier release began the run, in which experts did not evolve separately"
     for name, cause in causes.items():
         if getattr(recorded, name) != ours[name]:
