@@ -151,10 +151,10 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
             file = find(path, "config.json", revision)
             packed = None if file is None else quantised(name, read_settings(name, file))
             if packed is None:
-                refuse_packed(path, revision, name)
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True, **how
                 )
+                refuse_packed(path, revision, name)
             else:
                 files = list(weight_files(path, revision, name))
                 loaded = unpack.load(name, path, revision, dtype, packed, files, **how)
