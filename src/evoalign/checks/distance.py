@@ -11,7 +11,9 @@ float64.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +40,8 @@ from evoalign.types import MEAN, MEAN_PLAN, TensorSpec
 BLOCK = 1 << 16
 """Numbers that are read and summed in float64 at a time. They fit a processor's cache, which is ten times as fast as
 blocks of millions (studies/similarity.py)."""
+READERS = 8
+"""Threads that read the base model at once, a tensor each."""
 PLAIN = {
     "use_dora": False, "alpha_pattern": {}, "rank_pattern": {}, "modules_to_save": None, "bias": "none",
     "target_parameters": None, "layer_replication": None, "trainable_token_indices": None, "lora_bias": False,
@@ -187,7 +191,7 @@ def read_as_numbers(config: ModelConfig) -> Quantised | None:
 
 
 class _Unpacked(Mapping[str, torch.Tensor]):
-    """The tensors of a quantised model's files, each unpacked when it is read; the last one stays in memory.
+    """The tensors of a quantised model's files, each unpacked when it is read. A thread keeps its last one.
 
     Raises ModelError.
     """
@@ -197,15 +201,15 @@ class _Unpacked(Mapping[str, torch.Tensor]):
     ) -> None:
         self._name, self._specs = name, specs
         self._tensors = unpack.unpacked(name, files, packed, dtype)
-        self._last = "", torch.empty(0)
+        self._last = threading.local()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if self._last[0] != name:
+        if getattr(self._last, "name", "") != name:
             found: torch.Tensor = self._tensors[name][:]
             if found.shape != self._specs[name].shape:
                 raise ModelError(f"model {self._name}: its {name} is unpacked to shape {list(found.shape)}")
-            self._last = name, found
-        return self._last[1]
+            self._last.name, self._last.tensor = name, found
+        return self._last.tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -403,7 +407,8 @@ class _Start(Mapping[str, torch.Tensor]):
 
 def _distance(squares: Iterable[float], base: Base) -> Distance:
     l2 = math.sqrt(math.fsum(squares))
-    norm = math.sqrt(math.fsum(base.square(name) for name in base.specs))
+    with one_thread(), ThreadPoolExecutor(READERS) as pool:
+        norm = math.sqrt(math.fsum(pool.map(base.square, base.specs)))
     if not math.isfinite(l2) or not norm:
         raise ModelError("the weights are not finite numbers")
     return Distance(l2, l2 / norm)

@@ -22,7 +22,7 @@ from evoalign.types import TensorKind, TensorSpec
 
 DIRECT = frozenset({"LongcatFlashTopkRouter"})
 """Classes that use the weight of their nn.Linear without calling it, so that an adapter on it has no effect."""
-PIECE = 1 << 26
+PIECE = 1 << 22
 """Numbers of a tensor that are looked at together."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
