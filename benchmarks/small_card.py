@@ -78,7 +78,7 @@ def main() -> None:
             "sampling": length, "evaluation": length, "checks": {"placebo": 0},
             "engine": {
                 "name": "vllm", "max_model_len": options.context, "max_num_seqs": options.rows,
-                "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.95, **card,
+                "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.93, **card,
             },
         }  # fmt: skip
         config = Path(folder) / "config.yaml"

@@ -19,7 +19,7 @@ from evoalign.types import MEAN, EvolvedTensor, Layout, Member, Plan, Request, R
 AB = {"lora": {"rank": 2, "evolve": "ab"}}
 VARIANTS = {"lora": {}, "lora, ab": AB, "lowrank": {"lowrank": {"rank": 2}}, "full": {}}
 LOWER = r"with noise of es\.sigma .*; lower es\.sigma$"
-PROMPT = (31, 45, 99, 120, 31, 77)
+PROMPT = (31, 45, 99, 120, 31)  # after it no model of these tests is sure of a token, on any processor
 
 
 def made(folder, variant, dtype="float32", **tree):

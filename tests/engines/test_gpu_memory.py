@@ -54,9 +54,9 @@ def test_no_cap_leaves_the_card_as_it_is(limits):
 
 
 def test_cap_that_cannot_be_kept_is_refused(limits):
-    with pytest.raises(ConfigError, match=r"leaves less than the 1 GiB of the CUDA .* to at most 0\.95$"):
-        arguments(config(gpu_memory_gib=20, gpu_memory_utilization=0.96))
-    arguments(config(gpu_memory_gib=20, gpu_memory_utilization=0.95))
+    with pytest.raises(ConfigError, match=r"leaves less than the 0\.8 GiB of the CUDA .* to at most 0\.96$"):
+        arguments(config(gpu_memory_gib=20, gpu_memory_utilization=0.97))
+    arguments(config(gpu_memory_gib=20, gpu_memory_utilization=0.96))
     with pytest.raises(ConfigError, match=r"gpu_memory_gib 141: the GPU has 140.0 GiB; lower it"):
         arguments(config(gpu_memory_gib=141))
     with pytest.raises(ConfigError, match=r"gpu_memory_gib 24: the engine runs on a CPU here; set it to null"):
@@ -103,7 +103,7 @@ def test_transformers_plans_within_the_cap(limits, monkeypatch):
     engine._settings = config(name="transformers").engine
     assert engine._room() == 0.5 * (138 + 2) * GIB
     engine._settings = config(name="transformers", gpu_memory_gib=24).engine
-    assert engine._room() == 0.5 * (23 - 4) * GIB
+    assert engine._room() == 0.5 * (24 * GIB - gpu.OUTSIDE - 4 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (3 * GIB, 140 * GIB))
     assert engine._room() == 0.5 * (3 + 2) * GIB, "another process has the rest of the card"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether GPUs of usual sizes hold a run, and which population and context fit: an estimate without a GPU.
+"""Which population and context of a run fit on GPUs of usual sizes: an estimate without a GPU.
 
 The constants are in `evoalign.engines.gpu`.
 """
@@ -15,7 +15,7 @@ from evoalign import spaces
 from evoalign.config import Config
 from evoalign.config.engines import Serving
 from evoalign.cost.estimate import gib, memory
-from evoalign.engines.gpu import CARDS, GRAPH_LAYER, HIDDEN, LOGIT, OUTSIDE, WIDE, step_tokens
+from evoalign.engines.gpu import CARDS, GRAPH_LAYER, HIDDEN, LOGIT, OUTSIDE, SHARED, WIDE, step_tokens
 from evoalign.engines.transformers.settings import Footprint
 from evoalign.engines.transformers.static import FACTORS
 from evoalign.models.layers import key_heads, layers_of, positions
@@ -33,7 +33,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What fits on GPUs of `size` GiB each: `left` bytes and `tokens` of keys and values, `at_once` completions.
+    """A GPU of `size` GiB, or several of them, with room for `left` bytes and `tokens` of keys and values, `at_once` completions.
 
     `members` is the largest population with a completion each, None if members take no memory. `context` is the most
     tokens per completion if all of a generation are generated at once. `lacks` says why the run does not fit.
@@ -98,7 +98,8 @@ class CardEstimate:
         serving, rows = self.serving, self.serving.rows or 2**31
         whole = size * 2**30
         step = self.step(size)
-        room = min(serving.share * whole, whole - OUTSIDE) - sum(self.parts.values())
+        share = serving.share * whole - (SHARED if serving.reserved else 0)
+        room = min(share, whole - OUTSIDE) - sum(self.parts.values())
         room -= step if serving.reserved else 0
         if room > 0:
             room = room * serving.part if serving.cache is None else min(serving.cache, room)

@@ -49,7 +49,7 @@ def _of_files(config: ModelConfig) -> int:
 
 
 def _of_bits(found: Quantised, specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
-    """Return the bytes if the matrices of all layers are packed, with a scale per group or row, and nothing else is."""
+    """Return the bytes of a model whose layers have packed matrices, with a scale per group or row."""
     bits, size = found.bits or (4 if "fp4" in found.form else 8), 0.0
     for spec in specs:
         count = math.prod(spec.shape)

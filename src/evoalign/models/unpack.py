@@ -402,4 +402,5 @@ _LAYOUTS: Mapping[str, tuple[frozenset[str], Callable[[_Reader, str], Callable[[
     "weight_scale_inv": (frozenset({"weight", "weight_scale_inv"}), _scaled("weight_scale_inv")),
     "weight_scale": (frozenset({"weight", "weight_scale", "weight_zero_point"}), _scaled("weight_scale")),
 }
-"""By a part that tells how a weight is packed: all its parts, and what checks them and returns what unpacks them."""
+"""Readers by the part that tells how a weight is packed: names of all its parts, and a function that checks the parts
+and returns one that unpacks them."""

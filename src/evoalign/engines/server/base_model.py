@@ -41,7 +41,7 @@ of float16. Noise of 3 % of the mean weight moves the tiny model's by 0.04 to 0.
 class BaseModel:
     """`model` is the transformers model; None for dummy weights, and for a quantised base that nothing compares.
 
-    `hash` is the `weights_hash` of its `parameters`, or that of a quantised base's files.
+    `hash` is the `weights_hash` of its `parameters`; a quantised base has the hash of its files.
     """
 
     model: Any
