@@ -33,7 +33,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU of `size` GiB, or several of them, with room for `left` bytes and `tokens` of keys and values, `at_once` completions.
+    """GPUs of `size` GiB each, with room for `left` bytes, or `tokens`, of keys and values of `at_once` completions.
 
     `members` is the largest population with a completion each, None if members take no memory. `context` is the most
     tokens per completion if all of a generation are generated at once. `lacks` says why the run does not fit.
