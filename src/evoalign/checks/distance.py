@@ -40,7 +40,7 @@ from evoalign.types import MEAN, MEAN_PLAN, TensorSpec
 BLOCK = 1 << 16
 """Numbers that are read and summed in float64 at a time. They fit a processor's cache, which is ten times as fast as
 blocks of millions (studies/similarity.py)."""
-READERS = 8
+READERS = 4
 """Threads that read the base model at once, a tensor each."""
 PLAIN = {
     "use_dora": False, "alpha_pattern": {}, "rank_pattern": {}, "modules_to_save": None, "bias": "none",

@@ -29,7 +29,8 @@ def print_line(console: Console, line: str) -> None:
 
 
 def quiet() -> None:
-    """Silence the model library; before torch is imported, stop OpenMP threads from spinning while they wait."""
+    """Silence the model libraries; before torch is imported, stop OpenMP threads from spinning while they wait."""
+    import logging
     import os
 
     # Spinning OpenMP threads make everything many times slower as soon as another process wants a core.
@@ -37,7 +38,9 @@ def quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging
+    # On some processors, imported by PEFT, it warns that it lacks a kernel for a faster product in 4 bits.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    set_verbosity_error()
+    disable_progress_bar()
