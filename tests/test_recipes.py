@@ -361,7 +361,7 @@ def test_a_quantised_model_is_what_compressed_tensors_makes_of_it(
     ("words", "message"),
     [
         (["--group", "64"], "has 96 inputs, which --group 64 does not divide"),
-        (["--group", "0"], "--group 0 is no number"),
+        (["--group", "48"], "invalid choice: 48"),
     ],
 )
 def test_a_model_that_is_not_quantised_is_a_line(

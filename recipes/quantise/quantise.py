@@ -90,10 +90,10 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("model", help="folder or hub name of a model in full precision")
     words.add_argument("--to", type=new, required=True, help="folder to write; must not exist")
-    words.add_argument("--group", type=int, default=128, help="weights that share a scale; default 128")
+    words.add_argument(
+        "--group", type=int, choices=(32, 64, 128), default=128, help="weights that share a scale; default 128"
+    )
     args = words.parse_args()
-    if args.group < 1:
-        stop(f"--group {args.group} is no number of weights; set 32, 64 or 128")
     quantise(args.model, args.to, args.group)
 
 
