@@ -14,6 +14,7 @@ import vllm._custom_ops
 from quantised_models import compressed_config, words
 from safetensors.torch import load_file, save_file
 
+from evoalign.engines.vllm import start
 from evoalign.models import tiny
 
 GROUP = 32
@@ -36,6 +37,7 @@ def product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
 
 
 vllm._custom_ops.cpu_gemm_wna16 = product
+start.PACKED_DTYPES = (*start.PACKED_DTYPES, torch.float32)  # which this product takes, too
 
 
 def quantise(form: str, to: Path, config: dict | None = None) -> Path:

@@ -70,6 +70,13 @@ def test_deep_form_and_canary_on_a_packed_base(base):
         canary.check(bench.engine, bench.space, bench.layout, ids, generation=0, width=0.05)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_float32_is_refused(dtype, base, monkeypatch):
+    monkeypatch.setattr(start, "PACKED_DTYPES", start.PACKED_DTYPES[:2])
+    with pytest.raises(ConfigError, match=r"set model\.dtype bfloat16$"):
+        start.start(over(base("awq"), dtype), True, False)
+
+
 def test_a_form_that_vllm_lacks_on_this_device_is_refused_in_one_line(base, tmp_path):
     how = packed.CONFIGS["pack-quantized"] | {"format": "nvfp4-pack-quantized"}
     group = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}

@@ -32,6 +32,8 @@ CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
+PACKED_DTYPES = (torch.bfloat16, torch.float16)
+"""Activations that vLLM's products for packed weights take."""
 _batch_invariant: list[bool] = []
 """Whether engines on GPUs of this process are batch-invariant; empty before the first one starts."""
 
@@ -47,6 +49,12 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
         raise ConfigError(
             f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
             "depend on the rows of a batch on a GPU; remove it, or use engine transformers"
+        )
+    if packed is not None and _dtype(config, on_cpu) not in PACKED_DTYPES:
+        raise ConfigError(
+            f"model.dtype {config.model.dtype} serves {'a CPU' if on_cpu else 'a GPU'} in float32, and model "
+            f"{config.model.name} is quantised ({packed.words}): vLLM multiplies packed weights in half precision; "
+            "set model.dtype bfloat16"
         )
     if packed is None and settings_of(config).load_format == "safetensors":
         refuse_packed(path, config.model.revision, config.model.name)
