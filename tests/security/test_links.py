@@ -2,6 +2,7 @@
 """Links inside a run directory: nothing is written, replaced or deleted where they lead."""
 
 import shutil
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -194,6 +195,8 @@ def test_pruning_deletes_nothing_through_a_link(space, made, tmp_path):
 def test_a_folder_that_becomes_a_link_during_a_run_ends_it(folder, victim, tmp_path):
     def swap(generation: evoalign.Generation) -> None:
         if generation.index == 1:
+            while not saved_folders(tmp_path / "run"):  # a thread writes the mean of the generation before
+                time.sleep(0.01)
             link(tmp_path / "run" / folder, victim / folder)
 
     with refused(folder, victim):
