@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from evoalign.errors import (
     RunGoneError,
 )
 from evoalign.exporting.export import export
-from evoalign.rundir import checkpoint, directory, journal
+from evoalign.rundir import checkpoint, directory, files, journal
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.training import replay as replaying
@@ -157,6 +158,28 @@ def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path):
     log = journal.read(run / "journal.jsonl")
     assert log.damage is None and numbers(run)[-1] == log.sealed
     go_on(run, log.sealed + 1, evaluation={}, checkpoint={"every": 1, "keep_last": 2})
+
+
+def test_a_temporary_folder_that_several_take_at_once_is_had_by_one_and_refused_to_the_others(tmp_path):
+    folder, inside = tmp_path / ".adapter.tmp", threading.Lock()
+
+    def take(_: int) -> bool:
+        try:
+            with files.scratch(folder):
+                alone = inside.acquire(blocking=False)
+                (folder / "part").write_text("")
+                inside.release()
+        except RunExistsError:
+            return False
+        assert alone
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert any(list(threads.map(take, range(5_000))))
+    assert not folder.exists()
+    folder.write_text("the user's")
+    with pytest.raises(FileExistsError):
+        take(0)
 
 
 def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path):

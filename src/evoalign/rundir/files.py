@@ -99,11 +99,17 @@ def scratch(folder: Path) -> Generator[Path]:
     refuse_links_above(folder)
     if is_link(folder):  # its target must not be emptied
         folder.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = opened(folder)
+    busy = RunExistsError(f"{folder}: another process is writing there; wait for it, or choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = opened(folder)
+    except (FileExistsError, FileNotFoundError) as error:
+        if error.filename == str(folder) and not folder.is_file():  # another process has just deleted it
+            raise busy from None
+        raise
     try:
         if handle is not None and not (locked(handle) and is_at(handle, folder)):
-            raise RunExistsError(f"{folder}: another process is writing there; wait for it, or choose another folder")
+            raise busy
         for left in folder.iterdir():
             remove(left)
         try:
