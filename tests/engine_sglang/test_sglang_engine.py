@@ -4,6 +4,7 @@
 import io
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 from quantised_models import quantise
@@ -15,6 +16,7 @@ import evoalign
 from evoalign import engines, tokens
 from evoalign.config import load
 from evoalign.engines.server.client import RefusedError
+from evoalign.engines.server.settings import ServerSettings
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.models import tiny
 from evoalign.types import MEAN, Plan, Request, Sampling, population
@@ -60,6 +62,21 @@ def test_eight_members_of_a_published_model_generate_the_same_as_in_process(smol
     model = {"name": str(smollm2), "dtype": "float32"}
     es = {"sigma": 0.01, "learning_rate": 0.005, "population_size": 8}
     compare(8, 0.01, *(config(space, name, model=model, es=es) for name in ("sglang", "transformers")))
+
+
+def test_members_over_an_awq_base_answer_as_in_process(tmp_path):
+    quantise("awq", tiny(), tmp_path / "awq")
+    more = {"model": {"name": str(tmp_path / "awq"), "dtype": "float16"}, "es": {"sigma": 0.05, "population_size": 6}}
+    plan, found = Plan(3, 0.05, (*population(6, antithetic=True), MEAN)), []
+    for name in ("sglang", "transformers"):
+        with opened(config(name=name, **more), logprobs=True) as (engine, requests):
+            found.append(answers(engine, plan, requests))
+    theirs, ours = found
+    apart = [abs(theirs[key].logprobs[0] - ours[key].logprobs[0]) for key in ours]
+    members = [
+        abs(theirs[key].logprobs[0] - theirs[MEAN.index, key[1]].logprobs[0]) for key in theirs if key[0] != MEAN.index
+    ]
+    assert max(apart) < 0.12 < median(members)  # in float16
 
 
 def run(folder, engine, generations):
@@ -109,7 +126,8 @@ def test_unsupported_settings_are_refused_by_name(url, more, words, monkeypatch)
     assert all(word in str(said.value) for word in words), said.value
 
 
-def test_a_server_of_the_model_in_full_precision_is_not_one_of_the_quantised_base(url, tmp_path):
+def test_a_server_of_the_model_in_full_precision_is_not_one_of_the_quantised_base(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(ServerSettings, "packed_in_float32", True)  # as that server
     quantise("awq", tiny(), tmp_path / "awq")
     settings = attached(url, model={"name": str(tmp_path / "awq"), "dtype": "float32"})
     with pytest.raises(ModelError, match=r"serves other weights than model .*awq"), opened(settings):

@@ -5,6 +5,7 @@ vLLM's own product for packed weights on a CPU is compiled for AVX-512 alone, so
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,13 +15,17 @@ import vllm._custom_ops
 from quantised_models import compressed_config, words
 from safetensors.torch import load_file, save_file
 
-from evoalign.engines.vllm import start
+from evoalign.engines.server.settings import ServerSettings
+from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.models import tiny
 
 GROUP = 32
 INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+BY_ROW = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+BY_TOKEN = {"input_activations": {**BY_ROW, "strategy": "token", "dynamic": True}}
 CONFIGS = {
     "pack-quantized": compressed_config("pack-quantized", INTEGERS),
+    "float-quantized": compressed_config("float-quantized", BY_ROW, **BY_TOKEN),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }
@@ -36,8 +41,23 @@ def product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
     return torch.nn.functional.linear(input, weight.T, bias)
 
 
-vllm._custom_ops.cpu_gemm_wna16 = product
-start.PACKED_DTYPES = (*start.PACKED_DTYPES, torch.float32)  # which this product takes, too
+def use() -> None:
+    """Put the plain product in the place of vLLM's, in this process."""
+    vllm._custom_ops.cpu_gemm_wna16 = product
+
+
+def plugin(folder: Path) -> str:
+    """Write a plugin of vLLM that does the same in a server; return the PYTHONPATH with which the server finds it."""
+    about = folder / "plain_product-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-product\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nplain_product = packed:use\n")
+    here = Path(__file__).parent
+    return os.pathsep.join(map(str, (folder, here, here.parent / "support")))
+
+
+use()
+VllmConfig.packed_in_float32 = ServerSettings.packed_in_float32 = True  # as this product does
 
 
 def quantise(form: str, to: Path, config: dict | None = None) -> Path:
@@ -46,6 +66,10 @@ def quantise(form: str, to: Path, config: dict | None = None) -> Path:
     tensors = load_file(to / "model.safetensors")
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         weight, module = tensors.pop(name), name.removesuffix("weight")
+        if form == "float-quantized":
+            scale = weight.float().abs().amax(1, keepdim=True) / 448
+            tensors |= {name: (weight.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+            continue
         groups = weight.float().view(len(weight), -1, GROUP)
         scale = (groups.abs().amax(-1) / 7).to(torch.bfloat16 if form == "pack-quantized" else torch.float16)
         q = ((groups / scale.float()[..., None]).round().clamp(-8, 7) + 8).flatten(1).int().numpy()

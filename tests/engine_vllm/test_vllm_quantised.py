@@ -2,7 +2,9 @@
 """Bases with packed weights on engine vllm: the same answers as on their numbers, the same journals, refusals."""
 
 import json
+from dataclasses import replace
 from functools import cache
+from statistics import median
 
 import packed
 import pytest
@@ -12,8 +14,10 @@ import evoalign
 from evoalign import engines
 from evoalign.checks import canary
 from evoalign.config import from_dict
+from evoalign.engines.server.settings import ServerSettings
 from evoalign.engines.vllm import start
 from evoalign.engines.vllm.engine import VllmEngine
+from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models.quantised import files_hash
 from evoalign.testing import engines as contract
@@ -44,16 +48,32 @@ def test_members_answer_as_on_the_numbers_of_the_packed_weights(form, base):
     assert len({one.token_ids for one in found["vllm"].values()}) > len(alike) // 4  # members differ
 
 
-def test_a_run_has_the_journal_of_the_same_run_on_the_numbers(base, tmp_path):
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_members_answer_over_an_fp8_base_as_on_its_numbers(engine, base):
+    """In process activations are not rounded, which moves log-probabilities by a tenth of a nat."""
+    found = []
+    for name in (engine, "transformers"):
+        with contract.started(engines.create, over(base("float-quantized"), "bfloat16", name=name)) as bench:
+            requests = [replace(request, logprobs=True) for request in bench.requests]
+            found.append(answers(bench.engine, bench.plan((*population(6), MEAN)), requests))
+    theirs, ours = found
+    apart = [abs(theirs[key].logprobs[0] - ours[key].logprobs[0]) for key in ours]
+    members = [abs(theirs[key].logprobs[0] - theirs[MEAN.index, key[1]].logprobs[0]) for key in theirs]
+    assert median(apart) < 0.15 < median(members)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_a_run_has_the_journal_of_the_same_run_on_the_numbers(engine, base, tmp_path, monkeypatch):
     folder, found = base("pack-quantized"), []
-    for engine in ("vllm", "transformers"):
-        tree = over(folder, "float32", name=engine).model_dump(mode="json")
+    monkeypatch.setenv("PYTHONPATH", packed.plugin(tmp_path))
+    for name in (engine, "transformers"):
+        tree = over(folder, "float32", name=name).model_dump(mode="json")
         length = {"max_tokens": 12}
-        tree |= {"output_dir": str(tmp_path / engine), "sampling": length, "evaluation": length}
+        tree |= {"output_dir": str(tmp_path / name), "sampling": length, "evaluation": length}
         tree |= {"task": {"name": "conciseness"}}
         tree["es"] |= {"num_generations": 3, "population_size": 8}
         evoalign.train(tree)
-        first, *rest = [json.loads(line) for line in (tmp_path / engine / "journal.jsonl").read_text().splitlines()]
+        first, *rest = [json.loads(line) for line in (tmp_path / name / "journal.jsonl").read_text().splitlines()]
         kept = [{k: v for k, v in line.items() if k not in ("hash", "previous", "chain")} for line in rest]
         found.append((first["model_hash"], kept))
     assert any(any(line.get("coefficients", ())) for line in found[0][1])
@@ -70,11 +90,14 @@ def test_deep_form_and_canary_on_a_packed_base(base):
         canary.check(bench.engine, bench.space, bench.layout, ids, generation=0, width=0.05)
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm-server"])
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_float32_is_refused(dtype, base, monkeypatch):
-    monkeypatch.setattr(start, "PACKED_DTYPES", start.PACKED_DTYPES[:2])
-    with pytest.raises(ConfigError, match=r"set model\.dtype bfloat16$"):
-        start.start(over(base("awq"), dtype), True, False)
+def test_float32_is_refused(dtype, name, base, monkeypatch):
+    monkeypatch.setattr(VllmConfig, "packed_in_float32", False)
+    monkeypatch.setattr(ServerSettings, "packed_in_float32", False)
+    made = over(base("awq"), dtype, name=name)
+    with pytest.raises(ConfigError, match=r"set model\.dtype bfloat16$"), contract.started(engines.create, made):
+        pass
 
 
 def test_a_form_that_vllm_lacks_on_this_device_is_refused_in_one_line(base, tmp_path):

@@ -80,7 +80,7 @@ def config_of(folder, space="lora", name="sglang", **es):
 
 
 def test_a_quantised_base_is_read_as_numbers_only_to_compare_a_running_server(quantised):
-    config, dtype = config_of(quantised, sigma=0.1), torch.float32
+    config, dtype = config_of(quantised, sigma=0.1), torch.bfloat16
     alone, compared = (load_base(config, dtype, dummy=False, compared=compared) for compared in (False, True))
     assert alone.hash == compared.hash == files_hash(str(quantised), None, "")
     assert alone.parameters == compared.parameters == {} and alone.model is None
@@ -101,5 +101,9 @@ def test_servers_refuse_forms_and_settings_that_they_do_not_serve_on_a_quantised
     quantise("fp8, tensor", tiny(), other)
     for name in ("sglang", "vllm-server"):
         assert load_base(config_of(quantised, name=name, sigma=0.1), torch.bfloat16, dummy=False, compared=False).hash
-        with pytest.raises(ModelError, match=rf"is quantised \(FP8, 8 bits\), which engine {name} does not serve"):
-            load_base(config_of(other, name=name, sigma=0.1), torch.bfloat16, dummy=False)
+        with pytest.raises(ConfigError, match=rf"engine {name} would serve .* in float32.*set model.dtype bfloat16"):
+            load_base(config_of(quantised, name=name, sigma=0.1), torch.float32, dummy=False)
+        alone = config_of(other, name=name, sigma=0.1)
+        assert load_base(alone, torch.bfloat16, dummy=False, compared=False).hash
+        with pytest.raises(ModelError, match=r"engine.url: .* is quantised \(FP8, 8 bits\), activations too"):
+            load_base(alone, torch.bfloat16, dummy=False)

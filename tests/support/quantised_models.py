@@ -69,8 +69,8 @@ def compressed(bits: int, *, asymmetric: bool = False, channel: bool = False, ac
     return compressed_config("pack-quantized", how), make
 
 
-def compressed_config(form: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": None, "format": form}
+def compressed_config(form: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": None, "format": form, **more}
     return {
         "quant_method": "compressed-tensors",
         "format": form,

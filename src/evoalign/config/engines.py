@@ -109,6 +109,8 @@ class EngineSettings(Section):
     """Whether members' adapters can have a bias."""
     quantised: ClassVar[frozenset[str]] = frozenset()
     """Forms of quantised base models that it serves with adapters; see `evoalign.models.forms`."""
+    packed_in_float32: ClassVar[bool] = True
+    """Whether it serves a base model of packed weights in float32, too, and not only in half precision."""
     scores_given: ClassVar[bool] = False
     """Whether it scores completions that a task gives (`Request.given`), as `likelihood` does."""
     can_be_replica: ClassVar[bool] = True

@@ -47,9 +47,12 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
     return specs if config.engine.carries_experts else without_experts(specs)
 
 
-def refuse_quantised(config: Config) -> Quantised | None:
-    """Return how the base is quantised, or None. Raises ModelError if the engine does not serve that form, and
-    ConfigError if the run would read or move the weights themselves."""
+def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quantised | None:
+    """Return how the base is quantised, or None.
+
+    `dtype` is what the engine serves, where `model.dtype` is auto. Raises ModelError if it does not serve that form,
+    and ConfigError if it does not serve it in float32, or the run would read or move the weights themselves.
+    """
     found = quantised_of(config.model)
     if found is None:
         return None
@@ -63,6 +66,11 @@ def refuse_quantised(config: Config) -> Quantised | None:
         )
     if engine.unpacks(found.form, found.bits):
         unpack.check(name, found)
+    if not engine.packed_in_float32 and (dtype is torch.float32 or config.model.dtype == "float32"):
+        raise ConfigError(
+            f"model.dtype {config.model.dtype}: engine {engine.name} would serve model {name} in float32, and it is "
+            f"quantised ({found.words}): packed weights are multiplied in half precision; set model.dtype bfloat16"
+        )
     if spaces.create(config).evolves_model:
         raise ConfigError(
             f"space {config.space.name}: model {name} is quantised ({found.words}), and steps of ES would be rounded "

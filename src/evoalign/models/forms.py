@@ -28,6 +28,8 @@ _WORDS = {
     "mxfp4-pack-quantized": "compressed-tensors, MXFP4",
 }
 """Forms that some engine serves (`EngineSettings.quantised`), and their names in messages."""
+IN_SERVERS = frozenset(_WORDS) - {"bitsandbytes"}
+"""Forms that vLLM and SGLang load with adapters, where their device has a product for them."""
 
 
 @dataclass(frozen=True, slots=True)

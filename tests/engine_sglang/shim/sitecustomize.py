@@ -26,10 +26,13 @@ class _BeforeTorchvision(MetaPathFinder):
 def _prepare() -> None:
     import multiprocessing
 
+    import plain_awq
     import torch
 
     multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment,misc]
     torch.cpu._is_amx_tile_supported = lambda: False
+    ops = "sglang.kernels.ops.quantization"
+    sys.modules |= {f"{ops}.awq_dequantize": None, f"{ops}.awq_triton": plain_awq}  # type: ignore[dict-item]
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

@@ -92,6 +92,10 @@ class RayConfig(EngineSettings):
         return self.replica.quantised
 
     @property
+    def packed_in_float32(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.replica.packed_in_float32
+
+    @property
     def carries_experts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.replica.carries_experts
 

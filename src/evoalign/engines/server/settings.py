@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from evoalign.config.base import Count, Gib, Place, Share, Word
 from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.config.outside import ADDRESS, CERTIFICATES, FOLDER, INSIDE, PROGRAM, SECRET
+from evoalign.models.forms import IN_SERVERS
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,8 @@ class ServerSettings(EngineSettings):
     resources |= {"tensor_parallel_size", "memory_fraction", "context_length", "max_running", "members"}
     resources |= {"adapter_folder", "concurrency", "batch", "start_timeout", "timeout", "restarts"}
     lighter = "use space lora, or set engine.mean_device cpu"
-    quantised = frozenset({"awq", "gptq", "pack-quantized"})
+    quantised = IN_SERVERS
+    packed_in_float32 = False
     serves: ClassVar[str] = ""
     """The server's name in messages."""
 

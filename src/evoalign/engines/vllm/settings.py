@@ -12,6 +12,7 @@ from evoalign.config.base import Count, Gib, Word
 from evoalign.config.engines import CardGib, EngineSettings, MemoryUse, Serving
 from evoalign.config.outside import INSIDE
 from evoalign.errors import ConfigError
+from evoalign.models.forms import IN_SERVERS
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +68,8 @@ class VllmConfig(EngineSettings):
     resources |= {"members", "master", "gpu_memory_gib"}
     younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
-    quantised = frozenset({"awq", "gptq", "fp8", "modelopt", "pack-quantized", "int-quantized", "float-quantized"})
-    quantised |= {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
+    quantised = IN_SERVERS
+    packed_in_float32 = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 
     @model_validator(mode="after")

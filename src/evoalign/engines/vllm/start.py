@@ -15,14 +15,13 @@ from pydantic import ValidationError
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.gpu import OUTSIDE, for_tensors, limit_memory, step_tokens
-from evoalign.engines.specs import specs_of_config
+from evoalign.engines.specs import refuse_quantised, specs_of_config
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.engines.vllm.settings import KERNEL_RANK, graph_sizes, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.files import refuse_packed, refuse_pickles, why_not
 from evoalign.models.layers import key_heads, layers_of
 from evoalign.models.origin import model_config, model_path
-from evoalign.models.quantised import quantised_of
 from evoalign.spaces.targets import module_of
 from evoalign.types import TensorSpec
 
@@ -32,8 +31,6 @@ CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
-PACKED_DTYPES = (torch.bfloat16, torch.float16)
-"""Activations that vLLM's products for packed weights take."""
 _batch_invariant: list[bool] = []
 """Whether engines on GPUs of this process are batch-invariant; empty before the first one starts."""
 
@@ -44,17 +41,11 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     check_version()
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
-    packed = quantised_of(config.model)
+    packed = refuse_quantised(config, _dtype(config, on_cpu))
     if packed is not None and deterministic and not on_cpu:
         raise ConfigError(
             f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
             "depend on the rows of a batch on a GPU; remove it, or use engine transformers"
-        )
-    if packed is not None and _dtype(config, on_cpu) not in PACKED_DTYPES:
-        raise ConfigError(
-            f"model.dtype {config.model.dtype} serves {'a CPU' if on_cpu else 'a GPU'} in float32, and model "
-            f"{config.model.name} is quantised ({packed.words}): vLLM multiplies packed weights in half precision; "
-            "set model.dtype bfloat16"
         )
     if packed is None and settings_of(config).load_format == "safetensors":
         refuse_packed(path, config.model.revision, config.model.name)
