@@ -35,6 +35,10 @@ from evoalign.tokens import Tokens
 from evoalign.transcripts import REWARD, Message
 from evoalign.types import Example, Member, Plan, Request, Rollout
 
+SETTLED = 20
+"""Rounds of the server's loop before a request takes its place in an episode. A busy server may learn in one round of a
+request, of the end of its client's patience, and of the repeated request, which would be another turn if it came before
+the first is cancelled, a few rounds later."""
 Drive: TypeAlias = Callable[[str, str, Example, float], str | None]
 """Runs a harness, given the address, the key, the row and the seconds: returns its output, or None after that time."""
 
@@ -130,6 +134,8 @@ class _Backend:
         return attempt
 
     async def complete(self, key: str, chat: Chat) -> list[Answer]:
+        for _ in range(SETTLED):
+            await asyncio.sleep(0)
         attempt, limits = self._attempt(key), self._limits
         sampling = attempt.job.request.sampling
         most = limits.tokens or limits.turns * sampling.max_tokens
