@@ -72,6 +72,15 @@ def test_weights_are_read_to_the_bit(case, made):
         assert all(p.is_contiguous() for p in found.values()) and not hasattr(model.config, "quantization_config")
 
 
+def test_the_layout_of_gptq_has_a_newer_name(made):
+    folder, wanted = made("gptq, v2")
+    tree = json.loads((folder / "config.json").read_text())
+    tree["quantization_config"]["format"] = tree["quantization_config"].pop("checkpoint_format")
+    (folder / "config.json").write_text(json.dumps(tree))
+    found = dict(load(folder).named_parameters())
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
 def test_every_form_of_the_engine_is_tested():
     assert make_config().engine.quantised == FORMS == unpack.FORMS
 
@@ -121,6 +130,9 @@ FIRST = "pack-quantized, 4 bits"
 SETTINGS = {
     "bits 3": ("gptq, 4 bits", {"bits": 3}),
     "checkpoint_format 'marlin'": ("gptq, 4 bits", {"checkpoint_format": "marlin"}),
+    "is_marlin_format": ("gptq, 4 bits", {"is_marlin_format": True}),
+    "format 'gptq_p'": ("gptq, 4 bits", {"checkpoint_format": None, "format": "gptq_p"}),
+    "format 'llm-awq'": ("awq", {"version": None, "format": "llm-awq"}),
     "dynamic": ("gptq, 4 bits", {"dynamic": {"-:x": {}}}),
     "version 'gemv'": ("awq", {"version": "GEMV"}),
     "transform_config": (FIRST, {"transform_config": {"config_groups": {"R1": {}}}}),

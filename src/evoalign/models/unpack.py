@@ -34,6 +34,8 @@ _RUNTIME = frozenset({"input_scale", "input_zero_point", "output_scale", "q_scal
 """Names of scales of activations, which stay unquantised here."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the eight integers in a word of AWQ, lowest bits first."""
+_LAYOUT = ("checkpoint_format", "format")
+"""Settings that name the order of integers in words: older programs write the first, newer ones the second or both."""
 _FLOATS, _FLOATS8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
 _PLAIN = (*_FLOATS, "F64", "I64", "BOOL")
 """Dtypes of tensors that are taken as they are."""
@@ -219,14 +221,12 @@ class _Reader:
         form, settings = self.found.form, self.settings
         wanted: list[tuple[str, object, Iterable[object]]] = []
         if form == "awq":
-            version = str(settings.get("version") or "gemm")
-            wanted += [
-                ("bits", settings.get("bits", settings.get("w_bit")), (4,)),
-                ("version", version.lower(), ("gemm",)),
-            ]
+            wanted += [("bits", settings.get("bits", settings.get("w_bit")), (4,))]
+            wanted += [(key, str(settings.get(key) or "gemm").lower(), ("gemm",)) for key in ("version", *_LAYOUT)]
         elif form == "gptq":
-            packing = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format") or "gptq"
-            wanted += [("bits", settings.get("bits"), (2, 4, 8)), ("checkpoint_format", packing, ("gptq", "gptq_v2"))]
+            wanted += [("bits", settings.get("bits"), (2, 4, 8))]
+            wanted += [("is_marlin_format", settings.get("is_marlin_format") or False, (False,))]
+            wanted += [(key, settings.get(key) or "gptq", ("gptq", "gptq_v2")) for key in _LAYOUT]
             wanted += [("dynamic", settings.get("dynamic") or None, (None,))]
         elif form not in ("fp8", "bitsandbytes"):
             sparsity: object = settings.get("sparsity_config") or "dense"
@@ -323,7 +323,8 @@ def _by_columns(reader: _Reader, module: str) -> Callable[[], torch.Tensor]:
             reader.shape(f"{module}g_idx", ("I32",))
         size = settings.get("group_size", settings.get("q_group_size"))
         reader.check_group(f"{module}scales", columns, groups, (size,))
-    minus = 0 if is_awq or settings.get("checkpoint_format") == "gptq_v2" else 1
+    is_v2 = next((settings[key] for key in _LAYOUT if settings.get(key)), "") == "gptq_v2"
+    minus = 0 if is_awq or is_v2 else 1
     if minus and int(_integers(reader.get(f"{module}qzeros"), bits)[:, :rows].max()) == (1 << bits) - 1:
         # Stored zero points are one less, so that programs read 0 or 2^bits here.
         raise reader.refused("a zero point of", 1 << bits)
