@@ -76,7 +76,7 @@ def test_members_over_an_awq_base_answer_as_in_process(tmp_path):
     members = [
         abs(theirs[key].logprobs[0] - theirs[MEAN.index, key[1]].logprobs[0]) for key in theirs if key[0] != MEAN.index
     ]
-    assert max(apart) < 0.12 < median(members)  # in float16
+    assert median(apart) < 0.1 < median(members)  # in float16
 
 
 def run(folder, engine, generations):
@@ -127,7 +127,7 @@ def test_unsupported_settings_are_refused_by_name(url, more, words, monkeypatch)
 
 
 def test_a_server_of_the_model_in_full_precision_is_not_one_of_the_quantised_base(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(ServerSettings, "packed_in_float32", True)  # as that server
+    monkeypatch.setattr(ServerSettings, "packed_in_float32", True)  # the server at the URL serves float32
     quantise("awq", tiny(), tmp_path / "awq")
     settings = attached(url, model={"name": str(tmp_path / "awq"), "dtype": "float32"})
     with pytest.raises(ModelError, match=r"serves other weights than model .*awq"), opened(settings):

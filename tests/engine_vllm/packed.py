@@ -57,7 +57,7 @@ def plugin(folder: Path) -> str:
 
 
 use()
-VllmConfig.packed_in_float32 = ServerSettings.packed_in_float32 = True  # as this product does
+VllmConfig.packed_in_float32 = ServerSettings.packed_in_float32 = True  # which the plain product takes
 
 
 def quantise(form: str, to: Path, config: dict | None = None) -> Path:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BaseModel.distance`: rounding is within the tolerance, and noise on the weights is not."""
 
+import json
 import math
+import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from evoalign import tokens
 from evoalign.config import from_dict
 from evoalign.engines.base import Completion
 from evoalign.engines.server.base_model import PROBE_TOKENS, PROBES, TOLERANCE, load_base
+from evoalign.engines.specs import specs_of_config
 from evoalign.engines.transformers.engine import load_model
 from evoalign.errors import ConfigError, ModelError
 from evoalign.models import tiny
@@ -75,12 +79,13 @@ def quantised(tmp_path_factory):
     return folder
 
 
-def config_of(folder, space="lora", name="sglang", **es):
-    return from_dict({"model": {"name": str(folder)}, "engine": {"name": name}, "space": space, "es": es})
+def config_of(folder, space="lora", name="sglang", engine=None, **es):
+    own = {"name": name, **(engine or {})}
+    return from_dict({"model": {"name": str(folder)}, "engine": own, "space": space, "es": es or {"sigma": 0.1}})
 
 
 def test_a_quantised_base_is_read_as_numbers_only_to_compare_a_running_server(quantised):
-    config, dtype = config_of(quantised, sigma=0.1), torch.bfloat16
+    config, dtype = config_of(quantised), torch.bfloat16
     alone, compared = (load_base(config, dtype, dummy=False, compared=compared) for compared in (False, True))
     assert alone.hash == compared.hash == files_hash(str(quantised), None, "")
     assert alone.parameters == compared.parameters == {} and alone.model is None
@@ -92,18 +97,51 @@ def test_a_quantised_base_is_read_as_numbers_only_to_compare_a_running_server(qu
 
 def test_servers_refuse_forms_and_settings_that_they_do_not_serve_on_a_quantised_base(quantised, tmp_path):
     for config, message in (
-        (config_of(quantised, "lowrank", sigma=0.1), "space lowrank: .* is quantised"),
+        (config_of(quantised, "lowrank"), "space lowrank: .* is quantised"),
         (config_of(quantised, noise_multiplier=0.1), "es.noise_multiplier: .* is quantised"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_base(config, torch.bfloat16, dummy=False)
-    other = tmp_path / "fp8"
-    quantise("fp8, tensor", tiny(), other)
+    folders = {form: tmp_path / form for form in ("fp8, tensor", "bitsandbytes, 8 bits")}
+    for form, folder in folders.items():
+        quantise(form, tiny(), folder)
     for name in ("sglang", "vllm-server"):
-        assert load_base(config_of(quantised, name=name, sigma=0.1), torch.bfloat16, dummy=False, compared=False).hash
-        with pytest.raises(ConfigError, match=rf"engine {name} would serve .* in float32.*set model.dtype bfloat16"):
-            load_base(config_of(quantised, name=name, sigma=0.1), torch.float32, dummy=False)
-        alone = config_of(other, name=name, sigma=0.1)
-        assert load_base(alone, torch.bfloat16, dummy=False, compared=False).hash
-        with pytest.raises(ModelError, match=r"engine.url: .* is quantised \(FP8, 8 bits\), activations too"):
-            load_base(alone, torch.bfloat16, dummy=False)
+        for folder in (quantised, folders["fp8, tensor"]):
+            assert load_base(config_of(folder, name=name), torch.bfloat16, dummy=False, compared=False).hash
+        with pytest.raises(ConfigError, match=rf"engine {name} does not serve .* in float32; set model.dtype bfloat16"):
+            load_base(config_of(quantised, name=name), torch.float32, dummy=False)
+        with pytest.raises(ModelError, match=rf"\(bitsandbytes, 8 bits\), which engine {name} does not serve"):
+            specs_of_config(config_of(folders["bitsandbytes, 8 bits"], name=name))
+        with pytest.raises(ConfigError, match="in float32"):  # a dry run, too
+            specs_of_config(config_of(quantised, name=name, engine={"device": "cpu"}))
+
+
+def test_sglang_refuses_mxfp4(quantised, tmp_path):
+    shutil.copytree(quantised, tmp_path / "model")
+    text = (quantised / "config.json").read_text().replace("pack-quantized", "mxfp4-pack-quantized")
+    (tmp_path / "model/config.json").write_text(text)
+    specs_of_config(config_of(tmp_path / "model", name="vllm-server"))
+    with pytest.raises(ModelError, match="engine sglang does not serve; use engine vllm or vllm-server"):
+        specs_of_config(config_of(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm-server"])
+def test_a_running_server_is_refused_where_activations_are_rounded(name, tmp_path):
+    at = {"url": "http://127.0.0.1:9", "device": "cuda"}
+    token = {"num_bits": 8, "type": "int", "dynamic": True}
+    for form, acts, refused in (
+        ("pack-quantized, 4 bits", None, False),
+        ("float-quantized, channel", None, False),
+        ("pack-quantized, 4 bits", token, True),
+        ("fp8, tensor", None, True),
+        ("awq", None, False),
+    ):
+        folder = tmp_path / f"{form}, {acts is not None}"
+        quantise(form, tiny(), folder)
+        if acts:
+            tree = json.loads((folder / "config.json").read_text())
+            tree["quantization_config"]["config_groups"]["group_0"]["input_activations"] = acts
+            (folder / "config.json").write_text(json.dumps(tree))
+        with pytest.raises(ConfigError, match=r"^engine\.url: ") if refused else nullcontext():
+            specs_of_config(config_of(folder, name=name, engine=at))
+        specs_of_config(config_of(folder, name=name))

@@ -50,8 +50,8 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
 def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quantised | None:
     """Return how the base is quantised, or None.
 
-    `dtype` is what the engine serves, where `model.dtype` is auto. Raises ModelError if it does not serve that form,
-    and ConfigError if it does not serve it in float32, or the run would read or move the weights themselves.
+    `dtype` is what the engine serves, once that is known. Raises ModelError if it does not serve that form, and
+    ConfigError if it does not serve it in float32 or at a URL, or the run would read or move the weights themselves.
     """
     found = quantised_of(config.model)
     if found is None:
@@ -66,10 +66,17 @@ def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quanti
         )
     if engine.unpacks(found.form, found.bits):
         unpack.check(name, found)
-    if not engine.packed_in_float32 and (dtype is torch.float32 or config.model.dtype == "float32"):
+    served = dtype or getattr(torch, config.model.served_dtype(on_gpu=engine.where != "cpu"))
+    if served is torch.float32 and not engine.packed_in_float32:
         raise ConfigError(
-            f"model.dtype {config.model.dtype}: engine {engine.name} would serve model {name} in float32, and it is "
-            f"quantised ({found.words}): packed weights are multiplied in half precision; set model.dtype bfloat16"
+            f"model.dtype {config.model.dtype}: engine {engine.name} does not serve the packed weights of model {name} "
+            f"({found.words}) in float32; set model.dtype bfloat16 or float16"
+        )
+    if getattr(engine, "url", None) and (found.rounds_activations or found.form not in unpack.FORMS):
+        raise ConfigError(
+            f"engine.url: model {name} is quantised ({found.words}), so that activations may be rounded and the "
+            "completions of a running server do not show whether it serves these files; remove engine.url, and the run "
+            "starts the server"
         )
     if spaces.create(config).evolves_model:
         raise ConfigError(

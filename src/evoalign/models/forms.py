@@ -28,8 +28,10 @@ _WORDS = {
     "mxfp4-pack-quantized": "compressed-tensors, MXFP4",
 }
 """Forms that some engine serves (`EngineSettings.quantised`), and their names in messages."""
-IN_SERVERS = frozenset(_WORDS) - {"bitsandbytes"}
-"""Forms that vLLM and SGLang load with adapters, where their device has a product for them."""
+IN_SERVERS = frozenset(
+    {"awq", "gptq", "fp8", "modelopt", "pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized"}
+)
+"""Forms that both vLLM and SGLang load with adapters, where their device has a product for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,13 @@ class Quantised:
         parts += [f"{self.bits} bits"] if self.bits else []
         parts += [f"groups of {self.group}"] if self.group else []
         return ", ".join(parts)
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether activations may be rounded, too, where the weights stay packed."""
+        return self.form in ("fp8", "modelopt") or any(
+            group.get("input_activations") for group in groups_of(self.settings)
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the entry of a run's manifest."""

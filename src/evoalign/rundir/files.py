@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,15 +99,18 @@ def scratch(folder: Path) -> Generator[Path]:
     """
     refuse_links_above(folder)
     if is_link(folder):  # its target must not be emptied
-        folder.unlink()
+        folder.unlink(missing_ok=True)
     busy = RunExistsError(f"{folder}: another process is writing there; wait for it, or choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = opened(folder)
-    except (FileExistsError, FileNotFoundError) as error:
-        if error.filename == str(folder) and not folder.is_file():  # another process has just deleted it
+    except FileExistsError as error:
+        if error.filename == str(folder) and _is_folder_or_gone(folder):  # another process has just deleted it
             raise busy from None
         raise
+    try:
+        handle = opened(folder)
+    except FileNotFoundError:  # likewise
+        raise busy from None
     try:
         if handle is not None and not (locked(handle) and is_at(handle, folder)):
             raise busy
@@ -120,6 +124,13 @@ def scratch(folder: Path) -> Generator[Path]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def _is_folder_or_gone(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def _flush(folder: Path) -> None:

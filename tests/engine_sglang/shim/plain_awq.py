@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In place of SGLang's kernels in Triton for AWQ's words; those in CUDA cannot be imported."""
+"""The numbers of AWQ's words in plain torch: SGLang's own kernels need a GPU."""
 
 import torch
 

@@ -2,8 +2,9 @@
 """Lets the published SGLang start on any CPU, for tests alone.
 
 torchvision's wheel expects the operators of a torch for CUDA, and SGLang imports it with transformers. A CPU that has
-AMX would be served by kernels that are not published for it, so torch is made to say that there is none. SGLang's
-processes are forked: each would import for ten seconds what the one that starts it has imported.
+AMX would be served by kernels that are not published for it, so torch is made to say that there is none. AWQ's words
+are read by `plain_awq`. SGLang's processes are forked: each would import for ten seconds what the one that starts it
+has imported.
 """
 
 import sys

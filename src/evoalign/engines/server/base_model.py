@@ -15,7 +15,6 @@ from evoalign.engines.base import Completion
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.specs import mean_abs, refuse_quantised, specs_of, specs_of_config, without_experts
 from evoalign.engines.transformers.engine import load_model
-from evoalign.errors import ModelError
 from evoalign.models.files import refuse_pickles
 from evoalign.models.origin import model_path
 from evoalign.models.quantised import files_hash
@@ -35,10 +34,9 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 0.01, torch.bfloat16: 0
 Measured with the tiny model on a CPU: 0.010 in bfloat16 (SGLang; 0.009 between attentions of transformers; 0.020 with
 the worst of 13 other groups of prompts), 0.001 in float16 and 5e-7 in float32, where GPUs may compute with the mantissa
 of float16. Noise of 3 % of the mean weight moves the tiny model's by 0.04 to 0.08, of 6 % by more than any bound.
-Activations in FP8 move it by 0.085, and that of SmolLM2-135M by 0.093 (vLLM).
+Activations in FP8 (vLLM) move those of the tiny model by 0.085 and those of SmolLM2-135M by 0.093: such a server is not
+compared.
 """
-WEIGHTS_ALONE = frozenset({"awq", "gptq", "pack-quantized"})
-"""Forms whose activations stay in full precision, so that `TOLERANCE` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +69,12 @@ class BaseModel:
 def load_base(config: Config, dtype: torch.dtype, *, dummy: bool, compared: bool = True) -> BaseModel:
     """Load the base model on the CPU; for `dummy` weights only names and shapes. Raises ModelError, ConfigError.
 
-    A quantised base is read as numbers only if it is `compared` with a running server. Raises ModelError there for one
-    with quantised activations.
+    A quantised base is read as numbers only if it is `compared` with a running server.
     """
     if dummy:
         specs = specs_of_config(config)
         return BaseModel(None, {}, specs, weights_hash((s.name, torch.zeros(0)) for s in specs))
-    if (found := refuse_quantised(config, dtype)) is not None:
-        if compared and found.form not in WEIGHTS_ALONE:
-            raise ModelError(
-                f"engine.url: model {config.model.name} is quantised ({found.words}), activations too, so that the "
-                "answers of a server do not show that it serves these files; leave engine.url out, so that the server "
-                "is started here"
-            )
+    if refuse_quantised(config, dtype) is not None:
         path, revision = model_path(config.model), config.model.revision
         refuse_pickles(path, revision)
         digest = files_hash(path, revision, config.model.name)

@@ -157,6 +157,7 @@ class VllmServerConfig(ServerSettings):
     enforce_eager: bool = False
     """No CUDA graphs: a faster start and slower steps."""
 
+    quantised = IN_SERVERS | {"mxfp4-pack-quantized"}
     path = "evoalign.engines.server.vllm:VllmServerEngine"
     serves = "vLLM"
     resources = ServerSettings.resources | {"kv_cache_gib", "enforce_eager"}

@@ -68,7 +68,7 @@ class VllmConfig(EngineSettings):
     resources |= {"members", "master", "gpu_memory_gib"}
     younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
-    quantised = IN_SERVERS
+    quantised = IN_SERVERS | {"mxfp4-pack-quantized"}
     packed_in_float32 = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 
