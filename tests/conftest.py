@@ -4,6 +4,7 @@
 import base64
 import functools
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -31,6 +32,9 @@ if "PYTHONPATH" in os.environ:  # of processes that tests start in other folders
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background: Ctrl-C is tested
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# At its import it warns on some processors, in whichever test that is, that it lacks a kernel for a product in 4 bits.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves an actor next to other tests hardly any time
 

@@ -240,13 +240,16 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
         len(examples), size=(RESAMPLES, len(examples))
     )
     values: list[float] = []
-    start = time.monotonic()
+    start = last = time.monotonic()
+    fastest = float("inf")
     for done, draw_E in enumerate(drawn, 1):
         try:
             values.append(_fitness(aim, examples, found.completions, draw_E.tolist()))
         except RewardError:
             return found
-        if (time.monotonic() - start) / done * RESAMPLES > RESAMPLE_SECONDS:
+        now = time.monotonic()
+        fastest, last = min(fastest, now - last), now
+        if done > 2 and now - start + fastest * (RESAMPLES - done) > RESAMPLE_SECONDS:  # not after a single pause
             return found
     return replace(found, resampled={aim.measure: tuple(values)})
 

@@ -386,11 +386,14 @@ def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind):
 
 
 class FirstCompletes(Completes):
-    """A dialect that completes request 0 without the server."""
+    """A dialect that completes request 0 without the server, once that has the other."""
+
+    received: list[bytes]
 
     async def generate(self, client, requests, adapter, stop_ids):
         if requests[0].index == 0:
-            await asyncio.sleep(0.2)  # until the other is sent
+            while not self.received:
+                await asyncio.sleep(0.01)
             return await Well.generate(self, client, requests, adapter, stop_ids)
         return await super().generate(client, requests, adapter, stop_ids)
 
@@ -398,6 +401,8 @@ class FirstCompletes(Completes):
 def test_closing_a_rollout_cancels_its_requests():
     dialect, pairs = FirstCompletes(), [(MEAN, Request(i, (5,), Sampling(4))) for i in range(2)]
     with hostile(SLOW["body"]) as server, opened(dialect, url=server.url, timeout=60.0) as found:
+        server.requests.clear()
+        dialect.received = server.requests
         completions = engine_over(found, dialect, has_adapters=False, batch=1)._completions(MEAN_PLAN, pairs)
         assert next(completions)[1].index == 0
         completions.close()

@@ -83,8 +83,14 @@ def test_stop_ends_a_suspended_server(started):
 )
 def test_start_reports_why_no_server_is_ready_and_keeps_its_log(words, seconds, message):
     process = process_of(*words)
+
+    def is_ready():
+        while seconds < 60 and "serves" not in process.log.read_text():
+            time.sleep(0.01)
+        return False
+
     with pytest.raises(LostError, match=message):
-        process.start(lambda: False, seconds)
+        process.start(is_ready, seconds)
     assert process.pid is None
     process.drop_log()
     assert process.log.is_file(), "the message names the log"

@@ -284,7 +284,7 @@ def trials(folder, count):
 
 def test_a_run_whose_processes_are_killed_has_the_journal_of_another(tmp_path):
     journal = undisturbed(tmp_path / "undisturbed")
-    kills = [("harness", 0.2), ("guard", 0.3), ("trainer", 0.8)]
+    kills = [("harness", 0.2), ("guard", 0.3), ("trainer", 0.7)]
     row = one(tmp_path / "killed", kills, random.Random(0), journal=journal)
     assert row["exit"] == -signal.SIGKILL and row["kept"]
 

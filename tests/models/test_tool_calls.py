@@ -416,7 +416,7 @@ def test_read_turn_takes_linear_time(hostile):
     for prefix in prefixes:
         for unit in units:
             text = prefix + unit * (400_000 // len(unit))
-            start = time.perf_counter()
+            start = time.process_time()
             found = hostile.read_turn(text, TOOLS)
-            assert time.perf_counter() - start < 3, (prefix, unit)
+            assert time.process_time() - start < 3, (prefix, unit)
             assert len(found.content) <= len(text)

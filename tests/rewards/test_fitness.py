@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`task.fitness`: one number for all completions of a member. With their mean, a run equals that of the rewards."""
 
+import itertools
 import json
 import math
 import shutil
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,6 +177,22 @@ def test_resampled_draws_are_paired():
     assert before.resampled["fitness/letters"] == tuple(float(len(set(draw))) for draw in same)
     assert found("needs_both", "abcdef").resampled == {}
     assert evaluation.with_resampled(made("letters"), rows[:2], before) is before
+
+
+@pytest.mark.parametrize(("long", "count"), [(2, 200), (200, 0)])
+def test_no_resamples_of_a_slow_fitness_but_one_pause_costs_none(long, count, monkeypatch):
+    clock, calls = [0.0], itertools.count()
+
+    def value(*_):
+        clock[0] += 1.0 if next(calls) < long else 0.01
+        return 0.5
+
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    rows = [{"prompt": str(i)} for i in range(6)]
+    scored = [Scored(e, 0, 0, "", None, "a", 0.0, "stop", 1) for e in range(6)]
+    found = evaluation.summarise(made("letters"), rows, scored)
+    monkeypatch.setattr(evaluation, "_fitness", value)
+    assert len(evaluation.with_resampled(made("letters"), rows, found).resampled.get("fitness/letters", ())) == count
 
 
 def test_per_member_objective_returns_one_column():

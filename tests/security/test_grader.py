@@ -24,15 +24,15 @@ ROW: dict[str, Any] = BENCHMARK["ROW"]
 TASK = create(TaskConfig(name="countdown"))
 REWARDS = {0.0, 0.01, 0.05, 0.06, 0.1, 1.0, 1.01, 1.05, 1.06, 1.1}
 HANG = 1.0
-"""Seconds. A guard against hangs, not a measurement: benchmarks/grader.py has the times."""
+"""Seconds of this process. A guard against hangs, not a measurement: benchmarks/grader.py has the times."""
 
 
 def graded(text: str) -> float:
-    started = time.monotonic()
+    started = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a grader that prints a warning for each odd answer drowns the log
         reward = TASK.rewards([text], [ROW])[0]
-    assert time.monotonic() - started < HANG
+    assert time.process_time() - started < HANG
     return reward
 
 

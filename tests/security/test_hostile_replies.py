@@ -32,7 +32,7 @@ Ask: TypeAlias = Callable[[str, float], object]
 
 def ask_scorer(url: str, seconds: float) -> object:
     """Score one pair. The run stops after the first request that takes `seconds`."""
-    config = ScorerConfig(name="service", url=url, token_env="A_KEY", timeout=seconds, deadline=min(seconds, 2.0))
+    config = ScorerConfig(name="service", url=url, token_env="A_KEY", timeout=seconds, deadline=min(seconds, 6.0))
     with closing(Service(config)) as service:
         return service.score(["a"], ["b"])
 

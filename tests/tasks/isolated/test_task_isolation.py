@@ -22,7 +22,7 @@ from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.tasks import Data, Task
-from evoalign.tasks.isolated import worker
+from evoalign.tasks.isolated import connection, worker
 from evoalign.tasks.isolated.task import Isolated, is_exact
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
@@ -228,7 +228,8 @@ def test_a_fresh_process_has_the_same_path_and_folder(isolate, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_exit_handlers_run_when_the_task_is_closed(own, tmp_path):
+def test_exit_handlers_run_when_the_task_is_closed(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "CLOSE_LIMIT", 60.0)
     task = own("keep")
     assert task.rewards(["a"], [PLAIN | {"log": str(tmp_path / "log")}]) == [1.0]
     task.close()
