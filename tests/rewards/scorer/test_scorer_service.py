@@ -236,7 +236,8 @@ def test_unavailable_service_raises_error(served):
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(RewardError, match=rf"no scores from the scorer at {url} for 0.5 s .*start the service"):
             client(url, deadline=0.5)
-        scorer = client(served.url, deadline=0.5)
+        scorer = client(served.url)
+        scorer._config = scorer._config.model_copy(update={"deadline": 0.5})
         scorer._http._http.base_url = httpx.URL(url)
         with pytest.raises(RewardError, match=r"no scores .* for 0.5 s"):
             scorer.score(["a"] * 100, ["b"] * 100)
