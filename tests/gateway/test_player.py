@@ -32,10 +32,7 @@ from test_episodes import ROWS, SETTINGS, Dialogue
 
 HARNESS = '''
 import json, os, sys, time, urllib.error, urllib.request
-from contextlib import closing
-from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import urlsplit
 
 def chat(url, key, messages, **more):
     body = json.dumps({"model": "any", "messages": messages, **more}).encode()

@@ -93,6 +93,7 @@ def test_million_differs_from_units(answer, word):
 def test_expression_bombs_are_wrong_and_harmless(monkeypatch):
     """With a tenth of the work that is allowed, since each would take all of it."""
     answers.is_equal("x+x", "2x")  # what is learnt at the first use is learnt
+    assert not answers.is_equal("9^{9^{9^9}}", "x^2+1")
     monkeypatch.setattr(answers, "MOST_CALLS", answers.MOST_CALLS // 10)
     all_wrong_within(2, BOMBS.values(), "2")
 

@@ -162,7 +162,7 @@ def test_tasks_are_isolated_and_score_bombs_as_wrong(apart):
     texts = ["\\boxed{2}", *(f"\\boxed{{{bomb}}}" for bomb in bombs), "\\boxed{4/2}"] * 2
     start = time.perf_counter()
     assert apart.rewards(texts, [MATH[2]] * len(texts)) == [1.0, *[0.0] * 5, 1.0] * 2, "in two calls of the worker"
-    assert time.perf_counter() - start < 60
+    assert time.perf_counter() - start < 20
     assert list(apart.columns(texts[:1] * 9, [MATH[2]] * 9)["reward"]) == [1.0] * 9
     assert apart.is_right("\\boxed{1+1}", MATH[2]) is True
     assert apart.measures("\\boxed{1+1}", MATH[2]) == {"accuracy": 1.0, "answered": 1.0}
