@@ -2,7 +2,10 @@
 """Changes of weights, read by rows, against what the libraries themselves load, merge and save."""
 
 import json
+import random
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -210,3 +213,15 @@ def test_a_quantised_base_that_lacks_a_tensor_or_is_not_read_as_numbers_is_refus
     (folder / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ModelError, match=r"is quantised \(bitsandbytes, 4 bits\), and its weights are not read"):
         Base(make_config(folder))
+
+
+def test_threads_read_several_files_at_once(tmp_path, monkeypatch):
+    live(tiny()).save_pretrained(tmp_path, max_shard_size="500KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    whole = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    own, names = tensors.open_file, random.Random(0).sample(list(whole), len(whole))
+    monkeypatch.setattr(tensors, "open_file", lambda file: (time.sleep(0.001), own(file))[1])
+    found = tensors.Files(shards)
+    with ThreadPoolExecutor(8) as threads:
+        read = list(threads.map(found.__getitem__, names))
+    assert len(shards) > 2 and all(torch.equal(tensor, whole[name]) for name, tensor in zip(names, read, strict=True))

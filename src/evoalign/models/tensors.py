@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +142,16 @@ class _Place:
     first: int = 0
 
 
+class _Open(threading.local):
+    """The file that a thread has open, and how many bytes of it were read."""
+
+    file: Path = Path()
+    opened: Any = None
+    read: int = 0
+
+
 class Files(Mapping[str, torch.Tensor]):
-    """The tensors of several safetensors files, read on access, whole or by rows. One file is open at a time.
+    """The tensors of several safetensors files, read on access, whole or by rows. A thread has one file open at a time.
 
     `prefix` is removed from all names. A name that is missing is also looked up without its first part, as in the files
     of some older models, with `OTHER_NAMES`, and in fused experts.
@@ -150,7 +159,7 @@ class Files(Mapping[str, torch.Tensor]):
 
     def __init__(self, files: Iterable[Path], prefix: str = "") -> None:
         self._at: dict[str, _Place] = {}
-        self._file, self._opened, self._read = Path(), None, 0
+        self._own = _Open()
         for file in files:
             opened = open_file(file)
             for key in opened.keys():  # noqa: SIM118 (no mapping)
@@ -203,11 +212,12 @@ class Files(Mapping[str, torch.Tensor]):
         return place
 
     def _ready(self, file: Path, size: int) -> Any:
-        if file != self._file or self._read > MAPPED:
-            self._opened = None
-            self._file, self._opened, self._read = file, open_file(file), 0
-        self._read += size
-        return self._opened
+        own = self._own
+        if file != own.file or own.read > MAPPED:
+            own.opened = None
+            own.file, own.opened, own.read = file, open_file(file), 0
+        own.read += size
+        return own.opened
 
     def _place(self, name: str) -> _Place | None:
         for key in (name, name.partition(".")[2], *(name.replace(*pair) for pair in OTHER_NAMES)):
