@@ -114,6 +114,10 @@ def test_servers_refuse_forms_and_settings_that_they_do_not_serve_on_a_quantised
             specs_of_config(config_of(folders["bitsandbytes, 8 bits"], name=name))
         with pytest.raises(ConfigError, match="in float32"):  # a dry run, too
             specs_of_config(config_of(quantised, name=name, engine={"device": "cpu"}))
+        tree = config_of(quantised, name="ray", engine={"replica": {"name": name}}).model_dump(mode="json")
+        tree["model"]["dtype"] = "float32"
+        with pytest.raises(ConfigError, match="in float32"):
+            specs_of_config(from_dict(tree))
 
 
 def test_sglang_refuses_mxfp4(quantised, tmp_path):
