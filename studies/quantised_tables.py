@@ -10,12 +10,23 @@ from pathlib import Path
 import numpy as np
 
 from evoalign import statistics
-from methods import SETTINGS
+from methods import PROBE, SETTINGS
+from methods import ROWS as METHODS
 from methods_tables import Gains, Rows, gains
 from study_points import points
 
 ROWS = Path(__file__).resolve().parent / "results" / "quantised"
-BASES = {"bf16": "bfloat16", "w4a16": "W4A16"}
+BASES: Mapping[str, tuple[Path, str]] = {
+    "bf16": (ROWS / "bf16", "bfloat16"),
+    "w4a16": (ROWS / "w4a16", "W4A16"),
+    "bf16 dense": (METHODS, "bfloat16, in process"),
+    "w4a16 dense": (ROWS / "w4a16_dense", "W4A16, in process"),
+    "w4a16 wide": (ROWS / "w4a16_wide", "W4A16, in process, its own width"),
+    "nf4": (ROWS / "nf4", "nf4"),
+}
+"""Where the rows of a base are, and its name. `tiny` and `smollm2` are in process everywhere."""
+PAIRS = (("w4a16", "bf16"), ("w4a16 dense", "bf16 dense"), ("w4a16 wide", "bf16 dense"))
+"""Bases that are compared. The plan has the first pair."""
 MARGIN = 1 / 3
 """Share of the mean gain in bfloat16."""
 
@@ -27,8 +38,10 @@ def tables() -> Mapping[str, Iterator[str]]:
 
 def kept(setting: str, base: str) -> Rows:
     """Return the rows of a base, by seed."""
-    files = sorted((ROWS / base / setting / "lora").glob("*.json"), key=lambda file: int(file.stem))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if base == "bf16 dense" and setting != "real":
+        return []
+    files = sorted((BASES[base][0] / setting / "lora").glob("*.json"), key=lambda file: int(file.stem))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if int(file.stem) != PROBE]
 
 
 def _by_seed(rows: Rows) -> Gains:
@@ -40,7 +53,7 @@ def _gains() -> Iterator[str]:
     yield "| setting | base | seeds | before | after, by seed | gain, points (95 %) | placebos: mean and best gain |"
     yield "|---|---|---:|---:|---|---|---|"
     for setting in SETTINGS:
-        for base, name in BASES.items():
+        for base, (_, name) in BASES.items():
             rows = kept(setting, base)
             if not rows:
                 continue
@@ -55,25 +68,28 @@ def _gains() -> Iterator[str]:
 
 
 def _differences() -> Iterator[str]:
-    yield "| setting | seeds | gain on W4A16 less gain in bfloat16, points (95 %) | margin | by the plan |"
-    yield "|---|---:|---|---:|---|"
+    yield "| setting | bases | seeds | difference of the gains, points (95 %) | margin | by the plan |"
+    yield "|---|---|---:|---|---:|---|"
     for setting in SETTINGS:
-        pairs = {base: {row["job"]: row for row in kept(setting, base)} for base in BASES}
-        jobs = [job for job in pairs["bf16"] if job in pairs["w4a16"]]
-        if len(jobs) < statistics.FEWEST:
-            continue
-        whole, packed = (_by_seed([pairs[base][job] for job in jobs]) for base in BASES)
-        found, margin = statistics.mean(packed - whole), MARGIN * float(whole.mean())
-        assert found.low is not None and found.high is not None
-        verdict = "worse" if found.high < 0 else "no worse by the margin" if found.low > -margin else "not shown"
-        yield f"| {setting} | {len(jobs)} | {points(found)} | {100 * margin:.1f} | {verdict} |"
+        for first, second in PAIRS:
+            pairs = {base: {row["job"]: row for row in kept(setting, base)} for base in (first, second)}
+            jobs = [job for job in pairs[second] if job in pairs[first]]
+            if len(jobs) < statistics.FEWEST:
+                continue
+            packed, whole = (_by_seed([pairs[base][job] for job in jobs]) for base in (first, second))
+            found, margin = statistics.mean(packed - whole), MARGIN * float(whole.mean())
+            assert found.low is not None and found.high is not None
+            verdict = "worse" if found.high < 0 else "no worse by the margin" if found.low > -margin else "not shown"
+            names = f"{BASES[first][1]} less {BASES[second][1]}"
+            planned = verdict if (first, second) == PAIRS[0] else "(not in it)"
+            yield f"| {setting} | {names} | {len(jobs)} | {points(found)} | {100 * margin:.1f} | {planned} |"
 
 
 def _courses() -> Iterator[str]:
     yield "| setting | base | mean reward of the members, by fifths of the run | | | | |"
     yield "|---|---|---:|---:|---:|---:|---:|"
     for setting in SETTINGS:
-        for base, name in BASES.items():
+        for base, (_, name) in BASES.items():
             if rows := kept(setting, base):
                 means = np.array([[point["mean"] for point in row["course"]] for row in rows]).mean(axis=0)
                 fifths = [part.mean() for part in np.array_split(means, 5)]
