@@ -105,6 +105,8 @@ class EngineSettings(Section):
     """Whether dense spaces can move the experts of mixtures."""
     carries_experts: ClassVar[bool] = False
     """Whether members can perturb single experts of a mixture whose experts are fused."""
+    own_experts: ClassVar[str] = "use engine transformers"
+    """What to do where they cannot."""
     carries_bias: ClassVar[bool] = False
     """Whether members' adapters can have a bias."""
     quantised: ClassVar[frozenset[str]] = frozenset()

@@ -147,6 +147,17 @@ INSIDES: tuple[Inside, ...] = (
     *_names("vllm.lora.layers", "MergedQKVParallelLinearWithLoRA", "output_ids n_slices"),
     *_names("vllm.lora.layers", "ColumnParallelLinearWithLoRA", "n_slices"),
     *_names("vllm.lora.layers", "RowParallelLinearWithLoRA", "n_slices"),
+    *_names(
+        "vllm.lora.layers",
+        "FusedMoEWithLoRA",
+        "w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked adapter_enabled moe_config tp_rank",
+    ),
+    *_names(
+        f"{_LAYERS}.fused_moe.config",
+        "FusedMoEConfig",
+        "hidden_dim_unpadded intermediate_size_per_partition_unpadded",
+    ),
+    *_names("vllm.model_executor.utils", "", get_moe_expert_mapping="model"),
     # --- weights, and which part of them is on a rank ---
     *_names(
         f"{_LAYERS}.linear",

@@ -5,7 +5,7 @@ The member of slot i is LoRA id i + 1, in slot i of vLLM's stacked tensors, for 
 rewrites the slots in place. There are three forms:
   deep     the terms are computed in the kernels of the Qwen2, Qwen3 and Llama families (see `deep`)
   generic  one launch per projection, any model: our kernel in place of vLLM's LoRA kernels
-  stock    vLLM's own kernels and bookkeeping
+  stock    vLLM's own kernels and bookkeeping, and the only one with slots for the experts of mixtures
 The first two also replace vLLM's bookkeeping at each step, which loads, evicts and sorts adapters.
 
 The worker loads the model within `installed`, calls `deep.attach` there before graphs are captured, `register` after
@@ -23,9 +23,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
+from vllm.lora.layers import ColumnParallelLinearWithLoRA, FusedMoEWithLoRA, RowParallelLinearWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.model_executor.utils import get_moe_expert_mapping
 from vllm.platforms import current_platform
 
 from evoalign.engines.vllm.insides import replace
@@ -33,6 +34,8 @@ from evoalign.errors import ModelError
 from evoalign.kernels import population
 
 Form = Literal["deep", "generic", "stock"]
+WRAPPED = ".base_layer"
+"""Suffix that vLLM's LoRA layers add to the name of the layer they wrap."""
 _RING = 4
 """Pinned buffers for the row map: with asynchronous scheduling vLLM is at most two batches ahead."""
 
@@ -233,6 +236,9 @@ def register(lora_manager: Any, slots: int) -> None:
         # Not `add_adapter`: it reads an adapter's first tensor, and this one has none.
         adapters._registered_adapters[lora_id] = LoRAModel(lora_id, adapters.lora_config.max_lora_rank, {})
         adapters.activate_adapter(lora_id)
+    for layer in adapters.modules.values():
+        if isinstance(layer, FusedMoEWithLoRA):  # which leaves out adapters that were registered without experts
+            layer.adapter_enabled[:slots] = 1
 
 
 def stacked(model: torch.nn.Module) -> dict[str, Slot]:
@@ -241,8 +247,13 @@ def stacked(model: torch.nn.Module) -> dict[str, Slot]:
     Fused layers are separated: `...qkv_proj` is `...q_proj.weight`, `...k_proj.weight` and so on. Where there are fewer
     key and value heads than ranks, several ranks hold the same rows.
     """
-    linear = ((path, m) for path, m in model.named_modules() if isinstance(m, BaseLinearLayerWithLoRA))
-    return {name: slot for path, layer in linear for name, slot in _slots(model, path, layer)}
+    found: dict[str, Slot] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, BaseLinearLayerWithLoRA):
+            found |= _slots(model, path, layer)
+        elif isinstance(layer, FusedMoEWithLoRA):
+            found |= _slots_of_experts(model, path, layer)
+    return found
 
 
 def _slots(model: Any, path: str, layer: Any) -> Iterator[tuple[str, Slot]]:
@@ -261,3 +272,25 @@ def _slots(model: Any, path: str, layer: Any) -> Iterator[tuple[str, Slot]]:
         first = layer.tp_rank * columns if by_columns else 0
         place = (slice(shard * rows, (shard + 1) * rows), slice(first, first + columns))
         yield f"{parent}.{name}.weight", Slot(a, b, *place)
+
+
+def _slots_of_experts(model: Any, path: str, layer: Any) -> Iterator[tuple[str, Slot]]:
+    """Yield the slots of each matrix of a layer's experts, without padding.
+
+    vLLM has one tensor for each of gate (w1), up (w3) and down (w2): a [S, E, RS, in'], b [S, E, out', RS]. None are
+    yielded for experts whose gate and up it keeps as one matrix.
+    """
+    factors = zip(
+        (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked), (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
+    )
+    parts = dict(zip(("w1", "w3", "w2"), factors, strict=False))
+    if len(parts) < 3:
+        return
+    hidden, inner = layer.moe_config.hidden_dim_unpadded, layer.moe_config.intermediate_size_per_partition_unpadded
+    whole, split = slice(0, hidden), slice(layer.tp_rank * inner, (layer.tp_rank + 1) * inner)
+    for _, name, expert, part in get_moe_expert_mapping(model):
+        a, b = (factor[:, expert : expert + 1] for factor in parts[part])
+        places = (whole, split) if part == "w2" else (split, whole)
+        rows, columns = (place.stop - place.start for place in places)
+        weight = path.removesuffix("experts") + name.rstrip(".").removesuffix(WRAPPED) + ".weight"
+        yield weight, Slot(a[..., :columns], b[..., :rows, :], *places)

@@ -56,7 +56,8 @@ class VllmConfig(EngineSettings):
     """A backend of vLLM, such as FLASH_ATTN or TRITON_ATTN; None: vLLM's default."""
     population: Literal["auto", "deep", "generic", "stock"] = "auto"
     """How each row's low-rank term is computed. `deep`: inside the kernels of norm, rotation and activation (Qwen2,
-    Qwen3, Llama). `generic`: one kernel per layer, any model. `stock`: vLLM's multi-LoRA. auto: the first that fits."""
+    Qwen3, Llama). `generic`: one kernel per layer, any model. `stock`: vLLM's multi-LoRA, which alone gives members their own
+    experts. auto: the first that fits."""
     members: Count | None = None
     """Adapters on the GPU at once; None: the population. A larger population is answered in several batches."""
     master: Literal["device", "host"] = "device"
@@ -68,6 +69,7 @@ class VllmConfig(EngineSettings):
     resources |= {"members", "master", "gpu_memory_gib"}
     younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
+    own_experts = "set engine.population stock, which is slower, or use engine transformers"
     quantised = IN_SERVERS | {"mxfp4-pack-quantized"}
     packed_in_float32 = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
@@ -89,6 +91,10 @@ class VllmConfig(EngineSettings):
     @property
     def devices(self) -> int:
         return self.tensor_parallel_size
+
+    @property
+    def carries_experts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.population == "stock"
 
     def slots(self, config: Config) -> int:
         """Return how many adapters are on the GPU at once: the population, and the mean where it is an adapter."""
@@ -126,8 +132,10 @@ class VllmConfig(EngineSettings):
 
         adapters = 0
         if layout.rank:
-            modules = {module_of(m) for m in layout.modules}
-            sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
+            evolves = set(layout.modules)
+            kinds = {(s.kind, "" if s.kind == "expert" else module_of(s.name)) for s in specs if s.name in evolves}
+            taken = (s for s in specs if (s.kind, "" if s.kind == "expert" else module_of(s.name)) in kinds)
+            sides = sum(sum(s.shape) for s in taken)
             adapters = self.allocated_slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
         return MemoryUse(
             cache=(self.kv_cache_gib or 1.0) * 2**30,

@@ -31,6 +31,8 @@ CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
+EXPERTS_ON_CPU = False
+"""Whether vLLM's products for experts take adapters on a CPU."""
 _batch_invariant: list[bool] = []
 """Whether engines on GPUs of this process are batch-invariant; empty before the first one starts."""
 
@@ -55,7 +57,7 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     if not on_cpu:
         _check_invariance(deterministic)
     specs = specs_of_config(config)
-    if on_cpu and any(".experts." in spec.name for spec in specs):
+    if on_cpu and not EXPERTS_ON_CPU and any(".experts." in spec.name for spec in specs):
         raise ModelError(
             f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
             "engine transformers"
@@ -235,12 +237,13 @@ def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
     if space.carrier != "adapter":
         return {"enable_lora": False}
     layout, count = space.layout(specs, _dtype(config, on_cpu())), slots.allocated_slots(config)
+    kinds = {spec.name: spec.kind for spec in specs}
     return {
         "enable_lora": True,
         "max_loras": count,
         "max_cpu_loras": count,
         "max_lora_rank": slot_rank(space.rank),
-        "lora_target_modules": sorted({module_of(m) for m in layout.modules}),
+        "lora_target_modules": sorted({"experts" if kinds[m] == "expert" else module_of(m) for m in layout.modules}),
     }
 
 

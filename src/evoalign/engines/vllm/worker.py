@@ -45,8 +45,6 @@ else:
 
 SETTINGS = "evoalign"
 """Key of the driver's settings in vLLM's `additional_config`."""
-WRAPPED = ".base_layer"
-"""Suffix that vLLM's LoRA layers add to the name of the layer they wrap."""
 
 
 class EvolvingWorker(Worker):
@@ -174,7 +172,7 @@ def shards(model: nn.Module) -> list[Shard]:
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found += _parts(path.replace(WRAPPED, ""), kind, module, parameter.data, packed)
+                found += _parts(path.replace(population.WRAPPED, ""), kind, module, parameter.data, packed)
     return found
 
 
