@@ -5,7 +5,6 @@ vLLM's own product for packed weights on a CPU is compiled for AVX-512 alone, so
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -44,16 +43,6 @@ def product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
 def use() -> None:
     """Put the plain product in the place of vLLM's, in this process."""
     vllm._custom_ops.cpu_gemm_wna16 = product
-
-
-def plugin(folder: Path) -> str:
-    """Write a plugin of vLLM that does the same in a server; return the PYTHONPATH with which the server finds it."""
-    about = folder / "plain_product-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-product\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nplain_product = packed:use\n")
-    here = Path(__file__).parent
-    return os.pathsep.join(map(str, (folder, here, here.parent / "support")))
 
 
 use()

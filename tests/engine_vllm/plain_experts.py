@@ -9,7 +9,10 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 def product(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **_):
     """Write the sum over a token's experts of weight * down(silu(gate) * up) to output [T, H]; w1 [E, 2 I, H], w2 [E,
     H, I]."""
-    lora, slots = self._lora_context, self._lora_context.punica_wrapper.token_lora_indices.tolist()
+    lora = self._lora_context  # None where no expert takes adapters
+    slots = lora.punica_wrapper.token_lora_indices.tolist() if lora else [-1] * len(hidden_states)
+    w13 = list(zip(lora.w13_lora_a_stacked, lora.w13_lora_b_stacked, strict=True)) if lora else []
+    down = list(zip(lora.w2_lora_a_stacked, lora.w2_lora_b_stacked, strict=True)) if lora else []
 
     def linear(x, weight, factors, slot, expert):
         y = functional.linear(x, weight)
@@ -18,8 +21,6 @@ def product(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **_):
         terms = [functional.linear(functional.linear(x, a[slot, expert]), b[slot, expert]) for a, b in factors]
         return y + torch.cat(terms)
 
-    w13 = list(zip(lora.w13_lora_a_stacked, lora.w13_lora_b_stacked, strict=True))
-    down = list(zip(lora.w2_lora_a_stacked, lora.w2_lora_b_stacked, strict=True))
     for row, x in enumerate(hidden_states):
         y = torch.zeros_like(x)
         for expert, share in zip(topk_ids[row].tolist(), topk_weights[row], strict=True):

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members with experts of their own on engine vllm, in the stock form."""
+"""Mixtures on engine vllm, whose product for experts is in plain torch here: members have experts of their own in the
+stock form, and none in the others."""
 
 import json
+from dataclasses import replace
 
 import plain_experts
+import plugins
 import pytest
 from families import build
 from served import answers, config
@@ -17,34 +20,65 @@ from evoalign.errors import ModelError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, population
 
+WIDE = {"head_dim": 32}
+"""vLLM's attention on a CPU takes no heads of 8 or 16."""
+CHANGES = {"qwen2_moe": {"hidden_size": 128}}
 
-@pytest.fixture
-def experts(monkeypatch):
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
     monkeypatch.setattr(start, "EXPERTS_ON_CPU", True)
-    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.experts.triton_moe.TritonExperts.apply", plain_experts.product)
+    monkeypatch.setattr(plain_experts.TritonExperts, "apply", plain_experts.product)
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    return build("qwen3_moe", tmp_path_factory.mktemp("mixture") / "model", head_dim=32)
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtures")
+
+    def made(family):
+        there = folder / family
+        return there if there.exists() else build(family, there, **CHANGES.get(family, WIDE))
+
+    return made
 
 
-def over(folder, engine, **more):
-    own = {"population": "stock"} if engine == "vllm" else {}
-    tree = config("lora", engine).model_dump(mode="json") | {"model": {"name": str(folder), "dtype": "float32"}} | more
+def over(folder, name, form="stock", **more):
+    tree = config("lora", name).model_dump(mode="json") | {"model": {"name": str(folder), "dtype": "float32"}}
+    own = {"population": form, **more} if name == "vllm" else more
     return from_dict(tree | {"engine": tree["engine"] | own})
 
 
-def test_a_mixture_on_a_cpu_is_refused(mixture):
-    with pytest.raises(ModelError, match=r"mixture of experts, .* GPU"), contract.started(VllmEngine, over(mixture, "vllm")):
-        pass
+def said(made):
+    with contract.started(engines.create, made) as bench:
+        requests = [replace(request, logprobs=True) for request in bench.requests]
+        return bench.layout.modules, answers(bench.engine, bench.plan((*population(6), MEAN)), requests)
 
 
-def test_a_run_has_the_journal_of_the_same_run_in_process(mixture, experts, tmp_path):
+def apart(one, other):
+    assert one.keys() == other.keys()
+    return max(abs(one[key].logprobs[0] - other[key].logprobs[0]) for key in one)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe"])
+def test_members_answer_as_in_process(family, model):
+    """Qwen2-MoE's experts take no adapters of PEFT; its shared expert's gate has two names in vLLM's model."""
+    (theirs, vllm), (ours, process) = (said(over(model(family), name)) for name in ("vllm", "transformers"))
+    assert theirs == ours and any(".experts." in name for name in ours) == (family != "qwen2_moe")
+    assert apart(vllm, process) < 1e-4
+    assert len({one.logprobs[0] for one in vllm.values()}) == len(vllm)
+
+
+def test_in_other_forms_members_share_the_experts(model):
+    modules, found = said(over(model("qwen3_moe"), "vllm", "auto"))
+    assert modules and not any(".experts." in name for name in modules)
+    assert len({one.logprobs[0] for one in found.values()}) == len(found)
+
+
+def test_a_run_has_the_journal_of_the_same_run_in_process(model, tmp_path):
     found = []
     for name in ("vllm", "transformers"):
         length = {"max_tokens": 12}
-        tree = over(mixture, name).model_dump(mode="json")
+        tree = over(model("qwen3_moe"), name).model_dump(mode="json")
         tree |= {"output_dir": str(tmp_path / name), "sampling": length, "evaluation": length}
         tree |= {"task": {"name": "conciseness"}}
         tree["es"] |= {"num_generations": 3, "population_size": 8}
@@ -53,3 +87,31 @@ def test_a_run_has_the_journal_of_the_same_run_in_process(mixture, experts, tmp_
         found.append([{k: v for k, v in line.items() if k not in ("hash", "previous", "chain")} for line in lines[1:]])
     assert any(any(line.get("coefficients", ())) for line in found[0])
     assert found[0] == found[1]
+
+
+def test_each_of_two_workers_has_half_of_each_expert(model, tmp_path, monkeypatch):
+    for folder in plugins.written(tmp_path, "plain_experts"):
+        monkeypatch.syspath_prepend(folder)
+    (_, one), (_, two) = (said(over(model("qwen3_moe"), "vllm", tensor_parallel_size=size)) for size in (1, 2))
+    assert apart(one, two) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["stock", "auto"])
+def test_the_dry_run_counts_the_memory_of_the_slots(form, model):
+    made = over(model("qwen3_moe"), "vllm", form)
+    with contract.started(VllmEngine, made) as bench:
+        worker = bench.engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        layers = worker.model_runner.lora_manager._adapter_manager.modules.values()
+        names = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
+        linear = ("lora_a_stacked", "lora_b_stacked")
+        taken = sum(
+            tensor.nbytes for layer in layers for name in (names if hasattr(layer, names[0]) else linear)
+            for tensor in getattr(layer, name)
+        )  # fmt: skip
+        held = made.engine.held(made, bench.engine.specs(), bench.layout, bench.engine.dtype, 0)
+    assert held.adapters == taken
+
+
+def test_a_mixture_without_a_model_of_vllm_is_refused(model):
+    with pytest.raises(ModelError, match="transformers"), contract.started(VllmEngine, over(model("dots1"), "vllm")):
+        pass

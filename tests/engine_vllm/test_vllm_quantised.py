@@ -2,11 +2,13 @@
 """Bases with packed weights on engine vllm: the same answers as on their numbers, the same journals, refusals."""
 
 import json
+import os
 from dataclasses import replace
 from functools import cache
 from statistics import median
 
 import packed
+import plugins
 import pytest
 from served import answers, config
 
@@ -65,7 +67,7 @@ def test_members_answer_over_an_fp8_base_as_on_its_numbers(engine, base):
 @pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
 def test_a_run_has_the_journal_of_the_same_run_on_the_numbers(engine, base, tmp_path, monkeypatch):
     folder, found = base("pack-quantized"), []
-    monkeypatch.setenv("PYTHONPATH", packed.plugin(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(plugins.written(tmp_path, "packed")))
     for name in (engine, "transformers"):
         tree = over(folder, "float32", name=name).model_dump(mode="json")
         length = {"max_tokens": 12}

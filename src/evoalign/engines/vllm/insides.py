@@ -72,6 +72,7 @@ INSIDES: tuple[Inside, ...] = (
         "gpu_memory_utilization enable_chunked_prefill enable_prefix_caching enable_lora max_loras max_cpu_loras "
         "max_lora_rank lora_target_modules",
     ),
+    *_names("vllm.engine.arg_utils", "EngineArgs", create_model_config=""),
     *_names("vllm.config", "CompilationConfig", "mode cudagraph_mode cudagraph_capture_sizes"),
     *_names(
         "vllm.v1.engine.llm_engine",
@@ -89,7 +90,7 @@ INSIDES: tuple[Inside, ...] = (
     *_names("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
     *_names("vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids new_logprobs finish_reason"),
     *_names("vllm.v1.outputs", "LogprobsLists", "logprobs"),
-    *_names("vllm.config", "ModelConfig", "dtype max_model_len"),
+    *_names("vllm.config", "ModelConfig", "dtype max_model_len using_transformers_backend"),
     *_names("vllm.config", "SchedulerConfig", "max_num_batched_tokens"),
     *_names("vllm.config", "CacheConfig", "kv_cache_size_tokens"),
     *_names("vllm.lora.request", "LoRARequest", "lora_name lora_int_id lora_path"),

@@ -226,6 +226,18 @@ def replace_step(runner: Any, rows: Rows) -> None:
         replace(state, "get_activate_loras", active)
 
 
+def wrap_aliases(model: torch.nn.Module) -> None:
+    """Put vLLM's LoRA layers also where the model holds the layer that they wrap under a second name.
+
+    vLLM does so where the adapter has both names; the gate of Qwen2-MoE's shared expert is called by the other one.
+    """
+    wrappers = {id(m.base_layer): m for m in model.modules() if isinstance(m, BaseLinearLayerWithLoRA)}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        parent, _, name = path.rpartition(".")
+        if id(module) in wrappers and not path.endswith(WRAPPED):
+            setattr(model.get_submodule(parent), name, wrappers[id(module)])
+
+
 def register(lora_manager: Any, slots: int) -> None:
     """Register slots 0 to `slots` - 1 with vLLM as LoRA ids 1 to `slots`, zeroed, so that it loads and evicts none."""
     adapters = lora_manager._adapter_manager
@@ -280,16 +292,14 @@ def _slots_of_experts(model: Any, path: str, layer: Any) -> Iterator[tuple[str, 
     vLLM has one tensor for each of gate (w1), up (w3) and down (w2): a [S, E, RS, in'], b [S, E, out', RS]. None are
     yielded for experts whose gate and up it keeps as one matrix.
     """
-    factors = zip(
-        (*layer.w13_lora_a_stacked, *layer.w2_lora_a_stacked), (*layer.w13_lora_b_stacked, *layer.w2_lora_b_stacked)
-    )
-    parts = dict(zip(("w1", "w3", "w2"), factors, strict=False))
-    if len(parts) < 3:
+    a, b = layer.w13_lora_a_stacked + layer.w2_lora_a_stacked, layer.w13_lora_b_stacked + layer.w2_lora_b_stacked
+    if len(a) < 3:
         return
+    parts = dict(zip(("w1", "w3", "w2"), zip(a, b, strict=True), strict=True))
     hidden, inner = layer.moe_config.hidden_dim_unpadded, layer.moe_config.intermediate_size_per_partition_unpadded
     whole, split = slice(0, hidden), slice(layer.tp_rank * inner, (layer.tp_rank + 1) * inner)
     for _, name, expert, part in get_moe_expert_mapping(model):
-        a, b = (factor[:, expert : expert + 1] for factor in parts[part])
+        a, b = (factors[:, expert : expert + 1] for factors in parts[part])
         places = (whole, split) if part == "w2" else (split, whole)
         rows, columns = (place.stop - place.start for place in places)
         weight = path.removesuffix("experts") + name.rstrip(".").removesuffix(WRAPPED) + ".weight"

@@ -56,8 +56,8 @@ class VllmConfig(EngineSettings):
     """A backend of vLLM, such as FLASH_ATTN or TRITON_ATTN; None: vLLM's default."""
     population: Literal["auto", "deep", "generic", "stock"] = "auto"
     """How each row's low-rank term is computed. `deep`: inside the kernels of norm, rotation and activation (Qwen2,
-    Qwen3, Llama). `generic`: one kernel per layer, any model. `stock`: vLLM's multi-LoRA, which alone gives members their own
-    experts. auto: the first that fits."""
+    Qwen3, Llama). `generic`: one kernel per layer, any model. `stock`: vLLM's multi-LoRA, which alone gives members
+    their own experts. auto: the first that fits."""
     members: Count | None = None
     """Adapters on the GPU at once; None: the population. A larger population is answered in several batches."""
     master: Literal["device", "host"] = "device"
@@ -128,14 +128,13 @@ class VllmConfig(EngineSettings):
         """Return the bytes of the adapter slots, which vLLM allocates on every layer, and of the smallest useful cache:
         vLLM takes all that `gpu_memory_utilization` leaves."""
         from evoalign.engines.specs import on_gpu
-        from evoalign.spaces.targets import module_of
+        from evoalign.spaces.targets import LINEAR
 
         adapters = 0
         if layout.rank:
             evolves = set(layout.modules)
-            kinds = {(s.kind, "" if s.kind == "expert" else module_of(s.name)) for s in specs if s.name in evolves}
-            taken = (s for s in specs if (s.kind, "" if s.kind == "expert" else module_of(s.name)) in kinds)
-            sides = sum(sum(s.shape) for s in taken)
+            targets = {lora_target(s) for s in specs if s.name in evolves}
+            sides = sum(sum(s.shape) for s in specs if s.kind in LINEAR and lora_target(s) in targets)
             adapters = self.allocated_slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
         return MemoryUse(
             cache=(self.kv_cache_gib or 1.0) * 2**30,
@@ -180,6 +179,13 @@ class VllmConfig(EngineSettings):
 def settings_of(config: Config) -> VllmConfig:
     """Return the config's engine section."""
     return cast(VllmConfig, config.engine)
+
+
+def lora_target(spec: TensorSpec) -> str:
+    """Return vLLM's name for the layers that get slots if this matrix has adapters; all experts of a layer get them."""
+    from evoalign.spaces.targets import module_of
+
+    return "experts" if spec.kind == "expert" else module_of(spec.name)
 
 
 def slot_rank(rank: int) -> int:

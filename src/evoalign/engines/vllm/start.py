@@ -17,12 +17,11 @@ from evoalign.config import Config
 from evoalign.engines.gpu import OUTSIDE, for_tensors, limit_memory, step_tokens
 from evoalign.engines.specs import refuse_quantised, specs_of_config
 from evoalign.engines.vllm.insides import check, check_version
-from evoalign.engines.vllm.settings import KERNEL_RANK, graph_sizes, settings_of, slot_rank
+from evoalign.engines.vllm.settings import KERNEL_RANK, graph_sizes, lora_target, settings_of, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.files import refuse_packed, refuse_pickles, why_not
 from evoalign.models.layers import key_heads, layers_of
 from evoalign.models.origin import model_config, model_path
-from evoalign.spaces.targets import module_of
 from evoalign.types import TensorSpec
 
 VOCABULARY = 64
@@ -57,15 +56,22 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     if not on_cpu:
         _check_invariance(deterministic)
     specs = specs_of_config(config)
-    if on_cpu and not EXPERTS_ON_CPU and any(".experts." in spec.name for spec in specs):
+    is_mixture = any(".experts." in spec.name for spec in specs)
+    if is_mixture and on_cpu and not EXPERTS_ON_CPU:
         raise ModelError(
             f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
             "engine transformers"
         )
     try:
-        from vllm import LLM
+        from vllm import LLM, EngineArgs
 
         arguments = {**_model(config, path, on_cpu), **_memory(config, on_cpu, specs), **_adapters(config, specs)}
+        if is_mixture and EngineArgs(**arguments).create_model_config().using_transformers_backend():
+            # It replaces classes of transformers, by which this process reads the model too.
+            raise ModelError(
+                f"model {config.model.name} is a mixture of experts that this release of vLLM has no model of its own "
+                "for; use engine transformers"
+            )
         # The rest of a prompt whose beginning is cached is computed in other pieces, which changes bits.
         return LLM(**arguments, enable_prefix_caching=not deterministic)
     except EvoalignError:
@@ -237,13 +243,13 @@ def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
     if space.carrier != "adapter":
         return {"enable_lora": False}
     layout, count = space.layout(specs, _dtype(config, on_cpu())), slots.allocated_slots(config)
-    kinds = {spec.name: spec.kind for spec in specs}
+    evolves = set(layout.modules)
     return {
         "enable_lora": True,
         "max_loras": count,
         "max_cpu_loras": count,
         "max_lora_rank": slot_rank(space.rank),
-        "lora_target_modules": sorted({"experts" if kinds[m] == "expert" else module_of(m) for m in layout.modules}),
+        "lora_target_modules": sorted({lora_target(spec) for spec in specs if spec.name in evolves}),
     }
 
 

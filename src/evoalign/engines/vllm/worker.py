@@ -66,6 +66,7 @@ class EvolvingWorker(Worker):
         with population.installed(settings), _plain_weights():
             super().load_model(*args, **kwargs)
             self._model = self.model_runner.get_model()
+            population.wrap_aliases(self._model)
             self._form, self._why = deep.attach(self._model, self.model_runner, settings)
         self._multiplied = 1.0 if self._form == "stock" else settings.scaling
         self._shards = shards(self._model)
