@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from families import build
 from quantised_models import quantise
 
 from evoalign import tokens
@@ -149,3 +150,12 @@ def test_a_running_server_is_refused_where_activations_are_rounded(name, tmp_pat
         with pytest.raises(ConfigError, match=r"^engine\.url: ") if refused else nullcontext():
             specs_of_config(config_of(folder, name=name, engine=at))
         specs_of_config(config_of(folder, name=name))
+
+
+@pytest.mark.parametrize("name", ["vllm-server", "sglang", "vllm"])
+def test_matrices_that_get_no_adapter_do_not_evolve(name, tmp_path):
+    made = from_dict({"model": {"name": str(build("qwen2_moe", tmp_path / "model"))}, "engine": name})
+    layer = "model.layers.1.mlp"
+    kinds = {spec.name: spec.kind for spec in specs_of_config(made)}
+    assert kinds[f"{layer}.shared_expert.gate_proj.weight"] == "linear"
+    assert {kinds[f"{layer}.{part}.weight"] for part in ("shared_expert_gate", "experts.0.up_proj")} == {"other"}

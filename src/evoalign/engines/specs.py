@@ -92,8 +92,10 @@ def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quanti
 
 
 def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Mark experts as `other`, for an engine that cannot adapt experts per member."""
-    return [replace(s, kind="other") if s.kind == "expert" else s for s in specs]
+    """Mark experts as `other`, for an engine that cannot adapt experts per member, and the gate of Qwen2-MoE's shared
+    expert, which vLLM's server calls by a name that has no adapter."""
+    unreached = ".shared_expert_gate."
+    return [replace(s, kind="other") if s.kind == "expert" or unreached in s.name else s for s in specs]
 
 
 def mean_abs(tensor: torch.Tensor) -> float:
