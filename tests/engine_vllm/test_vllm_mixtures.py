@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures on engine vllm, whose product for experts is in plain torch here: members have experts of their own in the
-stock form, and none in the others."""
+"""Mixtures on engine vllm, with vLLM's product for experts in plain torch: experts evolve in the stock form alone."""
 
 import json
 from dataclasses import replace
@@ -16,13 +15,13 @@ from evoalign import engines
 from evoalign.config import from_dict
 from evoalign.engines.vllm import start
 from evoalign.engines.vllm.engine import VllmEngine
-from evoalign.errors import ModelError
+from evoalign.errors import ConfigError, ModelError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, population
 
 WIDE = {"head_dim": 32}
 """vLLM's attention on a CPU takes no heads of 8 or 16."""
-CHANGES = {"qwen2_moe": {"hidden_size": 128}}
+CHANGES = {"qwen2_moe": {"hidden_size": 128}, "olmoe": {"hidden_size": 128}}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +58,7 @@ def apart(one, other):
     return max(abs(one[key].logprobs[0] - other[key].logprobs[0]) for key in one)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "olmoe", "qwen2_moe"])
 def test_members_answer_as_in_process(family, model):
     """Qwen2-MoE's experts take no adapters of PEFT; its shared expert's gate has two names in vLLM's model."""
     (theirs, vllm), (ours, process) = (said(over(model(family), name)) for name in ("vllm", "transformers"))
@@ -115,3 +114,25 @@ def test_the_dry_run_counts_the_memory_of_the_slots(form, model):
 def test_a_mixture_without_a_model_of_vllm_is_refused(model):
     with pytest.raises(ModelError, match="transformers"), contract.started(VllmEngine, over(model("dots1"), "vllm")):
         pass
+
+
+def test_a_rank_above_those_of_experts_is_refused(model):
+    tree = over(model("qwen3_moe"), "vllm").model_dump(mode="json")
+    made = from_dict(tree | {"lora": tree["lora"] | {"rank": 129}})
+    with pytest.raises(ConfigError, match=r"lora\.rank 129"):
+        start._check_experts(made, batch_invariant=False)
+
+
+def test_deterministic_is_refused_for_experts_on_a_gpu(model):
+    with pytest.raises(ConfigError, match="deterministic"):
+        start._check_experts(over(model("qwen3_moe"), "vllm"), batch_invariant=True)
+
+
+def test_lowrank_noise_leaves_the_experts_as_they_are(model, tmp_path):
+    tree = over(model("qwen3_moe"), "vllm").model_dump(mode="json")
+    tree = {key: value for key, value in tree.items() if key not in ("lora", "space")} | {"space": "lowrank"}
+    length = {"max_tokens": 4}
+    tree |= {"output_dir": str(tmp_path), "sampling": length, "evaluation": length, "task": {"name": "conciseness"}}
+    tree["es"] |= {"num_generations": 1, "population_size": 4}
+    evoalign.train(tree)
+    assert (tmp_path / "results" / "evaluation.json").exists()

@@ -152,10 +152,33 @@ def test_a_running_server_is_refused_where_activations_are_rounded(name, tmp_pat
         specs_of_config(config_of(folder, name=name))
 
 
-@pytest.mark.parametrize("name", ["vllm-server", "sglang", "vllm"])
-def test_matrices_that_get_no_adapter_do_not_evolve(name, tmp_path):
-    made = from_dict({"model": {"name": str(build("qwen2_moe", tmp_path / "model"))}, "engine": name})
-    layer = "model.layers.1.mlp"
-    kinds = {spec.name: spec.kind for spec in specs_of_config(made)}
-    assert kinds[f"{layer}.shared_expert.gate_proj.weight"] == "linear"
-    assert {kinds[f"{layer}.{part}.weight"] for part in ("shared_expert_gate", "experts.0.up_proj")} == {"other"}
+def kinds_of(family, folder, **tree):
+    model = folder / family
+    made = from_dict({"model": {"name": str(model if model.exists() else build(family, model))}, **tree})
+    return {spec.name.removeprefix("model.layers.1."): spec.kind for spec in specs_of_config(made)}
+
+
+@pytest.mark.parametrize("name", ["vllm-server", "sglang"])
+def test_matrices_that_get_no_adapter_on_a_server_do_not_evolve(name, tmp_path):
+    kinds = kinds_of("qwen2_moe", tmp_path, engine=name)
+    assert kinds["mlp.shared_expert.gate_proj.weight"] == "linear"
+    assert {kinds[f"mlp.{part}.weight"] for part in ("shared_expert_gate", "experts.0.up_proj")} == {"other"}
+
+
+@pytest.mark.parametrize("name", ["vllm-server", "sglang", "vllm", "transformers"])
+def test_latent_attention_decodes_with_a_copy_of_one_weight_on_servers_and_vllm(name, tmp_path):
+    kinds = kinds_of("deepseek_v3", tmp_path, engine=name)
+    assert kinds["self_attn.kv_b_proj.weight"] == ("linear" if name == "transformers" else "other")
+    assert kinds["self_attn.o_proj.weight"] == "linear"
+
+
+def test_experts_evolve_on_vllm_in_adapters_of_the_stock_form_alone(tmp_path):
+    expert = "mlp.experts.0.up_proj.weight"
+    stock = {"name": "vllm", "population": "stock"}
+    replicas = {"name": "ray", "replica": stock}
+    assert kinds_of("qwen3_moe", tmp_path, engine=stock)[expert] == "expert"
+    assert kinds_of("qwen3_moe", tmp_path, engine=replicas)[expert] == "expert"
+    assert kinds_of("qwen3_moe", tmp_path, engine="vllm")[expert] == "other"
+    assert kinds_of("qwen3_moe", tmp_path, engine=stock, space="lowrank")[expert] == "other"
+    with pytest.raises(ConfigError, match=r"es\.noise_multiplier"):
+        kinds_of("qwen3_moe", tmp_path, engine=stock, es={"noise_multiplier": 0.1, "sigma": None})

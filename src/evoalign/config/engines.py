@@ -107,6 +107,8 @@ class EngineSettings(Section):
     """Whether members can perturb single experts of a mixture whose experts are fused."""
     own_experts: ClassVar[str] = "use engine transformers"
     """What to do where they cannot."""
+    unreached: ClassVar[frozenset[str]] = frozenset()
+    """Modules whose adapters it would not apply, or not everywhere."""
     carries_bias: ClassVar[bool] = False
     """Whether members' adapters can have a bias."""
     quantised: ClassVar[frozenset[str]] = frozenset()

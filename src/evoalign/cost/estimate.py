@@ -12,11 +12,11 @@ import torch
 
 from evoalign import spaces
 from evoalign.config import Config
-from evoalign.config.engines import MemoryUse
+from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.cost.budget import free_on_host, resident
 from evoalign.cost.flops import es_flops, noise_numbers
 from evoalign.cost.weights import weight_bytes
-from evoalign.engines.specs import on_gpu
+from evoalign.engines.specs import carries_experts, on_gpu
 from evoalign.optimizer import reach
 from evoalign.spaces import Space
 from evoalign.spaces.targets import module_of
@@ -280,14 +280,15 @@ def _left_out(config: Config, space: Space, specs: Sequence[TensorSpec], rest: S
     """Return warnings for tensors that take no adapter although the config does not exclude them."""
     experts = [s for s in rest if s.layer is not None and (".experts." in s.name or len(s.shape) == 3)]
     fused = [s for s in experts if s.kind == "other" and len(s.shape) == 3]
-    apart = [s for s in experts if s.kind == "other" and len(s.shape) == 2 and not config.engine.carries_experts]
+    apart = [s for s in experts if s.kind == "other" and len(s.shape) == 2 and not carries_experts(config)]
+    advice = EngineSettings.own_experts if space.evolves_model else config.engine.own_experts
     unknown = [s for s in experts if not s.peft]
     taken = [s for s in rest if s.kind == "linear" and not s.peft]
     found: list[str] = []
     by_peft = [s for s in unknown if s.kind == "expert" and not space.evolves_model]
     for tensors, why in (
         (fused, "the model fuses them in a form that evoalign cannot split; use space full"),
-        (apart, f"engine {config.engine.name} gives members no experts of their own; {config.engine.own_experts}"),
+        (apart, f"engine {config.engine.name} gives members no experts of their own; {advice}"),
         (by_peft, "PEFT has no adapter for them; use space lowrank"),
     ):
         if tensors:

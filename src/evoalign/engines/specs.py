@@ -18,6 +18,7 @@ from evoalign.models import tensors, unpack
 from evoalign.models.forms import FULL_PRECISION, Quantised
 from evoalign.models.origin import empty_model
 from evoalign.models.quantised import quantised_of
+from evoalign.spaces.targets import module_of
 from evoalign.types import TensorKind, TensorSpec
 
 DIRECT = frozenset({"LongcatFlashTopkRouter"})
@@ -44,7 +45,13 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
             f"model {config.model.name} ({model.config.model_type}) is a mixture of experts, whose experts engine "
             f"{config.engine.name} cannot move (space {config.space.name}); use space lora, or engine transformers"
         )
-    return specs if config.engine.carries_experts else without_experts(specs)
+    by_mean = config.es_ is not None and config.es.noise_multiplier is not None
+    if by_mean and not config.engine.takes_mixtures and any(s.kind == "expert" for s in reached(config, specs)):
+        raise ConfigError(
+            f"es.noise_multiplier: engine {config.engine.name} does not read the mean |W| of experts, which evolve here; "
+            "remove it and set es.sigma"
+        )
+    return reached(config, specs)
 
 
 def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quantised | None:
@@ -91,11 +98,20 @@ def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quanti
     return found
 
 
-def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Mark experts as `other`, for an engine that cannot adapt experts per member, and the gate of Qwen2-MoE's shared
-    expert, which vLLM's server calls by a name that has no adapter."""
-    unreached = ".shared_expert_gate."
-    return [replace(s, kind="other") if s.kind == "expert" or unreached in s.name else s for s in specs]
+def carries_experts(config: Config) -> bool:
+    """Return whether experts evolve."""
+    engine = config.engine
+    return engine.carries_experts and (engine.takes_mixtures or not spaces.create(config).evolves_model)
+
+
+def reached(config: Config, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Mark as `other` the matrices for which members get no adapters: experts that the engine does not carry, and
+    modules whose adapters it does not apply."""
+    carries, unreached = carries_experts(config), config.engine.unreached
+    return [
+        replace(s, kind="other") if (s.kind == "expert" and not carries) or module_of(s.name) in unreached else s
+        for s in specs
+    ]
 
 
 def mean_abs(tensor: torch.Tensor) -> float:

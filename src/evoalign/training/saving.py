@@ -186,6 +186,8 @@ def check_start(served: Served, recorded: Header) -> None:
     if any(s.kind == "expert" for s in served.engine.specs()):
         causes["model_hash"] += ", or engine vllm or a server served it, whose runs of mixtures are not rebuilt"
         causes["weights_hash"] += ", or an earlier release began the run, in which experts did not evolve separately"
+    if any(".experts." in s.name for s in served.engine.specs()):
+        causes["weights_hash"] += ", or engine.population, which decides on vllm whether experts evolve"
     for name, cause in causes.items():
         if getattr(recorded, name) != ours[name]:
             raise ResumeError(f"{cause} ({name} is {ours[name][:12]} here and {getattr(recorded, name)[:12]} there)")

@@ -100,6 +100,14 @@ class RayConfig(EngineSettings):
         return self.replica.carries_experts
 
     @property
+    def own_experts(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.replica.own_experts.replace("engine.", "engine.replica.")
+
+    @property
+    def unreached(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.replica.unreached
+
+    @property
     def carries_bias(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.replica.carries_bias
 

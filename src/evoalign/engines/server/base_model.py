@@ -13,7 +13,7 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.base import Completion
 from evoalign.engines.hash import weights_hash
-from evoalign.engines.specs import mean_abs, refuse_quantised, specs_of, specs_of_config, without_experts
+from evoalign.engines.specs import mean_abs, reached, refuse_quantised, specs_of, specs_of_config
 from evoalign.engines.transformers.engine import load_model
 from evoalign.models.files import refuse_pickles
 from evoalign.models.origin import model_path
@@ -81,4 +81,4 @@ def load_base(config: Config, dtype: torch.dtype, *, dummy: bool, compared: bool
         return BaseModel(load_model(config.model, dtype) if compared else None, {}, specs_of_config(config), digest)
     model = load_model(config.model, dtype)
     parameters = {name: p.data for name, p in model.named_parameters()}
-    return BaseModel(model, parameters, without_experts(specs_of(model, mean_abs)), weights_hash(parameters.items()))
+    return BaseModel(model, parameters, reached(config, specs_of(model, mean_abs)), weights_hash(parameters.items()))

@@ -69,6 +69,8 @@ class ServerSettings(EngineSettings):
     resources |= {"tensor_parallel_size", "memory_fraction", "context_length", "max_running", "members"}
     resources |= {"adapter_folder", "concurrency", "batch", "start_timeout", "timeout", "restarts"}
     lighter = "use space lora, or set engine.mean_device cpu"
+    # Latent attention decodes with a copy of kv_b_proj; vLLM's server calls Qwen2-MoE's gate by a name without adapter.
+    unreached = frozenset({"kv_b_proj", "shared_expert_gate"})
     quantised = IN_SERVERS
     packed_in_float32 = False
     serves: ClassVar[str] = ""

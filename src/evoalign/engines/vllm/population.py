@@ -290,7 +290,7 @@ def _slots_of_experts(model: Any, path: str, layer: Any) -> Iterator[tuple[str, 
     """Yield the slots of each matrix of a layer's experts, without padding.
 
     vLLM has one tensor for each of gate (w1), up (w3) and down (w2): a [S, E, RS, in'], b [S, E, out', RS]. None are
-    yielded for experts whose gate and up it keeps as one matrix.
+    yielded for experts whose gate and up it fuses.
     """
     a, b = layer.w13_lora_a_stacked + layer.w2_lora_a_stacked, layer.w13_lora_b_stacked + layer.w2_lora_b_stacked
     if len(a) < 3:

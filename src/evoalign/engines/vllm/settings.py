@@ -70,6 +70,7 @@ class VllmConfig(EngineSettings):
     younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
     own_experts = "set engine.population stock, which is slower, or use engine transformers"
+    unreached = frozenset({"kv_b_proj"})  # DeepSeek's latent attention decodes with a copy of its weight
     quantised = IN_SERVERS | {"mxfp4-pack-quantized"}
     packed_in_float32 = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"

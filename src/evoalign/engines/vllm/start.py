@@ -30,6 +30,8 @@ CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
+EXPERT_RANK = 128
+"""Largest rank of experts' adapters, of vLLM 0.26."""
 EXPERTS_ON_CPU = False
 """Whether vLLM's products for experts take adapters on a CPU."""
 _batch_invariant: list[bool] = []
@@ -62,6 +64,8 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
             f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
             "engine transformers"
         )
+    if any(spec.kind == "expert" for spec in specs):
+        _check_experts(config, deterministic and not on_cpu)
     try:
         from vllm import LLM, EngineArgs
 
@@ -69,8 +73,8 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
         if is_mixture and EngineArgs(**arguments).create_model_config().using_transformers_backend():
             # It replaces classes of transformers, by which this process reads the model too.
             raise ModelError(
-                f"model {config.model.name} is a mixture of experts that this release of vLLM has no model of its own "
-                "for; use engine transformers"
+                f"model {config.model.name} is a mixture of experts for which this release of vLLM has no class; use "
+                "engine transformers"
             )
         # The rest of a prompt whose beginning is cached is computed in other pieces, which changes bits.
         return LLM(**arguments, enable_prefix_caching=not deterministic)
@@ -79,6 +83,20 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     except Exception as error:  # vLLM passes on any exception of its parts
         gc.collect()
         raise ModelError(_explain(config, error)) from error
+
+
+def _check_experts(config: Config, batch_invariant: bool) -> None:
+    """Raise ConfigError for what vLLM's product for the adapters of experts does not do."""
+    if batch_invariant:
+        raise ConfigError(
+            "deterministic: vLLM's product for the adapters of experts depends on the rows of a batch; remove it, or "
+            "set engine.population auto, where experts do not evolve"
+        )
+    if (rank := spaces.create(config).rank) > EXPERT_RANK:
+        raise ConfigError(
+            f"{config.space.name}.rank {rank}: engine vllm supports experts' adapters of rank {EXPERT_RANK} at most; "
+            "lower it"
+        )
 
 
 def on_cpu() -> bool:
