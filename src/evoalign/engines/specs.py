@@ -48,8 +48,8 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
     by_mean = config.es_ is not None and config.es.noise_multiplier is not None
     if by_mean and not config.engine.takes_mixtures and any(s.kind == "expert" for s in reached(config, specs)):
         raise ConfigError(
-            f"es.noise_multiplier: engine {config.engine.name} does not read the mean |W| of experts, which evolve; remove "
-            "it and set es.sigma"
+            f"es.noise_multiplier: engine {config.engine.name} does not read the mean |W| of experts, and they "
+            "evolve; remove it and set es.sigma"
         )
     return reached(config, specs)
 
