@@ -3,7 +3,9 @@
 
 import torch
 from torch.nn import functional
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
 
 def product(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **_):
@@ -29,6 +31,7 @@ def product(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **_):
         output[row] = y
 
 
-def use() -> None:
-    """Put the plain product in the place of vLLM's, in this process."""
-    TritonExperts.apply = product
+def use(replace=setattr) -> None:
+    """Put the plain product in the place of vLLM's, and let vLLM take it on a CPU as on a GPU."""
+    replace(TritonExperts, "apply", product)
+    replace(method, "select_unquantized_moe_backend", lambda moe_config: (UnquantizedMoeBackend.TRITON, TritonExperts))

@@ -27,7 +27,7 @@ CHANGES = {"qwen2_moe": {"hidden_size": 128}, "olmoe": {"hidden_size": 128}}
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setattr(start, "EXPERTS_ON_CPU", True)
-    monkeypatch.setattr(plain_experts.TritonExperts, "apply", plain_experts.product)
+    plain_experts.use(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
