@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from safetensors.torch import save_file
 
 from evoalign import spaces
@@ -18,6 +19,7 @@ from evoalign.cost.cards import Card, Work
 from evoalign.cost.weights import weight_bytes
 from evoalign.engines.gpu import OUTSIDE, SHARED
 from evoalign.engines.specs import specs_of_config
+from evoalign.engines.vllm.settings import EXPERT_RANK
 from evoalign.preflight import plan
 from evoalign.setup import layout_of
 from evoalign.training.train import dry_run
@@ -238,3 +240,16 @@ def test_doctor_compares_with_the_cap_and_names_the_cards(tmp_path: Path, monkey
     assert plan.check_memory(case).detail.endswith(line)
     case.task = None
     assert "GPUs" not in plan.check_memory(case).detail
+
+
+def test_dry_run_says_what_a_gpu_refuses(tmp_path: Path) -> None:
+    mixture, stock = str(build("qwen3_moe", tmp_path / "mixture")), {"name": "vllm", "population": "stock"}
+    packed = model(tmp_path / "packed", "tiny", W4A16 | {"ignore": ["lm_head", "re:.*"]})
+    over = {"task": TASK, "output_dir": str(tmp_path / "run"), "deterministic": True}
+    cases = [run(packed, {"name": "vllm"}, **over), run(mixture, stock, **over), run(mixture, {"name": "vllm"}, **over)]
+    cases.append(run(mixture, stock, rank=EXPERT_RANK + 1, **over | {"deterministic": None}))
+    found = [case.engine.refused_on_gpu(case, specs_of_config(case)) for case in cases]
+    assert [why and why.partition(" ")[0] for why in found] == ["deterministic:", "deterministic:", None, "lora.rank"]
+    assert f"  refused on a GPU: {found[1]}" in dry_run(cases[1])
+    replicas = run(mixture, {"name": "ray", "replica": stock}, **over)
+    assert replicas.engine.refused_on_gpu(replicas, specs_of_config(replicas)) == found[1]

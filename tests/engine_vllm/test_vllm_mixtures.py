@@ -15,7 +15,7 @@ from evoalign import engines
 from evoalign.config import from_dict
 from evoalign.engines.vllm import start
 from evoalign.engines.vllm.engine import VllmEngine
-from evoalign.errors import ConfigError, ModelError
+from evoalign.errors import ModelError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, population
 
@@ -114,18 +114,6 @@ def test_the_dry_run_counts_the_memory_of_the_slots(form, model):
 def test_a_mixture_without_a_model_of_vllm_is_refused(model):
     with pytest.raises(ModelError, match="transformers"), contract.started(VllmEngine, over(model("dots1"), "vllm")):
         pass
-
-
-def test_a_rank_above_those_of_experts_is_refused(model):
-    tree = over(model("qwen3_moe"), "vllm").model_dump(mode="json")
-    made = from_dict(tree | {"lora": tree["lora"] | {"rank": 129}})
-    with pytest.raises(ConfigError, match=r"lora\.rank 129"):
-        start._check_experts(made, batch_invariant=False)
-
-
-def test_deterministic_is_refused_for_experts_on_a_gpu(model):
-    with pytest.raises(ConfigError, match="deterministic"):
-        start._check_experts(over(model("qwen3_moe"), "vllm"), batch_invariant=True)
 
 
 def test_lowrank_noise_leaves_the_experts_as_they_are(model, tmp_path):

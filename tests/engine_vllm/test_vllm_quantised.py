@@ -119,4 +119,4 @@ def test_deterministic_on_a_gpu_is_refused(base, monkeypatch):
     for name in ("check", "_check_split", "_check_invariance", "_set_environment"):
         monkeypatch.setattr(start, name, lambda *_: None)
     with pytest.raises(ConfigError, match="deterministic"):
-        start.start(over(base("pack-quantized"), "bfloat16"), False, True)
+        start.start(over(base("pack-quantized"), "bfloat16", deterministic=True), False, True)

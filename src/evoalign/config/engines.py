@@ -105,8 +105,8 @@ class EngineSettings(Section):
     """Whether dense spaces can move the experts of mixtures."""
     carries_experts: ClassVar[bool] = False
     """Whether members can perturb single experts of a mixture whose experts are fused."""
-    own_experts: ClassVar[str] = "use engine transformers"
-    """What to do where they cannot."""
+    own_experts: ClassVar[str] = "this engine moves no experts; use engine transformers"
+    """The reason and the advice where they cannot."""
     unreached: ClassVar[frozenset[str]] = frozenset()
     """Modules whose adapters it would not apply, or not everywhere."""
     carries_bias: ClassVar[bool] = False
@@ -152,6 +152,10 @@ class EngineSettings(Section):
 
     def serving(self, config: Any) -> Serving | None:
         """Return how it divides a GPU's memory; None if it serves from a CPU, or if that is not known."""
+        return None
+
+    def refused_on_gpu(self, config: Any, specs: Sequence[TensorSpec]) -> str | None:
+        """Return why it does not serve this config from a GPU, although it might from a CPU; None: it does."""
         return None
 
     def unpacks(self, form: str, bits: int | None) -> bool:

@@ -164,6 +164,7 @@ def lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, work: Wor
         f"  at once: completions of {found.length:,} tokens with their prompts; members: largest population with one "
         f"such completion each; context: tokens per completion with all {work.completions:,} of a generation at once",
         *([f"  where a card is too small: {found.serving.advice}"] if any(card.lacks for card in cards) else []),
+        *([f"  refused on a GPU: {refused}"] if (refused := config.engine.refused_on_gpu(config, specs)) else []),
     ]
 
 
@@ -181,5 +182,7 @@ def summary(config: Config, specs: Sequence[TensorSpec], layout: Layout, work: W
     found = card_estimate(config, specs, layout, work)
     if found is None:
         return ""
+    if refused := config.engine.refused_on_gpu(config, specs):
+        return f"; refused on a GPU: {refused}"
     holding = (f"{card.label} {f'no ({card.lacks})' if card.lacks else 'yes'}" for card in found.cards())
     return f"; GPUs that hold the run, estimated: {', '.join(holding)}"

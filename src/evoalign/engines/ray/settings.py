@@ -129,6 +129,9 @@ class RayConfig(EngineSettings):
     ) -> float:
         return self.replica.batch_bytes(_of_replica(config, self), specs, dtype, rows, prompt)
 
+    def refused_on_gpu(self, config: Config, specs: Sequence[TensorSpec]) -> str | None:
+        return self.replica.refused_on_gpu(_of_replica(config, self), specs)
+
     def serving(self, config: Config) -> Serving | None:
         return self.replica.serving(_of_replica(config, self))
 

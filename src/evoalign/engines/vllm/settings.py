@@ -24,6 +24,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks for which vLLM can allocate slots."""
 KERNEL_RANK = 16
 """Highest rank that the population kernels support."""
+EXPERT_RANK = 128
+"""Highest rank of experts' adapters, of vLLM 0.26."""
 SMALL = (8, 32, 64, 128, 256)
 """Sizes of small batches for which a CUDA graph is captured."""
 
@@ -69,7 +71,7 @@ class VllmConfig(EngineSettings):
     resources |= {"members", "master", "gpu_memory_gib"}
     younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
-    own_experts = "set engine.population stock, which is slower, or use engine transformers"
+    own_experts = "only engine.population stock moves experts, and is slower; set it, or use engine transformers"
     unreached = frozenset({"kv_b_proj"})  # DeepSeek's latent attention decodes with a copy of its weight
     quantised = IN_SERVERS | {"mxfp4-pack-quantized"}
     packed_in_float32 = False
@@ -166,6 +168,23 @@ class VllmConfig(EngineSettings):
             advice="lower engine.max_num_seqs, engine.max_num_batched_tokens, engine.members or the rank, or raise "
             "engine.gpu_memory_utilization",
         )
+
+    def refused_on_gpu(self, config: Config, specs: Sequence[TensorSpec]) -> str | None:
+        from evoalign import spaces
+        from evoalign.models.quantised import quantised_of
+
+        packed, experts = quantised_of(config.model), any(s.kind == "expert" for s in specs)
+        if config.deterministic and (packed is not None or experts):
+            what = "the adapters of experts" if packed is None else f"packed weights ({packed.words})"
+            return (
+                f"deterministic: vLLM's products for {what} may depend on the rows of a batch on a GPU; remove it, "
+                "or use engine transformers"
+            )
+        if experts and (rank := spaces.create(config).rank) > EXPERT_RANK:
+            return (
+                f"{config.space.name}.rank {rank}: vLLM's product for experts takes ranks up to {EXPERT_RANK}; lower it"
+            )
+        return None
 
     def limit(self) -> tuple[str, int] | None:
         return None if self.max_model_len is None else ("engine.max_model_len", self.max_model_len)

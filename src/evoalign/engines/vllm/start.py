@@ -30,8 +30,6 @@ CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
-EXPERT_RANK = 128
-"""Largest rank of experts' adapters, of vLLM 0.26."""
 EXPERTS_ON_CPU = False
 """Whether vLLM's products for experts take adapters on a CPU."""
 _batch_invariant: list[bool] = []
@@ -45,11 +43,6 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
     packed = refuse_quantised(config, _dtype(config, on_cpu))
-    if packed is not None and deterministic and not on_cpu:
-        raise ConfigError(
-            f"deterministic: vLLM's products for the packed weights of model {config.model.name} ({packed.words}) may "
-            "depend on the rows of a batch on a GPU; remove it, or use engine transformers"
-        )
     if packed is None and settings_of(config).load_format == "safetensors":
         refuse_packed(path, config.model.revision, config.model.name)
     _set_environment(deterministic and not on_cpu)
@@ -64,8 +57,8 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
             f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
             "engine transformers"
         )
-    if any(spec.kind == "expert" for spec in specs):
-        _check_experts(config, deterministic and not on_cpu)
+    if not on_cpu and (refused := settings_of(config).refused_on_gpu(config, specs)):
+        raise ConfigError(refused)
     try:
         from vllm import LLM, EngineArgs
 
@@ -83,20 +76,6 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     except Exception as error:  # vLLM passes on any exception of its parts
         gc.collect()
         raise ModelError(_explain(config, error)) from error
-
-
-def _check_experts(config: Config, batch_invariant: bool) -> None:
-    """Raise ConfigError for what vLLM's product for the adapters of experts does not do."""
-    if batch_invariant:
-        raise ConfigError(
-            "deterministic: vLLM's product for the adapters of experts depends on the rows of a batch; remove it, or "
-            "set engine.population auto, where experts do not evolve"
-        )
-    if (rank := spaces.create(config).rank) > EXPERT_RANK:
-        raise ConfigError(
-            f"{config.space.name}.rank {rank}: engine vllm supports experts' adapters of rank {EXPERT_RANK} at most; "
-            "lower it"
-        )
 
 
 def on_cpu() -> bool:
