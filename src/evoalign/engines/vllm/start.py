@@ -42,7 +42,9 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     check_version()
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
-    packed = refuse_quantised(config, _dtype(config, on_cpu))
+    packed, specs = refuse_quantised(config, _dtype(config, on_cpu)), specs_of_config(config)
+    if not on_cpu and (refused := settings_of(config).refused_on_gpu(config, specs)):
+        raise ConfigError(refused)
     if packed is None and settings_of(config).load_format == "safetensors":
         refuse_packed(path, config.model.revision, config.model.name)
     _set_environment(deterministic and not on_cpu)
@@ -50,15 +52,12 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     _check_split(config, on_cpu)
     if not on_cpu:
         _check_invariance(deterministic)
-    specs = specs_of_config(config)
     is_mixture = any(".experts." in spec.name for spec in specs)
     if is_mixture and on_cpu and not EXPERTS_ON_CPU:
         raise ModelError(
             f"model {config.model.name} is a mixture of experts, which vLLM serves with adapters on a GPU alone; use "
             "engine transformers"
         )
-    if not on_cpu and (refused := settings_of(config).refused_on_gpu(config, specs)):
-        raise ConfigError(refused)
     try:
         from vllm import LLM, EngineArgs
 
