@@ -77,6 +77,8 @@ def test_target_modules_select_fused_matrices_together(folders):
     [
         ("qwen3_moe", "lora", "sglang", r"experts, 14.6 % .*: engine sglang .*; use engine transformers"),
         ("qwen3_moe", "lora", "vllm-server", r"experts, 14.6 % .*: engine vllm-server .*; use engine trans.*"),
+        ("qwen3_moe", "lora", "vllm", r"experts, .*: engine vllm .*; set engine.population stock, or .*transformers"),
+        ("qwen3_moe", "lowrank", "vllm", r"experts, .*: engine vllm moves none; use engine transformers"),
         ("qwen2_moe", "lora", "transformers", r"experts, .*: PEFT has no adapter for them; use space lowrank"),
         ("qwen2_moe", "lowrank", "transformers", None),
         ("glm4_moe", "lora", "transformers", r"gate_proj, up_proj, down_proj outside the experts, .*use space lowrank"),

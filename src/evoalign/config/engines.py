@@ -105,8 +105,8 @@ class EngineSettings(Section):
     """Whether dense spaces can move the experts of mixtures."""
     carries_experts: ClassVar[bool] = False
     """Whether members can perturb single experts of a mixture whose experts are fused."""
-    own_experts: ClassVar[str] = "this engine moves no experts; use engine transformers"
-    """The reason and the advice where they cannot."""
+    own_experts: ClassVar[str] = "moves none; use engine transformers"
+    """What the engine does where they cannot, and the advice."""
     unreached: ClassVar[frozenset[str]] = frozenset()
     """Modules whose adapters it would not apply, or not everywhere."""
     carries_bias: ClassVar[bool] = False

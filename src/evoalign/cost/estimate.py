@@ -288,7 +288,7 @@ def _left_out(config: Config, space: Space, specs: Sequence[TensorSpec], rest: S
     by_peft = [s for s in unknown if s.kind == "expert" and not space.evolves_model]
     for tensors, why in (
         (fused, "the model fuses them in a form that evoalign cannot split; use space full"),
-        (apart, advice),
+        (apart, f"engine {config.engine.name} {advice}"),
         (by_peft, "PEFT has no adapter for them; use space lowrank"),
     ):
         if tensors:

@@ -71,7 +71,7 @@ class VllmConfig(EngineSettings):
     resources |= {"members", "master", "gpu_memory_gib"}
     younger = frozenset({"gpu_memory_gib"})
     takes_mixtures = False
-    own_experts = "only engine.population stock moves experts, and is slower; set it, or use engine transformers"
+    own_experts = "moves them in its slower form alone; set engine.population stock, or use engine transformers"
     unreached = frozenset({"kv_b_proj"})  # DeepSeek's latent attention decodes with a copy of its weight
     quantised = IN_SERVERS | {"mxfp4-pack-quantized"}
     packed_in_float32 = False
