@@ -116,7 +116,7 @@ def test_a_mixture_without_a_model_of_vllm_is_refused(model):
         pass
 
 
-def test_lowrank_noise_leaves_the_experts_as_they_are(model, tmp_path):
+def test_a_run_of_lowrank_over_a_mixture_ends(model, tmp_path):
     tree = over(model("qwen3_moe"), "vllm").model_dump(mode="json")
     tree = {key: value for key, value in tree.items() if key not in ("lora", "space")} | {"space": "lowrank"}
     length = {"max_tokens": 4}

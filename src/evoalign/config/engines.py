@@ -102,11 +102,11 @@ class EngineSettings(Section):
     serves_here: ClassVar[bool] = False
     """Whether it runs a transformers model in this process, so that a second model can share its device."""
     takes_mixtures: ClassVar[bool] = True
-    """Whether dense spaces can move the experts of mixtures."""
+    """Whether spaces that evolve the model can move the experts of mixtures."""
     carries_experts: ClassVar[bool] = False
     """Whether members can perturb single experts of a mixture whose experts are fused."""
     own_experts: ClassVar[str] = "moves none; use engine transformers"
-    """What the engine does where they cannot, and the advice."""
+    """Where they cannot: the end of the warning, with the advice."""
     unreached: ClassVar[frozenset[str]] = frozenset()
     """Modules whose adapters it would not apply, or not everywhere."""
     carries_bias: ClassVar[bool] = False

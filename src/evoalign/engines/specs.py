@@ -45,13 +45,13 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
             f"model {config.model.name} ({model.config.model_type}) is a mixture of experts, whose experts engine "
             f"{config.engine.name} cannot move (space {config.space.name}); use space lora, or engine transformers"
         )
-    by_mean = config.es_ is not None and config.es.noise_multiplier is not None
-    if by_mean and not config.engine.takes_mixtures and any(s.kind == "expert" for s in reached(config, specs)):
+    found, by_mean = reached(config, specs), config.es_ is not None and config.es.noise_multiplier is not None
+    if by_mean and not config.engine.takes_mixtures and any(s.kind == "expert" for s in found):
         raise ConfigError(
             f"es.noise_multiplier: engine {config.engine.name} does not read the mean |W| of experts, and they "
             "evolve; remove it and set es.sigma"
         )
-    return reached(config, specs)
+    return found
 
 
 def refuse_quantised(config: Config, dtype: torch.dtype | None = None) -> Quantised | None:
