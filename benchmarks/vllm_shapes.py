@@ -173,7 +173,7 @@ def model_folder(name: str, parent: Path, quantised: str | None = None) -> str:
 
 
 def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
-    """Make a folder with weights of a usual size, in bfloat16; with `w4a16` those of a dense model's layers packed."""
+    """Make a folder with weights of a usual size, in bfloat16; with `w4a16` those of linear layers packed."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -181,8 +181,6 @@ def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
     folder = parent / "-".join(filter(None, ("random", shape, quantised)))
     if (folder / "done").exists():
         return str(folder)
-    if quantised and "num_experts" in SHAPES[shape]:
-        raise SystemExit(f"shape {shape}: experts are not packed here")
     parent.mkdir(exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted script left
     model_folder(shape, parent, quantised)
@@ -200,15 +198,15 @@ def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
         index.update(dict.fromkeys(part, file))
         part.clear()
 
-    for name, p in model.named_parameters():
+    for name, size in (kept for given, p in model.named_parameters() for kept in in_files(given, p.shape)):
         if quantised and name.endswith("_proj.weight"):
-            rows, columns = p.shape
+            rows, columns = size
             packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device).random_(generator=generator)
             part[f"{name}_packed"] = packed.view(torch.int32).cpu()
             part[f"{name}_scale"] = torch.full((rows, columns // GROUP), STD / 4, dtype=torch.bfloat16)
             part[f"{name}_shape"] = torch.tensor([rows, columns])
         else:
-            drawn = torch.empty(p.shape, dtype=torch.bfloat16, device=device)
+            drawn = torch.empty(size, dtype=torch.bfloat16, device=device)
             part[name] = (drawn.fill_(1) if "norm" in name else drawn.normal_(0, STD, generator=generator)).cpu()
         if sum(t.nbytes for t in part.values()) > 2 * 10**9:
             write()
@@ -216,6 +214,17 @@ def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "done").touch()
     return str(folder)
+
+
+def in_files(name: str, size: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    """Names and shapes in a checkpoint of a parameter: one for each expert, which transformers keeps as one tensor."""
+    where, _, last = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+    if parts is None:
+        return [(name, size)]
+    experts, rows, columns = size
+    each = (rows // len(parts), columns)
+    return [(f"{where}.{expert}.{part}.weight", each) for expert in range(experts) for part in parts]
 
 
 def cache_gib(name: str, rows: int, length: int, itemsize: int = 2) -> float:

@@ -227,6 +227,7 @@ class Layout:
     scaling: float = 1.0
     modules: tuple[str, ...] = ()
     by_name: Mapping[str, EvolvedTensor] = field(init=False, repr=False, compare=False)
+    frozen_names: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
@@ -234,6 +235,7 @@ class Layout:
         own = tuple(dict.fromkeys(t.module for t in self.tensors))
         object.__setattr__(self, "modules", tuple(self.modules) or own)
         object.__setattr__(self, "by_name", {t.name: t for t in (*self.tensors, *self.frozen)})
+        object.__setattr__(self, "frozen_names", frozenset(t.name for t in self.frozen))
 
     def __getitem__(self, name: str) -> EvolvedTensor:
         return self.by_name[name]

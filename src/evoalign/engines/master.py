@@ -94,7 +94,9 @@ class Master:
             # Compare types: `device` may be `cuda` and the tensor's `cuda:0`.
             here = part.master.device.type == device.type
             part.start = part.master.clone() if here else _pinned(part.master.shape).copy_(part.master)
-        self._by_name = {p.name: p.master for p in self.parts}
+        self._by_name: dict[str, list[Part]] = {}
+        for part in self.parts:
+            self._by_name.setdefault(part.name, []).append(part)
         self._sampled: dict[int, list[tuple[Part, int, torch.Tensor, torch.Tensor]]] = {}
         """Parts by the argument of `probe`, with the tensor's position and the places in the sample and in the part."""
         away = any(p.master.device.type != device.type for p in self.parts)
@@ -127,7 +129,7 @@ class Master:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return one tensor of the mean, float32, on its device; on a sharded worker, its last part of the tensor."""
-        return self._by_name[name]
+        return self._by_name[name][-1].master
 
     @property
     def bytes(self) -> int:
@@ -197,7 +199,7 @@ class Master:
 
     def parts_of(self, name: str) -> list[tuple[Slices, torch.Tensor]]:
         """Return the parts of one tensor that count in this process, copied to the CPU; see `joined`."""
-        return [(p.slices, _on_host(p.master.detach())) for p in self.parts if p.name == name and p.counts]
+        return [(p.slices, _on_host(p.master.detach())) for p in self._by_name.get(name, ()) if p.counts]
 
     def probe(self, count: int) -> Probed:
         """Return the numbers at `sampled_places` that count in this process; see `gathered`."""
@@ -225,18 +227,17 @@ class Master:
     def copy_state(self, mean: dict[str, torch.Tensor], slots: dict[str, torch.Tensor]) -> None:
         """Copy whole tensors of the mean and the optimizer's slots into host memory that is kept between calls."""
         order = (*self.layout.tensors, *self.layout.frozen)
-        _copy_into(mean, ((t.name, self._by_name[t.name]) for t in order))
+        _copy_into(mean, ((t.name, self[t.name]) for t in order))
         _copy_into(slots, self.optimizer.state() if self.optimizer is not None else ())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Load one whole tensor of the mean and serve it."""
-        for part in self.parts:
-            if part.name == name:
-                part.master.copy_(tensor[part.slices] if tensor.dim() else tensor)
-                if part.served is not None:
-                    part.served.copy_(part.master)
+        for part in self._by_name.get(name, ()):
+            part.master.copy_(tensor[part.slices] if tensor.dim() else tensor)
+            if part.served is not None:
+                part.served.copy_(part.master)
 
     def load_optimizer(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the optimizer's slots."""

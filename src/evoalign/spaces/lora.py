@@ -83,7 +83,7 @@ class Lora(Space):
     def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:
         """Return N(0, 1) for a frozen A and zeros for an evolved factor."""
         tensor = layout[name]
-        if tensor in layout.frozen:
+        if name in layout.frozen_names:
             key = noise_source.key(layout.seed, "init", name)
             return noise_source.normals(key, tensor.shape, 0, [0], None, device)[0]
         return torch.zeros(tensor.shape, dtype=torch.float32, device=device)
@@ -113,18 +113,16 @@ class Lora(Space):
             for s in slots
             for factor, part, out in zip("AB", factor_slices(s.slices), (s.a, s.b), strict=True)
         ]
-        frozen = [(master(t.name)[part], out) for t, part, out in factors if t in layout.frozen]
-        moving = [(t, part, out) for t, part, out in factors if t not in layout.frozen]
         table, key, bounds = noise_source.table(slots[0].a.device), noise_source.key, noise_source.bounds_of
         jobs = Jobs([
             Job(key(layout.seed, "noise", t.name), t.shape, bounds(t.shape, part), out, master(t.name)[part])
-            for t, part, out in moving
+            for t, part, out in factors
         ])  # fmt: skip
+        # A frozen A gets noise of width 0: a copy of each would be a launch of its own, and a mixture has thousands.
+        scale = [0.0 if t.name in layout.frozen_names else t.scale for t, _, _ in factors]
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
-            for mean, out in frozen:
-                out[: len(members)].copy_(mean.expand(len(members), *mean.shape))
-            widths = signed([plan.sigma * t.scale for t, _, _ in moving], members)
+            widths = signed([plan.sigma * s for s in scale], members)
             jobs.draw(table, plan.generation, [m.noise for m in members], widths)
 
         return write
@@ -140,7 +138,7 @@ class Lora(Space):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         mean, dtype = master(name)[slices], layout.torch_dtype
-        if layout[name] in layout.frozen:
+        if name in layout.frozen_names:
             return mean[None].to(dtype) if out is None else out.copy_(mean[None].expand_as(out))
         if all(m.is_mean for m in members):
             return mean.expand(len(members), *mean.shape).to(dtype) if out is None else out.copy_(mean.expand_as(out))
