@@ -44,10 +44,10 @@ class PopulationWorker(Worker):
         self.settings = population.Settings(**self.vllm_config.additional_config["population"])
         with population.installed(self.settings):
             super().load_model(*args, **kwargs)
+            population.register(self.model_runner)
             self.active = deep.attach(self.model_runner.get_model(), self.model_runner, self.settings)
 
-    def es_register(self):
-        population.register(self.model_runner.lora_manager, MEMBERS)
+    def es_active(self):
         return self.active
 
     def es_write(self, seed, strength, shapes):
@@ -111,7 +111,7 @@ def serve(model, form, rank=1, slot_rank=1, targets=ALL, **more):
         **PLACE, **more,
     )  # fmt: skip
     try:
-        yield Served(llm, llm.collective_rpc("es_register")[0], shapes_of(model))
+        yield Served(llm, llm.collective_rpc("es_active")[0], shapes_of(model))
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm

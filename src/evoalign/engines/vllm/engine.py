@@ -101,8 +101,7 @@ class VllmEngine(MeanMethods):
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Create the master and, for adapters, a slot for each member."""
         settings, is_adapter = settings_of(self._config), space.carrier == "adapter"
-        count = settings.allocated_slots(self._config) if is_adapter else 0
-        workers = self.rpc("es_start", space, layout, optimizer, keep_start, settings.master == "host", count)
+        workers = self.rpc("es_start", space, layout, optimizer, keep_start, settings.master == "host")
         missing = sorted({name for worker in workers for name in worker["missing"]})
         if missing:
             raise ModelError(f"vLLM has no adapter slot for {missing[0]}; choose other target modules")

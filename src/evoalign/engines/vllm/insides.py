@@ -125,7 +125,7 @@ INSIDES: tuple[Inside, ...] = (
     *_names(
         "vllm.lora.model_manager",
         "LRUCacheLoRAModelManager",
-        "punica_wrapper_mapping modules lora_slots capacity lora_config remove_all_adapters _registered_adapters",
+        "punica_wrapper_mapping modules lora_slots lora_config _registered_adapters",
         activate_adapter="lora_id",
     ),
     *_names("vllm.lora.lora_model", "LoRAModel", __init__="lora_model_id rank loras"),

@@ -8,8 +8,8 @@ rewrites the slots in place. There are three forms:
   stock    vLLM's own kernels and bookkeeping, and the only one with slots for the experts of mixtures
 The first two also replace vLLM's bookkeeping at each step, which loads, evicts and sorts adapters.
 
-The worker loads the model within `installed`, calls `deep.attach` there before graphs are captured, `register` after
-vLLM's warm-up, and writes to the slots that `stacked` returns.
+The worker loads the model within `installed`, calls `register` and `deep.attach` there before vLLM's warm-up, and
+writes to the slots that `stacked` returns.
 """
 
 from __future__ import annotations
@@ -213,14 +213,8 @@ def replace_step(runner: Any, rows: Rows) -> None:
     def active(req_ids: Iterable[str]) -> set[str]:
         return set(islice(filter(state.lora_requests.__contains__, req_ids), 1))  # our kernels do not need the number
 
-    def nothing(*_: Any, **__: Any) -> nullcontext[None]:
-        return nullcontext()
-
     replace(runner, "set_active_loras", of_batch)
     replace(runner, "_set_active_loras", of_tokens)
-    # vLLM would fill all slots from pinned copies for each dummy run, and empty them after it.
-    replace(runner, "maybe_setup_dummy_loras", nothing)
-    replace(runner, "maybe_remove_all_loras", nothing)
     if state is not None:
         replace(state, "make_lora_inputs", inputs)
         replace(state, "get_activate_loras", active)
@@ -238,19 +232,29 @@ def wrap_aliases(model: torch.nn.Module) -> None:
             setattr(model.get_submodule(parent), name, wrappers[id(module)])
 
 
-def register(lora_manager: Any, slots: int) -> None:
-    """Register slots 0 to `slots` - 1 with vLLM as LoRA ids 1 to `slots`, zeroed, so that it loads and evicts none."""
-    adapters = lora_manager._adapter_manager
-    if slots > adapters.lora_slots or slots > adapters.capacity:
-        raise ModelError(f"{slots} members exceed the {adapters.lora_slots} LoRA slots of vLLM; raise max_loras")
-    adapters.remove_all_adapters()
-    for lora_id in range(1, slots + 1):
+def register(runner: Any) -> None:
+    """Register all slots with vLLM as LoRA ids 1, 2, ..., zeroed, so that it loads and evicts none.
+
+    To be called before vLLM's dummy runs, for which it would fill all slots from adapters of its own and empty them:
+    minutes for a mixture of many experts.
+    """
+
+    def nothing(*_: Any, **__: Any) -> nullcontext[None]:
+        return nullcontext()
+
+    adapters = runner.lora_manager._adapter_manager
+    for lora_id in range(1, adapters.lora_slots + 1):
         # Not `add_adapter`: it reads an adapter's first tensor, and this one has none.
         adapters._registered_adapters[lora_id] = LoRAModel(lora_id, adapters.lora_config.max_lora_rank, {})
         adapters.activate_adapter(lora_id)
     for layer in adapters.modules.values():
         if isinstance(layer, FusedMoEWithLoRA):  # which leaves out adapters that were registered without experts
-            layer.adapter_enabled[:slots] = 1
+            layer.adapter_enabled[: adapters.lora_slots] = 1
+            layer.lora_a_stacked = (
+                layer.lora_b_stacked
+            ) = ()  # views for dummy runs, millions of them
+    replace(runner, "maybe_setup_dummy_loras", nothing)
+    replace(runner, "maybe_remove_all_loras", nothing)
 
 
 def stacked(model: torch.nn.Module) -> dict[str, Slot]:

@@ -66,6 +66,8 @@ class EvolvingWorker(Worker):
         with population.installed(settings), _plain_weights():
             super().load_model(*args, **kwargs)
             self._model = self.model_runner.get_model()
+            if self.vllm_config.lora_config is not None:
+                population.register(self.model_runner)
             population.wrap_aliases(self._model)
             self._form, self._why = deep.attach(self._model, self.model_runner, settings)
         self._multiplied = 1.0 if self._form == "stock" else settings.scaling
@@ -78,15 +80,14 @@ class EvolvingWorker(Worker):
 
     @torch.inference_mode()
     def es_start(
-        self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool, host: bool, slots: int
+        self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool, host: bool
     ) -> dict[str, Any]:
-        """Create the mean and, for adapters, the members' slots."""
+        """Create the mean and, for adapters, find the members' slots."""
         self._mean = Master(
             space, layout, optimizer, keep_start, self._shards, self.device, host=host, first=self.rank == 0
         )
         modules, missing = list(layout.modules), list[str]()
-        if slots:
-            population.register(self.model_runner.lora_manager, slots)
+        if self.vllm_config.lora_config is not None:
             self._slots = population.stacked(self._model)
             missing = [m for m in modules if m not in self._slots]
             self._places = [self._place(m) for m in modules if m in self._slots]
