@@ -7,8 +7,10 @@ from dataclasses import replace
 import plain_experts
 import plugins
 import pytest
+import vllm
 from families import build
 from served import answers, config
+from vllm.lora.request import LoRARequest
 
 import evoalign
 from evoalign import engines
@@ -16,6 +18,9 @@ from evoalign.config import from_dict
 from evoalign.engines.vllm import start
 from evoalign.engines.vllm.engine import VllmEngine
 from evoalign.errors import ModelError
+from evoalign.exporting.export import export
+from evoalign.rundir import checkpoint
+from evoalign.rundir.directory import saved_folders
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, population
 
@@ -93,6 +98,35 @@ def test_each_of_two_workers_has_half_of_each_expert(model, tmp_path, monkeypatc
         monkeypatch.syspath_prepend(folder)
     (_, one), (_, two) = (said(over(model("qwen3_moe"), "vllm", tensor_parallel_size=size)) for size in (1, 2))
     assert apart(one, two) < 1e-4
+
+
+def test_the_exported_adapter_answers_in_plain_vllm(model, tmp_path):
+    """An adapter of experts alone, as vLLM loads its files: greedy, as the run's mean in process, not as the base."""
+    tree = over(model("qwen3_moe"), "transformers").model_dump(mode="json")
+    tree |= {"output_dir": str(tmp_path / "run"), "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8}}
+    tree |= {"task": {"name": "conciseness"}}
+    tree["es"] |= {"num_generations": 2, "population_size": 8, "sigma": 0.3, "learning_rate": 0.3}
+    tree["lora"] |= {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    evoalign.train(tree)
+    export(tmp_path / "run", tmp_path / "adapter")
+    with contract.started(engines.create, from_dict(tree)) as bench:
+        bench.engine.load(checkpoint.load(saved_folders(tmp_path / "run")[-1], bench.layout)[0])
+        mean = {r.request: list(r.token_ids) for r in bench.engine.rollout(bench.plan((MEAN,)), bench.requests)}
+    stops = list(bench.tokens.stop_ids)
+    length = vllm.SamplingParams(temperature=0, max_tokens=contract.TOKENS, stop_token_ids=stops, detokenize=False)
+    served = vllm.LLM(
+        str(model("qwen3_moe")), dtype="float32", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=8,
+        kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True, generation_config="vllm",
+    )  # fmt: skip
+    prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in bench.requests]
+
+    def answered(adapter):
+        found = served.generate(prompts, length, lora_request=adapter, use_tqdm=False)
+        pairs = zip(bench.requests, found, strict=True)
+        return {request.index: list(one.outputs[0].token_ids) for request, one in pairs}
+
+    assert answered(LoRARequest("exported", 1, str(tmp_path / "adapter"))) == mean
+    assert answered(None) != mean
 
 
 @pytest.mark.parametrize("form", ["stock", "auto"])
