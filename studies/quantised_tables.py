@@ -21,11 +21,12 @@ BASES: Mapping[str, tuple[Path, str]] = {
     "w4a16": (ROWS / "w4a16", "W4A16"),
     "bf16 dense": (METHODS, "full precision, in process"),
     "w4a16 dense": (ROWS / "w4a16_dense", "W4A16, in process"),
+    "bf16 wide": (ROWS / "bf16_wide", "full precision, in process, twice the width"),
     "w4a16 wide": (ROWS / "w4a16_wide", "W4A16, in process, twice the width"),
     "nf4": (ROWS / "nf4", "nf4"),
 }
 """Where the rows of a base are, and its name. `tiny` and `smollm2` are in process everywhere."""
-PAIRS = (("w4a16", "bf16"), ("w4a16 dense", "bf16 dense"), ("w4a16 wide", "bf16 dense"))
+PAIRS = (("w4a16", "bf16"), ("w4a16 dense", "bf16 dense"), ("w4a16 wide", "bf16 wide"))
 """Bases that are compared. The plan has the first pair."""
 MARGIN = 1 / 3
 """Share of the mean gain in full precision."""
