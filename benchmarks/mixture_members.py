@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of a mixture with experts of their own, on a GPU: engine vllm compared with engine transformers.
+"""Compare the members of a mixture whose experts evolve on engines vllm and transformers, on a GPU.
 
     python benchmarks/mixture_members.py --models runs/mixtures
 
-Makes a small Qwen3-MoE of random weights in bfloat16, and the same packed to W4A16, and asks 30 members and the mean
-for the first token of each prompt, on engines vllm (`population: stock`) and transformers. Of the rows in which both
-draw the same token the absolute differences of its log-probability are given, and beside them how far members lie from
-the mean.
+Makes a small Qwen3-MoE with random weights in bfloat16, and packs it to W4A16. 30 members and the mean generate the
+first token of each prompt on engines vllm (`population: stock`) and transformers. Written are, over the rows in which
+both chose the same token, the median and largest absolute difference of its log-probability; and over all rows of vLLM
+the median of the difference between a member's log-probability, of the token that it chose, and the mean's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPE = {
 
 
 def make(folder: Path) -> None:
-    """Write `bf16` and `w4a16`: weights of a size at which the answers of members differ."""
+    """Write `bf16` and `w4a16`: weights so large that members choose different tokens."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -63,7 +63,7 @@ def make(folder: Path) -> None:
     config.write_text(json.dumps(tree), encoding="utf-8")
 
 
-def answers(model: Path, engine: str, targets: tuple[str, ...] | None) -> dict[tuple[int, int], Any]:
+def rollouts(model: Path, engine: str, targets: tuple[str, ...] | None) -> dict[tuple[int, int], Any]:
     """Return each member's rollout of each prompt, by the index of both."""
     from evoalign import engines
     from evoalign.config import from_dict
@@ -96,7 +96,7 @@ def main() -> None:
         make(options.models)
     for form in ("bf16", "w4a16"):
         for targets in (None, EXPERTS):
-            theirs, ours = (answers(options.models / form, name, targets) for name in ("vllm", "transformers"))
+            theirs, ours = (rollouts(options.models / form, name, targets) for name in ("vllm", "transformers"))
             same = [key for key, one in ours.items() if one.token_ids[0] == theirs[key].token_ids[0]]
             apart = [abs(theirs[key].logprobs[0] - ours[key].logprobs[0]) for key in same]
             moved = [

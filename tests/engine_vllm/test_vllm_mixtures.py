@@ -125,8 +125,11 @@ def test_the_exported_adapter_answers_in_plain_vllm(model, tmp_path):
         pairs = zip(bench.requests, found, strict=True)
         return {request.index: list(one.outputs[0].token_ids) for request, one in pairs}
 
-    assert answered(LoRARequest("exported", 1, str(tmp_path / "adapter"))) == mean
-    assert answered(None) != mean
+    try:
+        assert answered(LoRARequest("exported", 1, str(tmp_path / "adapter"))) == mean
+        assert answered(None) != mean
+    finally:
+        served.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.parametrize("form", ["stock", "auto"])

@@ -118,7 +118,7 @@ class Lora(Space):
             Job(key(layout.seed, "noise", t.name), t.shape, bounds(t.shape, part), out, master(t.name)[part])
             for t, part, out in factors
         ])  # fmt: skip
-        # A frozen A gets noise of width 0: a copy of each would be a launch of its own, and a mixture has thousands.
+        # A frozen A gets noise of width 0, in the same launch: a copy is one launch each, and a mixture has thousands.
         scale = [0.0 if t.name in layout.frozen_names else t.scale for t, _, _ in factors]
 
         def write(plan: Plan, members: Sequence[Member]) -> None:

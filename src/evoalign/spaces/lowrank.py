@@ -249,12 +249,16 @@ class LowRank(Space):
         def shapes(some: Sequence[MeanPart]) -> list[tuple[int, int]]:
             return [(p.master.shape[0], p.master.shape[1]) for p in some]
 
-        terms, groups = members * layout.rank, [[parts[0]]]
-        for part in parts[1:]:
-            if room(terms, shapes([*groups[-1], part])) > _ROOM:
+        terms = members * layout.rank
+        beyond = room(terms, ())
+        groups, rooms = list[list[MeanPart]](), list[int]()
+        for part in parts:
+            own = room(terms, shapes([part])) - beyond
+            if not rooms or rooms[-1] + own > _ROOM:
                 groups.append([])
+                rooms.append(beyond)
             groups[-1].append(part)
-        rooms = [room(terms, shapes(group)) for group in groups]
+            rooms[-1] += own
         memory = torch.empty(max(rooms), dtype=torch.float32, device=parts[0].master.device)
         batches: list[_Batch] = []
         for group, size in zip(groups, rooms, strict=True):

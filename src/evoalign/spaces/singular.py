@@ -117,7 +117,7 @@ class Singular(Space):
     def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:
         """Return zeros for the changes of singular values, and the parts of the decomposition."""
         tensor = layout[name]
-        if tensor in layout.tensors:
+        if name not in layout.frozen_names:
             return torch.zeros(tensor.shape, device=device)
         if tensor.module not in self._parts:
             self._parts[tensor.module] = _decomposed(*self._adapter[1][tensor.module])

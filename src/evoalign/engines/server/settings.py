@@ -102,7 +102,8 @@ class ServerSettings(EngineSettings):
     ) -> MemoryUse:
         """Return the bytes of all members' factors. The mean is in this process; the server sizes its own cache."""
         host = mean if self.mean_device == "cpu" and self.where != "cpu" else 0
-        sides = sum(sum(t.shape) for t in specs if t.name in layout.modules)
+        adapted = set(layout.modules)
+        sides = sum(sum(t.shape) for t in specs if t.name in adapted)
         adapters = self.slots(config) * layout.rank * sides * dtype.itemsize
         return MemoryUse(bound="at least", setting="engine.memory_fraction", adapters=adapters, host=host)
 

@@ -100,7 +100,7 @@ INSIDES: tuple[Inside, ...] = (
     *_names("vllm.platforms", "", "current_platform"),
     *_names("vllm.v1.worker.gpu_worker", "Worker", "vllm_config model_runner device rank load_model"),
     *_names("vllm.v1.worker.cpu_worker", "CPUWorker", "vllm_config model_runner device rank load_model", on="cpu"),
-    *_names("vllm.config", "VllmConfig", "additional_config scheduler_config cache_config"),
+    *_names("vllm.config", "VllmConfig", "additional_config scheduler_config cache_config lora_config"),
     *_names("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model"),
     *_names("vllm.v1.worker.gpu_input_batch", "InputBatch", "num_reqs request_lora_mapping"),
     *_names("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "get_model lora_manager lora_state", on="gpu"),

@@ -235,8 +235,8 @@ def wrap_aliases(model: torch.nn.Module) -> None:
 def register(runner: Any) -> None:
     """Register all slots with vLLM as LoRA ids 1, 2, ..., zeroed, so that it loads and evicts none.
 
-    To be called before vLLM's dummy runs, for which it would make adapters of its own, with a pinned tensor for each
-    expert's matrix, fill all slots with them and empty them.
+    Call it before vLLM's dummy runs. For each of these vLLM would make an adapter, with a pinned tensor for each
+    expert's matrix, copy it to all slots, and empty them.
     """
 
     def nothing(*_: Any, **__: Any) -> nullcontext[None]:
