@@ -36,6 +36,7 @@ MEASURED = RESULTS.parents[1] / "benchmarks" / "results" / "ray_h100.jsonl"
 LATER = MEASURED.with_name("ray_h200.jsonl")
 """Rows of other engines, shapes and cards: predicted, but not part of the curves."""
 PROMPTS, MEMBERS, DENSE, STRONG = 8, 128, 32, 4096
+GPUS = (1, 2, 4, 8)
 REPLICAS = tuple(2**i for i in range(13))
 HOURS = 3600.0
 LONGER = 8
@@ -161,13 +162,15 @@ def predictions(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
 def _predicted(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
     cases = [
         ("weak, 1 replica", "from no Ray", ("weak", 0, MEMBERS, MEMBERS), ("weak", 1, MEMBERS, MEMBERS)),
-        ("weak, 2 replicas", "from no Ray", ("weak", 0, MEMBERS, MEMBERS), ("weak", 2, 2 * MEMBERS, MEMBERS)),
-        ("weak, 2 replicas", "from 1 replica", ("weak", 1, MEMBERS, MEMBERS), ("weak", 2, 2 * MEMBERS, MEMBERS)),
-        ("strong, 2 replicas", "from no Ray", ("weak", 0, MEMBERS, MEMBERS), ("strong", 2, MEMBERS, MEMBERS // 2)),
-        ("strong, 2 replicas", "from 1 replica", ("weak", 1, MEMBERS, MEMBERS), ("strong", 2, MEMBERS, MEMBERS // 2)),
-        ("dense, 2 replicas", "from no Ray", ("dense", 0, DENSE, 1), ("dense", 2, DENSE, 1)),
-        ("dense, 2 replicas", "from 1 replica", ("dense", 1, DENSE, 1), ("dense", 2, DENSE, 1)),
     ]
+    for n in GPUS[1:]:
+        for had, source in ((0, "from no Ray"), (1, "from 1 replica")):
+            known, dense = ("weak", had, MEMBERS, MEMBERS), ("dense", had, DENSE, 1)
+            cases += [
+                (f"weak, {n} replicas", source, known, ("weak", n, n * MEMBERS, MEMBERS)),
+                (f"strong, {n} replicas", source, known, ("strong", n, MEMBERS, MEMBERS // n)),
+                (f"dense, {n} replicas", source, dense, ("dense", n, DENSE, 1)),
+            ]
     for point, source, (case, had, members, chunk), (wanted, replicas, all_members, size) in cases:
         if not phases(rows, "rollout", case, had) or not phases(rows, "rollout", wanted, replicas):
             continue
@@ -177,6 +180,32 @@ def _predicted(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
             took = phases(rows, name, wanted, replicas)
             said = [t.total if name == "seconds" else getattr(t, name) for t in found]
             yield _point(point, source, name, took, statistics.median(said))
+
+
+def ahead(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
+    """Weak generations on 1 to 8 GPUs of a host, from the last session without Ray of each engine and shape."""
+    last: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row.get("case") == "weak" and not row["replicas"]:
+            which = row.get("replica", "vllm"), row["shape"]
+            last[which] = max(row["session"], last.get(which, 0))
+    for (replica, shape), session in sorted(last.items()):
+        group = [
+            r for r in rows
+            if (r.get("session"), r.get("replica", "vllm"), r.get("shape")) == (session, replica, shape)
+        ]  # fmt: skip
+        model, alone = (
+            fitted(group, "weak", 0, MEMBERS, MEMBERS, costs), statistics.median(phases(group, "seconds", "weak", 0))
+        )  # fmt: skip
+        for count in GPUS:
+            took = generations(model, count, MEMBERS * count, MEMBERS, 50)
+            parts = {w: statistics.median(getattr(t, w) for t in took) for w in ("rollout", "update", "total")}
+            measured = phases(group, "seconds", "weak", count)
+            yield {
+                "replica": replica, "shape": shape, "session": session, "replicas": count, **parts,
+                "share": alone / parts["total"], "measured": statistics.median(measured) if measured else None,
+                "measured_share": alone / statistics.median(measured) if measured else None,
+            }  # fmt: skip
 
 
 def _point(point: str, source: str, name: str, took: Sequence[float], said: float) -> dict[str, Any]:
@@ -354,6 +383,7 @@ def main() -> None:
             "score": model.score, "prompts": PROMPTS, "comes_back": comes_back, "comes_back_measured": bool(measured),
         },
         "points": points,
+        "ahead": list(ahead([*rows, *rows_of(LATER)], costs)),
         "rules": list(rules()),
         "curves": [point for case, one in cases.items() for point in curve(one, case, REPLICAS)],
         "slow": list(slow_ones(model)),

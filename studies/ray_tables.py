@@ -74,6 +74,20 @@ def _middle(row: Row, name: str) -> float:
     return statistics.median(t[name] for t in row["took"])
 
 
+def of_ahead(found: Row) -> Lines:
+    """Yield weak generations on 1 to 8 GPUs as simulated, with those that were measured."""
+    lines = [
+        (f"{p['replica']}, {p['shape'].upper()}", p["replicas"], p["session"],
+         *(f"{p[name]:.2f}" for name in ("rollout", "update", "total")), f"{p['share']:.1%}",
+         *("-" if p[name] is None else form.format(p[name])
+           for name, form in (("measured", "{:.2f}"), ("measured_share", "{:.1%}"))))
+        for p in found["ahead"]
+    ]  # fmt: skip
+    head = ("engine, shape", "replicas", "session", "simulated: rollout, s", "update, s", "generation, s",
+            "of as many engines without Ray", "measured: generation, s", "of as many engines without Ray")  # fmt: skip
+    yield from table(head, lines)
+
+
 def of_stragglers(simulated: Row, measured: Sequence[Row]) -> Lines:
     """Yield rollouts with a slow replica over the least time, simulated and measured, with and without declining."""
     virtual = {row["chunk"]: row for row in simulated["rules"]}
@@ -166,6 +180,7 @@ def tables() -> dict[str, Lines]:
     sent = _read("ray_bytes")
     return {
         "gpus": of_gpus(rows, found),
+        "ahead": of_ahead(found),
         "stragglers": of_stragglers(found, stragglers),
         "bytes": of_bytes(sent),
         "points": of_points(found),
