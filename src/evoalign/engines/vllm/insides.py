@@ -151,7 +151,8 @@ INSIDES: tuple[Inside, ...] = (
     *_names(
         "vllm.lora.layers",
         "FusedMoEWithLoRA",
-        "w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked adapter_enabled moe_config tp_rank",
+        "w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked lora_a_stacked lora_b_stacked "
+        "adapter_enabled moe_config tp_rank",
     ),
     *_names(
         f"{_LAYERS}.fused_moe.config",

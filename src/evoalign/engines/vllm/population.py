@@ -250,7 +250,8 @@ def register(runner: Any) -> None:
     for layer in adapters.modules.values():
         if isinstance(layer, FusedMoEWithLoRA):  # which leaves out adapters that were registered without experts
             layer.adapter_enabled[: adapters.lora_slots] = 1
-            layer.lora_a_stacked = layer.lora_b_stacked = ()  # views for dummy runs, millions of them
+            for views in ("lora_a_stacked", "lora_b_stacked"):  # millions, which dummy runs alone use
+                replace(layer, views, ())
     replace(runner, "maybe_setup_dummy_loras", nothing)
     replace(runner, "maybe_remove_all_loras", nothing)
 
