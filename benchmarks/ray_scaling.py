@@ -146,14 +146,14 @@ class Bench:
 class _Timed:
     """Keeps the seconds of an engine's own rollout."""
 
-    def __init__(self, engine: Any, seen: list[list[float]]) -> None:
+    def __init__(self, engine: Any, seen: list[float]) -> None:
         self._engine, self._seen = engine, seen
 
     def rollout(self, *asked: Any) -> list[Any]:
         """All at once."""
         began = time.perf_counter()
         found = list(self._engine.rollout(*asked))
-        self._seen.append([time.perf_counter() - began])
+        self._seen.append(time.perf_counter() - began)
         return found
 
 
@@ -183,14 +183,14 @@ def _on_ray(config: Any, replicas: int, graphs: list[int]) -> Any:
             return found
 
         def rollout(self, plan: Any, requests: Any) -> Any:
-            began = time.perf_counter()
+            began, engine, seen = time.perf_counter(), self._engine, list[float]()
             self.inside = getattr(self, "inside", [])
-            engine, self._engine = self._engine, _Timed(self._engine, self.inside)
+            self._engine = _Timed(engine, seen)
             try:
                 return super().rollout(plan, requests)
             finally:
                 self._engine = engine
-                self.inside[-1].append(time.perf_counter() - began)
+                self.inside += [[seconds, time.perf_counter() - began] for seconds in seen]
 
     module.ReplicaActor = Measured
     wanted = config.model_dump(mode="json", exclude_unset=True)
