@@ -217,7 +217,7 @@ def random_model(shape: str, parent: Path, quantised: str | None = None) -> str:
 
 
 def in_files(name: str, size: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
-    """Return the names and shapes of a parameter in a checkpoint, which has a matrix for each expert."""
+    """Return the names and shapes of a parameter in a checkpoint. There, experts are separate matrices."""
     where, _, last = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
     if parts is None:

@@ -26,7 +26,7 @@ BASES: Mapping[str, tuple[Path, str]] = {
     "nf4": (ROWS / "nf4", "nf4"),
 }
 """Where the rows of a base are, and its name. `tiny` and `smollm2` are in process everywhere."""
-PAIRS = (("w4a16", "bf16"), ("w4a16 dense", "bf16 dense"), ("w4a16 wide", "bf16 wide"))
+PAIRS = (("w4a16", "bf16"), ("w4a16 dense", "bf16 dense"), ("w4a16 wide", "bf16 wide"), ("w4a16 wide", "bf16 dense"))
 """Bases that are compared. The plan has the first pair."""
 MARGIN = 1 / 3
 """Share of the mean gain in full precision."""

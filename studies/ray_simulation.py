@@ -194,9 +194,8 @@ def ahead(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
             r for r in rows
             if (r.get("session"), r.get("replica", "vllm"), r.get("shape")) == (session, replica, shape)
         ]  # fmt: skip
-        model, alone = (
-            fitted(group, "weak", 0, MEMBERS, MEMBERS, costs), statistics.median(phases(group, "seconds", "weak", 0))
-        )  # fmt: skip
+        model = fitted(group, "weak", 0, MEMBERS, MEMBERS, costs)
+        alone = statistics.median(phases(group, "seconds", "weak", 0))
         for count in GPUS:
             took = generations(model, count, MEMBERS * count, MEMBERS, 50)
             parts = {w: statistics.median(getattr(t, w) for t in took) for w in ("rollout", "update", "total")}
