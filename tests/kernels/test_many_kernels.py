@@ -90,7 +90,7 @@ def test_writer_gives_all_matrices_the_bits_of_each_alone(monkeypatch, device, v
         if launches is not None:
             del launches[:]
         write(plan, members)
-        assert launches is None or 0 < len(launches) < 2 * len(slots)
+        assert launches is None or 0 < len(launches) <= 2 * len({spec.shape for spec in specs})
         for s in slots:
             want = space.adapter(layout, s.module, means.__getitem__, plan, members, s.slices)
             assert same(s.a[: len(members)], want.a.expand(len(members), -1, -1)) and same(s.b[: len(members)], want.b)
